@@ -1,0 +1,95 @@
+"""Model steps as pure functions on PyTorch: `graphify` makes them replay, `pipeline` makes them span devices.
+
+Names are imported on first use, so that `import weft` costs what `import torch` does.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.batch import LAST_TOKEN, Batch
+    from weft.descriptor import BatchDescriptor, Descriptor
+    from weft.donation import clone, donate, donates
+    from weft.effects import Program, Schema
+    from weft.errors import WeftError
+    from weft.outputs import IntermediateTensors, Output
+    from weft.padding import inert, pad, unpad
+    from weft.stages.model import Model, load
+    from weft.state import State
+    from weft.transforms.dispatch import Decision, dispatch
+    from weft.transforms.generate import Completion, generate
+    from weft.transforms.graphify import graphify
+    from weft.transforms.ladder import Limits, make_ladder
+    from weft.transforms.microbatch import microbatch
+    from weft.transforms.pipeline import compose, pipeline
+    from weft.trees import axes, pytree, static
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "weft.batch": ("LAST_TOKEN", "Batch"),
+    "weft.descriptor": ("BatchDescriptor", "Descriptor"),
+    "weft.donation": ("clone", "donate", "donates"),
+    "weft.effects": ("Program", "Schema"),
+    "weft.errors": ("WeftError",),
+    "weft.outputs": ("IntermediateTensors", "Output"),
+    "weft.padding": ("inert", "pad", "unpad"),
+    "weft.stages.model": ("Model", "load"),
+    "weft.state": ("State",),
+    "weft.transforms.dispatch": ("Decision", "dispatch"),
+    "weft.transforms.generate": ("Completion", "generate"),
+    "weft.transforms.graphify": ("graphify",),
+    "weft.transforms.ladder": ("Limits", "make_ladder"),
+    "weft.transforms.microbatch": ("microbatch",),
+    "weft.transforms.pipeline": ("compose", "pipeline"),
+    "weft.trees": ("axes", "pytree", "static"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_SUBPACKAGES = ("errors", "proofs", "stages", "transforms")
+
+__all__ = [
+    "LAST_TOKEN",
+    "Batch",
+    "BatchDescriptor",
+    "Completion",
+    "Decision",
+    "Descriptor",
+    "IntermediateTensors",
+    "Limits",
+    "Model",
+    "Output",
+    "Program",
+    "Schema",
+    "State",
+    "WeftError",
+    "axes",
+    "clone",
+    "compose",
+    "dispatch",
+    "donate",
+    "donates",
+    "generate",
+    "graphify",
+    "inert",
+    "load",
+    "make_ladder",
+    "microbatch",
+    "pad",
+    "pipeline",
+    "pytree",
+    "static",
+    "unpad",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return import_module(f"weft.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_SUBPACKAGES, "__version__"})

@@ -1,0 +1,129 @@
+"""`Batch`: what the host asks of a step. `ResolvedBatch`: that, with all that a step derives from it and the state."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.descriptor import BatchDescriptor
+from weft.errors import DescriptorError
+from weft.trees import axes, descriptor_field, pytree
+
+LAST_TOKEN = -1
+"""In `Batch.input_ids`: the request's last sampled token, which only the state knows."""
+
+SCRATCH_ROW = -1
+"""In `Batch.rows`: padding. It indexes the state's last row, which no request owns."""
+
+
+@pytree
+@attrs.frozen(eq=False)
+class Batch:
+    """A descriptor and the tensors that fit it. It names rows of the state, never what is in them, so that the host can
+    launch a step before it knows the tokens of the one before.
+
+    Args:
+        descriptor: the shape class.
+        rows: [num_reqs] int64, the request's row in the state; -1 for padding.
+        input_ids: [num_tokens] int64, request after request; -1 stands for the request's last sampled token.
+        query_start_loc: [num_reqs + 1] int32, where each request's tokens start; padding repeats the last entry.
+        samples: [num_reqs] bool, whether the step's last token of the request is the last of its prompt, or later: only
+            then is a token sampled and kept.
+    """
+
+    descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
+    rows: Tensor = attrs.field(metadata=axes("num_reqs", pad=SCRATCH_ROW))
+    input_ids: Tensor = attrs.field(metadata=axes("num_tokens", pad=0))
+    query_start_loc: Tensor = attrs.field(metadata=axes("num_reqs+1", pad="last"))
+    samples: Tensor = attrs.field(metadata=axes("num_reqs", pad=0))
+
+    @classmethod
+    def decode(cls, rows: Sequence[int], *, device: torch.device | str = "cpu") -> Self:
+        """A uniform decode batch: one token of each row, the one sampled last. All rows must be past their prefill.
+
+        >>> Batch.decode([0, 2]).descriptor
+        BatchDescriptor(num_tokens=2, num_reqs=2, query_len=1, num_active_loras=0)
+        """
+        n = len(rows)
+        return cls(
+            BatchDescriptor.uniform(n),
+            torch.tensor(rows, dtype=torch.int64, device=device),
+            torch.full((n,), LAST_TOKEN, dtype=torch.int64, device=device),
+            torch.arange(n + 1, dtype=torch.int32, device=device),
+            torch.ones(n, dtype=torch.bool, device=device),
+        )
+
+    @classmethod
+    def ragged(
+        cls,
+        rows: Sequence[int],
+        token_ids: Sequence[Sequence[int]],
+        *,
+        samples: Sequence[bool] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """A batch of prompts, chunks of prompts and single decode tokens (`[LAST_TOKEN]`), in any mixture.
+
+        Args:
+            rows: the requests' rows in the state.
+            token_ids: the tokens of each, at least one.
+            samples: whether each is past its prompt after this step; all of them by default.
+            device: where the tensors go.
+
+        Raises:
+            DescriptorError: lengths differ, a request has no token, or a row stands twice.
+        """
+        lengths = [len(ids) for ids in token_ids]
+        flags = [True] * len(rows) if samples is None else list(samples)
+        call = f"Batch.ragged(rows={list(rows)}, token_ids=<{len(lengths)} of lengths {lengths}>)"
+        if not len(rows) == len(lengths) == len(flags):
+            raise DescriptorError(
+                call, f"{len(rows)} rows, {len(lengths)} token lists, {len(flags)} samples", "give one a row"
+            )
+        if 0 in lengths:
+            raise DescriptorError(
+                call, f"request {lengths.index(0)} has no token", "leave such a request out of the batch"
+            )
+        if len(set(rows)) != len(rows):
+            raise DescriptorError(call, "a row stands twice", "join the request's tokens in one list")
+        return cls(
+            BatchDescriptor(sum(lengths), len(rows)),
+            torch.tensor(rows, dtype=torch.int64, device=device),
+            torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64, device=device),
+            torch.tensor([0, *_running_sum(lengths)], dtype=torch.int32, device=device),
+            torch.tensor(flags, dtype=torch.bool, device=device),
+        )
+
+
+def _running_sum(lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[: i + 1]) for i in range(len(lengths))]
+
+
+@pytree
+@attrs.frozen(eq=False)
+class ResolvedBatch:
+    """A batch against one state: what the layers read. Made on the device by `weft.state.resolve`.
+
+    Args:
+        descriptor: the batch's.
+        rows: [num_reqs] int64, as in the batch.
+        input_ids: [num_tokens] int64, with the last tokens filled in; 0 for padding.
+        positions: [num_tokens] int64, each token's place in its request; 0 for padding.
+        query_start_loc: [num_reqs + 1] int32.
+        seq_lens: [num_reqs] int32, the context after this step; 0 for padding.
+        block_table: [num_reqs, max_pages] int32.
+        slot_mapping: [num_tokens] int64, page * page_size + offset; -1 for padding.
+        last_index: [num_reqs] int64, the index of each request's last token.
+    """
+
+    descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
+    rows: Tensor
+    input_ids: Tensor
+    positions: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    last_index: Tensor

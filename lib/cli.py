@@ -1,0 +1,204 @@
+"""The command line: `weft generate`, `weft demo`, `weft doctor`.
+
+Nothing here imports torch before a command runs, so that `weft --help` answers at once.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from weft import __version__
+from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.stages.model import Model
+    from weft.transforms.generate import Completion
+
+MODES = ("none", "full_decode_only", "full")
+"""What `--graph` takes: `weft.transforms.ladder.MODES`, without its import."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""What `--dtype` takes: the names in `weft.stages.model.DTYPES`, without its import."""
+
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
+"""What a shell reports of a process that SIGINT, or SIGPIPE, ended."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments after the program's name; None: the process's own.
+
+    Returns:
+        0; 1 from a demo that found a difference; 2 for bad input, with the error on stderr; 130 after Ctrl-C; 141 where
+        nobody reads the output any more.
+
+    Raises:
+        SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2).
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal is no reason to fail
+    try:
+        try:
+            arguments = build_parser().parse_args(argv)
+            return int(arguments.command(arguments))
+        finally:
+            sys.stdout.flush()
+    except WeftError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        _drop_stdout()
+        return _BROKEN_PIPE
+
+
+def _drop_stdout() -> None:
+    """Send what is still buffered nowhere: the interpreter would flush it at exit, and complain."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets `command`, a function of the parsed arguments."""
+    parser = argparse.ArgumentParser(prog="weft", description="Model steps as pure functions on PyTorch.")
+    parser.add_argument("--version", action="version", version=f"weft {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_generate(commands.add_parser("generate", help="complete prompts with a checkpoint", allow_abbrev=False))
+    _add_demo(commands.add_parser("demo", help="see that graphs and pipelines change nothing", allow_abbrev=False))
+    _add_doctor(commands.add_parser("doctor", help="versions, devices, back ends", allow_abbrev=False))
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Complete prompts, all in one batch, and print the completions in the order of the prompts."
+    parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint folder in Hugging Face's format")
+    prompts = parser.add_argument_group("prompts", "at least one; each may be repeated, in any mixture")
+    prompts.add_argument("--prompt", dest="prompts", action="append", type=_text, metavar="TEXT", help="as text")
+    prompts.add_argument(
+        "--prompt-ids", dest="prompts", action="append", type=_ids, metavar="1,2,3", help="as token ids"
+    )
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens for each prompt (default 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    parser.add_argument("--seed", type=int, metavar="S", help="of all random choices (default: a fresh one)")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default 1)")
+    parser.add_argument("--graph", choices=MODES, default="full", help="what is captured and replayed (default full)")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights and the KV cache (default: the checkpoint's)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a completion, one a line")
+    parser.set_defaults(command=_generate, parser=parser)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Generate from three prompts eagerly, graphified, pipelined over 2 stages, and both, with the checkpoint that "
+        "weft ships; compare tokens, logits and state after every step. Exits 1 if they are not equal."
+    )
+    parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens for each prompt (default 64)")
+    parser.set_defaults(command=_demo)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Say what weft would run on here: versions, devices, graph back ends, kernels; and why."
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(command=_doctor)
+
+
+def _text(text: str) -> str:
+    """A prompt; refuses bytes that are no text, which Python smuggles into `sys.argv` as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8: pass text, or --prompt-ids") from error
+    return text
+
+
+def _ids(text: str) -> list[int]:
+    """Token ids from `1,2,3`; none from an empty text, which `generate` refuses as an empty prompt."""
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if wrong := [part for part in parts if not re.fullmatch("[0-9]{1,18}", part)]:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} holds {wrong[0]!r}, which is no token id: write whole numbers and commas, as in 1,2,3"
+        )
+    return [int(part) for part in parts]
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    if not arguments.prompts:
+        arguments.parser.error("no prompt: give at least one --prompt TEXT or --prompt-ids 1,2,3")
+    from weft.stages.model import load
+    from weft.transforms.generate import generate
+
+    progress = sys.stderr.isatty()
+    model = load(arguments.model, arguments.device, arguments.dtype, progress=progress)
+    completions = generate(
+        model,
+        arguments.prompts,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        pipeline=arguments.pp,
+        graph=arguments.graph,
+        progress=progress,
+    )
+    if arguments.json:
+        print("\n".join(json.dumps(attrs.asdict(completion)) for completion in completions))
+    else:
+        _print_completions(model, arguments.prompts, completions)
+    return 0
+
+
+def _print_completions(
+    model: "Model", prompts: Sequence[str | Sequence[int]], completions: "Sequence[Completion]"
+) -> None:
+    """Each completion behind its prompt; as ids, in the form that `--prompt-ids` takes, where there is no tokenizer."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if completion.text is None:
+            shown, new = ",".join(map(str, prompt)), "," + ",".join(map(str, completion.token_ids))
+        else:
+            shown, new = prompt if isinstance(prompt, str) else str(model.decode(list(prompt))), completion.text
+        count, reason = len(completion.token_ids), completion.finish_reason
+        title = f"[{index + 1} of {len(prompts)}] {count} token{'s' * (count != 1)}, {reason}"
+        console.print(Text(title, style="dim"))
+        console.print(Text.assemble((printable(shown), "bold"), printable(new)), end="\n\n")
+
+
+def printable(text: str) -> str:
+    """`text` with what could steer a terminal replaced.
+
+    >>> printable("a\\x1b[31mb\\n")
+    'a\N{REPLACEMENT CHARACTER}[31mb\\n'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from weft.demo import demo
+
+    return 0 if demo(arguments.device, arguments.max_tokens, progress=sys.stderr.isatty()) else 1
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from weft.doctor import examine, show
+
+    report = examine()
+    if arguments.json:
+        print(json.dumps(attrs.asdict(report), indent=2))
+    else:
+        show(report)
+    return 0

@@ -1,0 +1,102 @@
+"""`BatchDescriptor`: the shape class of a batch, the partial order `covers`, and what is asked of a user's own."""
+
+from typing import Any, Protocol, Self, runtime_checkable
+
+import attrs
+
+from weft.errors import DescriptorError
+
+
+@runtime_checkable
+class Descriptor(Protocol):
+    """What `graphify` asks of a shape class: hashable, ordered by `covers`, with one int attribute for each axis name
+    that the sized classes of its batches mention (see `weft.trees.axes`)."""
+
+    def covers(self, other: Self, /) -> bool:
+        """Whether a batch of class `other`, padded, may run under this one. A partial order."""
+
+    def __hash__(self) -> int: ...
+
+    def __eq__(self, other: Any, /) -> bool: ...
+
+
+def _counts(value: int) -> str | None:
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    return None if ok and value >= 0 else "is not an int >= 0"
+
+
+@attrs.frozen
+class BatchDescriptor:
+    """The immutable shape class of a batch of requests, and the memo key of its graph.
+
+    Args:
+        num_tokens: tokens in the batch, of all requests together.
+        num_reqs: requests in the batch.
+        query_len: tokens of *each* request in a uniform decode batch, so that `num_tokens == num_reqs * query_len`;
+            None for a ragged batch (prefill, or prefill and decode mixed). Equal shape is not equal class: a prefill of
+            one token a request is ragged, because its requests are not past their prefill.
+        num_active_loras: LoRA adapters that the batch uses.
+
+    Raises:
+        DescriptorError: the four contradict each other.
+
+    >>> BatchDescriptor(num_tokens=8, num_reqs=8, query_len=1).covers(BatchDescriptor(5, 5, 1))
+    True
+    >>> BatchDescriptor(8, 8, query_len=1).covers(BatchDescriptor(5, 5, query_len=None))  # that one is still prefilling
+    False
+    """
+
+    num_tokens: int
+    num_reqs: int
+    query_len: int | None = None
+    num_active_loras: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        for field in ("num_tokens", "num_reqs", "num_active_loras"):
+            if fault := _counts(getattr(self, field)):
+                raise self._error(
+                    f"{field}={getattr(self, field)!r} {fault}", "pass whole numbers of tokens and requests"
+                )
+        if self.query_len is None:
+            return
+        if _counts(self.query_len) or self.query_len == 0:
+            raise self._error(
+                f"query_len={self.query_len!r} is neither None nor an int >= 1", "pass None for a ragged batch"
+            )
+        if self.num_tokens != self.num_reqs * self.query_len:
+            raise self._error(
+                f"num_tokens={self.num_tokens} is not num_reqs*query_len={self.num_reqs}*{self.query_len}",
+                f"BatchDescriptor.uniform(num_reqs={self.num_reqs}, query_len={self.query_len}), or query_len=None",
+            )
+
+    def _error(self, seen: str, instead: str) -> DescriptorError:
+        call = f"BatchDescriptor({self.num_tokens!r}, {self.num_reqs!r}, query_len={self.query_len!r})"
+        return DescriptorError(call, seen, instead)
+
+    @classmethod
+    def uniform(cls, num_reqs: int, query_len: int = 1, num_active_loras: int = 0) -> Self:
+        """The class of a decode batch: `query_len` tokens of each of `num_reqs` requests, all past their prefill."""
+        return cls(num_reqs * query_len, num_reqs, query_len, num_active_loras)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether this is the class of uniform decode batches."""
+        return self.query_len is not None
+
+    def covers(self, other: "BatchDescriptor") -> bool:
+        """Whether a batch of class `other`, padded, may run under this one.
+
+        A ragged class takes any batch that fits in it; a uniform class takes uniform batches of its own query length
+        only, because a request cannot be padded with tokens of its own.
+        """
+        fits = (
+            self.num_tokens >= other.num_tokens
+            and self.num_reqs >= other.num_reqs
+            and self.num_active_loras >= other.num_active_loras
+        )
+        return fits and self.query_len in (None, other.query_len)
+
+    def __str__(self) -> str:
+        shape = f"ragged {self.num_tokens} tokens" if self.query_len is None else f"uniform x{self.query_len}"
+        loras = f", {self.num_active_loras} LoRAs" if self.num_active_loras else ""
+        return f"{shape}, {self.num_reqs} reqs{loras}"

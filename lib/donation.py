@@ -1,0 +1,133 @@
+"""Donation: the callee takes an argument's storage, and the old value is dead and says so.
+
+A class marked `donatable` is *moved from*: its fields are emptied, so that any later use of the old object raises and
+names who took it, at no cost for live objects. A plain tensor cannot be emptied while its storage lives on; it is
+marked, and every weft transform refuses a marked tensor.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import attrs
+from torch import Tensor
+
+from weft.errors import DonatedError
+from weft.trees import tree_map
+
+C = TypeVar("C", bound=type)
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_TAKEN = "_weft_taken_by"
+_INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep the old one"
+
+
+def donatable(cls: C) -> C:
+    """Make a frozen attrs class (with a `_taken_by: str = attrs.field(default="", init=False, ...)` slot) movable."""
+
+    def missing(self: Any, name: str) -> NoReturn:
+        taker = object.__getattribute__(self, "_taken_by")
+        if taker and name in {f.name for f in attrs.fields(cls)}:
+            raise DonatedError(f"{cls.__name__}.{name}", f"this {cls.__name__} was donated to {taker}", _INSTEAD)
+        raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+
+    # Python asks __getattr__ only for what normal look-up did not find: an emptied slot, or a name that never was.
+    type.__setattr__(cls, "__getattr__", missing)
+    type.__setattr__(cls, "_weft_donatable", True)
+    return cls
+
+
+def _is_donatable(node: Any) -> bool:
+    return getattr(type(node), "_weft_donatable", False)
+
+
+def donate(tree: T, *, to: str) -> T:
+    """Move `tree`: the result holds the same storage, and the old value refuses to be used again.
+
+    Args:
+        tree: any pytree; `donatable` nodes are emptied, plain tensors are marked.
+        to: who takes it, for the error message.
+
+    Raises:
+        DonatedError: something in it was donated before.
+    """
+
+    def move(node: Any) -> Any:
+        if _is_donatable(node):
+            return _move_node(node, to)
+        if isinstance(node, Tensor):
+            refuse_donated(node, call=to)
+            alias = node.detach() if not node.requires_grad else node.view_as(node)
+            setattr(node, _TAKEN, to)
+            return alias
+        return node
+
+    return tree_map(move, tree, is_leaf=_is_donatable)  # type: ignore[no-any-return]
+
+
+def _move_node(node: Any, to: str) -> Any:
+    names = [f.name for f in attrs.fields(type(node)) if f.init]
+    moved = type(node)(**{name: getattr(node, name) for name in names})
+    for name in names:
+        object.__delattr__(node, name)
+    object.__setattr__(node, "_taken_by", to)
+    return moved
+
+
+def refuse_donated(value: Any, *, call: str) -> None:
+    """Raise if `value` is a tensor that was donated before."""
+    taker = getattr(value, _TAKEN, None) if isinstance(value, Tensor) else None
+    if taker is not None:
+        shape = tuple(value.shape)
+        raise DonatedError(call, f"a tensor of shape {shape} that was donated to {taker}", _INSTEAD)
+
+
+def clone(tree: T) -> T:
+    """A copy of every tensor in `tree`, with storage of its own: what to donate when the old value is still wanted."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)  # type: ignore[no-any-return]
+
+
+def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare that a function takes the storage of the arguments named: each is moved before the body runs.
+
+    `graphify` reads the declaration, so that a step says once what it donates.
+
+    >>> @donates("state")
+    ... def advance(state, by):
+    ...     return state.add_(by)
+    >>> old = torch.zeros(())
+    >>> new = advance(old, 1)
+    >>> advance(old, 1)
+    Traceback (most recent call last):
+        ...
+    weft.errors.DonatedError: advance(state)
+      saw: a tensor of shape () that was donated to advance(state)
+      instead: use the value that it returned, or pass a copy (weft.clone) to keep the old one
+    """
+
+    def wrap(fn: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(fn)
+        if unknown := [name for name in argnames if name not in signature.parameters]:
+            raise TypeError(f"donates{argnames}: {fn.__name__}{signature} has no argument {unknown[0]!r}")
+        name = getattr(fn, "__name__", repr(fn))
+
+        @functools.wraps(fn)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            bound = signature.bind(*args, **kwargs)
+            for argname in argnames:
+                if argname in bound.arguments:
+                    bound.arguments[argname] = donate(bound.arguments[argname], to=f"{name}({argname})")
+            return fn(*bound.args, **bound.kwargs)
+
+        wrapped.__weft_donates__ = argnames  # type: ignore[attr-defined]
+        return wrapped
+
+    return wrap
+
+
+def donated_argnames(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The arguments that `fn` was declared to donate."""
+    return tuple(getattr(fn, "__weft_donates__", ()))

@@ -1,0 +1,70 @@
+"""Every exception that weft raises: the call as written, what was seen, what to write instead."""
+
+
+class WeftError(Exception):
+    """Base of weft's exceptions.
+
+    Args:
+        call: the call as the user wrote it, values included.
+        seen: what was found, with the offending values.
+        instead: what to write or do instead.
+
+    >>> raise ConfigError("weft.load('m')", "config.json has hidden_act='gelu'", "use a model with hidden_act='silu'")
+    Traceback (most recent call last):
+        ...
+    weft.errors.ConfigError: weft.load('m')
+      saw: config.json has hidden_act='gelu'
+      instead: use a model with hidden_act='silu'
+    """
+
+    def __init__(self, call: str, seen: str, instead: str) -> None:
+        super().__init__(call, seen, instead)
+        self.call = call
+        self.seen = seen
+        self.instead = instead
+
+    def __str__(self) -> str:
+        return f"{self.call}\n  saw: {self.seen}\n  instead: {self.instead}"
+
+
+class DescriptorError(WeftError, ValueError):
+    """A batch or a descriptor that contradicts itself, or that does not cover what it should."""
+
+
+class DonatedError(WeftError, RuntimeError):
+    """A value used after its storage was donated."""
+
+
+class CaptureError(WeftError, RuntimeError):
+    """A function that cannot be captured: it reads the host, branches on data, or writes what it does not own."""
+
+
+class CacheMissError(WeftError, RuntimeError):
+    """A call to a frozen graphified function that would have to capture."""
+
+
+class ConfigError(WeftError, ValueError):
+    """A model configuration with a field that weft does not know or does not support."""
+
+
+class CheckpointError(WeftError, ValueError):
+    """A checkpoint whose tensors are damaged, missing, or of a shape that the configuration contradicts."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A checkpoint folder, or a file that its index names, that is not there."""
+
+    # OSError would print its errno form of the three arguments.
+    __str__ = WeftError.__str__
+
+
+class RequestError(WeftError, ValueError):
+    """A prompt or a generation argument that no model could serve."""
+
+
+class ProgramError(WeftError, ValueError):
+    """A pipeline program that could not be built, or that the check refused."""
+
+
+class DeviceError(WeftError, RuntimeError):
+    """A device or a back end that this machine does not have."""

@@ -1,0 +1,419 @@
+"""The CUDA implementation of `weft::paged_attention`, in Triton: three kernels, whose launches depend on shapes alone.
+
+1. `_write_kernel`, a program a token: k and v go to their slots, and the output of padding becomes 0.
+2. `_attend_kernel`, a program for a block of queries of one request, a key head, and a share (split) of the context:
+   softmax attention a tile of keys at a time, with a running maximum and sum (FlashAttention-2, Dao 2023, algorithm 1).
+   The heads that share a key head are rows of one matrix, so that each key is loaded once for all of them.
+3. `_combine_kernel`, only where the context was split, for batches of few short queries (flash-decoding, Dao et al.
+   2023): rescales and adds the shares.
+
+Nothing here reads a tensor's values on the host, so a CUDA graph can hold the whole and replay it for other lengths.
+Import it only where triton is installed. With TRITON_INTERPRET=1 set before, it runs on CPU tensors, for tests; not
+bfloat16, whose products triton's interpreter gets wrong.
+"""
+
+# Triton's decorators have no types, and neither have the pointers that a kernel takes.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+import attrs
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = 1.4426950408889634
+
+# How many programs a decode launch aims at per multiprocessor, and the most shares that a context is split into.
+_PROGRAMS_PER_PROCESSOR = 2
+_MAX_SPLITS = 64
+
+
+@attrs.frozen
+class Launch:
+    """How `_attend_kernel` is launched: a pure function of shapes, `plan_launch`.
+
+    Args:
+        rows: rows of the query matrix of a program, a power of two: queries * group of them are used.
+        queries: queries of a program.
+        keys: keys of a tile, a power of two.
+        dims: the head dimension, rounded up to a power of two.
+        one_block: whether each request's queries fit one program, so that program r serves request r.
+        blocks: blocks of queries, over all requests.
+        splits: shares of the context, a power of two.
+        warps: of a program.
+        stages: tiles in flight.
+    """
+
+    rows: int
+    queries: int
+    keys: int
+    dims: int
+    one_block: bool
+    blocks: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def plan_launch(
+    num_tokens: int,
+    num_reqs: int,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    max_context: int,
+    max_query_len: int,
+    itemsize: int,
+    processors: int,
+) -> Launch:
+    """The launch for these shapes; `max_context` is what a block table's row can hold, in tokens."""
+    dims = max(16, triton.next_power_of_2(head_dim))
+    # The accumulator, rows * dims in float32, stays in registers, and a tile of keys takes 16 KiB of shared memory.
+    most_rows = max(16, min(64, 8192 // dims))
+    rows = min(max(16, triton.next_power_of_2(max_query_len * group)), most_rows)
+    rows = max(rows, triton.next_power_of_2(group))
+    queries = rows // group
+    keys = max(16, min(64, 16384 // (dims * itemsize)))
+    one_block = max_query_len <= queries
+    # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial block, and no overlap.
+    blocks = num_reqs if one_block else num_tokens // queries + num_reqs
+    splits = _splits(num_reqs * kv_heads, -(-max_context // keys), processors) if one_block else 1
+    # Three stages of keys and values fit shared memory at 16 KiB a tile; a larger tile is one of a very wide head.
+    stages = max(1, min(3, 49152 // (keys * dims * itemsize)))
+    return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps=4, stages=stages)
+
+
+def _splits(programs: int, tiles: int, processors: int) -> int:
+    """Shares of the context that bring `programs` up to the number aimed at: a power of two, at most a tile each."""
+    most = min(_PROGRAMS_PER_PROCESSOR * processors // max(programs, 1), tiles, _MAX_SPLITS)
+    return 1 << max(most, 1).bit_length() - 1
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> Tensor:
+    """`weft.ops.paged_attention.paged_attention` by the kernels below: its arguments, unchecked, and its result."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not q.numel():
+        return out
+    q, k, v = _packed_heads(q), _packed_heads(k), _packed_heads(v)
+    where = (slot_mapping.contiguous(), block_table.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
+    # A launch goes to the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(q):
+        _launch_write(k, v, kv_pages, where, out)
+        if seq_lens.numel():
+            _launch_attend(q, kv_pages, where, max_query_len, scale, out)
+    return out
+
+
+Where = tuple[Tensor, Tensor, Tensor, Tensor]
+"""slot_mapping, block_table, query_start_loc and seq_lens, contiguous."""
+
+
+def _packed_heads(x: Tensor) -> Tensor:
+    """`x` `[T, heads, D]` with each token's heads contiguous; tokens may be apart, as in a slice of fused q, k, v."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _launch_write(k: Tensor, v: Tensor, kv_pages: Tensor, where: Where, out: Tensor) -> None:
+    slot_mapping, _, query_start_loc, seq_lens = where
+    width, out_width = k[0].numel(), out[0].numel()
+    _write_kernel[(k.shape[0],)](
+        k,
+        v,
+        kv_pages,
+        slot_mapping,
+        query_start_loc,
+        seq_lens,
+        out,
+        seq_lens.shape[0],
+        kv_pages.stride(0),
+        k.stride(0),
+        v.stride(0),
+        WIDTH=width,
+        OUT_WIDTH=out_width,
+        BLOCK=min(1024, triton.next_power_of_2(width)),
+        BLOCK_R=_search_width(seq_lens.shape[0]),
+    )
+
+
+def _launch_attend(
+    q: Tensor, kv_pages: Tensor, where: Where, max_query_len: int, scale: float, out: Tensor, plan: Launch | None = None
+) -> None:
+    slot_mapping, block_table, query_start_loc, seq_lens = where
+    (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
+    requests, group, context = seq_lens.shape[0], heads // kv_heads, block_table.shape[1] * page_size
+    plan = plan or plan_launch(
+        tokens, requests, group, kv_heads, dim, context, max_query_len, q.element_size(), _processors(q.device)
+    )
+    split = plan.splits > 1
+    shares = q.new_empty((tokens, heads, plan.splits, dim), dtype=torch.float32) if split else out
+    maxima, sums = q.new_empty((2, tokens, heads, plan.splits), dtype=torch.float32) if split else (out, out)
+    _attend_kernel[(plan.blocks, kv_heads, plan.splits)](
+        q,
+        kv_pages,
+        *where,
+        shares,
+        maxima,
+        sums,
+        requests,
+        kv_pages.stride(0),
+        q.stride(0),
+        block_table.stride(0),
+        scale * _LOG2_E,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAGE_SIZE=page_size,
+        QUERIES=plan.queries,
+        ROWS=plan.rows,
+        KEYS=plan.keys,
+        DIMS=plan.dims,
+        SPLITS=plan.splits,
+        ONE_BLOCK=plan.one_block,
+        BLOCK_R=_search_width(requests),
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+    )
+    if split:
+        _combine_kernel[(requests, max_query_len, heads)](
+            shares,
+            maxima,
+            sums,
+            slot_mapping,
+            query_start_loc,
+            seq_lens,
+            out,
+            DIM=dim,
+            DIMS=plan.dims,
+            SPLITS=plan.splits,
+        )
+
+
+def _search_width(requests: int) -> int:
+    return min(1024, 1 << (requests - 1).bit_length()) if requests else 1
+
+
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; the interpreter, on the CPU, plans as for one with 4."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
+
+
+@triton.jit
+def _owner(index, query_start_loc, num_reqs, QUERIES: tl.constexpr, EXTRA: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The request that owns block `index`, or num_reqs: how many of the requests 1..num_reqs begin at or before it.
+
+    Request r begins at block query_start_loc[r] // QUERIES + EXTRA * r; empty ones that begin with it are passed over.
+    """
+    count = 0
+    for base in range(0, num_reqs, BLOCK_R):
+        request = base + 1 + tl.arange(0, BLOCK_R)
+        start = tl.load(query_start_loc + request, mask=request <= num_reqs, other=0)
+        before = (start // QUERIES + EXTRA * request <= index) & (request <= num_reqs)
+        count += tl.sum(before.to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def _write_kernel(
+    k,
+    v,
+    kv_pages,
+    slot_mapping,
+    query_start_loc,
+    seq_lens,
+    out,
+    num_reqs,
+    values,
+    stride_k,
+    stride_v,
+    WIDTH: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Keep one token's k and v in its slot, or, of padding, zero the output; `values` is where kv_pages[1] begins."""
+    token = tl.program_id(0)
+    request = _owner(token, query_start_loc, num_reqs, 1, 0, BLOCK_R)
+    seq_len = tl.load(seq_lens + request, mask=request < num_reqs, other=0)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    row = token.to(tl.int64)
+    if (slot >= 0) & (seq_len > 0):
+        for start in range(0, WIDTH, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            key = tl.load(k + row * stride_k + i, mask=i < WIDTH)
+            value = tl.load(v + row * stride_v + i, mask=i < WIDTH)
+            tl.store(kv_pages + slot * WIDTH + i, key, mask=i < WIDTH)
+            tl.store(kv_pages + values + slot * WIDTH + i, value, mask=i < WIDTH)
+    else:
+        for start in range(0, OUT_WIDTH, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            zero = tl.zeros([BLOCK], out.dtype.element_ty)
+            tl.store(out + row * OUT_WIDTH + i, zero, mask=i < OUT_WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def _attend_kernel(
+    q,
+    kv_pages,
+    slot_mapping,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    shares,
+    maxima,
+    sums,
+    num_reqs,
+    values,
+    stride_q,
+    stride_table,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Attend with QUERIES queries of one request, and the heads of one key head, to one share of the context.
+
+    `scale` includes log2(e), since powers are of 2. Without splits `shares` is the output itself, else what
+    `_combine_kernel` reads. Rows of padding are neither read nor stored.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    request = tl.program_id(0)
+    if not ONE_BLOCK:
+        request = _owner(tl.program_id(0), query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
+    if request >= num_reqs:
+        return
+    start = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - start
+    seq_len = tl.load(seq_lens + request)
+    if seq_len == 0:
+        return
+    block = 0 if ONE_BLOCK else tl.program_id(0) - start // QUERIES - request
+
+    row = tl.arange(0, ROWS)
+    query = block * QUERIES + row // GROUP
+    token = (start + query).to(tl.int64)
+    live = (row < QUERIES * GROUP) & (query < query_len)
+    live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
+    # Tiles end with the last live row's context: later slots are not reached, and may hold NaN.
+    position = tl.where(live, seq_len - query_len + query, -1)
+    lo, hi = _share(tl.max(position, axis=0) + 1, KEYS, SPLITS)
+
+    head = tl.program_id(1) * GROUP + row % GROUP
+    dim = tl.arange(0, DIMS)
+    mask = live[:, None] & (dim < DIM)[None, :]
+    queries = tl.load(q + (token * stride_q + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+    table = block_table + request.to(tl.int64) * stride_table
+    m, s, acc = _attend_tiles(
+        queries, position, kv_pages, values, table, lo, hi, scale, KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS
+    )
+
+    cell = (token * HEADS + head) * SPLITS + tl.program_id(2)
+    if SPLITS == 1:
+        acc = acc / tl.where(s == 0, 1.0, s)[:, None]
+    else:
+        tl.store(maxima + cell, m, mask=live)
+        tl.store(sums + cell, s, mask=live)
+    tl.store(shares + (cell * DIM)[:, None] + dim[None, :], acc.to(shares.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _share(length, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+    """The positions lo:hi of this program's share of a context, in whole tiles; the last shares may be empty."""
+    share = tl.cdiv(tl.cdiv(length, KEYS), SPLITS) * KEYS
+    lo = tl.program_id(2) * share
+    return lo, tl.minimum(lo + share, length)
+
+
+@triton.jit
+def _attend_tiles(
+    queries,
+    position,
+    kv_pages,
+    values,
+    table,
+    lo,
+    hi,
+    scale,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` over the positions lo:hi."""
+    dim = tl.arange(0, DIMS)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    s = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for start in range(lo, hi, KEYS):
+        at = start + tl.arange(0, KEYS)
+        page = tl.load(table + at // PAGE_SIZE, mask=at < hi, other=0).to(tl.int64)
+        offset = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + tl.program_id(1)) * DIM
+        # Zeros, not what lies there: a probability of 0 times NaN is NaN.
+        mask = (at < hi)[:, None] & (dim < DIM)[None, :]
+        key = tl.load(kv_pages + offset[:, None] + dim[None, :], mask=mask, other=0.0)
+        value = tl.load(kv_pages + values + offset[:, None] + dim[None, :], mask=mask, other=0.0)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where((at[None, :] <= position[:, None]) & (at < hi)[None, :], scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=1))
+        # A row that has seen no key yet stays at -inf, and -inf - -inf would be NaN.
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(m - base)
+        s = s * shrink + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        m = m_new
+    return m, s, acc
+
+
+@triton.jit
+def _combine_kernel(
+    shares,
+    maxima,
+    sums,
+    slot_mapping,
+    query_start_loc,
+    seq_lens,
+    out,
+    DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Add the shares of one query and head, each scaled by 2 ** (its maximum - the greatest), over the like sum."""
+    request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_start_loc + request)
+    inside = start + query < tl.load(query_start_loc + request + 1)
+    token = (start + query).to(tl.int64)
+    live = inside & (tl.load(seq_lens + request) > 0)
+    live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
+    if live:
+        cell = (token * tl.num_programs(2) + head) * SPLITS + tl.arange(0, SPLITS)
+        m = tl.load(maxima + cell)
+        base = tl.max(m, axis=0)
+        weight = tl.exp2(m - tl.where(base == float("-inf"), 0.0, base))
+        total = tl.sum(weight * tl.load(sums + cell), axis=0)
+        dim = tl.arange(0, DIMS)
+        mask = (weight > 0)[:, None] & (dim < DIM)[None, :]
+        share = tl.load(shares + (cell * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+        result = tl.sum(share * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
+        place = (token * tl.num_programs(2) + head) * DIM + dim
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=dim < DIM)

@@ -1,0 +1,52 @@
+"""Which implementation each op uses on a device, and why: what `weft doctor` prints."""
+
+import attrs
+import torch
+
+from weft.errors import DeviceError
+from weft.ops.paged_attention import no_triton, triton_version
+
+
+@attrs.frozen
+class OpBackend:
+    """One row of the table: on the device asked about, `op` runs, or does not run, as `implementation`."""
+
+    op: str
+    implementation: str
+    reason: str
+
+
+_REFERENCE = OpBackend("paged_attention", "reference", "plain torch, batch invariant; the CPU has no other")
+
+_FLASHINFER = OpBackend(
+    "paged_attention",
+    "flashinfer: not used",
+    "its plan needs the sequence lengths on the host at each step, so a captured step could not replay it",
+)
+
+
+def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
+    """The table for `device`, a CPU or CUDA one; asks for no such device to be there.
+
+    Raises:
+        DeviceError: weft has no kernels for this type of device.
+
+    >>> [(row.op, row.implementation) for row in backends("cpu")]
+    [('paged_attention', 'reference')]
+    """
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return (_REFERENCE,)
+    if kind == "cuda":
+        return (_cuda_attention(), _FLASHINFER)
+    raise DeviceError(f"backends({str(device)!r})", f"weft has no kernels for {kind!r}", "use 'cpu' or 'cuda'")
+
+
+def _cuda_attention() -> OpBackend:
+    version = triton_version()
+    if version is None:
+        # The text of the error that a call would raise: there is no silent fallback to another kernel.
+        error = no_triton("paged_attention on cuda")
+        return OpBackend("paged_attention", "missing", f"{error.seen}; {error.instead}")
+    reason = "reads every length on the device, so a captured step replays it for any lengths"
+    return OpBackend("paged_attention", f"triton {version}", reason)

@@ -1,0 +1,36 @@
+"""What stages return: the tensors between two stages, and what the last stage hands to the host."""
+
+import attrs
+from torch import Tensor
+
+from weft.trees import axes, pytree
+
+
+@pytree
+@attrs.frozen(eq=False)
+class IntermediateTensors:
+    """What one stage sends to the next.
+
+    Args:
+        hidden_states: [num_tokens, hidden_size], the residual stream; the model's dtype.
+    """
+
+    hidden_states: Tensor = attrs.field(metadata=axes("num_tokens"))
+
+
+@pytree
+@attrs.frozen(eq=False)
+class Output:
+    """What the last stage returns.
+
+    Args:
+        token_ids: [num_reqs] int64, the token sampled (meaningless where the batch does not sample).
+        logprobs: [num_reqs] float32, the natural logarithm of the model's probability of that token, before
+            temperature.
+        logits: [num_reqs, vocab_size] float32 at each request's last token; None unless the step was built to keep
+            them.
+    """
+
+    token_ids: Tensor = attrs.field(metadata=axes("num_reqs"))
+    logprobs: Tensor = attrs.field(metadata=axes("num_reqs"))
+    logits: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))

@@ -1,0 +1,120 @@
+"""Padding of any tree of sized classes: what a batch of one class looks like under a descriptor that covers it."""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from weft.errors import DescriptorError
+from weft.trees import Axes, map_sized
+
+T = TypeVar("T")
+
+
+def padded_shape(value: Tensor, spec: Axes, descriptor: Any) -> tuple[int, ...]:
+    """The shape that `value` has under `descriptor`."""
+    extents = (spec.extent(dim, descriptor) for dim in range(value.dim()))
+    return tuple(size if extent is None else extent for size, extent in zip(value.shape, extents, strict=True))
+
+
+def write_padded(target: Tensor, value: Tensor, spec: Axes) -> None:
+    """Write `value` into the leading corner of `target` and the padding that `spec` asks for into all the rest.
+
+    Nothing that `target` held before survives: this is also how a replay's input buffers are filled.
+    """
+    corner = target[tuple(slice(size) for size in value.shape)]
+    if target.shape != value.shape:
+        target.copy_(_last(value, target.dim()) if spec.pad == "last" else torch.full_like(target, float(spec.pad)))
+    corner.copy_(value)
+
+
+def _last(value: Tensor, dims: int) -> Tensor:
+    """The last entry of `value`, of `dims` dimensions so that it broadcasts; 0 where it has none."""
+    if value.numel() == 0:
+        return value.new_zeros((1,) * dims)
+    return value[(slice(-1, None),) * dims]
+
+
+def pad(tree: T, descriptor: Any) -> T:
+    """Pad every sized value in `tree` to `descriptor`; all else passes through.
+
+    Args:
+        tree: a batch, intermediate tensors, or any tree that holds sized values (see `weft.trees.axes`).
+        descriptor: must cover the descriptor of each batch in the tree.
+
+    Returns:
+        A new tree; a tensor that already has its size is passed on, not copied.
+
+    Raises:
+        DescriptorError: the descriptor does not cover a batch, or a tensor is larger than it allows.
+
+    >>> from weft.batch import Batch
+    >>> pad(Batch.decode([4, 7]), BatchDescriptor.uniform(4)).rows.tolist()
+    [4, 7, -1, -1]
+    """
+
+    def grow(value: Tensor, spec: Axes) -> Tensor:
+        shape = padded_shape(value, spec, descriptor)
+        if shape == tuple(value.shape):
+            return value
+        if any(new < old for new, old in zip(shape, value.shape, strict=True)):
+            raise _too_small(tree, descriptor, value)
+        target = value.new_empty(shape)
+        write_padded(target, value, spec)
+        return target
+
+    own = getattr(tree, "descriptor", None)
+    if own is not None and not descriptor.covers(own):
+        raise DescriptorError(
+            f"weft.pad(batch, {descriptor})",
+            f"the batch is {own}, which that descriptor does not cover",
+            "pad to a descriptor d with d.covers(batch.descriptor)",
+        )
+    return map_sized(grow, tree, descriptor)  # type: ignore[no-any-return]
+
+
+def unpad(tree: T, descriptor: Any) -> T:
+    """Cut every sized value in `tree` down to `descriptor`: the inverse of `pad`, and the way to read a padded result.
+
+    Args:
+        tree: any tree that holds sized values.
+        descriptor: the class that the values had before they were padded.
+
+    Returns:
+        A tree of views.
+
+    Raises:
+        DescriptorError: a value is smaller than the descriptor says.
+    """
+
+    def cut(value: Tensor, spec: Axes) -> Tensor:
+        shape = padded_shape(value, spec, descriptor)
+        if any(new > old for new, old in zip(shape, value.shape, strict=True)):
+            raise DescriptorError(
+                f"weft.unpad(..., {descriptor})",
+                f"a tensor of shape {tuple(value.shape)} where that descriptor has {shape}",
+                "unpad to the descriptor that the batch had before it was padded",
+            )
+        return value if shape == tuple(value.shape) else value[tuple(slice(size) for size in shape)]
+
+    return map_sized(cut, tree, descriptor)  # type: ignore[no-any-return]
+
+
+def inert(tree: T, descriptor: Any) -> T:
+    """The tree that is all padding, at `descriptor`: what a warm-up runs on, so that it leaves no trace in any
+    state."""
+
+    def blank(value: Tensor, spec: Axes) -> Tensor:
+        target = value.new_empty(padded_shape(value, spec, descriptor))
+        write_padded(target, value[(slice(0, 0),) * value.dim()], spec)
+        return target
+
+    return map_sized(blank, tree, descriptor)  # type: ignore[no-any-return]
+
+
+def _too_small(tree: Any, descriptor: Any, value: Tensor) -> DescriptorError:
+    return DescriptorError(
+        f"weft.pad({type(tree).__name__}, {descriptor})",
+        f"a tensor of shape {tuple(value.shape)}, larger than that descriptor",
+        "pad to a descriptor that covers the batch",
+    )

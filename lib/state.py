@@ -1,0 +1,141 @@
+"""`State`: everything that changes from step to step, on the device; and the pure functions that read and advance
+it."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.batch import LAST_TOKEN, Batch, ResolvedBatch
+from weft.donation import donatable, donates
+from weft.outputs import Output
+from weft.trees import pytree
+
+
+@donatable
+@pytree
+@attrs.frozen(eq=False)
+class State:
+    """The paged KV cache of one stage and the table of requests, which is the same on every stage.
+
+    A value: a step takes it (its storage is donated) and returns the next one. Row `max_num_reqs`, the last, is
+    scratch: padding points there.
+
+    Args:
+        kv_pages: [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim], keys then values; the model's dtype.
+        block_table: [max_num_reqs + 1, max_pages] int32, each request's pages in order.
+        positions: [max_num_reqs + 1] int64, tokens already in the cache: the sequence length, and the place of the next
+            token, and so the counter of the request's random stream.
+        last_tokens: [max_num_reqs + 1] int64, the token sampled last.
+        temperature: [max_num_reqs + 1] float32; 0 is greedy.
+        seeds: [max_num_reqs + 1] int64.
+    """
+
+    kv_pages: Tensor
+    block_table: Tensor
+    positions: Tensor
+    last_tokens: Tensor
+    temperature: Tensor
+    seeds: Tensor
+    _taken_by: str = attrs.field(default="", init=False, repr=False, metadata={"weft.static": True})
+
+    @classmethod
+    def zeros(
+        cls,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_num_reqs: int,
+        num_pages: int,
+        max_pages: int,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """A state with no request in it: `num_pages` pages in all, at most `max_pages` of them a request."""
+        rows = max_num_reqs + 1
+        return cls(
+            torch.zeros(num_layers, 2, num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device),
+            torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.float32, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+        )
+
+
+@donates("state")
+def admit(
+    state: State, rows: Sequence[int], pages: Sequence[Sequence[int]], temperature: float, seeds: Sequence[int]
+) -> State:
+    """Start requests in rows of the state: their pages, sampling parameters, position 0.
+
+    Args:
+        state: donated.
+        rows: one row a request.
+        pages: the pages that each may fill, in order.
+        temperature: of all of them.
+        seeds: one a request; with the position it fixes what is sampled.
+    """
+    device = state.positions.device
+    index = torch.tensor(rows, dtype=torch.int64, device=device)
+    table = torch.zeros(len(rows), state.block_table.shape[1], dtype=torch.int32)
+    for row, own in zip(table, pages, strict=True):
+        row[: len(own)] = torch.tensor(own, dtype=torch.int32)
+    state.block_table[index] = table.to(device)
+    state.positions[index] = 0
+    state.last_tokens[index] = 0
+    state.temperature[index] = temperature
+    state.seeds[index] = torch.tensor(seeds, dtype=torch.int64, device=device)
+    return state
+
+
+def resolve(state: State, batch: Batch) -> ResolvedBatch:
+    """Read from the state what the batch leaves open. Pure, and without a host read.
+
+    Each token finds its request by a search in `query_start_loc`; tokens behind its end belong to nobody.
+    """
+    num_tokens, num_reqs = batch.input_ids.shape[0], batch.rows.shape[0]
+    starts = batch.query_start_loc
+    index = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
+    owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=num_reqs - 1)
+    row = batch.rows[owner]
+    valid = (index < starts[-1]) & (row >= 0)
+
+    position = torch.where(valid, state.positions[row] + index - starts[owner], 0)
+    last = state.last_tokens[row]
+    input_ids = torch.where(valid, torch.where(batch.input_ids == LAST_TOKEN, last, batch.input_ids), 0)
+    page_size = state.kv_pages.shape[3]
+    page = state.block_table[row, position // page_size].to(torch.int64)
+    slot = torch.where(valid, page * page_size + position % page_size, -1)
+
+    query_lens = starts[1:] - starts[:-1]
+    seq_lens = torch.where(batch.rows >= 0, state.positions[batch.rows] + query_lens, 0).to(torch.int32)
+    last_index = (starts[1:].to(torch.int64) - 1).clamp(min=0)
+    block_table = state.block_table[batch.rows]
+    return ResolvedBatch(
+        batch.descriptor, batch.rows, input_ids, position, starts, seq_lens, block_table, slot, last_index
+    )
+
+
+@donates("state")
+def advance(state: State, batch: Batch, out: Output) -> State:
+    """The next state's table of requests: positions move on, and sampled tokens become the last ones.
+
+    Every stage does this with the same batch and the same tokens, so that all tables stay equal.
+
+    Args:
+        state: donated.
+        batch: the batch that was run.
+        out: what the last stage returned for it.
+    """
+    starts = batch.query_start_loc
+    old = state.positions[batch.rows]
+    kept = batch.rows >= 0
+    state.positions[batch.rows] = torch.where(kept, old + (starts[1:] - starts[:-1]), old)
+    last = state.last_tokens[batch.rows]
+    state.last_tokens[batch.rows] = torch.where(kept & batch.samples, out.token_ids, last)
+    return state

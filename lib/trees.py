@@ -1,0 +1,151 @@
+"""Frozen attrs classes as pytrees, and the functions on trees that weft uses.
+
+A *sized* class says, for each tensor field, which of its dimensions follow the batch descriptor (`axes`);
+`weft.padding` pads and unpads any tree of such classes without knowing them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import attrs
+from torch import Tensor
+
+from weft.torchapi import pytree as _pytree
+
+C = TypeVar("C", bound=type)
+
+TreeSpec = _pytree.TreeSpec
+tree_map = _pytree.tree_map
+tree_flatten = _pytree.tree_flatten
+tree_unflatten = _pytree.tree_unflatten
+tree_leaves = _pytree.tree_leaves
+tree_structure = _pytree.tree_structure
+keystr = _pytree.keystr
+
+_AXES, _STATIC, _DESCRIPTOR = "weft.axes", "weft.static", "weft.descriptor"
+
+
+@attrs.frozen
+class Axes:
+    """Which dimensions of a tensor field follow the descriptor, and what padding holds.
+
+    Args:
+        dims: one entry a leading dimension: a name that the descriptor knows, optionally with a constant
+            (`"num_reqs+1"`), or None for a dimension that is the same in every batch.
+        pad: the value of the padding, or `"last"`: the last valid entry along the dimension, again (0 if there is
+            none).
+    """
+
+    dims: tuple[str | None, ...]
+    pad: float | str = 0
+
+    def extent(self, dim: int, descriptor: Any) -> int | None:
+        """The size of dimension `dim` under `descriptor`, or None where the descriptor has no say."""
+        name = self.dims[dim] if dim < len(self.dims) else None
+        if name is None:
+            return None
+        base, plus, constant = name.partition("+")
+        return int(getattr(descriptor, base)) + (int(constant) if plus else 0)
+
+
+def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
+    """Metadata for a tensor field of a sized class: `attrs.field(metadata=axes("num_tokens", pad=-1))`."""
+    return {_AXES: Axes(dims, pad)}
+
+
+def static() -> dict[str, Any]:
+    """Metadata for a field that is no tensor: part of the tree's structure, hashable, frozen at capture."""
+    return {_STATIC: True}
+
+
+def descriptor_field() -> dict[str, Any]:
+    """Metadata for the static field that holds a sized value's own descriptor."""
+    return {_STATIC: True, _DESCRIPTOR: True}
+
+
+def pytree(cls: C) -> C:
+    """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields are structure.
+
+    >>> @pytree
+    ... @attrs.frozen
+    ... class Pair:
+    ...     left: Any
+    ...     right: Any
+    >>> tree_leaves(Pair(1, (2, 3)))
+    [1, 2, 3]
+    """
+    fields = [f for f in attrs.fields(cls) if f.init]
+    children = tuple(f.name for f in fields if not f.metadata.get(_STATIC))
+    statics = tuple(f.name for f in fields if f.metadata.get(_STATIC))
+
+    def flatten(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(node, name) for name in children], tuple(getattr(node, name) for name in statics)
+
+    def unflatten(values: Iterable[Any], context: tuple[Any, ...]) -> Any:
+        return cls(**dict(zip(children, values, strict=True)), **dict(zip(statics, context, strict=True)))
+
+    def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        values, context = flatten(node)
+        keys = [_pytree.GetAttrKey(name) for name in children]
+        return list(zip(keys, values, strict=True)), context
+
+    _pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    return cls
+
+
+def leaves_with_names(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves with their paths as text (`.kv_pages`, `[0]['w']`), in flattening order."""
+    pairs, _ = _pytree.tree_flatten_with_path(tree)
+    return [(keystr(path), leaf) for path, leaf in pairs]
+
+
+def sized_fields(node: Any) -> Mapping[str, Axes]:
+    """The fields of `node` that follow a descriptor; empty for anything but a sized class."""
+    if not attrs.has(type(node)):
+        return {}
+    return {f.name: f.metadata[_AXES] for f in attrs.fields(type(node)) if _AXES in f.metadata}
+
+
+def map_sized(fn: Callable[[Tensor, Axes], Tensor], tree: Any, descriptor: Any) -> Any:
+    """Apply `fn(tensor, axes)` to every sized field of `tree`, and give sized values that hold one `descriptor`."""
+
+    def visit(node: Any) -> Any:
+        specs = sized_fields(node)
+        if not specs:
+            return node
+        changes = {k: fn(getattr(node, k), spec) for k, spec in specs.items() if getattr(node, k) is not None}
+        own = {f.name: descriptor for f in attrs.fields(type(node)) if f.metadata.get(_DESCRIPTOR)}
+        return attrs.evolve(node, **changes, **own)
+
+    return tree_map(visit, tree, is_leaf=lambda node: bool(sized_fields(node)))
+
+
+def leaf_axes(tree: Any) -> list[Axes | None]:
+    """For each leaf, in flattening order, its `Axes` if it is a sized field, or None."""
+
+    def visit(node: Any) -> Any:
+        specs = sized_fields(node)
+        held = {name: spec for name, spec in specs.items() if getattr(node, name) is not None}
+        return attrs.evolve(node, **held) if held else node
+
+    marked = tree_map(visit, tree, is_leaf=lambda node: bool(sized_fields(node)))
+    return [leaf if isinstance(leaf, Axes) else None for leaf in tree_leaves(marked)]
+
+
+def find_descriptor(tree: Any) -> Any | None:
+    """The descriptor of the first sized value in `tree` that holds one, or None."""
+    found: list[Any] = []
+
+    def visit(node: Any) -> Any:
+        if sized_fields(node):
+            found.extend(getattr(node, f.name) for f in attrs.fields(type(node)) if f.metadata.get(_DESCRIPTOR))
+        return node
+
+    tree_map(visit, tree, is_leaf=lambda node: bool(sized_fields(node)))
+    return found[0] if found else None

@@ -1,0 +1,293 @@
+"""The laws: what graphify, padding, pipelines and donation may not change. Each raises `LawViolation` where it is broken.
+
+A law takes a scenario (a model and a *sequence* of batches, so that a replay follows somebody else's replay) or a random
+pure function, and compares with a run that no transform touched. `weft.proofs.mutants` plants the bug that each is to catch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.donation import clone
+from weft.errors import CaptureError, DonatedError
+from weft.padding import pad, unpad
+from weft.proofs.strategies import Function, Scenario
+from weft.state import State, advance
+from weft.transforms.graphify import graphify
+from weft.transforms.microbatch import microbatch
+from weft.transforms.pipeline import compose, pipeline
+from weft.trees import leaves_with_names, tree_map
+
+ATOL, RTOL = 2e-4, 2e-4
+"""Bounds where two runs have different shapes, so that a matrix product may sum in another order (float32)."""
+
+
+class LawViolation(AssertionError):
+    """A law that did not hold: which, where the first difference is, and both values there."""
+
+
+def assert_equal(law: str, seen: Any, expected: Any, *, exact: bool = True) -> None:
+    """Raise LawViolation at the first leaf of `seen` that differs from `expected`.
+
+    Args:
+        exact: bitwise (NaN equals NaN); else within ATOL and RTOL, and integers exactly.
+    """
+    pairs, wanted = leaves_with_names(seen), leaves_with_names(expected)
+    if [name for name, _ in pairs] != [name for name, _ in wanted]:
+        raise LawViolation(f"{law}: trees differ: {[n for n, _ in pairs]} against {[n for n, _ in wanted]}")
+    for (name, a), (_, b) in zip(pairs, wanted, strict=True):
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            if a != b:
+                raise LawViolation(f"{law}: {name}: {a!r} against {b!r}")
+            continue
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise LawViolation(f"{law}: {name}: {a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}")
+        tolerance = (0.0, 0.0) if exact or not a.is_floating_point() else (ATOL, RTOL)
+        same = torch.isclose(a, b, atol=tolerance[0], rtol=tolerance[1], equal_nan=True)
+        if not same.all():
+            index = tuple(int(i) for i in (~same).nonzero()[0])
+            raise LawViolation(f"{law}: {name}{list(index)}: {a[index].item()!r} against {b[index].item()!r}")
+
+
+def visible(state: Sequence[State]) -> Any:
+    """What a state says of its requests: all but the scratch row, which belongs to nobody."""
+    return [
+        {"kv_pages": s.kv_pages, **{n: getattr(s, n)[:-1] for n in ("block_table", "positions", "last_tokens")}}
+        for s in state
+    ]
+
+
+def _whole(scenario: Scenario) -> Callable[..., Any]:
+    return compose(scenario.stages(1), advance=advance)
+
+
+def _larger(descriptor: BatchDescriptor, ladder: Sequence[BatchDescriptor]) -> list[BatchDescriptor]:
+    return [d for d in ladder if d.covers(descriptor)]
+
+
+def graph_is_eager(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L1: at the same padded descriptor a replay gives the outputs and the whole state of an eager run, bitwise."""
+    eager, graph = _whole(scenario), graphify(_whole(scenario), ladder=ladder)
+    params = scenario.params(1, device)
+    state, other = scenario.state(1, device), scenario.state(1, device)
+    for batch in scenario.batches(device):
+        decision = graph.explain(params, other, batch).decision
+        state, out = eager(params, state, pad(batch, decision.descriptor))
+        other, replayed = graph(params, other, batch)
+        assert_equal("L1 graph is eager: output", replayed, unpad(out, batch.descriptor))
+        assert_equal("L1 graph is eager: state", other, state)
+    info = graph.cache_info()
+    if info.replays + info.eager != len(scenario.moves) or info.captures > len(ladder):
+        raise LawViolation(f"L1 graph is eager: {info} for {len(scenario.moves)} steps and {len(ladder)} classes")
+
+
+def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None:
+    """L1 for any pure function: a replay of each signature equals the function itself, its next state included."""
+    graph = graphify(function.fn)
+    params = function.params.to(device)
+    state = tree_map(lambda x: x.to(device), function.state)
+    other = clone(state)
+    kept = []
+    for x in (x.to(device) for x in function.inputs):
+        state, out = function.fn(params, state, x)
+        other, replayed = graph(params, other, x)
+        assert_equal("L1 graph is eager: output", replayed, out)
+        assert_equal("L1 graph is eager: state", other, state)
+        kept.append((replayed, out.clone()))
+    for replayed, out in kept:
+        assert_equal("L9 a result does not change under its holder", replayed, out)
+    info = graph.cache_info()
+    if info.captures != len({x.shape for x in function.inputs}) or info.replays != len(function.inputs):
+        raise LawViolation(f"L1 graph is eager: {info} for inputs {[tuple(x.shape) for x in function.inputs]}")
+
+
+def padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L2: `unpad(f(pad(b, d)))` is `f(b)` for each d that covers b, whatever padding and unwritten memory hold."""
+    step, params = _whole(scenario), scenario.params(1, device)
+    for batch_index, batch in enumerate(scenario.batches(device)):
+        for descriptor in _larger(batch.descriptor, ladder):
+            before = _run_to(scenario, step, params, batch_index, device, poison=0.0)
+            poisoned = _run_to(scenario, step, params, batch_index, device, poison=float("nan"))
+            state, out = step(params, before, batch)
+            other, padded = step(params, _garbage_scratch(poisoned), _garbage_tail(pad(batch, descriptor), batch))
+            seen = unpad(padded, batch.descriptor)
+            assert_equal("L2 padding is inert: output", seen, out, exact=False)
+            unwritten = tree_map(lambda x: torch.nan_to_num(x) if x.is_floating_point() else x, visible(other))
+            assert_equal("L2 padding is inert: state", unwritten, visible(state), exact=False)
+
+
+def _run_to(scenario: Scenario, step: Any, params: Any, index: int, device: str, *, poison: float) -> Any:
+    state = scenario.state(1, device, poison=poison)
+    for batch in scenario.batches(device)[:index]:
+        state, _ = step(params, state, batch)
+    return state
+
+
+def _garbage_scratch(state: Sequence[State]) -> Sequence[State]:
+    """The state with old data in the row that padding points to."""
+    for s in state:
+        s.positions[-1], s.last_tokens[-1], s.seeds[-1] = 1, 3, 77
+        s.temperature[-1] = float("nan")
+        s.block_table[-1] = s.block_table[0]
+    return state
+
+
+def _garbage_tail(padded: Batch, batch: Batch) -> Batch:
+    """The padded batch with tokens of somebody else where its padding is."""
+    tail = padded.input_ids.clone()
+    tail[batch.descriptor.num_tokens :] = 2
+    return attrs.evolve(padded, input_ids=tail)
+
+
+def stage_padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L2 between stages: NaN in the tail of a received buffer reaches no request and no page."""
+    stages, params = scenario.stages(2), scenario.params(2, device)
+    state, other = list(scenario.state(2, device)), list(scenario.state(2, device))
+    for batch in scenario.batches(device)[:1]:
+        for descriptor in _larger(batch.descriptor, ladder)[:1]:
+            state[0], x = stages[0](params[0], state[0], batch, None)
+            state[1], out = stages[1](params[1], state[1], batch, x)
+            wide = pad(x, descriptor)
+            tail = torch.full_like(wide.hidden_states, float("nan"))
+            tail[: x.hidden_states.shape[0]] = x.hidden_states
+            wide = attrs.evolve(wide, hidden_states=tail)
+            other[1], padded = stages[1](params[1], other[1], pad(batch, descriptor), wide)
+            assert_equal("L2 padding is inert: output", unpad(padded, batch.descriptor), out, exact=False)
+            assert_equal("L2 padding is inert: state", visible(other[1:]), visible(state[1:]), exact=False)
+
+
+def pipeline_is_composition(
+    scenario: Scenario,
+    num_stages: int,
+    microbatches: int,
+    ladder: Sequence[BatchDescriptor] | None,
+    device: str = "cpu",
+) -> None:
+    """L3: a pipeline of any split and any number of micro-batches gives the outputs and each stage's state of the
+    hand-written sequence; with a ladder, its stages replay."""
+    stages, params = scenario.stages(num_stages), scenario.params(num_stages, device)
+    plain = compose(stages, advance=advance)
+    parts = stages if ladder is None else [graphify(stage, ladder=ladder) for stage in stages]
+    spanned = pipeline(parts, microbatches=microbatches, advance=advance)
+    state, other = scenario.state(num_stages, device), scenario.state(num_stages, device)
+    exact = microbatches == 1 and ladder is None
+    for batch in scenario.batches(device):
+        state, out = plain(params, state, batch)
+        other, seen = spanned(params, other, batch)
+        assert_equal("L3 pipeline is composition: output", seen, out, exact=exact)
+        assert_equal("L3 pipeline is composition: state", visible(other), visible(state), exact=exact)
+
+
+def pipeline_is_composition_on_functions(functions: Sequence[Function], x: Tensor, microbatches: int) -> None:
+    """L3 for any pure functions as stages."""
+    stages, params = [f.fn for f in functions], [f.params for f in functions]
+    state, out = compose(stages)(params, [f.state for f in functions], x)
+    other, seen = pipeline(stages, microbatches=microbatches)(params, [f.state for f in functions], x)
+    assert_equal("L3 pipeline is composition: output", seen, out, exact=microbatches == 1)
+    assert_equal("L3 pipeline is composition: state", other, state, exact=microbatches == 1)
+
+
+def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L7: a uniform graph runs only for a batch whose maker declared it uniform, in capture, warm-up and replay, and its
+    class satisfies num_tokens == num_reqs * query_len with tensors to match."""
+    step = _whole(scenario)
+
+    def recording(params: Any, state: Any, batch: Batch) -> Any:
+        d = batch.descriptor
+        if (batch.input_ids.shape[0], batch.rows.shape[0]) != (d.num_tokens, d.num_reqs):
+            raise LawViolation(
+                f"L7 class is kept: '{d}' with {batch.input_ids.shape[0]} tokens, {batch.rows.shape[0]} rows"
+            )
+        state, out = step(params, state, batch)
+        ran = torch.full_like(out.logprobs, float(d.is_uniform))  # frozen at capture: the class that a replay is of
+        return state, attrs.evolve(out, logprobs=ran)
+
+    recording.__weft_donates__ = ("state",)  # type: ignore[attr-defined]
+    graph, params, state = graphify(recording, ladder=ladder), scenario.params(1, device), scenario.state(1, device)
+    for batch in scenario.batches(device):
+        state, out = graph(params, state, batch)
+        if not batch.descriptor.is_uniform and bool(out.logprobs.bool().any()):
+            raise LawViolation(f"L7 class is kept: a uniform graph ran for '{batch.descriptor}'")
+
+
+def capture_leaves_no_trace(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L8: explaining, capturing the whole ladder, and a capture that fails leave the state bitwise as it was."""
+    graph, params, state = (
+        graphify(_whole(scenario), ladder=ladder),
+        scenario.params(1, device),
+        scenario.state(1, device),
+    )
+    failing = graphify(_then_fail(_whole(scenario)), ladder=ladder)
+    for batch in scenario.batches(device):
+        before = clone(state)
+        graph.explain(params, state, batch)
+        graph.capture(params, state, batch)
+        if ladder:
+            try:
+                failing.capture(params, state, batch)
+            except CaptureError:
+                pass
+            else:
+                raise LawViolation("L8 capture leaves no trace: a host read was captured")
+        assert_equal("L8 capture leaves no trace", state, before)
+        state, _ = graph(params, state, batch)
+
+
+def _then_fail(step: Callable[..., Any]) -> Callable[..., Any]:
+    def failing(params: Any, state: Any, batch: Batch) -> Any:
+        state, out = step(params, state, batch)
+        out.token_ids.sum().item()
+        return state, out
+
+    failing.__weft_donates__ = ("state",)  # type: ignore[attr-defined]
+    return failing
+
+
+def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu") -> None:
+    """L8 for any pure function, which has no inert batch to be captured on."""
+    graph = graphify(function.fn)
+    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    before = clone(state)
+    for x in function.inputs:
+        graph.capture(params, state, x.to(device))
+        assert_equal("L8 capture leaves no trace", state, before)
+
+
+def ownership_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L9: what an earlier call returned never changes, and a donated state refuses to be used again and names its taker."""
+    graph, params, state = (
+        graphify(_whole(scenario), ladder=ladder),
+        scenario.params(1, device),
+        scenario.state(1, device),
+    )
+    held: list[tuple[Any, Any]] = []
+    for batch in scenario.batches(device):
+        old = state
+        state, out = graph(params, state, batch)
+        held.append((out, clone(out)))
+        for result, copy in held:
+            assert_equal("L9 a result does not change under its holder", result, copy)
+        try:
+            graph(params, old, batch)
+        except DonatedError as error:
+            if "donated to" not in str(error):
+                raise LawViolation(f"L9 ownership: the error names no taker: {error}") from error
+        else:
+            raise LawViolation("L9 ownership: a donated state was used again")
+
+
+def microbatches_are_one(scenario: Scenario, parts: int, device: str = "cpu") -> None:
+    """L13: `microbatch(f, m)` is `f`, its state included."""
+    step, params = _whole(scenario), scenario.params(1, device)
+    cut = microbatch(step, parts)
+    state, other = scenario.state(1, device), scenario.state(1, device)
+    for batch in scenario.batches(device):
+        state, out = step(params, state, batch)
+        other, seen = cut(params, other, batch)
+        assert_equal("L13 micro-batches: output", seen, out, exact=False)
+        assert_equal("L13 micro-batches: state", visible(other), visible(state), exact=False)

@@ -1,0 +1,324 @@
+"""Hypothesis strategies: random small models, batches of every class, and random pure functions, over sequences of steps.
+
+@given(strategies.scenarios())
+def test_my_step(scenario): ...
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.batch import LAST_TOKEN, Batch
+from weft.descriptor import BatchDescriptor
+from weft.donation import donates
+from weft.stages.checkpoint import random_params
+from weft.stages.config import ModelConfig, parse_config
+from weft.stages.decoder import decoder_stage
+from weft.stages.layout import StageLayout, split_layers
+from weft.stages.params import slice_params
+from weft.state import State, admit
+from weft.trees import axes, descriptor_field, pytree
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@st.composite
+def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> BatchDescriptor:
+    """Any valid descriptor, uniform and ragged alike, equal shapes of both classes often."""
+    reqs = draw(st.integers(1, max_reqs))
+    loras = draw(st.integers(0, 2))
+    if draw(st.booleans()):
+        return BatchDescriptor.uniform(reqs, draw(st.integers(1, max_query_len)), loras)
+    return BatchDescriptor(draw(st.integers(reqs, reqs * max_query_len)), reqs, None, loras)
+
+
+@st.composite
+def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelConfig:
+    """Small decoders of the three architectures: any ratio of grouped queries, any rope scaling, tied and untied."""
+    architecture = draw(st.sampled_from(ARCHITECTURES))
+    kv_heads = draw(st.sampled_from((1, 2)))
+    head_dim = draw(st.sampled_from((4, 6, 8)))
+    heads = kv_heads * draw(st.sampled_from((1, 2, 3)))
+    raw: dict[str, Any] = {
+        "architectures": [architecture],
+        "vocab_size": draw(st.sampled_from((11, 32))),
+        "hidden_size": heads * head_dim,
+        "intermediate_size": draw(st.sampled_from((8, 20))),
+        "num_hidden_layers": draw(st.integers(min_layers, max_layers)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": draw(st.booleans()),
+        "rope_parameters": draw(st.sampled_from(ROPES)),
+    }
+    if architecture == "Qwen3ForCausalLM":
+        raw["head_dim"] = head_dim
+    if architecture != "Qwen2ForCausalLM":
+        raw["attention_bias"] = draw(st.booleans())
+    return parse_config(raw, source="a drawn configuration")
+
+
+ROPES = (
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 32},
+    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+)  # fmt: skip
+
+
+@attrs.frozen
+class Move:
+    """What one step does with one row: so many prompt tokens, or (0) one decode token."""
+
+    row: int
+    prompt_tokens: int
+
+
+@attrs.frozen(eq=False, repr=False)
+class Scenario:
+    """A random model and a sequence of batches that its state can serve, one after the other.
+
+    Args:
+        config: of the model.
+        prompts: token ids, one a row.
+        moves: for each step, what it does with which rows; no row twice.
+        uniform: for each step, whether its maker declares it a uniform decode (only ever true for all-decode steps).
+        page_size: of the state.
+        sampled: the temperature is 1 and not 0.
+        seed: of the weights.
+    """
+
+    config: ModelConfig
+    prompts: tuple[tuple[int, ...], ...]
+    moves: tuple[tuple[Move, ...], ...]
+    uniform: tuple[bool, ...]
+    page_size: int
+    sampled: bool
+    seed: int
+
+    def __repr__(self) -> str:
+        steps = [[(m.row, m.prompt_tokens) for m in step] for step in self.moves]
+        return (
+            f"Scenario({self.config.architecture}, {self.config.num_layers} layers, prompts={self.prompts}, "
+            f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size})"
+        )
+
+    def batches(self, device: torch.device | str = "cpu") -> list[Batch]:
+        """The batch of each step."""
+        done = [0] * len(self.prompts)
+        made = []
+        for step, uniform in zip(self.moves, self.uniform, strict=True):
+            tokens, samples = [], []
+            for move in step:
+                chunk = self.prompts[move.row][done[move.row] : done[move.row] + move.prompt_tokens]
+                tokens.append(chunk or (LAST_TOKEN,))
+                done[move.row] += len(chunk)
+                samples.append(done[move.row] == len(self.prompts[move.row]))
+            rows = [move.row for move in step]
+            made.append(
+                Batch.decode(rows, device=device)
+                if uniform
+                else Batch.ragged(rows, tokens, samples=samples, device=device)
+            )
+        return made
+
+    def layouts(self, num_stages: int) -> tuple[StageLayout, ...]:
+        """The split of the model's layers."""
+        return split_layers(self.config.num_layers, num_stages)
+
+    def stages(self, num_stages: int) -> list[Any]:
+        """The model's stages, which keep their logits."""
+        return [decoder_stage(self.config, layout, keep_logits=True) for layout in self.layouts(num_stages)]
+
+    def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
+        """The weights of each stage, of deviation 0.3, so that differences show."""
+        (whole,) = self.layouts(1)
+        made = random_params(self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3)
+        made = torch.utils._pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
+        return tuple(slice_params(made, layout) for layout in self.layouts(num_stages))
+
+    def state(self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0) -> tuple[State, ...]:
+        """A fresh state for each stage, with the prompts admitted; `poison` is what unwritten pages hold."""
+        decodes = sum(1 for step in self.moves for move in step if move.prompt_tokens == 0)
+        pages = [-(-(len(p) + decodes) // self.page_size) for p in self.prompts]
+        ends = [sum(pages[: i + 1]) for i in range(len(pages))]
+        rows = range(len(self.prompts))
+
+        def one(layout: StageLayout) -> State:
+            empty = State.zeros(
+                num_layers=len(layout.layers),
+                num_kv_heads=self.config.num_kv_heads,
+                head_dim=self.config.head_dim,
+                max_num_reqs=len(self.prompts),
+                num_pages=ends[-1],
+                max_pages=max(pages),
+                page_size=self.page_size,
+                device=device,
+            )
+            empty.kv_pages.fill_(poison)
+            own = [range(end - n, end) for end, n in zip(ends, pages, strict=True)]
+            return admit(empty, rows, own, float(self.sampled), [self.seed + r for r in rows])
+
+        return tuple(one(layout) for layout in self.layouts(num_stages))
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_steps: int = 5) -> Scenario:
+    """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts, decodes, both at once."""
+    config = draw(configs(min_layers, max_layers))
+    token = st.integers(0, config.vocab_size - 1)
+    prompts = draw(st.lists(st.lists(token, min_size=1, max_size=9), min_size=1, max_size=4))
+    done = [0] * len(prompts)
+    moves: list[tuple[Move, ...]] = []
+    uniform: list[bool] = []
+    for _ in range(draw(st.integers(1, max_steps))):
+        rows = draw(st.lists(st.sampled_from(range(len(prompts))), min_size=1, unique=True))
+        step = []
+        for row in rows:
+            left = len(prompts[row]) - done[row]
+            taken = draw(st.integers(1, left)) if left else 0
+            done[row] += taken
+            step.append(Move(row, taken))
+        moves.append(tuple(step))
+        # A one-token prefill has a decode's shape; only the maker of the batch knows, and says so.
+        uniform.append(all(move.prompt_tokens == 0 for move in step) and draw(st.booleans()))
+    return Scenario(
+        config,
+        tuple(map(tuple, prompts)),
+        tuple(moves),
+        tuple(uniform),
+        draw(st.sampled_from((2, 4, 16))),
+        draw(st.booleans()),
+        draw(st.integers(0, 999)),
+    )
+
+
+def ladders(batches: Sequence[Batch]) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
+    """Ladders for these batches: for each, perhaps a class of its own, perhaps a larger one that covers it."""
+
+    def larger(descriptor: BatchDescriptor, reqs: int, tokens: int) -> BatchDescriptor:
+        if descriptor.query_len is not None:
+            return BatchDescriptor.uniform(descriptor.num_reqs + reqs, descriptor.query_len)
+        return BatchDescriptor(descriptor.num_tokens + tokens, descriptor.num_reqs + reqs)
+
+    small = st.integers(0, 4)
+    each = [
+        st.one_of(st.just(()), st.builds(lambda r, t, d=b.descriptor: (larger(d, r, t),), small, small))
+        for b in batches
+    ]
+    return st.tuples(*each).map(
+        lambda found: tuple(sorted({d for ds in found for d in ds}, key=lambda d: (-d.num_tokens, -d.num_reqs)))
+    )
+
+
+@pytree
+@attrs.frozen(eq=False)
+class Rows:
+    """A batch of research code: a tensor whose first dimension is padded. Its descriptor is `weft`'s own."""
+
+    descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
+    x: Tensor = attrs.field(metadata=axes("num_tokens", None))
+
+
+@attrs.frozen(eq=False)
+class Function:
+    """A random pure function `(params, state, batch) -> (state, out)` on tensors [rows, width], and calls for it.
+
+    Args:
+        code: the operations, by name, in order; what `repr` shows.
+        fn: runs them.
+        params: [width, width].
+        state: a tree of tensors that each call replaces.
+        inputs: the batches, of different numbers of rows.
+    """
+
+    code: tuple[str, ...]
+    fn: Callable[..., Any] = attrs.field(repr=False)
+    params: Tensor = attrs.field(repr=False)
+    state: dict[str, Tensor] = attrs.field(repr=False)
+    inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
+
+
+def _transpose_twice(x: Tensor, params: Tensor, state: dict[str, Tensor]) -> Tensor:
+    return (x.t() + 1.0).t().contiguous()
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]] = {
+    "matmul": lambda x, params, state: x @ params,
+    "tanh": lambda x, params, state: torch.tanh(x),
+    "softmax": lambda x, params, state: torch.softmax(x, -1),
+    "in place": lambda x, params, state: x.clone().mul_(2.0).add_(0.5),
+    "view": lambda x, params, state: x[:, ::2].repeat(1, 2)[:, : x.shape[1]],
+    "transpose": _transpose_twice,
+    "where": lambda x, params, state: torch.where(x > 0, x, -x),
+    "sort": lambda x, params, state: x.sort(dim=-1).values,
+    "read state": lambda x, params, state: x + state["h"],
+    "reduce": lambda x, params, state: x - x.mean(-1, keepdim=True),
+    "gather": lambda x, params, state: x.gather(-1, x.argsort(-1)),
+    "index": lambda x, params, state: x[:, torch.arange(x.shape[1] - 1, -1, -1, device=x.device)],
+}
+
+UPDATES: dict[str, Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]] = {
+    "state: functional": lambda s, x: {"h": s["h"] * 0.5 + x.sum(0), "n": s["n"] + 1},
+    "state: in place": lambda s, x: {"h": s["h"].add_(x.sum(0)), "n": s["n"].add_(1)},
+    "state: swapped": lambda s, x: {"h": s["g"] + x.sum(0), "n": s["n"], "g": s["h"]},
+    "state: unchanged": lambda s, x: s,
+}
+
+
+@st.composite
+def pure_functions(draw: st.DrawFn) -> Function:
+    """A random chain of operations, a random way to make the next state, and 1 to 5 calls of 1 to 6 rows."""
+    width = draw(st.sampled_from((2, 4)))
+    names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=5))
+    update = draw(st.sampled_from(sorted(UPDATES)))
+    rows = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+
+    @donates("state")
+    def fn(params: Tensor, state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        x = batch
+        for name in names:
+            x = OPERATIONS[name](x, params, state)
+        return {**state, **UPDATES[update](state, x)}, x
+
+    state = {
+        "h": torch.randn(width, generator=generator),
+        "g": torch.ones(width),
+        "n": torch.zeros((), dtype=torch.int64),
+    }
+    inputs = tuple(torch.randn(n, width, generator=generator) for n in rows)
+    return Function((*names, update), fn, torch.randn(width, width, generator=generator), state, inputs)
+
+
+@st.composite
+def stage_lists(draw: st.DrawFn, max_stages: int = 4) -> list[Function]:
+    """Random pure functions of one width that fit together as stages: `pipeline_stage` makes a stage of each."""
+    width_seed = draw(st.integers(0, 999))
+    count = draw(st.integers(1, max_stages))
+    generator = torch.Generator().manual_seed(width_seed)
+    functions = []
+    for _ in range(count):
+        names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=3))
+        state = {"h": torch.randn(4, generator=generator), "n": torch.zeros((), dtype=torch.int64)}
+        functions.append(
+            Function(tuple(names), _chain(tuple(names)), torch.randn(4, 4, generator=generator), state, ())
+        )
+    return functions
+
+
+def _chain(names: tuple[str, ...]) -> Callable[..., Any]:
+    """A stage that applies the operations to each row and counts the rows that it saw, whatever the split."""
+
+    def stage(params: Tensor, state: dict[str, Tensor], batch: Tensor, x: Tensor | None) -> tuple[Any, Tensor]:
+        y = batch if x is None else x
+        for name in names:
+            y = OPERATIONS[name](y, params, state)
+        return {"h": state["h"], "n": state["n"] + y.shape[0]}, y
+
+    return stage

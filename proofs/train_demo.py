@@ -1,0 +1,438 @@
+"""Trains the checkpoint behind `weft demo`: a byte-level Qwen3 decoder of about a million parameters.
+
+The text is English prose that Python itself ships: the language reference in `pydoc_data`, and the docstrings and
+comments of the standard library. The result is a folder that `transformers` reads. Nothing here imports weft.
+
+    python -m weft.proofs.train_demo --out stages/demo --minutes 4 --device cuda
+"""
+
+import argparse
+import ast
+import codecs
+import contextlib
+import hashlib
+import inspect
+import io
+import itertools
+import json
+import math
+import platform
+import random
+import re
+import sys
+import sysconfig
+import time
+import tokenize
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+LENGTH = 512  # tokens in a training crop, and the model's longest sequence
+END = 256  # the id of END_TEXT; ids 0 to 255 are the bytes themselves
+END_TEXT = "<|endoftext|>"
+LIMIT = 2_000_000  # bytes that the shipped folder may weigh
+PROMPTS = ("The function returns", "A list is", "In Python, ")
+SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
+
+_COMMON = frozenset(
+    re.findall(
+        r"\w+",
+        """a about after all also an and any are as at be because been before but by can could do does for from had has
+    have if in into is it its may more must no not of on only or other should so some such than that the their then
+    there these they this to used was we were what when where which while will with would you""",
+    )
+)
+_CODE = re.compile(r"[<>=|\\{}@#$%^~+]|::|__|\w\(\w|[a-z]\.[a-z]|\w_\w|/\w+/|\d{3}|[a-z][A-Z]|https?:|\bXXX\b")
+_WORD = re.compile(r"""["'(]*[A-Za-z]+(?:['-][A-Za-z]+)*(?:\(\))?["')]*[.,;:!?]*["')]*""")
+_SENTENCE = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["')]))\s+(?=["'(]?[A-Z])""")
+_BLOCK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*]|\d{1,2}[.)])\s)")
+_MARKUP = re.compile(r">>>|\.\. |:\w+.*:|[+|]|[=*~^-]{4,}")
+_UNITED = (
+    (re.compile(r":[\w:+-]+:`[~!]?([^`<]+?)(?:\s*<[^`]*>)?`"), r"\1"),  # :role:`name`
+    (re.compile(r"`+([^`']+)[`']+_{0,2}"), r"\1"),  # ``code``, `code', `link`_
+    (re.compile(r"(?<![\w*])\*{1,2}([^\s*](?:[^*]*[^\s*])?)\*{1,2}(?![\w*])"), r"\1"),  # *emphasis*, **strong**
+    (re.compile(r"\s*\[(?:\d+|#\w*)\]_?"), ""),  # [1] footnote marks
+    (re.compile(r"^(?:[-*o+]|\(?\d{1,2}[.)]|\(?[a-zA-Z][.)])\s+"), ""),  # the mark of a list item
+    (re.compile(r"(\w)-{2}(\w)|\s-{2,3}\s"), r"\1 - \2"),
+    (re.compile(r'"{2,}'), '"'),
+    (re.compile(r"\s+"), " "),
+)
+_PLAIN = str.maketrans(
+    {"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u2014": " - ", "\u2013": "-", "\u2026": "..."}
+)
+
+
+# ---------------------------------------------------------------------------------------------------------- the text
+
+
+def reads_as_english(text: str) -> bool:
+    """Whether a line of text is whole English sentences, with next to no code in it."""
+    words = text.split()
+    if len(text) < 40 or not text.isascii() or not re.fullmatch(r"""["'(]?[A-Z].*[.!?][)"']*""", text):
+        return False
+    letters = sum(c.isalpha() or c == " " for c in text) / len(text)
+    plain = sum(_WORD.fullmatch(word) is not None for word in words)
+    common = sum(word.lower() in _COMMON for word in words)
+    code = len(_CODE.findall(text))
+    return letters >= 0.92 and plain >= 0.88 * len(words) and common >= 0.22 * len(words) and code <= len(words) / 15
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """The English paragraphs of a docstring, a comment or a page of reST, each unwrapped to one line.
+
+    A paragraph that is not English all through gives those of its sentences that are.
+    """
+    for block in _BLOCK.split(text.translate(_PLAIN)):
+        lines = [line.strip() for line in block.splitlines()]
+        if any(_MARKUP.match(line) for line in lines):
+            continue
+        joined = " ".join(lines)
+        for pattern, by in _UNITED:
+            joined = pattern.sub(by, joined).strip()
+        if not reads_as_english(joined):
+            joined = " ".join(filter(reads_as_english, _SENTENCE.split(joined)))
+        if joined:
+            yield joined
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """Every docstring of a Python source text, in the order of `ast.walk`; none where it does not parse."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old escapes, in tests of just that
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
+
+def comments(source: str) -> Iterator[str]:
+    """Every run of whole-line comments of a Python source text, without its hash signs."""
+    run: list[str] = []
+    for line in [*source.splitlines(), ""]:
+        mark = re.match(r"\s*#+ ?(.*)", line)
+        if mark:
+            run.append(mark[1])
+        elif run:
+            yield "\n".join(run)
+            run = []
+
+
+def library_texts(root: Path) -> Iterator[str]:
+    """One text after another from the Python sources under `root`, in the order of their paths."""
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).parts):
+        if SKIPPED.isdisjoint(path.relative_to(root).parts):
+            with contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError), tokenize.open(path) as file:
+                source = file.read()
+                yield from docstrings(source)
+                yield from comments(source)
+
+
+def built_in_texts() -> Iterator[str]:
+    """The docstrings of the modules written in C, and of what they hold."""
+    for name in sorted(sys.builtin_module_names):
+        try:
+            module = import_module(name)
+        except ImportError:  # built in, but without the system library that it wraps
+            continue
+        held = [value for key, value in sorted(vars(module).items()) if not key.startswith("_")]
+        inner = [v for h in held if inspect.isclass(h) for k, v in sorted(vars(h).items()) if not k.startswith("_")]
+        for value in (module, *held, *inner):
+            text = getattr(value, "__doc__", None)
+            if isinstance(text, str):
+                yield text
+
+
+def shipped_texts() -> Iterator[str]:
+    """All the text that this Python ships, in a fixed order, not yet cleaned."""
+    with contextlib.suppress(ImportError):
+        topics: dict[str, str] = import_module("pydoc_data.topics").topics
+        yield from (topics[name] for name in sorted(topics))
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in (root / "LICENSE.txt", Path("/usr/share/doc/python3/copyright")):
+        if path.is_file():
+            yield path.read_text(encoding="utf-8", errors="replace")
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield codecs.decode(import_module("this").s, "rot13")
+    yield from built_in_texts()
+    yield from library_texts(root)
+
+
+def documents(texts: Iterable[str]) -> list[str]:
+    """The cleaned texts: their English paragraphs, each kept where it is first seen, one to a line."""
+    seen: set[str] = set()
+    kept: list[str] = []
+    for text in texts:
+        fresh = []
+        for paragraph in paragraphs(text):
+            key = re.sub(r"[^a-z]+", "", paragraph.lower())
+            if key not in seen:
+                seen.add(key)
+                fresh.append(paragraph)
+        if fresh:
+            kept.append("\n".join(fresh))
+    return kept
+
+
+# ------------------------------------------------------------------------------------------- the tokenizer and the data
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer of 257 tokens: id `b` is the byte `b`, and id 256 is the end of a text."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    shifted = iter(sorted(c for c in alphabet if ord(c) > 255))  # byte-level BPE's stand-ins for unprintable bytes
+    vocab = {chr(b) if chr(b) in alphabet else next(shifted): b for b in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_TEXT, special=True, normalized=False)])
+    return tokenizer
+
+
+def token_ids(texts: Iterable[str]) -> Tensor:
+    """The texts as one stream of ids, `END` before each and after the last: int64 of shape (n,)."""
+    parts = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
+    end = np.array([END], dtype=np.int64)
+    return torch.from_numpy(np.concatenate([end, *itertools.chain.from_iterable((part, end) for part in parts)]))
+
+
+def split_held_out(texts: list[str], part: float = 0.02) -> tuple[list[str], list[str]]:
+    """The texts in two: those to train on, and `part` of them, held out. The same split for the same texts."""
+    order = random.Random(0).sample(range(len(texts)), len(texts))
+    held = set(order[: round(part * len(texts))])
+    return [t for i, t in enumerate(texts) if i not in held], [texts[i] for i in sorted(held)]
+
+
+# --------------------------------------------------------------------------------------------------------- the training
+
+
+def demo_config() -> Qwen3Config:
+    """Six layers, four query heads to two key-value heads: 974,976 parameters, as many as `LIMIT` allows."""
+    return Qwen3Config(
+        vocab_size=END + 1,
+        hidden_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=280,
+        max_position_embeddings=LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        initializer_range=0.04,
+        eos_token_id=END,
+        dtype="bfloat16",
+    )
+
+
+def with_dropout(model: nn.Module, rate: float) -> list[Any]:
+    """Drops `rate` of what each block adds to the residual stream, while the model trains; handles that undo it."""
+
+    def drop(module: nn.Module, _inputs: Any, out: Tensor) -> Tensor:
+        return F.dropout(out, rate, module.training)
+
+    ends = [m for name, m in model.named_modules() if name.endswith(("o_proj", "down_proj"))]
+    return [end.register_forward_hook(drop) for end in ends] if rate else []
+
+
+def mean_loss(model: nn.Module, crops: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats a token, of each next id in `crops`, int64 of shape (batch, length + 1)."""
+    logits = model(input_ids=crops[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), crops[:, 1:].flatten())
+
+
+def bits_per_byte(model: nn.Module, ids: Tensor) -> float:
+    """Mean bits for each next id of the stream `ids`, shape (n,), in windows of `LENGTH` that do not overlap."""
+    was_training = model.training
+    model.eval()
+    windows = ids[: (len(ids) - 1) // LENGTH * LENGTH + 1].unfold(0, LENGTH + 1, LENGTH)
+    with torch.no_grad():
+        nats = [mean_loss(model, some).item() * len(some) for some in torch.split(windows, 32)]
+    model.train(was_training)
+    return sum(nats) / len(windows) / math.log(2)
+
+
+def learning_rate(done: float, peak: float, warm_up: float = 0.02) -> float:
+    """The rate once the part `done`, 0 to 1, of the training is past: a linear warm-up, then a cosine to zero."""
+    if done < warm_up:
+        return peak * (done + 1e-3) / warm_up
+    return peak * (1 + math.cos(math.pi * min(1.0, (done - warm_up) / (1 - warm_up)))) / 2
+
+
+def optimizer_for(model: nn.Module, decay: float) -> torch.optim.AdamW:
+    """AdamW that decays the matrices and leaves the gains of the norms alone; fused on a GPU."""
+    params = list(model.parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=params[0].is_cuda)
+
+
+def compiled_or_not(loss: Callable[[Tensor], Tensor], crops: Tensor) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """`loss` compiled, where that works on such crops on a GPU, and whether it did; else `loss` itself."""
+    if not crops.is_cuda:
+        return loss, False
+    try:
+        fast: Callable[[Tensor], Tensor] = torch.compile(loss)
+        for _ in range(3):
+            fast(crops).backward()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        return fast, True
+    except Exception as error:  # whatever went wrong, the plain function will do
+        print(f"not compiled: {type(error).__name__}: {str(error)[:300]}")
+        torch._dynamo.reset()
+        return loss, False
+
+
+def progress(steps: int | None, minutes: float) -> Iterator[tuple[int, float]]:
+    """(step, part done): for `steps` steps, or where that is None for as many as fit in `minutes`."""
+    start = time.monotonic()
+    for step in itertools.count():
+        done = step / steps if steps is not None else (time.monotonic() - start) / (60 * minutes)
+        if done >= 1:
+            return
+        yield step, done
+
+
+def train(model: nn.Module, ids: Tensor, held: Tensor, options: argparse.Namespace) -> dict[str, Any]:
+    """Trains `model` in place on random crops of `ids`, both on one device, and says how that went."""
+    generator = torch.Generator(ids.device).manual_seed(options.seed)
+    offsets = torch.arange(LENGTH + 1, device=ids.device)
+
+    def crops() -> Tensor:
+        at = torch.randint(len(ids) - LENGTH, (options.batch, 1), generator=generator, device=ids.device)
+        return ids[at + offsets]
+
+    def autocast_loss(some: Tensor) -> Tensor:
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+            return mean_loss(model, some)
+
+    model.train()
+    handles = with_dropout(model, options.dropout)
+    optimizer = optimizer_for(model, options.decay)
+    loss_of, compiled = compiled_or_not(autocast_loss, crops())
+    optimizer.zero_grad()
+    step, history = 0, list[float]()
+    bar = tqdm(total=100.0, mininterval=1.0, bar_format="{l_bar}{bar}|{postfix}")
+    for step, done in progress(options.steps, options.minutes):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(done, options.rate)
+        loss = loss_of(crops())
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 0:  # reading the loss also keeps the host from running ahead of the clock
+            bar.update(100 * done - bar.n)
+            bar.set_postfix_str(f"step {step}, {loss.item() / math.log(2):.3f} bits")
+        if 10 * done >= len(history) + 1:
+            history.append(round(bits_per_byte(model, held), 4))
+            tqdm.write(f"{100 * done:3.0f} %: step {step}, held out {history[-1]:.4f} bits per byte")
+    bar.close()
+    for handle in handles:
+        handle.remove()
+    return {"steps": step + 1, "compiled": compiled, "held_out_by_tenths": history}
+
+
+# ------------------------------------------------------------------------------------------------------- the checkpoint
+
+
+def save(model: Qwen3ForCausalLM, out: Path) -> None:
+    """Writes the model, in bfloat16, and the tokenizer into the folder `out`, as `transformers` reads them."""
+    out.mkdir(parents=True, exist_ok=True)
+    model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=END)  # type: ignore[no-untyped-call]
+    nn.Module.to(model, torch.bfloat16).save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
+    byte_tokenizer().save(str(out / "tokenizer.json"))
+    words = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_TEXT,
+        "pad_token": END_TEXT,
+        "model_max_length": LENGTH,
+        "clean_up_tokenization_spaces": False,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(words, indent=2) + "\n")
+
+
+def samples(out: Path, seed: int) -> Iterator[str]:
+    """The saved model's continuations of `PROMPTS`, greedy and at temperature 0.7, read back by `transformers`."""
+    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)  # it comes in eval mode
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    torch.manual_seed(seed)
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        if ids[0].tolist() != list(prompt.encode()) or tokenizer.decode(ids[0]) != prompt:
+            raise ValueError(f"the saved tokenizer should give the bytes of {prompt!r}, but gives {ids[0].tolist()}")
+        for how in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 0}):
+            text = tokenizer.decode(model.generate(ids, max_new_tokens=160, **how)[0], skip_special_tokens=True)
+            yield f"[{how.get('temperature', 0)}] {text}"
+
+
+def checked_size(out: Path) -> int:
+    """The bytes of the files that ship, or an error where they are over `LIMIT`."""
+    total = sum(path.stat().st_size for path in out.iterdir() if path.suffix in (".json", ".safetensors"))
+    if total > LIMIT:
+        raise ValueError(f"{out} holds {total:,} bytes, over {LIMIT:,}: make demo_config() smaller")
+    return total
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    """The options of one run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--minutes", type=float, default=4.0, help="how long to train, compiling not counted")
+    parser.add_argument("--steps", type=int, help="train for so many steps instead, which a run can repeat")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, help=f"crops of {LENGTH} tokens a step (128 on a GPU, 8 on a CPU)")
+    parser.add_argument("--rate", type=float, default=4e-3, help="the highest learning rate")
+    parser.add_argument("--decay", type=float, default=0.1, help="weight decay")
+    parser.add_argument("--dropout", type=float, default=0.05, help="dropout of what each block adds")
+    options = parser.parse_args(argv)
+    options.batch = options.batch or (128 if options.device == "cuda" else 8)
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Gathers the text, trains, saves, and prints samples of what came out."""
+    options = parsed(argv)
+    texts = documents(shipped_texts())
+    size, digest = sum(len(text) for text in texts), hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    print(f"{size:,} bytes of text in {len(texts):,} documents, sha256 {digest[:16]}")
+    ids, held = (token_ids(part).to(options.device) for part in split_held_out(texts))
+    torch.manual_seed(options.seed)
+    model = nn.Module.to(Qwen3ForCausalLM(demo_config()), options.device, torch.float32)
+    told = train(model, ids, held, options)
+    nn.Module.to(nn.Module.to(model, torch.bfloat16), torch.float32)  # measured as it is shipped
+    told["bits_per_byte"] = {"held_out": bits_per_byte(model, held), "trained_on": bits_per_byte(model, ids[:400_000])}
+    told["tokens"] = told["steps"] * options.batch * LENGTH
+    told["parameters"] = sum(p.numel() for p in model.parameters())
+    told["corpus"] = {"bytes": size, "documents": len(texts), "sha256": digest}
+    told["options"] = {key: value for key, value in vars(options).items() if key != "out"}
+    told["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
+    told["versions"]["transformers"] = transformers.__version__
+    told["device"] = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    save(model, options.out)
+    (options.out / "training.json").write_text(json.dumps(told, indent=2) + "\n")
+    print(json.dumps(told, indent=2), *samples(options.out, options.seed), sep="\n")
+    print(f"{checked_size(options.out):,} bytes in {options.out}")
+
+
+if __name__ == "__main__":
+    main()

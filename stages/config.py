@@ -1,0 +1,339 @@
+"""`ModelConfig`: what a checkpoint's config.json says, every field of it used, known to be neutral, or refused.
+
+A field that weft does not know could change what the model computes, so it is an error, never a shrug.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from weft.errors import CheckpointNotFoundError, ConfigError
+from weft.stages.rope import Fields, Rope, parse_rope
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+@attrs.frozen
+class _Architecture:
+    """What transformers (5.23) assumes where a config.json of this architecture is silent."""
+
+    model_type: str
+    defaults: Mapping[str, Any]
+
+
+_QWEN_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "max_position_embeddings": 32_768,
+    "num_key_value_heads": 32,
+    "head_dim": None,
+    "eos_token_id": None,
+}
+_ARCHITECTURES: Mapping[str, _Architecture] = {
+    "LlamaForCausalLM": _Architecture(
+        "llama",
+        {
+            "vocab_size": 32_000,
+            "intermediate_size": 11_008,
+            "max_position_embeddings": 2048,
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "eos_token_id": 2,
+        },
+    ),
+    "Qwen2ForCausalLM": _Architecture("qwen2", _QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": _Architecture("qwen3", {**_QWEN_DEFAULTS, "head_dim": 128}),
+}
+
+_USED = """
+    architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim rms_norm_eps max_position_embeddings rope_parameters rope_theta rope_scaling
+    original_max_position_embeddings tie_word_embeddings attention_bias mlp_bias eos_token_id dtype torch_dtype
+    sliding_window layer_types
+""".split()  # noqa: SIM905 - a column of quoted names would be four times as long
+
+# Why a field cannot change what a decoder computes at inference, and the fields of which that is so.
+_NEUTRAL_BY_REASON: Mapping[str, str] = {
+    "a note about the file or its tools": """_name_or_path name_or_path _commit_hash transformers_version
+        transformers.js_config unsloth_fixed unsloth_version is_llama_config""",
+    "training only": """initializer_range attention_dropout hidden_dropout gradient_checkpointing use_bfloat16
+        tf_legacy_loss problem_type""",
+    "which kernels and which extra outputs transformers uses": """use_cache attn_implementation _attn_implementation
+        _attn_implementation_autoset output_attentions output_hidden_states return_dict torchscript
+        tie_last_hidden_states""",
+    "the tokenizer's business": "bos_token_id pad_token_id sep_token_id tokenizer_class prefix",
+    "heads for other tasks": "num_labels id2label label2id finetuning_task task_specific_params",
+    "encoder-decoder models only": "is_decoder decoder_start_token_id tie_encoder_decoder",
+    "full attention has no window": "max_window_layers",
+    "an old copy of max_position_embeddings that nothing reads": "max_sequence_length",
+    "defaults of transformers' generate, which a weft request says itself": """max_length min_length do_sample
+        early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+        repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+        num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+        remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""",
+}
+NEUTRAL: Mapping[str, str] = {name: reason for reason, names in _NEUTRAL_BY_REASON.items() for name in names.split()}
+
+# Fields that say nothing at these values, and something that weft does not do at any other.
+NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "use_sliding_window": (False,),
+    "pretraining_tp": (1, None),
+    "partial_rotary_factor": (1.0, 1, None),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "chunk_size_feed_forward": (0,),
+    "pruned_heads": ({}, None),
+    "per_layer_config": (None,),
+    "quantization_config": (None,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+}
+# Qwen2 has its biases, and the two Qwens their bare MLP, whatever the file says: it may only agree.
+_NEUTRAL_AT_IN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "LlamaForCausalLM": {},
+    "Qwen2ForCausalLM": {"attention_bias": (True,), "mlp_bias": (False,)},
+    "Qwen3ForCausalLM": {"mlp_bias": (False,)},
+}
+
+
+@attrs.frozen
+class ModelConfig:
+    """A decoder's configuration: all that its computation depends on, apart from its weights.
+
+    Args:
+        architecture: `LlamaForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`.
+        head_dim: the size of a head, even; `num_heads * head_dim` need not be `hidden_size`.
+        rope: the rotary embedding.
+        tie_word_embeddings: whether the head is the embedding's matrix.
+        qkv_bias, o_bias, mlp_bias: which linear layers have a bias.
+        qk_norm: whether queries and keys are normalised a head at a time.
+        eos_token_ids: the tokens that end a generation; empty: none does.
+        dtype: what the checkpoint declares; float32 where it is silent.
+
+    Raises:
+        ConfigError: sizes that do not fit together.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: Rope
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __attrs_post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        for name in (*sizes, "head_dim", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                self._refuse(f"{name}={getattr(self, name)}", f"{name} is 1 or more")
+        if self.num_heads % self.num_kv_heads:
+            seen = f"num_attention_heads={self.num_heads} and num_key_value_heads={self.num_kv_heads}"
+            self._refuse(seen, "num_attention_heads is a multiple of num_key_value_heads")
+        if self.head_dim % 2:
+            self._refuse(f"head_dim={self.head_dim}", "head_dim is even: the rotary embedding turns pairs")
+        if self.architecture not in _ARCHITECTURES:
+            self._refuse(f"architecture={self.architecture!r}", _supported())
+        if self.dtype not in DTYPES.values():
+            self._refuse(f"dtype={self.dtype}", f"dtype is one of {', '.join(DTYPES)}")
+
+    def _refuse(self, seen: str, instead: str) -> None:
+        raise ConfigError(f"ModelConfig(architecture={self.architecture!r}, …)", seen, instead)
+
+
+def parse_config(raw: Mapping[str, Any], *, source: str) -> ModelConfig:
+    """The configuration that a config.json's object holds; missing fields have transformers' defaults.
+
+    Args:
+        raw: the object, as transformers 4 or 5 writes it.
+        source: what errors call it.
+
+    Raises:
+        ConfigError: a field that weft does not know or support, named with its value; a value of the wrong type;
+            an architecture other than the three; sizes that contradict each other.
+
+    >>> parse_config({"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 4}, source="a dict")
+    Traceback (most recent call last):
+        ...
+    weft.errors.ConfigError: parse_config(raw, source='a dict')
+      saw: a dict has num_attention_heads=6 and num_key_value_heads=4
+      instead: num_attention_heads is a multiple of num_key_value_heads
+    """
+    return _parse(Fields(raw, f"parse_config(raw, source={source!r})", source))
+
+
+def load_config(path: str | os.PathLike[str]) -> ModelConfig:
+    """The configuration of a checkpoint folder.
+
+    The tokens that end a generation come from generation_config.json where there is one, even if it names none, as
+    in transformers; from config.json otherwise.
+
+    Raises:
+        CheckpointNotFoundError: no folder, or no config.json in it.
+        ConfigError: what `parse_config` refuses, or a file that is not a JSON object.
+    """
+    call, folder = f"load_config({os.fspath(path)!r})", Path(path)
+    if not folder.is_dir():
+        instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
+        raise CheckpointNotFoundError(call, f"there is no folder {str(folder)!r}", instead)
+    if not (folder / "config.json").is_file():
+        instead = "pass a folder that save_pretrained wrote, or that `hf download` filled"
+        raise CheckpointNotFoundError(call, f"{str(folder)!r} has no config.json", instead)
+    config = _parse(Fields(_read(folder / "config.json", call), call, "config.json"))
+    if not (folder / "generation_config.json").is_file():
+        return config
+    generation = _read(folder / "generation_config.json", call)
+    return attrs.evolve(config, eos_token_ids=_eos_token_ids(Fields(generation, call, "generation_config.json"), None))
+
+
+def _read(path: Path, call: str) -> Mapping[str, Any]:
+    instead = f"copy {path.name} again from where the checkpoint came from"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(call, f"{path.name} is not JSON: {error}", instead) from error
+    if not isinstance(raw, dict):
+        raise ConfigError(call, f"{path.name} holds a {type(raw).__name__}, not an object", instead)
+    return raw
+
+
+def _parse(fields: Fields) -> ModelConfig:
+    architecture = _architecture(fields)
+    _check_every_field(fields, architecture)
+    values = _sizes(fields, architecture) | _biases(fields, architecture)
+    try:
+        return ModelConfig(
+            architecture=architecture,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=parse_rope(fields),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            eos_token_ids=_eos_token_ids(fields, _ARCHITECTURES[architecture].defaults["eos_token_id"]),
+            dtype=_dtype(fields),
+            **values,
+        )
+    except ConfigError as error:
+        if error.call == fields.call:
+            raise
+        raise ConfigError(fields.call, f"{fields.source} has {error.seen}", error.instead) from None
+
+
+def _supported() -> str:
+    return f"weft supports the architectures {', '.join(_ARCHITECTURES)}"
+
+
+def _architecture(fields: Fields) -> str:
+    """The one name in `architectures`, or the one that `model_type` stands for where there is none."""
+    model_type = fields.raw.get("model_type")
+    by_type = {known.model_type: name for name, known in _ARCHITECTURES.items()}
+    if not fields.raw.get("architectures"):
+        if model_type is None:
+            seen = f"{fields.source} has neither architectures nor model_type"
+            raise ConfigError(fields.call, seen, _supported())
+        if not isinstance(model_type, str) or model_type not in by_type:
+            raise fields.refuse("model_type", _supported())
+        return by_type[model_type]
+    names = fields.raw["architectures"]
+    if not isinstance(names, Sequence) or len(names) != 1 or names[0] not in _ARCHITECTURES:
+        raise fields.refuse("architectures", _supported())
+    name = str(names[0])
+    if model_type not in (None, _ARCHITECTURES[name].model_type):
+        values = {"architectures": names, "model_type": model_type}
+        raise fields.contradict(values, f"model_type is {_ARCHITECTURES[name].model_type!r} for {name}")
+    return name
+
+
+def _check_every_field(fields: Fields, architecture: str) -> None:
+    """Refuse each field that is neither used, nor neutral, nor neutral at its value."""
+    neutral_at = {**NEUTRAL_AT, **_NEUTRAL_AT_IN[architecture]}
+    for name, value in fields.raw.items():
+        if name in neutral_at:
+            allowed = neutral_at[name]
+            if not any(type(value) is type(one) and value == one for one in allowed):
+                raise fields.refuse(name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}")
+        elif name not in _USED and name not in NEUTRAL:
+            instead = f"weft does not know what {name} does to {architecture}; remove it if it does nothing"
+            raise fields.refuse(name, instead)
+    _check_attention_is_full(fields, architecture)
+
+
+def _check_attention_is_full(fields: Fields, architecture: str) -> None:
+    # Qwen's window counts only where use_sliding_window says so; Llama knows neither, so that a window alone is odd.
+    off = "use_sliding_window" in fields.raw or architecture != "LlamaForCausalLM"
+    if fields.raw.get("sliding_window") is not None and not off:
+        raise fields.refuse("sliding_window", "weft has no sliding windows: set sliding_window to null")
+    types = fields.raw.get("layer_types")
+    if types is None:
+        return
+    layers = fields.integer("num_hidden_layers", 32)
+    if types != ["full_attention"] * layers:
+        raise fields.refuse("layer_types", f"weft supports 'full_attention' in each of the {layers} layers")
+
+
+def _sizes(fields: Fields, architecture: str) -> dict[str, Any]:
+    defaults = _ARCHITECTURES[architecture].defaults
+    hidden, heads = fields.integer("hidden_size", 4096), fields.integer("num_attention_heads", 32)
+    kv_heads, head_dim = fields.raw.get("num_key_value_heads", defaults["num_key_value_heads"]), defaults["head_dim"]
+    if fields.raw.get("head_dim", head_dim) is not None or head_dim is not None:
+        head_dim = fields.integer("head_dim", head_dim)
+    elif hidden % heads:
+        values = {"hidden_size": hidden, "num_attention_heads": heads}
+        raise fields.contradict(values, "hidden_size is a multiple of num_attention_heads, or head_dim is given")
+    return {
+        "vocab_size": fields.integer("vocab_size", defaults["vocab_size"]),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size", defaults["intermediate_size"]),
+        "num_layers": fields.integer("num_hidden_layers", 32),
+        "num_heads": heads,
+        "num_kv_heads": heads if kv_heads is None else fields.integer("num_key_value_heads", kv_heads),
+        "head_dim": hidden // heads if head_dim is None else head_dim,
+        "max_position_embeddings": fields.integer("max_position_embeddings", defaults["max_position_embeddings"]),
+    }
+
+
+def _biases(fields: Fields, architecture: str) -> dict[str, bool]:
+    if architecture == "Qwen2ForCausalLM":
+        return {"qkv_bias": True, "o_bias": False, "mlp_bias": False}
+    attention = fields.flag("attention_bias", False)
+    return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": fields.flag("mlp_bias", False)}
+
+
+def _eos_token_ids(fields: Fields, default: int | None) -> tuple[int, ...]:
+    value = fields.raw.get("eos_token_id", default)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+        raise fields.refuse("eos_token_id", "eos_token_id is a token, a list of tokens, or null")
+    return tuple(ids)
+
+
+def _dtype(fields: Fields) -> torch.dtype:
+    values = {name: fields.raw[name] for name in ("dtype", "torch_dtype") if fields.raw.get(name) is not None}
+    for name, value in values.items():
+        if not isinstance(value, str) or value not in DTYPES:
+            raise fields.refuse(name, f"{name} is one of {', '.join(DTYPES)}")
+    if len(set(values.values())) > 1:
+        raise fields.contradict(values, "keep dtype alone")
+    return DTYPES[next(iter(values.values()), "float32")]

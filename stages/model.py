@@ -1,0 +1,142 @@
+"""`load`: a checkpoint in Hugging Face's format as a value."""
+
+from pathlib import Path
+
+import attrs
+import torch
+from tokenizers import Tokenizer
+
+from weft.errors import CheckpointError, DeviceError, RequestError
+from weft.stages.checkpoint import load_params
+from weft.stages.config import ModelConfig, load_config
+from weft.stages.layout import split_layers
+from weft.stages.params import DecoderParams, num_bytes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+DEMO = Path(__file__).parent / "demo"
+"""The folder of the checkpoint that weft ships."""
+
+
+@attrs.frozen(eq=False)
+class Model:
+    """A loaded checkpoint: nothing in it changes.
+
+    Args:
+        config: from config.json.
+        params: the weights, all layers.
+        tokenizer: from tokenizer.json; None where the folder has none (then prompts are token ids).
+        path: where it came from.
+    """
+
+    config: ModelConfig
+    params: DecoderParams
+    tokenizer: Tokenizer | None
+    path: Path
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.params.layers[0].q_proj.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and of the KV cache."""
+        return self.params.layers[0].q_proj.dtype
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with the special tokens that the tokenizer adds.
+
+        Raises:
+            RequestError: the checkpoint has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise RequestError(f"model.encode({text!r})", f"{self.path} holds no tokenizer.json", "pass token ids")
+        return list(self.tokenizer.encode(text).ids)
+
+    def decode(self, token_ids: list[int]) -> str | None:
+        """The text of token ids, without special tokens; None if the checkpoint has no tokenizer."""
+        return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def __repr__(self) -> str:
+        size = num_bytes(self.params) / 2**20
+        return f"<Model {self.config.architecture}, {self.config.num_layers} layers, {size:.1f} MiB on {self.device}>"
+
+
+def pick_device(device: torch.device | str | None, *, call: str) -> torch.device:
+    """`device`, or for None CUDA where there is one and else the CPU.
+
+    Raises:
+        DeviceError: a device that this machine does not have.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(call, f"device {device!r}, which torch does not know", "'cpu', 'cuda' or 'cuda:N'") from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        raise DeviceError(
+            call, f"device {str(device)!r}, but torch sees {count} CUDA devices", "'cpu', or leave it out"
+        )
+    return chosen
+
+
+def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | None:
+    """`dtype` as torch's, from either; None stays None.
+
+    Raises:
+        RequestError: no dtype that a decoder runs in.
+    """
+    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and chosen not in DTYPES.values():
+        raise RequestError(call, f"dtype {dtype!r}", f"one of {', '.join(DTYPES)}")
+    return chosen
+
+
+def load(
+    path: str | Path,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    *,
+    progress: bool = False,
+) -> Model:
+    """Load a checkpoint folder as Hugging Face writes it: config.json, *.safetensors, and tokenizer.json if there is
+    one.
+
+    Args:
+        path: the folder.
+        device: where the weights go; None: CUDA where there is one, else the CPU.
+        dtype: `float32`, `bfloat16` or `float16`; None: the checkpoint's own.
+        progress: show a progress bar.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointError: something is not there, damaged, or not of the shape that config.json
+            says.
+        ConfigError: config.json has a field that weft does not support.
+        DeviceError: this machine has no such device.
+
+    >>> load(DEMO, "cpu").config.architecture
+    'Qwen3ForCausalLM'
+    """
+    call = f"weft.load({str(path)!r}, device={device!r}, dtype={dtype!r})"
+    where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
+    folder = Path(path)
+    config = load_config(folder)
+    (whole,) = split_layers(config.num_layers, 1)
+    tokenizer = _load_tokenizer(folder)
+    params = load_params(folder, config, whole, device=where, dtype=kind, progress=progress)
+    return Model(config, params, tokenizer, folder)
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer | None:
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise CheckpointError(
+            f"weft.load({str(folder)!r})", f"{file} cannot be read: {error}", "save it again"
+        ) from error

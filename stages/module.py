@@ -1,0 +1,52 @@
+"""Any `nn.Module` as a stage, through `torch.func.functional_call`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from weft.donation import donates
+
+
+@attrs.frozen(eq=False)
+class ModuleStage:
+    """A module taken apart into a pure function and its values.
+
+    Args:
+        stage: `(params, state, batch, x) -> (state, y)`.
+        params: the module's parameters by name.
+        state: its buffers by name; a buffer that the module updates (running statistics) comes back in the new state.
+    """
+
+    stage: Callable[[dict[str, Tensor], dict[str, Tensor], Any, Any], tuple[dict[str, Tensor], Any]]
+    params: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def from_module(module: nn.Module) -> ModuleStage:
+    """Make a stage of `module`: it is called on `x`, or on the batch where it is the first stage (x is None).
+
+    Args:
+        module: left untouched by every run of the stage, its buffers included.
+
+    Returns:
+        The stage, its parameters, and its buffers as the state.
+
+    >>> made = from_module(nn.Linear(2, 1))
+    >>> state, y = made.stage(made.params, made.state, torch.ones(3, 2), None)
+    >>> y.shape
+    torch.Size([3, 1])
+    """
+
+    @donates("state")
+    def stage(params: dict[str, Tensor], state: dict[str, Tensor], batch: Any, x: Any) -> tuple[dict[str, Tensor], Any]:
+        buffers = dict(state)
+        y = torch.func.functional_call(module, {**params, **buffers}, (batch if x is None else x,))
+        return buffers, y
+
+    stage.__name__ = stage.__qualname__ = f"stage {type(module).__name__}"
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    return ModuleStage(stage, params, buffers)

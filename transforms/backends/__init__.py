@@ -1,0 +1,54 @@
+"""Capture back ends: one small protocol, and the choice by device."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.errors import DeviceError
+from weft.transforms.backends.audit import Audit
+
+
+class Recording(Protocol):
+    """A captured run: fixed inputs, fixed outputs, and the way to run it again."""
+
+    @property
+    def outputs(self) -> Any:
+        """What the captured function returned; each replay overwrites these tensors."""
+
+    def replay(self) -> None:
+        """Run the record again on whatever the input buffers hold now."""
+
+
+class Backend(Protocol):
+    """Something that records a function of no arguments (its inputs are fixed buffers) and replays the record."""
+
+    @property
+    def name(self) -> str:
+        """As `graphify(backend=...)` takes it."""
+
+    def capture(self, fn: Callable[[], Any], audit: Audit) -> Recording:
+        """Run `fn` under `audit` as often as recording takes, and return the record.
+
+        Raises:
+            CaptureError: the audit refused something that `fn` did.
+        """
+
+
+def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
+    """The back end called `name`, or, for None, `cuda` if any of the tensors is on a CUDA device and `tape` if not."""
+    from weft.transforms.backends.cuda import CudaBackend
+    from weft.transforms.backends.tape import TapeBackend
+
+    on_cuda = next((t.device for t in tensors if t.device.type == "cuda"), None)
+    if name is None:
+        name = "cuda" if on_cuda is not None else "tape"
+    if name == "tape":
+        return TapeBackend()
+    if name != "cuda":
+        raise DeviceError(f"graphify(..., backend={name!r})", "no such back end", "backend='tape', 'cuda' or None")
+    if not torch.cuda.is_available() or on_cuda is None:
+        seen = "this machine has no CUDA device" if not torch.cuda.is_available() else "no argument is on a CUDA device"
+        raise DeviceError("graphify(..., backend='cuda')", seen, "move the arguments there, or write backend='tape'")
+    return CudaBackend(on_cuda)

@@ -1,0 +1,157 @@
+"""What may not stand in a captured function, found while it runs once: host reads, shapes that depend on data, writes
+to tensors that are not its own. The error names the user's line."""
+
+import linecache
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from weft.errors import CaptureError
+from weft.torchapi import DispatchMode, FunctionMode, storage_address
+from weft.trees import tree_leaves
+
+_HOST_READS = ("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__", "__repr__")
+_REMEDY = (
+    "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
+)
+
+
+class Audit(DispatchMode):
+    """A dispatch mode that lets through what a replay can repeat, refuses the rest, and keeps what it must keep alive.
+
+    Args:
+        call: how the function is called in error messages.
+        writable: tensors whose storage the function may write (donated arguments).
+        names: the other arguments, by name, for the error about a write to one.
+    """
+
+    def __init__(self, call: str, writable: Iterable[Tensor], names: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__()
+        self.call = call
+        self.own = {storage_address(t) for t in writable}
+        self.names = {storage_address(t): name for name, t in names}
+        self.external: dict[int, Tensor] = {}
+        self._reads = _HostReads(call)
+
+    def __enter__(self) -> Self:
+        self._reads.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.check(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.adopt(args, kwargs, result)
+        return result
+
+    def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise CaptureError if a replay could not repeat this operation."""
+        if fault := _data_dependence(func, args, kwargs):
+            raise refusal(self.call, fault, _REMEDY)
+        for tensor in written(func, args, kwargs):
+            address = storage_address(tensor)
+            if address not in self.own:
+                name = self.names.get(address, "a tensor from outside it")
+                raise refusal(
+                    self.call,
+                    f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own",
+                    "return a new tensor, or donate the argument (donate_argnames=...)",
+                )
+
+    def adopt(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note which storages the function made itself, and which tensors from outside it reads."""
+        inputs = list(tensors_in(args, kwargs))
+        addresses = {storage_address(t) for t in inputs}
+        for tensor in inputs:
+            address = storage_address(tensor)
+            if address not in self.own and address not in self.names:
+                self.external.setdefault(address, tensor)
+        self.own.update(storage_address(t) for t in tensors_in(result) if storage_address(t) not in addresses)
+
+
+class _HostReads(FunctionMode):
+    """Refuses the reads that never reach the dispatcher, and tells all of them apart by name."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _HOST_READS and getattr(torch.Tensor, name, None) is func:
+            what = "a branch on a tensor's value" if name == "__bool__" else f"Tensor.{name} reads a tensor on the host"
+            raise refusal(self.call, what, _REMEDY)
+        return func(*args, **(kwargs or {}))
+
+
+def refusal(call: str, fault: str, instead: str) -> CaptureError:
+    """The error for something that cannot be captured, with the user's source line."""
+    return CaptureError(call, f"{fault}\n       at {user_line()}", instead)
+
+
+def user_line() -> str:
+    """File, line and text of the innermost frame that is neither torch's nor this package's machinery."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] not in ("torch", "functools", "contextlib") and not module.startswith(
+            "weft.transforms."
+        ):
+            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}: {text}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def tensors_in(*trees: Any) -> Iterator[Tensor]:
+    """The tensors among the leaves of operator arguments or results."""
+    return (leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor))
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes, by its schema."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(value)
+
+
+def _data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a replay could not repeat the operator, or None."""
+    aten = torch.ops.aten
+    if func is aten._local_scalar_dense.default:
+        return "a tensor's value is read on the host"
+    if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+        indices = args[1] if len(args) > 1 else kwargs["indices"]
+        if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+            return "indexing with a boolean mask, whose result depends on data in shape or in work"
+        return None
+    if func in (aten._to_copy.default, aten.copy_.default):
+        return _crossing(func, args, kwargs)
+    if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+        return f"{func} has a result whose shape or value on the host depends on data"
+    return None
+
+
+def _crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a copy is between host and device, or None: inside a graph it would move what the host held at capture."""
+    if func is torch.ops.aten.copy_.default:
+        source, target = args[1].device, args[0].device
+    else:
+        source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
+    if source.type == target.type:
+        return None
+    return f"a copy from {source.type} to {target.type} inside the function"

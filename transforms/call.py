@@ -1,0 +1,114 @@
+"""A call of a graphified function, taken apart by how each argument enters a graph."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.donation import refuse_donated
+from weft.padding import padded_shape
+from weft.torchapi import in_dispatch_mode, in_functorch_transform
+from weft.transforms.backends.audit import Audit
+from weft.transforms.memo import Key, leaf_key
+from weft.trees import TreeSpec, leaf_axes, leaves_with_names, map_sized, tree_flatten, tree_structure
+
+
+@attrs.frozen
+class Roles:
+    """How a function's arguments enter its graphs.
+
+    Args:
+        signature: of the function.
+        static: names whose values are part of the key.
+        donated: names whose storage the function takes.
+        by_reference: names that are captured where they are: the donated ones, and others such as params. All the rest
+            is copied in.
+    """
+
+    signature: inspect.Signature
+    static: tuple[str, ...]
+    donated: tuple[str, ...]
+    by_reference: tuple[str, ...]
+
+
+@attrs.frozen
+class Call:
+    """One call's arguments: static values, the caller's own tensors, and values to copy in."""
+
+    statics: tuple[tuple[str, Any], ...]
+    references: dict[str, Any]
+    copied: dict[str, Any]
+    reference_leaves: list[Any]
+    reference_tree: TreeSpec
+    copied_leaves: list[Any]
+    copied_tree: TreeSpec
+
+    def leaf_names(self) -> list[str]:
+        """Each leaf's path as the caller would write it, the references first."""
+        names = []
+        for name, value in (*self.references.items(), *self.copied.items()):
+            names += [name + path for path, _ in leaves_with_names(value)]
+        return names
+
+
+def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Bind a call's arguments and sort them by role.
+
+    Raises:
+        DonatedError: one of them was donated before.
+    """
+    bound = roles.signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    values = bound.arguments
+    statics = tuple((key, values.pop(key)) for key in roles.static if key in values)
+    references = {key: values.pop(key) for key in roles.by_reference if key in values}
+    copied = dict(values)
+    reference_leaves, reference_tree = tree_flatten(references)
+    copied_leaves, copied_tree = tree_flatten(copied)
+    for leaf in (*reference_leaves, *copied_leaves):
+        refuse_donated(leaf, call=f"{name}(...)")
+    return Call(statics, references, copied, reference_leaves, reference_tree, copied_leaves, copied_tree)
+
+
+def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any]) -> Any:
+    """Call `fn` with arguments by name, positional and variadic ones in their places."""
+    bound = roles.signature.bind_partial()
+    bound.arguments.update({key: arguments[key] for key in roles.signature.parameters if key in arguments})
+    return fn(*bound.args, **bound.kwargs)
+
+
+def inline_reason(call: Call) -> str | None:
+    """Why the function itself must run: inside a capture or a torch.func transform, or where autograd would record."""
+    if in_dispatch_mode(Audit) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return "inside another capture"
+    grad = torch.is_grad_enabled()
+    for leaf in (*call.reference_leaves, *call.copied_leaves):
+        if isinstance(leaf, Tensor):
+            if in_functorch_transform(leaf):
+                return "inside a torch.func transform"
+            if grad and leaf.requires_grad:
+                return (
+                    "an argument requires grad, so autograd has to see the operators (or call it under torch.no_grad())"
+                )
+    return None
+
+
+def signature_of(call: Call) -> Key:
+    """The key before dispatch: with the batch's own class and sizes."""
+    leaves = [leaf_key(x, None, True) for x in call.reference_leaves]
+    leaves += [leaf_key(x, None, False) for x in call.copied_leaves]
+    return Key((call.reference_tree, call.copied_tree), call.statics, None, tuple(leaves))
+
+
+def key_of(call: Call, descriptor: Any) -> Key:
+    """The memo key: with the class that the call is padded to, or as it is where that is None."""
+    if descriptor is None:
+        return signature_of(call)
+    padded = map_sized(lambda value, _: value, call.copied, descriptor)
+    leaves = [leaf_key(x, None, True) for x in call.reference_leaves]
+    for leaf, spec in zip(call.copied_leaves, leaf_axes(call.copied), strict=True):
+        leaves.append(leaf_key(leaf, padded_shape(leaf, spec, descriptor) if spec else None, False))
+    return Key((call.reference_tree, tree_structure(padded)), call.statics, descriptor, tuple(leaves))

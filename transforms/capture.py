@@ -1,0 +1,88 @@
+"""Capture: record a function for one key on buffers of its own, and leave no trace in the caller's state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import CaptureError
+from weft.padding import inert
+from weft.transforms.backends import Backend, Recording
+from weft.transforms.backends.audit import Audit
+from weft.transforms.call import Call, Roles, invoke
+from weft.transforms.results import Outputs, settle
+from weft.trees import Axes, leaf_axes, leaves_with_names, tree_flatten, tree_leaves, tree_unflatten
+
+
+@attrs.frozen(eq=False)
+class Entry:
+    """One captured graph: its input buffers, the axes of those that are padded, and its outputs."""
+
+    recording: Recording
+    buffers: tuple[Any, ...]
+    axes: tuple[Axes | None, ...]
+    outputs: Outputs
+
+
+def capture(fn: Callable[..., Any], name: str, roles: Roles, call: Call, descriptor: Any, backend: Backend) -> Entry:
+    """Record `fn` for calls like `call`, padded to `descriptor` (as they are where that is None).
+
+    The record runs on buffers that hold padding only, which by contract (law L2) changes no state. Without a descriptor
+    there is no such value: then the buffers hold the call's own, and the donated arguments are saved and restored.
+
+    Raises:
+        CaptureError: the audit refused what `fn` did, or a result of a padded call cannot be unpadded.
+    """
+    example = call.copied if descriptor is None else inert(call.copied, descriptor)
+    leaves, tree = tree_flatten(example)
+    buffers = tuple(torch.empty_like(x).copy_(x) if isinstance(x, Tensor) else x for x in leaves)
+    axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
+    donated = _tensors({n: call.references[n] for n in roles.donated if n in call.references})
+
+    def run() -> Outputs:
+        references = tree_unflatten([_alias(x) for x in call.reference_leaves], call.reference_tree)
+        homes = tree_unflatten(call.reference_leaves, call.reference_tree)
+        copied = tree_unflatten(list(buffers), tree)
+        result = invoke(fn, roles, {**dict(call.statics), **references, **copied})
+        return settle(result, [homes[n] for n in roles.donated if n in homes], call.reference_leaves)
+
+    saved = [x.clone() for x in donated] if descriptor is None else []
+    try:
+        recording = backend.capture(run, _audit(name, call, buffers, donated))
+    finally:
+        for tensor, old in zip(donated, saved, strict=False):
+            tensor.copy_(old)
+    if descriptor is not None:
+        _refuse_unsized(name, recording.outputs)
+    return Entry(recording, buffers, axes, recording.outputs)
+
+
+def _audit(name: str, call: Call, buffers: tuple[Any, ...], donated: list[Tensor]) -> Audit:
+    own = {id(x) for x in donated}
+    inputs = zip(call.leaf_names(), (*call.reference_leaves, *buffers), strict=True)
+    others = [(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) not in own]
+    return Audit(f"graphify({name})", donated, others)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _alias(leaf: Any) -> Any:
+    """The same storage under a new tensor, so that donation inside the function does not mark the caller's."""
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _refuse_unsized(name: str, outputs: Outputs) -> None:
+    result = tree_unflatten(list(outputs.leaves), outputs.structure)
+    leaves = zip(leaves_with_names(result), leaf_axes(result), outputs.references, strict=True)
+    for (path, leaf), spec, reference in leaves:
+        if isinstance(leaf, Tensor) and spec is None and reference is None:
+            raise CaptureError(
+                f"graphify({name}, ladder=...)",
+                f"the result's leaf {path or '(the whole)'} of shape {tuple(leaf.shape)} does not say which of its "
+                "dimensions follow the batch, so it cannot be unpadded",
+                "return it in a sized class: @weft.pytree, with attrs.field(metadata=weft.axes('num_reqs'))",
+            )

@@ -1,0 +1,282 @@
+"""`generate`: prompts in, completions out. The host schedules; every token comes from the step."""
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+from tqdm.auto import tqdm
+
+from weft.batch import Batch
+from weft.errors import RequestError
+from weft.outputs import Output
+from weft.stages.decoder import decoder_stage
+from weft.stages.layout import StageLayout, split_layers
+from weft.stages.model import Model
+from weft.stages.params import slice_params
+from weft.state import State, admit, advance
+from weft.transforms.graphify import graphify
+from weft.transforms.ladder import MODES, Limits, make_ladder
+from weft.transforms.pipeline import compose, pipeline
+
+PAGE_SIZE = 16
+MAX_NUM_TOKENS = 2048
+"""Tokens of a prefill batch at most; longer prompts go in chunks."""
+
+
+@attrs.frozen
+class Completion:
+    """What was generated for one prompt.
+
+    Args:
+        text: the tokens as text, without special tokens; None where the checkpoint has no tokenizer.
+        token_ids: the tokens, the end-of-sequence token included.
+        logprobs: for each, the natural logarithm of the model's probability of it, before temperature.
+        finish_reason: `stop` (an end-of-sequence token) or `length` (`max_tokens`, or the model's own limit).
+    """
+
+    text: str | None
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@attrs.frozen(eq=False)
+class Runner:
+    """A model made ready to step: the step, its parameters a stage, and how to make its state.
+
+    Args:
+        step: `(params, state, batch) -> (state, Output)` over tuples with one entry a stage.
+        params: one entry a stage.
+        layouts: which layers each stage owns.
+        graphs: the graphified functions inside the step, for their `cache_info()`.
+    """
+
+    step: Callable[[Any, Any, Batch], tuple[Any, Output]]
+    params: tuple[Any, ...]
+    layouts: tuple[StageLayout, ...]
+    graphs: tuple[Any, ...]
+
+
+def make_runner(
+    model: Model,
+    limits: Limits,
+    *,
+    num_stages: int = 1,
+    mode: str = "full",
+    backend: str | None = None,
+    keep_logits: bool = False,
+) -> Runner:
+    """Compose the model's stages into a step: `graphify(compose(...))` on one stage, `pipeline(map(graphify, stages))`
+    on more.
+
+    Args:
+        model: the checkpoint.
+        limits: what a batch can be; bounds the ladder.
+        num_stages: pipeline stages; a batch is cut into as many micro-batches.
+        mode: a graph mode (`weft.transforms.ladder.MODES`).
+        backend: of graphify.
+        keep_logits: whether outputs hold logits.
+
+    Raises:
+        ProgramError: more stages than layers.
+        DescriptorError: an unknown mode.
+    """
+    ladder = make_ladder(mode, limits)
+    layouts = split_layers(model.config.num_layers, num_stages)
+    stages = [decoder_stage(model.config, layout, keep_logits=keep_logits) for layout in layouts]
+    params = tuple(slice_params(model.params, layout) for layout in layouts)
+    if num_stages == 1:
+        whole = compose(stages, advance=advance)
+        if mode == "none":
+            return Runner(whole, params, layouts, ())
+        graph = graphify(whole, ladder=ladder, backend=backend)
+        return Runner(graph, params, layouts, (graph,))
+    graphs = [] if mode == "none" else [graphify(stage, ladder=ladder, backend=backend) for stage in stages]
+    step = pipeline(graphs or stages, microbatches=num_stages, advance=advance)
+    return Runner(step, params, layouts, tuple(graphs))
+
+
+def make_state(
+    model: Model, layouts: Sequence[StageLayout], lengths: Sequence[int], **sampling: Any
+) -> tuple[State, ...]:
+    """Each stage's state with one request a length admitted, in rows 0, 1, ...; pages enough for each to grow to its
+    length.
+
+    Args:
+        lengths: the most tokens that each request will hold.
+        sampling: `temperature` and `seeds`, as `weft.state.admit` takes them.
+    """
+    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    config = model.config
+
+    def one(layout: StageLayout) -> State:
+        empty = State.zeros(
+            num_layers=len(layout.layers),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_num_reqs=len(lengths),
+            num_pages=ends[-1],
+            max_pages=max(counts),
+            page_size=PAGE_SIZE,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        return admit(empty, range(len(lengths)), pages, **sampling)
+
+    return tuple(one(layout) for layout in layouts)
+
+
+def prefill_batches(prompts: Sequence[Sequence[int]], max_num_tokens: int, device: Any) -> Iterator[Batch]:
+    """Cut prompts (row i holds prompt i) into ragged batches of at most `max_num_tokens` tokens, in order.
+
+    A prompt that does not fit goes on in the next batch; only its last chunk samples.
+    """
+    rows: list[int] = []
+    chunks: list[Sequence[int]] = []
+    room = max_num_tokens
+    for row, prompt in enumerate(prompts):
+        done = 0
+        while done < len(prompt):
+            chunk = prompt[done : done + room]
+            rows.append(row)
+            chunks.append(chunk)
+            done, room = done + len(chunk), room - len(chunk)
+            if room == 0 or (row == len(prompts) - 1 and done == len(prompt)):
+                samples = [True] * (len(rows) - 1) + [done == len(prompt)]
+                yield Batch.ragged(rows, chunks, samples=samples, device=device)
+                rows, chunks, room = [], [], max_num_tokens
+
+
+class _Progress:
+    """The host's side of the requests: which run, what they said, why they ended."""
+
+    def __init__(self, eos: Sequence[int], most: Sequence[int]) -> None:
+        self.eos, self.most = frozenset(eos), most
+        self.token_ids: list[list[int]] = [[] for _ in most]
+        self.logprobs: list[list[float]] = [[] for _ in most]
+        self.reasons: list[str | None] = [None] * len(most)
+
+    @property
+    def running(self) -> list[int]:
+        return [row for row, reason in enumerate(self.reasons) if reason is None]
+
+    def take(self, rows: Sequence[int], samples: Sequence[bool], out: Output) -> None:
+        for row, sampled, token, logprob in zip(
+            rows, samples, out.token_ids.tolist(), out.logprobs.tolist(), strict=True
+        ):
+            if not sampled:
+                continue
+            self.token_ids[row].append(token)
+            self.logprobs[row].append(logprob)
+            if token in self.eos:
+                self.reasons[row] = "stop"
+            elif len(self.token_ids[row]) == self.most[row]:
+                self.reasons[row] = "length"
+
+
+def encode_prompts(model: Model, prompts: Sequence[str | Sequence[int]], call: str) -> list[list[int]]:
+    """Token ids of each prompt.
+
+    Raises:
+        RequestError: no prompt, an empty one, one that leaves no room to generate, or an id that is no token.
+    """
+    if isinstance(prompts, str) or not prompts or all(isinstance(p, int) for p in prompts):
+        raise RequestError(call, f"prompts={prompts!r}", "pass a list of prompts, each a string or a list of token ids")
+    encoded = []
+    limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
+    for index, prompt in enumerate(prompts):
+        ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise RequestError(call, f"prompt {index} is empty ({prompt!r})", "give at least one token to go on from")
+        if len(ids) >= limit:
+            raise RequestError(
+                call,
+                f"prompt {index} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated",
+                f"shorten it to {limit - 1} tokens",
+            )
+        if wrong := [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
+            raise RequestError(call, f"prompt {index} holds {wrong[0]!r}", f"token ids are ints from 0 to {vocab - 1}")
+        encoded.append(ids)
+    return encoded
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    pipeline: int = 1,
+    graph: str = "full",
+    progress: bool = False,
+) -> list[Completion]:
+    """Complete prompts, all in one batch.
+
+    Args:
+        model: from `weft.load`.
+        prompts: strings or lists of token ids, of any lengths.
+        max_tokens: tokens to generate for each at most; the model's own limit on positions may end one sooner.
+        temperature: 0 is greedy.
+        seed: of all random choices; with it the result is the same in any batch size, split and graph mode up to
+            rounding of the logits. None: a fresh one.
+        pipeline: stages that the layers are split into.
+        graph: a graph mode: `none`, `full_decode_only` or `full`.
+        progress: show a progress bar.
+
+    Returns:
+        One completion a prompt, in order.
+
+    Raises:
+        RequestError: a prompt or an argument that cannot be served.
+        ProgramError: more stages than layers.
+
+    >>> from weft.stages.model import DEMO, load
+    >>> [completion] = generate(load(DEMO, "cpu"), ["The function returns"], max_tokens=4)
+    >>> len(completion.token_ids), completion.finish_reason
+    (4, 'length')
+    """
+    call = f"weft.generate(model, <{len(prompts)} prompts>, max_tokens={max_tokens!r}, temperature={temperature!r})"
+    _check_arguments(call, max_tokens, temperature, graph)
+    encoded = encode_prompts(model, prompts, call)
+    limits = Limits(len(encoded), MAX_NUM_TOKENS)
+    runner = make_runner(model, limits, num_stages=pipeline, mode=graph)
+    most = [min(max_tokens, model.config.max_position_embeddings - len(ids)) for ids in encoded]
+    first = secrets.randbits(62) if seed is None else seed
+    seeds = [(first + row) % 2**63 for row in range(len(encoded))]
+    lengths = [len(ids) + new for ids, new in zip(encoded, most, strict=True)]
+    state = make_state(model, runner.layouts, lengths, temperature=temperature, seeds=seeds)
+    said = _run(runner, state, encoded, _Progress(model.config.eos_token_ids, most), model, progress)
+    return [
+        Completion(model.decode(ids), ids, logprobs, str(reason))
+        for ids, logprobs, reason in zip(said.token_ids, said.logprobs, said.reasons, strict=True)
+    ]
+
+
+def _run(
+    runner: Runner, state: Any, prompts: list[list[int]], said: _Progress, model: Model, progress: bool
+) -> _Progress:
+    """Prefill, then decode until every request has ended."""
+    bar = tqdm(total=sum(said.most), desc="generate", unit="token", disable=not progress)
+    for batch in prefill_batches(prompts, MAX_NUM_TOKENS, model.device):
+        state, out = runner.step(runner.params, state, batch)
+        said.take(batch.rows.tolist(), batch.samples.tolist(), out)
+    while rows := said.running:
+        bar.update(sum(map(len, said.token_ids)) - bar.n)
+        state, out = runner.step(runner.params, state, Batch.decode(rows, device=model.device))
+        said.take(rows, [True] * len(rows), out)
+    bar.update(sum(map(len, said.token_ids)) - bar.n)
+    bar.close()
+    return said
+
+
+def _check_arguments(call: str, max_tokens: int, temperature: float, graph: str) -> None:
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
+    if not 0 <= temperature < float("inf"):
+        raise RequestError(call, f"temperature={temperature!r}", "a finite number >= 0; 0 is greedy")
+    if graph not in MODES:
+        raise RequestError(call, f"graph={graph!r}", f"one of {', '.join(MODES)}")

@@ -1,0 +1,283 @@
+"""`graphify`: a pure function that replays. It memoizes one captured graph for each key, and changes nothing else.
+
+step = graphify(step, ladder=make_ladder("full", limits))
+state, out = step(params, state, batch)      # captures this batch's class once, and replays it from then on
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import attrs
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from weft.donation import donate, donated_argnames, donates
+from weft.errors import CacheMissError, CaptureError
+from weft.padding import unpad, write_padded
+from weft.transforms.backends import Backend, make_backend
+from weft.transforms.call import Call, Roles, inline_reason, key_of, signature_of, take_apart
+from weft.transforms.capture import Entry, capture
+from weft.transforms.dispatch import Decision, dispatch
+from weft.transforms.memo import CacheInfo, Key, check_hashable, nearest_difference
+from weft.transforms.results import Outputs
+from weft.trees import find_descriptor, tree_flatten, tree_leaves, tree_unflatten
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MAX_PLANS = 4096
+
+
+@attrs.frozen(eq=False)
+class Plan:
+    """What to do with calls of one signature: run eagerly (no entry), or replay `entry` and return `outputs`."""
+
+    decision: Decision[Any]
+    entry: Entry | None = None
+    outputs: Outputs | None = None
+
+
+@attrs.frozen
+class Explanation:
+    """What a call would do, and why. `str` of it is the reason."""
+
+    decision: Decision[Any]
+    captured: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class Graphified(Generic[P, R]):
+    """What `graphify` returns: the function, and the graphs captured of it."""
+
+    _memo: dict[Key, Entry]
+    _plans: dict[Key, Plan]
+    _backend: Backend | None
+    _frozen: bool
+    _captures: int
+    _replays: int
+    _eager: int
+
+    def __init__(self, fn: Callable[P, R], roles: Roles, ladder: Sequence[Any] | None, backend: str | None) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._roles = roles
+        self._backend_name = backend
+        self._lock = threading.RLock()
+        self.ladder = None if ladder is None else tuple(ladder)
+        self.cache_clear()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        call = take_apart(self._roles, self._name, args, kwargs)
+        if inline_reason(call):
+            return self._fn(*args, **kwargs)
+        with self._lock:
+            signature = signature_of(call)
+            check_hashable(signature, f"{self._name}(...)", call.leaf_names)
+            plan = self._plans.get(signature) or self._plan(call, signature)
+            if plan.entry is None or plan.outputs is None:
+                self._eager += 1
+                return self._fn(*args, **kwargs)
+            return self._replay(plan.entry, plan.outputs, call)
+
+    def _replay(self, entry: Entry, outputs: Outputs, call: Call) -> R:
+        """The fast path: fill the input buffers, replay, hand out copies; donated arguments move to the result."""
+        references = tree_leaves(
+            {
+                name: donate(value, to=f"{self._name}({name})") if name in self._roles.donated else value
+                for name, value in call.references.items()
+            }
+        )
+        for buffer, value, axes in zip(entry.buffers, call.copied_leaves, entry.axes, strict=True):
+            if axes is not None:
+                write_padded(buffer, value, axes)
+            elif isinstance(buffer, Tensor):
+                buffer.copy_(value)
+        entry.recording.replay()
+        self._replays += 1
+        return outputs.take(references)  # type: ignore[no-any-return]
+
+    def _plan(self, call: Call, signature: Key) -> Plan:
+        """Dispatch a signature seen for the first time, and capture what it needs."""
+        decision = self._decide(call)
+        plan = Plan(decision)
+        if decision.mode != "none":
+            entry = self._entry(call, decision.descriptor)
+            plan = Plan(decision, entry, self._cut(entry.outputs, call, decision))
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        self._plans[signature] = plan
+        return plan
+
+    def _decide(self, call: Call) -> Decision[Any]:
+        if self.ladder is None:
+            return Decision("full", None, "no ladder, so each signature has a graph of its own")
+        descriptor = find_descriptor(call.copied)
+        if descriptor is None:
+            raise CaptureError(
+                f"graphify({self._name}, ladder=...)({', '.join(call.copied)})",
+                "a ladder, but no argument that holds a descriptor",
+                "pass a weft.Batch (or a sized class of your own), or leave the ladder out",
+            )
+        return dispatch(descriptor, self.ladder)
+
+    def _entry(self, call: Call, descriptor: Any) -> Entry:
+        key = key_of(call, descriptor)
+        if (entry := self._memo.get(key)) is not None:
+            return entry
+        if self._frozen:
+            raise CacheMissError(
+                f"{self._name}(...)",
+                f"a miss after freeze(): {nearest_difference(key, self._memo, call.leaf_names())}",
+                "capture this signature before freeze(), or call with arguments like the captured ones",
+            )
+        if self._backend is None:
+            leaves = (*call.reference_leaves, *call.copied_leaves)
+            self._backend = make_backend(self._backend_name, [x for x in leaves if isinstance(x, Tensor)])
+        self._memo[key] = entry = capture(self._fn, self._name, self._roles, call, descriptor, self._backend)
+        self._captures += 1
+        return entry
+
+    def _cut(self, outputs: Outputs, call: Call, decision: Decision[Any]) -> Outputs:
+        """The outputs as views of the size that this call's own batch has."""
+        own = find_descriptor(call.copied)
+        if decision.descriptor is None or own == decision.descriptor:
+            return outputs
+        views, structure = tree_flatten(unpad(tree_unflatten(list(outputs.leaves), outputs.structure), own))
+        return Outputs(structure, tuple(views), outputs.references)
+
+    def capture(self, *args: P.args, **kwargs: P.kwargs) -> CacheInfo:
+        """Capture every class of the ladder, largest first (without one: this call's signature), with a progress bar.
+
+        The arguments serve as examples: nothing is donated, and no state changes.
+        """
+        call = take_apart(self._roles, self._name, args, kwargs)
+        descriptors: Sequence[Any] = [None] if self.ladder is None else self.ladder
+        with self._lock:
+            for descriptor in tqdm(descriptors, desc=f"capture {self._name}", unit="graph", leave=False, disable=None):
+                self._entry(call, descriptor)
+        return self.cache_info()
+
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
+        """What this call would do (replay, capture, or run the function itself) and why, without doing it."""
+        call = take_apart(self._roles, self._name, args, kwargs)
+        if reason := inline_reason(call):
+            return Explanation(Decision("none", None, reason), False, f"runs inline: {reason}")
+        decision = self._decide(call)
+        if decision.mode == "none":
+            return Explanation(decision, False, f"runs eagerly: {decision.reason}")
+        key = key_of(call, decision.descriptor)
+        if key in self._memo:
+            return Explanation(decision, True, f"replays: {decision.reason}")
+        verb = "would raise, being frozen" if self._frozen else "captures"
+        missed = nearest_difference(key, self._memo, call.leaf_names())
+        return Explanation(decision, False, f"{verb}: {decision.reason}; {missed}")
+
+    def freeze(self) -> "Graphified[P, R]":
+        """From now on a miss raises CacheMissError, which names the field that differed, instead of capturing."""
+        self._frozen = True
+        return self
+
+    def cache_info(self) -> CacheInfo:
+        """Captures, replays, eager calls, and graphs held."""
+        return CacheInfo(self._captures, self._replays, self._eager, len(self._memo))
+
+    def cache_clear(self) -> None:
+        """Drop all graphs, their memory and the counts; a frozen function thaws."""
+        self._memo = {}
+        self._plans = {}
+        self._backend = None
+        self._frozen = False
+        self._captures = self._replays = self._eager = 0
+
+    def __repr__(self) -> str:
+        return f"<graphify({self._name}), {len(self._memo)} graphs>"
+
+
+@overload
+def graphify(
+    fn: Callable[P, R],
+    *,
+    ladder: Sequence[Any] | None = ...,
+    donate_argnames: Iterable[str] = ...,
+    static_argnames: Iterable[str] = ...,
+    reference_argnames: Iterable[str] = ...,
+    backend: str | None = ...,
+) -> Graphified[P, R]: ...
+@overload
+def graphify(
+    fn: None = ...,
+    *,
+    ladder: Sequence[Any] | None = ...,
+    donate_argnames: Iterable[str] = ...,
+    static_argnames: Iterable[str] = ...,
+    reference_argnames: Iterable[str] = ...,
+    backend: str | None = ...,
+) -> Callable[[Callable[P, R]], Graphified[P, R]]: ...
+def graphify(
+    fn: Callable[P, R] | None = None,
+    *,
+    ladder: Sequence[Any] | None = None,
+    donate_argnames: Iterable[str] = (),
+    static_argnames: Iterable[str] = (),
+    reference_argnames: Iterable[str] = ("params",),
+    backend: str | None = None,
+) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
+    """Make a pure function replay: same signature, same result, one captured graph a key.
+
+    The key is the tree structure, static and other non-tensor values, each tensor's shape, dtype, stride and device,
+    the class of the batch, and the addresses of what is captured by reference. Results are safe: a later call does not
+    change them. Inside another capture, a torch.func transform, or where autograd would record, the function itself
+    runs.
+
+    Args:
+        fn: a pure function over pytrees of tensors. Left out, `graphify` is a decorator.
+        ladder: the classes that may be captured (`make_ladder`); a call's batch is padded to the least that covers it,
+            and runs eagerly if none does. None: every signature is captured as it is.
+        donate_argnames: arguments whose storage the function takes, such as the state (beside those that `weft.donates`
+            declares). A part of the result with their structure is their next value, and is kept in their storage.
+        static_argnames: arguments of hashable values that are no tensors and are part of the key.
+        reference_argnames: arguments captured by reference, not copied: a call with tensors elsewhere is a miss.
+        backend: `cuda`, `tape`, or None to choose by the device of the arguments.
+
+    Raises:
+        CaptureError: at the first call, if the function reads tensors on the host, branches on them, has results whose
+            shapes depend on data, or writes to what it does not own; it names the line.
+
+    >>> @graphify
+    ... def f(x, y):
+    ...     return torch.sin(x) + y
+    >>> f(torch.zeros(2), torch.ones(2)), f(torch.zeros(2), torch.zeros(2))
+    (tensor([1., 1.]), tensor([0., 0.]))
+    >>> f.cache_info()
+    CacheInfo(captures=1, replays=2, eager=0, currsize=1)
+    """
+    if fn is None:
+        return lambda f: graphify(
+            f,
+            ladder=ladder,
+            donate_argnames=donate_argnames,
+            static_argnames=static_argnames,
+            reference_argnames=reference_argnames,
+            backend=backend,
+        )
+    signature, static = inspect.signature(fn), tuple(static_argnames)
+    declared = donated_argnames(fn)
+    extra = tuple(name for name in donate_argnames if name not in declared)
+    for name in (*extra, *static):
+        if name not in signature.parameters:
+            raise CaptureError(
+                f"graphify({getattr(fn, '__name__', fn)}, ...)",
+                f"donate_argnames or static_argnames hold {name!r}, which is no argument of it",
+                f"one of {', '.join(signature.parameters)}",
+            )
+    donated = (*declared, *extra)
+    references = (*donated, *(name for name in reference_argnames if name not in donated))
+    roles = Roles(signature, static, donated, references)
+    return Graphified(donates(*extra)(fn) if extra else fn, roles, ladder, backend)

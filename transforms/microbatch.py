@@ -1,0 +1,123 @@
+"""`microbatch`: run a step on parts of its batch, one after the other. By law it changes nothing."""
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.donation import donated_argnames
+from weft.errors import DescriptorError
+from weft.trees import leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def split(batch: Any, parts: int) -> tuple[Any, ...]:
+    """Cut a batch into at most `parts` batches of whole requests, as even in their number as can be.
+
+    Args:
+        batch: a `Batch`; or any tree of tensors whose first dimensions agree, which is cut along it.
+        parts: at least 1. A batch of fewer requests is cut into one part a request.
+
+    A ragged `Batch` is cut where its tensors say, which reads `query_start_loc` on the host: inside a captured
+    function cut uniform batches only, or capture the parts (`pipeline(map(graphify, stages))`).
+
+    >>> [str(b.descriptor) for b in split(Batch.decode([5, 6, 7]), 2)]
+    ['uniform x1, 1 reqs', 'uniform x1, 2 reqs']
+    """
+    if parts < 1:
+        raise DescriptorError(f"split(batch, {parts})", "fewer than one part", "a number of micro-batches >= 1")
+    count = batch.descriptor.num_reqs if isinstance(batch, Batch) else _common_length(batch)
+    parts = min(parts, count) or 1
+    if parts == 1:
+        return (batch,)
+    bounds = [count * i // parts for i in range(parts + 1)]
+    if isinstance(batch, Batch):
+        return _split_batch(batch, bounds)
+    return tuple(
+        tree_map(lambda x, a=a, b=b: x[a:b] if isinstance(x, Tensor) else x, batch) for a, b in pairwise(bounds)
+    )
+
+
+def _split_batch(batch: Batch, bounds: Sequence[int]) -> tuple[Batch, ...]:
+    old = batch.descriptor
+    # A list of Python ints decides the shapes of the parts; only a uniform class knows it without a host read.
+    if old.query_len is not None:
+        starts = [r * old.query_len for r in bounds]
+    else:
+        all_starts = batch.query_start_loc.tolist()
+        starts = [all_starts[r] for r in bounds[:-1]] + [old.num_tokens]
+    parts = []
+    for a, b, first, end in zip(bounds, bounds[1:], starts, starts[1:], strict=False):
+        starts_here = batch.query_start_loc[a : b + 1]
+        parts.append(
+            attrs.evolve(
+                batch,
+                descriptor=BatchDescriptor(end - first, b - a, old.query_len, old.num_active_loras),
+                rows=batch.rows[a:b],
+                input_ids=batch.input_ids[first:end],
+                query_start_loc=starts_here - starts_here[:1],
+                samples=batch.samples[a:b],
+            )
+        )
+    return tuple(parts)
+
+
+def _common_length(tree: Any) -> int:
+    shapes = {name: tuple(x.shape) for name, x in leaves_with_names(tree) if isinstance(x, Tensor)}
+    lengths = {shape[0] if shape else None for shape in shapes.values()}
+    if len(lengths) != 1 or None in lengths:
+        raise DescriptorError(
+            "split(batch, ...)",
+            f"tensors whose first dimensions do not agree: {shapes}",
+            "pass a weft.Batch, or a tree of tensors with one common first dimension",
+        )
+    return int(lengths.pop() or 0)
+
+
+def join(outputs: Sequence[Any]) -> Any:
+    """Put the parts' outputs together again, along the first dimension of each tensor.
+
+    Raises:
+        DescriptorError: a leaf that has no first dimension, such as a sum over the batch.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    for name, leaf in leaves_with_names(outputs[0]):
+        if isinstance(leaf, Tensor) and leaf.dim() == 0:
+            raise DescriptorError(
+                f"join of {len(outputs)} micro-batches",
+                f"output {name or '(the whole)'} has no dimension to join along",
+                "return per-request or per-token values, and reduce them outside",
+            )
+    _, structure = tree_flatten(outputs[0])
+    columns = zip(*(tree_leaves(out) for out in outputs), strict=True)
+    return tree_unflatten([torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns], structure)
+
+
+def microbatch(step: F, parts: int) -> F:
+    """The step `(params, state, batch) -> (state, out)` run on at most `parts` parts of its batch, the state threaded
+    through.
+
+    >>> import torch
+    >>> double = microbatch(lambda params, state, batch: (state + len(batch), 2 * batch), 2)
+    >>> double(None, 0, torch.arange(3))
+    (3, tensor([0, 2, 4]))
+    """
+
+    @functools.wraps(step)
+    def run(params: Any, state: Any, batch: Any) -> Any:
+        outputs = []
+        for part in split(batch, parts):
+            state, out = step(params, state, part)
+            outputs.append(out)
+        return state, join(outputs)
+
+    run.__weft_donates__ = donated_argnames(step)  # type: ignore[attr-defined]
+    return run  # type: ignore[return-value]

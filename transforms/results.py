@@ -1,0 +1,121 @@
+"""Outputs of a captured run: which are the donated state, which are the caller's own tensors, which must be copied.
+
+A new state is kept in the storage of the old one: an output tree of the same structure as a donated argument is written
+back to it at the end of the capture, where the function did not already work in place.
+"""
+
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from weft.torchapi import storage_address
+from weft.trees import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+
+
+@attrs.frozen
+class Outputs:
+    """The outputs of one recording, and where each leaf of the caller's result comes from.
+
+    Args:
+        structure: of the result.
+        leaves: the recording's own output leaves; a replay overwrites them.
+        references: for each leaf, the index of the caller's own tensor that it is; None for one to copy.
+    """
+
+    structure: TreeSpec
+    leaves: tuple[Any, ...]
+    references: tuple[int | None, ...]
+
+    def take(self, references: Sequence[Any]) -> Any:
+        """The caller's result after a replay: safe, because a later replay overwrites none of it."""
+        leaves = [
+            references[index] if index is not None else leaf.clone() if isinstance(leaf, Tensor) else leaf
+            for leaf, index in zip(self.leaves, self.references, strict=True)
+        ]
+        return tree_unflatten(leaves, self.structure)
+
+
+def _same_place(a: Any, b: Any) -> bool:
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+        and storage_address(a) == storage_address(b)
+    )
+
+
+def subtrees(tree: Any, start: int = 0) -> Iterator[tuple[int, Any]]:
+    """`tree`, and the values in its tuples, lists and dicts, outermost first, each with the index of its first leaf."""
+    yield start, tree
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    for child in children:
+        yield from subtrees(child, start)
+        start += len(tree_leaves(child))
+
+
+def find_next_value(result: Any, donated: Any, taken: Set[int]) -> range | None:
+    """The leaves of `result` that are the next value of the `donated` argument: same structure, shapes and dtypes.
+
+    Of several, those that share most storage with it, then the first. None if there are none, or all are `taken`.
+    """
+    structure, leaves = tree_structure(donated), tree_leaves(donated)
+    found: list[tuple[int, range]] = []
+    for start, candidate in subtrees(result):
+        span = range(start, start + len(leaves))
+        if tree_structure(candidate) != structure or not taken.isdisjoint(span):
+            continue
+        pairs = list(zip(tree_leaves(candidate), leaves, strict=True))
+        if all(_same_kind(a, b) for a, b in pairs):
+            found.append((sum(_same_place(a, b) for a, b in pairs), span))
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _same_kind(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return type(a) is type(b)
+
+
+def settle(result: Any, donated: Sequence[Any], references: Sequence[Any]) -> Outputs:
+    """Run inside the capture, last: write new state back to donated storage, and sort the outputs.
+
+    Args:
+        result: what the function returned.
+        donated: the donated arguments, of leaves at the caller's addresses.
+        references: all leaves that are the caller's own tensors, in order.
+
+    Every output that lies in donated storage without being its rightful next value is copied first, so that the order
+    of the writes cannot be seen.
+    """
+    leaves, structure = tree_flatten(result)
+    homes = _homes(result, donated)
+    places = {storage_address(t) for t in tree_leaves(list(donated)) if isinstance(t, Tensor)}
+
+    def detached(leaf: Any, home: Tensor | None) -> Any:
+        if not isinstance(leaf, Tensor) or storage_address(leaf) not in places or _same_place(leaf, home):
+            return leaf
+        return leaf.clone()
+
+    values = [detached(leaf, homes.get(i)) for i, leaf in enumerate(leaves)]
+    settled = [_write_back(value, homes.get(i)) for i, value in enumerate(values)]
+    owners = [next((i for i, own in enumerate(references) if _same_place(leaf, own)), None) for leaf in settled]
+    return Outputs(structure, tuple(settled), tuple(owners))
+
+
+def _homes(result: Any, donated: Sequence[Any]) -> dict[int, Tensor]:
+    """For each output leaf (by index) that is a donated leaf's next value, that donated leaf."""
+    homes: dict[int, Tensor] = {}
+    for old in donated:
+        span = find_next_value(result, old, homes.keys())
+        if span is not None:
+            homes.update((i, home) for i, home in zip(span, tree_leaves(old), strict=True) if isinstance(home, Tensor))
+    return homes
+
+
+def _write_back(value: Any, home: Tensor | None) -> Any:
+    if home is None or _same_place(value, home):
+        return value
+    home.copy_(value)
+    return home

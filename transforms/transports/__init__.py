@@ -1,0 +1,1 @@
+"""Transports: what executes a pipeline's programs."""
