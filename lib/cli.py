@@ -188,7 +188,7 @@ def printable(text: str) -> str:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from weft.demo import demo
+    from weft.demo_report import demo
 
     return 0 if demo(arguments.device, arguments.max_tokens, progress=sys.stderr.isatty()) else 1
 

@@ -95,6 +95,7 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     `graphify` reads the declaration, so that a step says once what it donates.
 
+    >>> import torch
     >>> @donates("state")
     ... def advance(state, by):
     ...     return state.add_(by)

@@ -49,6 +49,7 @@ def pad(tree: T, descriptor: Any) -> T:
         DescriptorError: the descriptor does not cover a batch, or a tensor is larger than it allows.
 
     >>> from weft.batch import Batch
+    >>> from weft.descriptor import BatchDescriptor
     >>> pad(Batch.decode([4, 7]), BatchDescriptor.uniform(4)).rows.tolist()
     [4, 7, -1, -1]
     """

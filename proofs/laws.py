@@ -1,7 +1,8 @@
-"""The laws: what graphify, padding, pipelines and donation may not change. Each raises `LawViolation` where it is broken.
+"""The laws: what graphify, padding, pipelines and donation may not change. Each raises `LawViolation` where it breaks.
 
-A law takes a scenario (a model and a *sequence* of batches, so that a replay follows somebody else's replay) or a random
-pure function, and compares with a run that no transform touched. `weft.proofs.mutants` plants the bug that each is to catch.
+A law takes a scenario (a model and a *sequence* of batches, so that a replay follows somebody else's replay) or a
+random pure function, and compares with a run that no transform touched. `weft.proofs.mutants` plants the bug that each
+is to catch.
 """
 
 from collections.abc import Callable, Sequence
@@ -183,18 +184,21 @@ def pipeline_is_composition(
         assert_equal("L3 pipeline is composition: state", visible(other), visible(state), exact=exact)
 
 
-def pipeline_is_composition_on_functions(functions: Sequence[Function], x: Tensor, microbatches: int) -> None:
+def pipeline_is_composition_on_functions(
+    functions: Sequence[Function], x: Tensor, microbatches: int, device: str = "cpu"
+) -> None:
     """L3 for any pure functions as stages."""
-    stages, params = [f.fn for f in functions], [f.params for f in functions]
-    state, out = compose(stages)(params, [f.state for f in functions], x)
-    other, seen = pipeline(stages, microbatches=microbatches)(params, [f.state for f in functions], x)
+    stages, x = [f.fn for f in functions], x.to(device)
+    params, states = tree_map(lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions]))
+    state, out = compose(stages)(params, states, x)
+    other, seen = pipeline(stages, microbatches=microbatches)(params, states, x)
     assert_equal("L3 pipeline is composition: output", seen, out, exact=microbatches == 1)
     assert_equal("L3 pipeline is composition: state", other, state, exact=microbatches == 1)
 
 
 def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L7: a uniform graph runs only for a batch whose maker declared it uniform, in capture, warm-up and replay, and its
-    class satisfies num_tokens == num_reqs * query_len with tensors to match."""
+    """L7: a uniform graph runs only for a batch whose maker declared it uniform, in capture, warm-up and replay; and
+    the tensors have the sizes that their class says."""
     step = _whole(scenario)
 
     def recording(params: Any, state: Any, batch: Batch) -> Any:
@@ -259,7 +263,7 @@ def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu"
 
 
 def ownership_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L9: what an earlier call returned never changes, and a donated state refuses to be used again and names its taker."""
+    """L9: what a call returned never changes, and a donated state refuses to be used again and names its taker."""
     graph, params, state = (
         graphify(_whole(scenario), ladder=ladder),
         scenario.params(1, device),

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: random small models, batches of every class, and random pure functions, over sequences of steps.
+"""Hypothesis strategies: random small models, batches of every class, random pure functions; in sequences of steps.
 
 @given(strategies.scenarios())
 def test_my_step(scenario): ...
@@ -21,7 +21,7 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.state import State, admit
-from weft.trees import axes, descriptor_field, pytree
+from weft.trees import axes, descriptor_field, pytree, tree_map
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -139,7 +139,7 @@ class Scenario:
         """The weights of each stage, of deviation 0.3, so that differences show."""
         (whole,) = self.layouts(1)
         made = random_params(self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3)
-        made = torch.utils._pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
+        made = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
         return tuple(slice_params(made, layout) for layout in self.layouts(num_stages))
 
     def state(self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0) -> tuple[State, ...]:
@@ -244,17 +244,13 @@ class Function:
     inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
 
 
-def _transpose_twice(x: Tensor, params: Tensor, state: dict[str, Tensor]) -> Tensor:
-    return (x.t() + 1.0).t().contiguous()
-
-
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]] = {
     "matmul": lambda x, params, state: x @ params,
     "tanh": lambda x, params, state: torch.tanh(x),
     "softmax": lambda x, params, state: torch.softmax(x, -1),
     "in place": lambda x, params, state: x.clone().mul_(2.0).add_(0.5),
     "view": lambda x, params, state: x[:, ::2].repeat(1, 2)[:, : x.shape[1]],
-    "transpose": _transpose_twice,
+    "transpose": lambda x, params, state: (x.t() + 1.0).t().contiguous(),
     "where": lambda x, params, state: torch.where(x > 0, x, -x),
     "sort": lambda x, params, state: x.sort(dim=-1).values,
     "read state": lambda x, params, state: x + state["h"],

@@ -291,7 +291,7 @@ def compiled_or_not(loss: Callable[[Tensor], Tensor], crops: Tensor) -> tuple[Ca
     try:
         fast: Callable[[Tensor], Tensor] = torch.compile(loss)
         for _ in range(3):
-            fast(crops).backward()  # type: ignore[no-untyped-call]
+            fast(crops).backward()
         torch.cuda.synchronize()
         return fast, True
     except Exception as error:  # whatever went wrong, the plain function will do
@@ -334,7 +334,7 @@ def train(model: nn.Module, ids: Tensor, held: Tensor, options: argparse.Namespa
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(done, options.rate)
         loss = loss_of(crops())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

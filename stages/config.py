@@ -13,7 +13,9 @@ import attrs
 import torch
 
 from weft.errors import CheckpointNotFoundError, ConfigError
-from weft.stages.rope import Fields, Rope, parse_rope
+from weft.stages.fields import Fields
+from weft.stages.rope import Rope
+from weft.stages.rope_config import parse_rope
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
@@ -175,11 +177,11 @@ def parse_config(raw: Mapping[str, Any], *, source: str) -> ModelConfig:
         ConfigError: a field that weft does not know or support, named with its value; a value of the wrong type;
             an architecture other than the three; sizes that contradict each other.
 
-    >>> parse_config({"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 4}, source="a dict")
+    >>> parse_config({"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 5}, source="a dict")
     Traceback (most recent call last):
         ...
     weft.errors.ConfigError: parse_config(raw, source='a dict')
-      saw: a dict has num_attention_heads=6 and num_key_value_heads=4
+      saw: a dict has num_attention_heads=32 and num_key_value_heads=5
       instead: num_attention_heads is a multiple of num_key_value_heads
     """
     return _parse(Fields(raw, f"parse_config(raw, source={source!r})", source))

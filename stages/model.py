@@ -13,6 +13,7 @@ from weft.stages.layout import split_layers
 from weft.stages.params import DecoderParams, num_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What a decoder runs in."""
 
 DEMO = Path(__file__).parent / "demo"
 """The folder of the checkpoint that weft ships."""
@@ -75,6 +76,8 @@ def pick_device(device: torch.device | str | None, *, call: str) -> torch.device
         chosen = torch.device(device)
     except RuntimeError as error:
         raise DeviceError(call, f"device {device!r}, which torch does not know", "'cpu', 'cuda' or 'cuda:N'") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise DeviceError(call, f"device {str(device)!r}, for which weft has no kernels", "'cpu', 'cuda' or 'cuda:N'")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         raise DeviceError(
@@ -124,6 +127,7 @@ def load(
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
     folder = Path(path)
     config = load_config(folder)
+    kind = kind or pick_dtype(config.dtype, call=call)
     (whole,) = split_layers(config.num_layers, 1)
     tokenizer = _load_tokenizer(folder)
     params = load_params(folder, config, whole, device=where, dtype=kind, progress=progress)

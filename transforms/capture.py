@@ -1,6 +1,7 @@
 """Capture: record a function for one key on buffers of its own, and leave no trace in the caller's state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -48,15 +49,22 @@ def capture(fn: Callable[..., Any], name: str, roles: Roles, call: Call, descrip
         result = invoke(fn, roles, {**dict(call.statics), **references, **copied})
         return settle(result, [homes[n] for n in roles.donated if n in homes], call.reference_leaves)
 
-    saved = [x.clone() for x in donated] if descriptor is None else []
-    try:
+    with _restored(donated if descriptor is None else []):
         recording = backend.capture(run, _audit(name, call, buffers, donated))
-    finally:
-        for tensor, old in zip(donated, saved, strict=False):
-            tensor.copy_(old)
     if descriptor is not None:
         _refuse_unsized(name, recording.outputs)
     return Entry(recording, buffers, axes, recording.outputs)
+
+
+@contextmanager
+def _restored(tensors: list[Tensor]) -> Iterator[None]:
+    """Give the tensors their values back on the way out, whatever happened."""
+    saved = [x.clone() for x in tensors]
+    try:
+        yield
+    finally:
+        for tensor, old in zip(tensors, saved, strict=True):
+            tensor.copy_(old)
 
 
 def _audit(name: str, call: Call, buffers: tuple[Any, ...], donated: list[Tensor]) -> Audit:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
+import torch
 from tqdm.auto import tqdm
 
 from weft.batch import Batch
@@ -129,7 +130,7 @@ def make_state(
     return tuple(one(layout) for layout in layouts)
 
 
-def prefill_batches(prompts: Sequence[Sequence[int]], max_num_tokens: int, device: Any) -> Iterator[Batch]:
+def prefill_batches(prompts: Sequence[Sequence[int]], max_num_tokens: int, device: torch.device) -> Iterator[Batch]:
     """Cut prompts (row i holds prompt i) into ragged batches of at most `max_num_tokens` tokens, in order.
 
     A prompt that does not fit goes on in the next batch; only its last chunk samples.
@@ -150,31 +151,47 @@ def prefill_batches(prompts: Sequence[Sequence[int]], max_num_tokens: int, devic
                 rows, chunks, room = [], [], max_num_tokens
 
 
-class _Progress:
-    """The host's side of the requests: which run, what they said, why they ended."""
+class Requests:
+    """The host's side of a run: what each request has said so far, and why it ended.
 
-    def __init__(self, eos: Sequence[int], most: Sequence[int]) -> None:
-        self.eos, self.most = frozenset(eos), most
+    Args:
+        most: the most tokens that each request may generate.
+        eos: the tokens that end a request.
+    """
+
+    def __init__(self, most: Sequence[int], eos: Sequence[int]) -> None:
+        self.most = most
+        self.eos = frozenset(eos)
         self.token_ids: list[list[int]] = [[] for _ in most]
         self.logprobs: list[list[float]] = [[] for _ in most]
         self.reasons: list[str | None] = [None] * len(most)
 
     @property
     def running(self) -> list[int]:
+        """The rows of the requests that have not ended."""
         return [row for row, reason in enumerate(self.reasons) if reason is None]
 
-    def take(self, rows: Sequence[int], samples: Sequence[bool], out: Output) -> None:
-        for row, sampled, token, logprob in zip(
-            rows, samples, out.token_ids.tolist(), out.logprobs.tolist(), strict=True
-        ):
-            if not sampled:
-                continue
-            self.token_ids[row].append(token)
-            self.logprobs[row].append(logprob)
-            if token in self.eos:
-                self.reasons[row] = "stop"
-            elif len(self.token_ids[row]) == self.most[row]:
-                self.reasons[row] = "length"
+    def take(self, batch: Batch, out: Output) -> None:
+        """Read what a step said: the one point where the host waits for the device."""
+        columns = (batch.rows, batch.samples, out.token_ids, out.logprobs)
+        for row, sampled, token, logprob in torch.stack([c.double() for c in columns], 1).tolist():
+            if sampled:
+                self._add(int(row), int(token), logprob)
+
+    def _add(self, row: int, token: int, logprob: float) -> None:
+        self.token_ids[row].append(token)
+        self.logprobs[row].append(logprob)
+        if token in self.eos:
+            self.reasons[row] = "stop"
+        elif len(self.token_ids[row]) == self.most[row]:
+            self.reasons[row] = "length"
+
+
+def batches(prompts: Sequence[Sequence[int]], requests: Requests, device: torch.device) -> Iterator[Batch]:
+    """The prefill of all prompts, then decode batches of the `requests` that still run when each is asked for."""
+    yield from prefill_batches(prompts, MAX_NUM_TOKENS, device)
+    while rows := requests.running:
+        yield Batch.decode(rows, device=device)
 
 
 def encode_prompts(model: Model, prompts: Sequence[str | Sequence[int]], call: str) -> list[list[int]]:
@@ -249,28 +266,17 @@ def generate(
     seeds = [(first + row) % 2**63 for row in range(len(encoded))]
     lengths = [len(ids) + new for ids, new in zip(encoded, most, strict=True)]
     state = make_state(model, runner.layouts, lengths, temperature=temperature, seeds=seeds)
-    said = _run(runner, state, encoded, _Progress(model.config.eos_token_ids, most), model, progress)
+    requests = Requests(most, model.config.eos_token_ids)
+    bar = tqdm(total=sum(most), desc="generate", unit="token", disable=not progress)
+    for batch in batches(encoded, requests, model.device):
+        state, out = runner.step(runner.params, state, batch)
+        requests.take(batch, out)
+        bar.update(sum(map(len, requests.token_ids)) - bar.n)
+    bar.close()
     return [
         Completion(model.decode(ids), ids, logprobs, str(reason))
-        for ids, logprobs, reason in zip(said.token_ids, said.logprobs, said.reasons, strict=True)
+        for ids, logprobs, reason in zip(requests.token_ids, requests.logprobs, requests.reasons, strict=True)
     ]
-
-
-def _run(
-    runner: Runner, state: Any, prompts: list[list[int]], said: _Progress, model: Model, progress: bool
-) -> _Progress:
-    """Prefill, then decode until every request has ended."""
-    bar = tqdm(total=sum(said.most), desc="generate", unit="token", disable=not progress)
-    for batch in prefill_batches(prompts, MAX_NUM_TOKENS, model.device):
-        state, out = runner.step(runner.params, state, batch)
-        said.take(batch.rows.tolist(), batch.samples.tolist(), out)
-    while rows := said.running:
-        bar.update(sum(map(len, said.token_ids)) - bar.n)
-        state, out = runner.step(runner.params, state, Batch.decode(rows, device=model.device))
-        said.take(rows, [True] * len(rows), out)
-    bar.update(sum(map(len, said.token_ids)) - bar.n)
-    bar.close()
-    return said
 
 
 def _check_arguments(call: str, max_tokens: int, temperature: float, graph: str) -> None:

@@ -250,6 +250,7 @@ def graphify(
         CaptureError: at the first call, if the function reads tensors on the host, branches on them, has results whose
             shapes depend on data, or writes to what it does not own; it names the line.
 
+    >>> import torch
     >>> @graphify
     ... def f(x, y):
     ...     return torch.sin(x) + y

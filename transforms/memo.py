@@ -77,7 +77,8 @@ def nearest_difference(key: Key, memo: Mapping[Key, Any], names: Iterable[str]) 
     if not memo:
         return "nothing is captured yet"
     found: list[list[str]] = [list(differences(key, old, names)) for old in memo]
-    return "; ".join(min(found, key=len))
+    _, fewest = min((len(texts), texts) for texts in found)
+    return "; ".join(fewest)
 
 
 def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> None:

@@ -121,15 +121,15 @@ def _paged_attention(
 @_paged_attention.register_fake
 def _(
     q: Tensor,
-    k: Tensor,  # noqa: ARG001 - torch.library asks for the signature of the op
-    v: Tensor,  # noqa: ARG001
-    kv_pages: Tensor,  # noqa: ARG001
-    slot_mapping: Tensor,  # noqa: ARG001
-    block_table: Tensor,  # noqa: ARG001
-    query_start_loc: Tensor,  # noqa: ARG001
-    seq_lens: Tensor,  # noqa: ARG001
-    max_query_len: int,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
+    k: Tensor,
+    v: Tensor,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
 ) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 

@@ -15,6 +15,8 @@ bfloat16, whose products triton's interpreter gets wrong.
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+import functools
+
 import attrs
 import torch
 import triton
@@ -55,6 +57,7 @@ class Launch:
     stages: int
 
 
+@functools.lru_cache(maxsize=1024)  # some 10 µs a call, and an eager step calls once a layer
 def plan_launch(
     num_tokens: int,
     num_reqs: int,
@@ -67,11 +70,11 @@ def plan_launch(
     processors: int,
 ) -> Launch:
     """The launch for these shapes; `max_context` is what a block table's row can hold, in tokens."""
-    dims = max(16, triton.next_power_of_2(head_dim))
+    dims = max(16, _power_of_two(head_dim))
     # The accumulator, rows * dims in float32, stays in registers, and a tile of keys takes 16 KiB of shared memory.
     most_rows = max(16, min(64, 8192 // dims))
-    rows = min(max(16, triton.next_power_of_2(max_query_len * group)), most_rows)
-    rows = max(rows, triton.next_power_of_2(group))
+    rows = min(max(16, _power_of_two(max_query_len * group)), most_rows)
+    rows = max(rows, _power_of_two(group))
     queries = rows // group
     keys = max(16, min(64, 16384 // (dims * itemsize)))
     one_block = max_query_len <= queries
@@ -81,6 +84,11 @@ def plan_launch(
     # Three stages of keys and values fit shared memory at 16 KiB a tile; a larger tile is one of a very wide head.
     stages = max(1, min(3, 49152 // (keys * dims * itemsize)))
     return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps=4, stages=stages)
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
 
 
 def _splits(programs: int, tiles: int, processors: int) -> int:
@@ -141,7 +149,7 @@ def _launch_write(k: Tensor, v: Tensor, kv_pages: Tensor, where: Where, out: Ten
         v.stride(0),
         WIDTH=width,
         OUT_WIDTH=out_width,
-        BLOCK=min(1024, triton.next_power_of_2(width)),
+        BLOCK=min(1024, _power_of_two(width)),
         BLOCK_R=_search_width(seq_lens.shape[0]),
     )
 
@@ -200,7 +208,7 @@ def _launch_attend(
 
 
 def _search_width(requests: int) -> int:
-    return min(1024, 1 << (requests - 1).bit_length()) if requests else 1
+    return min(1024, _power_of_two(max(requests, 1)))
 
 
 def _processors(device: torch.device) -> int:

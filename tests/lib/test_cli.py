@@ -19,7 +19,7 @@ from weft import demo as demo_module
 from weft.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
 from weft.stages.model import DEMO
 from weft.stages.model import DTYPES as MODEL_DTYPES
-from weft.transforms.generate import Completion, Runner
+from weft.transforms.generate import Completion, Runner, make_runner
 from weft.transforms.ladder import MODES as LADDER_MODES
 
 Weft = Callable[..., tuple[int, str, str]]
@@ -311,10 +311,10 @@ def test_demo_shows_that_all_four_ways_are_equal(run: Weft) -> None:
 
 def _plant(monkeypatch: pytest.MonkeyPatch, victim: Way, damage: Callable[[Any, Any], None]) -> None:
     """Let the third step that `victim` runs return a state, or an output, that `damage` changed."""
-    make_runner = demo_module.make_runner
 
     def planted(model: Any, limits: Any, **options: Any) -> Runner:
-        runner, calls = make_runner(model, limits, **options), []
+        runner = make_runner(model, limits, **options)
+        calls: list[Any] = []
         if (options["num_stages"], options["mode"]) != (victim.num_stages, victim.mode):
             return runner
 

@@ -209,7 +209,7 @@ FIXED = [
 # The reference, on the CPU
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(shapes)
 def test_reference_equals_dense_attention(shape: Shape) -> None:
     case = draw_case(shape)
@@ -248,7 +248,7 @@ def alone(case: Case, request: int) -> tuple[Tensor, Tensor]:
     return batch[rows], paged_attention(*one, lens[request : request + 1], longest, scale)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(shapes.filter(lambda shape: len(shape.requests) > 1))
 def test_reference_is_batch_invariant_bitwise(shape: Shape) -> None:
     case = draw_case(shape)

@@ -14,7 +14,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from weft.errors import ConfigError
-from weft.stages.rope import Fields, Rope, apply_rope, inverse_frequencies, parse_rope, rope_tables
+from weft.stages.fields import Fields
+from weft.stages.rope import Rope, apply_rope, inverse_frequencies, rope_tables
+from weft.stages.rope_config import parse_rope
 
 MODULES = [
     (LlamaConfig, LlamaRotaryEmbedding),

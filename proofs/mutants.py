@@ -1,0 +1,151 @@
+"""Bugs planted on purpose: for each law, versions of weft that break it. A law that misses its mutant is not a law.
+
+Each is a real bug of an engine that patched a mutable runner, or its nearest kin here; while a mutant is planted, weft
+computes wrong results.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.donation import donates
+from weft.effects import Run
+from weft.outputs import Output
+from weft.padding import inert, pad
+from weft.proofs.suite import Law, find
+from weft.state import State, advance, resolve
+from weft.transforms.dispatch import dispatch
+from weft.transforms.microbatch import join, split
+from weft.transforms.results import Outputs
+from weft.transforms.schedule import interleave
+from weft.trees import Axes, find_descriptor, tree_unflatten
+
+
+@attrs.frozen
+class Mutant:
+    """A planted bug and the law that must catch it.
+
+    Args:
+        name: what is wrong.
+        law: the law that breaks.
+        plant: a context in which weft has the bug.
+    """
+
+    name: str
+    law: Law
+    plant: Callable[[], AbstractContextManager[Any]]
+
+    def __str__(self) -> str:
+        return f"{self.law.number}: {self.name}"
+
+
+def _replace(home: str, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """A context in which `name` of the module (or class) `home` is `value`."""
+    # By import_module: a package may show a function under the name of the module that defines it.
+    return lambda: mock.patch.object(import_module(home), name, value)
+
+
+def _nothing(target: Tensor, value: Tensor, spec: Axes) -> None:
+    pass
+
+
+def _stale_tail(target: Tensor, value: Tensor, spec: Axes) -> None:
+    target[tuple(slice(size) for size in value.shape)].copy_(value)
+
+
+def _blind_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
+    if isinstance(descriptor, BatchDescriptor) and descriptor.num_tokens == descriptor.num_reqs:
+        descriptor = BatchDescriptor.uniform(descriptor.num_reqs)
+    return dispatch(descriptor, ladder)
+
+
+def _head_reads_the_tail(state: State, batch: Batch) -> Any:
+    found = resolve(state, batch)
+    last = found.last_index
+    return attrs.evolve(found, last_index=torch.where(last == last.max(), found.input_ids.shape[0] - 1, last))
+
+
+@donates("state")
+def _padding_is_row_0(state: State, batch: Batch, out: Output) -> State:
+    return advance(state, attrs.evolve(batch, rows=batch.rows.clamp(min=0)), out)
+
+
+def _rank_0_never_advances(programs: Any) -> Iterator[Any]:
+    return (s for s in interleave(programs) if not (s.rank == 0 and s.effect == Run("advance", s.effect.microbatch)))
+
+
+def _split_backwards(batch: Any, parts: int) -> tuple[Any, ...]:
+    return split(batch, parts)[::-1]
+
+
+def _join_backwards(outputs: Sequence[Any]) -> Any:
+    return join(outputs[::-1])
+
+
+def _live(tree: Any, descriptor: Any) -> Any:
+    own = find_descriptor(tree)
+    return pad(tree, descriptor) if descriptor.covers(own) else inert(tree, descriptor)
+
+
+@contextmanager
+def _unrestored(tensors: list[Tensor]) -> Iterator[None]:
+    yield
+
+
+def _home_without_writing(value: Any, home: Tensor | None) -> Any:
+    return value if home is None else home
+
+
+def _borrowed(self: Outputs, references: Sequence[Any]) -> Any:
+    pairs = zip(self.leaves, self.references, strict=True)
+    return tree_unflatten([leaf if index is None else references[index] for leaf, index in pairs], self.structure)
+
+
+def _swapped(self: Outputs, references: Sequence[Any]) -> Any:
+    made = [
+        references[index] if index is not None else leaf.clone() if isinstance(leaf, Tensor) else leaf
+        for leaf, index in zip(self.leaves, self.references, strict=True)
+    ]
+    return tree_unflatten([*made[1:2], *made[:1], *made[2:]], self.structure)
+
+
+def _borrowing() -> AbstractContextManager[Any]:
+    return mock.patch.object(Outputs, "take", _borrowed)
+
+
+def _swapping() -> AbstractContextManager[Any]:
+    return mock.patch.object(Outputs, "take", _swapped)
+
+
+_GRAPHIFY, _CAPTURE = "weft.transforms.graphify", "weft.transforms.capture"
+_RESULTS, _LOCAL = "weft.transforms.results", "weft.transforms.transports.local"
+_LAWS = "weft.proofs.laws"
+_PIPELINE, _MICROBATCH, _DECODER = "weft.transforms.pipeline", "weft.transforms.microbatch", "weft.stages.decoder"
+
+MUTANTS = (
+    Mutant("a replay reads its capture's inputs", find("L1", "models"), _replace(_GRAPHIFY, "write_padded", _nothing)),
+    Mutant("a larger batch's tail stays", find("L1", "models"), _replace(_GRAPHIFY, "write_padded", _stale_tail)),
+    Mutant("new state is not written", find("L1", "func"), _replace(_RESULTS, "_write_back", _home_without_writing)),
+    Mutant("two results change places", find("L1", "func"), _swapping),
+    Mutant("padding points to row 0", find("L2", "inert"), _replace(_LAWS, "advance", _padding_is_row_0)),
+    Mutant("the head reads the tail", find("L2", "stages"), _replace(_DECODER, "resolve", _head_reads_the_tail)),
+    Mutant(
+        "rank 0 does not learn the tokens", find("L3", "models"), _replace(_LOCAL, "interleave", _rank_0_never_advances)
+    ),
+    Mutant("outputs are joined backwards", find("L3", "func"), _replace(_PIPELINE, "join", _join_backwards)),
+    Mutant("equal shape is taken for equal class", find("L7"), _replace(_GRAPHIFY, "dispatch", _blind_dispatch)),
+    Mutant("the warm-up runs on the live batch", find("L8", "models"), _replace(_CAPTURE, "inert", _live)),
+    Mutant("the state is not restored", find("L8", "func"), _replace(_CAPTURE, "_restored", _unrestored)),
+    Mutant("results are borrowed", find("L9"), _borrowing),
+    Mutant("donation leaves the old value alive", find("L9"), _replace(_GRAPHIFY, "donate", lambda tree, to: tree)),
+    Mutant("micro-batches run backwards", find("L13"), _replace(_MICROBATCH, "split", _split_backwards)),
+)
+"""All planted bugs, at least one for each row of `weft.proofs.suite.LAWS`."""

@@ -1,0 +1,35 @@
+"""The laws hold, on the tape everywhere and on CUDA graphs where there is a GPU."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weft.proofs.suite import LAWS, Law
+
+EXAMPLES = 60
+EXAMPLES_GPU = 25
+QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
+
+
+def _check(law: Law, device: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, suppress_health_check=QUIET)
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        law.check(data, device)
+
+    run()
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_law_on_the_tape(law: Law) -> None:
+    _check(law, "cpu", EXAMPLES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_law_on_cuda_graphs(law: Law) -> None:
+    _check(law, "cuda", EXAMPLES_GPU)
+
+
+def test_ci_checks_at_least_500_examples() -> None:
+    assert EXAMPLES * len(LAWS) >= 500

@@ -1,0 +1,31 @@
+"""Every module imports, and the examples in its docstrings do what they say."""
+
+import doctest
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms", "proofs": "weft.proofs"}
+NEEDS = {"weft.ops.paged_attention_triton": "triton"}  # which is to be had on Linux alone
+
+
+def modules() -> Iterator[str]:
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            yield ".".join((package, *parts)).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("name", list(modules()))
+def test_the_module_imports_and_its_examples_hold(name: str) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    assert doctest.testmod(import_module(name)).failed == 0
+
+
+def test_there_are_examples() -> None:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    assert any(test.examples for test in finder.find(import_module("weft.trees")))

@@ -1,0 +1,207 @@
+"""The house: its top level, its packages, which way its imports point, and what `import weft` gives and costs."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import attrs
+import pytest
+
+import weft
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms", "proofs": "weft.proofs"}
+FOLDERS = tuple(PACKAGES)
+LOOK_DOWN = {"weft", "weft.cli", "weft.demo", "weft.demo_report", "weft.doctor", "weft.__main__"}
+OPTIONAL = {"triton", "flashinfer", "transformers", "hypothesis", "matplotlib"}
+DEMO_BYTES = 2_000_000
+
+
+@attrs.frozen(eq=False)
+class Source:
+    """A module of weft, as text."""
+
+    name: str
+    folder: str
+    tree: ast.Module = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Import:
+    """`import module`, or `from module import name`, in module `at`, on a line; `bound` is the name it has there."""
+
+    at: str
+    line: int
+    module: str
+    name: str | None
+    bound: str
+
+    def __str__(self) -> str:
+        what = f"import {self.module}" if self.name is None else f"from {self.module} import {self.name}"
+        return f"{self.at}, line {self.line}: {what}"
+
+
+def tracked() -> list[Path]:
+    """The files that git has, or would take, relative to the root."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [Path(name) for name in names.split("\0") if name and (ROOT / name).exists()]
+
+
+def module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join((PACKAGES[parts[0]], *parts[1:])).removesuffix(".__init__")
+
+
+def read(path: Path) -> Source:
+    return Source(module_name(path), path.parts[0], ast.parse((ROOT / path).read_text(encoding="utf-8")))
+
+
+def imports_of(source: Source) -> Iterator[Import]:
+    """All of them, those in functions and under TYPE_CHECKING included."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(source.name, node.lineno, a.name, None, a.asname or a.name) for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from (Import(source.name, node.lineno, module, a.name, a.asname or a.name) for a in node.names)
+
+
+SOURCES = {s.name: s for s in (read(p) for p in tracked() if p.parts[0] in FOLDERS and p.suffix == ".py")}
+IMPORTS = [found for source in SOURCES.values() for found in imports_of(source)]
+OWN = [found for found in IMPORTS if found.module.split(".")[0] == "weft"]
+
+
+def target(found: Import) -> str:
+    """The module that an import of weft's reaches: `from weft.proofs import laws` reaches `weft.proofs.laws`."""
+    inner = f"{found.module}.{found.name}"
+    return inner if inner in SOURCES else found.module
+
+
+def listed(violations: list[Import]) -> str:
+    return "\n".join(map(str, violations))
+
+
+def test_the_top_level_is_what_was_agreed() -> None:
+    top = {path.parts[0] for path in tracked()}
+    free = {name for name in top if name.startswith(".") or fnmatch(name, "LICENSE*")}
+    assert top - free == {*FOLDERS, "tests", "pyproject.toml", "README.md"}
+
+
+def setuptools_table() -> dict[str, dict[str, list[str]]]:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    assert isinstance(table, dict)
+    return table
+
+
+def test_every_folder_of_modules_is_a_listed_package() -> None:
+    python = {path.parent for path in tracked() if path.parts[0] in FOLDERS and path.suffix == ".py"}
+    assert [folder for folder in sorted(python) if not (ROOT / folder / "__init__.py").exists()] == []
+    packages = setuptools_table()["packages"]
+    assert sorted(packages) == sorted(module_name(folder / "__init__.py") for folder in python)
+    assert setuptools_table()["package-dir"] == {package: folder for folder, package in PACKAGES.items()}
+
+
+def test_every_other_file_of_a_package_is_listed_as_its_data() -> None:
+    data = setuptools_table()["package-data"]
+    files = [path for path in tracked() if path.parts[0] in FOLDERS and path.suffix != ".py"]
+    inside = [path for path in files if (ROOT / path.parent / "__init__.py").exists()]
+    assert Path("lib/py.typed") in inside
+    assert Path("stages/demo/model.safetensors") in inside
+    unlisted = [
+        path
+        for path in inside
+        if not any(fnmatch(path.name, pattern) for pattern in data.get(module_name(path.parent / "__init__.py"), []))
+    ]
+    assert unlisted == []
+
+
+def test_the_demo_checkpoint_is_small() -> None:
+    files = [ROOT / path for path in tracked() if path.is_relative_to("stages/demo")]
+    assert sum(file.stat().st_size for file in files) <= DEMO_BYTES
+
+
+def test_imports_point_one_way() -> None:
+    def looks_down(found: Import) -> bool:
+        return FOLDERS.index(SOURCES[found.at].folder) < FOLDERS.index(SOURCES[target(found)].folder)
+
+    assert listed([found for found in OWN if found.at not in LOOK_DOWN and looks_down(found)]) == ""
+
+
+def test_imports_do_not_run_in_circles() -> None:
+    # Strip the modules that import none of the rest until none is left. Imports in functions and of types count too.
+    edges = {name: {target(found) for found in OWN if found.at == name} - {"weft", name} for name in SOURCES}
+    while leaves := {name for name, reached in edges.items() if not reached & edges.keys()}:
+        edges = {name: reached for name, reached in edges.items() if name not in leaves}
+    assert edges.keys() <= LOOK_DOWN, f"in or behind a circle: {sorted(edges)}"
+
+
+def reexports(name: str) -> set[str]:
+    """What a module of weft imports from others."""
+    return {found.bound for found in OWN if found.at == name and target(found) == found.module}
+
+
+def test_imports_name_the_defining_module() -> None:
+    def indirect(found: Import) -> bool:
+        return target(found) == found.module and found.name in reexports(found.module)
+
+    assert listed([found for found in OWN if indirect(found)]) == ""
+    assert [found for found in IMPORTS if found.module.startswith(".")] == []
+
+
+def test_nothing_inside_imports_from_the_face() -> None:
+    # The face defines one name of its own.
+    face = [found for found in OWN if found.module == "weft" and found.name != "__version__"]
+    assert listed(face) == ""
+
+
+def is_private(path: str) -> bool:
+    parts = path.split(".")
+    return parts[0] == "torch" and any(part.startswith("_") and not part.endswith("__") for part in parts)
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of an expression that is just that, or the end of it that is."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_private_torch_stays_behind_one_module() -> None:
+    imported = [found for found in IMPORTS if is_private(f"{found.module}.{found.name or ''}")]
+    assert listed([found for found in imported if found.at != "weft.torchapi"]) == ""
+    used = [
+        f"{source.name}, line {node.lineno}: {dotted(node)}"
+        for source in SOURCES.values()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and source.name != "weft.torchapi" and is_private(dotted(node))
+    ]
+    assert used == []
+
+
+def test_the_face_gives_to_a_reader_what_it_gives_to_python() -> None:
+    typed = {found.name: found.module for found in OWN if found.at == "weft"}
+    assert sorted(typed) == sorted(weft.__all__)
+    given = {name: getattr(weft, name) for name in weft.__all__}
+    assert {name: getattr(sys.modules[home], name) for name, home in typed.items() if name} == given
+    assert set(weft.__all__) <= set(dir(weft))
+
+
+def test_the_face_has_nothing_else() -> None:
+    with pytest.raises(AttributeError, match="module 'weft' has no attribute 'graphfy'"):
+        _ = weft.graphfy
+
+
+@pytest.mark.parametrize(
+    "use", ["pass", "[getattr(weft, name) for name in weft.__all__]"], ids=["import", "every name"]
+)
+def test_the_face_needs_no_optional_package(use: str) -> None:
+    code = f"import sys, weft; {use}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    assert "weft" in loaded
+    assert loaded & OPTIONAL == set()
