@@ -1,11 +1,13 @@
 """The GPU back end: `torch.cuda.CUDAGraph`, one memory pool for all captures of one graphified function."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
 
+from weft.errors import CaptureError
 from weft.transforms.backends.audit import Audit
 
 
@@ -41,18 +43,23 @@ class CudaBackend:
         with torch.no_grad(), torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             with audit:
                 fn()
-            outputs = self._record(graph, fn)
+            outputs = self._record(graph, fn, audit.call)
         current.wait_stream(self.stream)
         return CudaRecording(graph, outputs, tuple(audit.external.values()))
 
-    def _record(self, graph: torch.cuda.CUDAGraph, fn: Callable[[], Any]) -> Any:
+    def _record(self, graph: torch.cuda.CUDAGraph, fn: Callable[[], Any], call: str) -> Any:
         self.stream.synchronize()
         # The pool of the first graph serves the rest; a graph alive in it keeps it valid.
         pool = self.pool if self.pool is not None else torch.cuda.graph_pool_handle()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             outputs = fn()
-        finally:
-            graph.capture_end()
+        except RuntimeError as error:
+            # The capture is void already, and says so once more when it is ended; the stream is usable after that.
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            seen = str(error).splitlines()[0]
+            raise CaptureError(call, f"CUDA refused: {seen}", "move what waits for the device out of it") from error
+        graph.capture_end()
         self.pool = pool
         return outputs
