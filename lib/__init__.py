@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weft.outputs import IntermediateTensors, Output
     from weft.padding import inert, pad, unpad
     from weft.stages.model import Model, load
-    from weft.state import State
+    from weft.state import State, admit, advance
     from weft.transforms.dispatch import Decision, dispatch
     from weft.transforms.generate import Completion, generate
     from weft.transforms.graphify import graphify
@@ -35,7 +35,7 @@ _HOMES = {
     "weft.outputs": ("IntermediateTensors", "Output"),
     "weft.padding": ("inert", "pad", "unpad"),
     "weft.stages.model": ("Model", "load"),
-    "weft.state": ("State",),
+    "weft.state": ("State", "admit", "advance"),
     "weft.transforms.dispatch": ("Decision", "dispatch"),
     "weft.transforms.generate": ("Completion", "generate"),
     "weft.transforms.graphify": ("graphify",),
@@ -62,6 +62,8 @@ __all__ = [
     "Schema",
     "State",
     "WeftError",
+    "admit",
+    "advance",
     "axes",
     "clone",
     "compose",

@@ -47,6 +47,7 @@ class Batch:
         BatchDescriptor(num_tokens=2, num_reqs=2, query_len=1, num_active_loras=0)
         """
         n = len(rows)
+        _check_rows(f"Batch.decode({list(rows)})", rows)
         return cls(
             BatchDescriptor.uniform(n),
             torch.tensor(rows, dtype=torch.int64, device=device),
@@ -75,6 +76,9 @@ class Batch:
         Raises:
             DescriptorError: lengths differ, a request has no token, or a row stands twice.
         """
+        if any(isinstance(ids, int) for ids in token_ids):
+            call = f"Batch.ragged(rows={list(rows)}, token_ids={list(token_ids)!r})"
+            raise DescriptorError(call, "a number where a request's token ids should be", "one list of ids a row")
         lengths = [len(ids) for ids in token_ids]
         flags = [True] * len(rows) if samples is None else list(samples)
         call = f"Batch.ragged(rows={list(rows)}, token_ids=<{len(lengths)} of lengths {lengths}>)"
@@ -86,8 +90,7 @@ class Batch:
             raise DescriptorError(
                 call, f"request {lengths.index(0)} has no token", "leave such a request out of the batch"
             )
-        if len(set(rows)) != len(rows):
-            raise DescriptorError(call, "a row stands twice", "join the request's tokens in one list")
+        _check_rows(call, rows)
         return cls(
             BatchDescriptor(sum(lengths), len(rows)),
             torch.tensor(rows, dtype=torch.int64, device=device),
@@ -95,6 +98,15 @@ class Batch:
             torch.tensor([0, *_running_sum(lengths)], dtype=torch.int32, device=device),
             torch.tensor(flags, dtype=torch.bool, device=device),
         )
+
+
+def _check_rows(call: str, rows: Sequence[int]) -> None:
+    if not rows:
+        raise DescriptorError(call, "no request", "leave the step out")
+    if len(set(rows)) != len(rows):
+        raise DescriptorError(call, "a row stands twice", "name each request once, all its tokens together")
+    if min(rows) < 0:
+        raise DescriptorError(call, f"row {min(rows)}", "rows are >= 0; weft.pad adds the padding")
 
 
 def _running_sum(lengths: Sequence[int]) -> list[int]:

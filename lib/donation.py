@@ -14,7 +14,7 @@ import attrs
 from torch import Tensor
 
 from weft.errors import DonatedError
-from weft.trees import tree_map
+from weft.trees import tree_leaves, tree_map
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
@@ -34,6 +34,13 @@ def donatable(cls: C) -> C:
             raise DonatedError(f"{cls.__name__}.{name}", f"this {cls.__name__} was donated to {taker}", _INSTEAD)
         raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
 
+    alive: Callable[[Any], str] = type.__getattribute__(cls, "__repr__")
+
+    def described(self: Any) -> str:
+        taker = object.__getattribute__(self, "_taken_by")
+        return f"<{cls.__name__}, donated to {taker}>" if taker else alive(self)
+
+    type.__setattr__(cls, "__repr__", described)
     # Python asks __getattr__ only for what normal look-up did not find: an emptied slot, or a name that never was.
     type.__setattr__(cls, "__getattr__", missing)
     type.__setattr__(cls, "_weft_donatable", True)
@@ -52,15 +59,17 @@ def donate(tree: T, *, to: str) -> T:
         to: who takes it, for the error message.
 
     Raises:
-        DonatedError: something in it was donated before.
+        DonatedError: something in it was donated before; then nothing is moved.
     """
+
+    for leaf in tree_leaves(tree):
+        refuse_donated(leaf, call=to)
 
     def move(node: Any) -> Any:
         if _is_donatable(node):
             return _move_node(node, to)
         if isinstance(node, Tensor):
-            refuse_donated(node, call=to)
-            alias = node.detach() if not node.requires_grad else node.view_as(node)
+            alias = node.view_as(node)  # unlike detach, it keeps what autograd and jvp know
             setattr(node, _TAKEN, to)
             return alias
         return node
@@ -123,7 +132,7 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     bound.arguments[argname] = donate(bound.arguments[argname], to=f"{name}({argname})")
             return fn(*bound.args, **bound.kwargs)
 
-        wrapped.__weft_donates__ = argnames  # type: ignore[attr-defined]
+        wrapped.__weft_donates__ = tuple(dict.fromkeys((*donated_argnames(fn), *argnames)))  # type: ignore[attr-defined]
         return wrapped
 
     return wrap

@@ -42,7 +42,7 @@ class TensorSchema:
         if match is None or not isinstance(dtype := getattr(torch, match[3], None), torch.dtype):
             raise ProgramError(f"TensorSchema.parse({text!r})", "no tensor's schema", "name[num_tokens, 64] float32")
         dims = [d.strip() for d in match[2].split(",") if d.strip()]
-        return cls(match[1], tuple(int(d) if d.isdigit() else d for d in dims), dtype)
+        return cls(match[1], tuple(int(d) if d.isdecimal() and d.isascii() else d for d in dims), dtype)
 
 
 @attrs.frozen
@@ -57,7 +57,8 @@ class Schema:
     @classmethod
     def parse(cls, text: str) -> "Schema":
         """The inverse of `str`."""
-        return cls(tuple(TensorSchema.parse(part) for part in re.split(r",\s*(?![^\[]*\])", text)))
+        parts = re.split(r",\s*(?![^\[]*\])", text) if text.strip() else []
+        return cls(tuple(TensorSchema.parse(part) for part in parts))
 
     @classmethod
     def of(cls, value: Any) -> "Schema":
@@ -133,6 +134,8 @@ def parse_effect(line: str) -> Effect:
     if match is None:
         raise ProgramError(f"parse_effect({line!r})", "no effect", "run|send to|recv from|broadcast from ... [mb N]")
     microbatch = int(match["mb"])
+    if match["schema"] and not (match["to"] or match["source"]):
+        raise ProgramError(f"parse_effect({line!r})", "a schema on what sends nothing", "leave it to send and recv")
     schema = Schema.parse(match["schema"]) if match["schema"] else None
     if match["what"]:
         return Run(match["what"], microbatch)
@@ -157,7 +160,7 @@ class Program:
     @classmethod
     def parse(cls, text: str) -> "Program":
         """The inverse of `str`."""
-        title, *lines = [line for line in text.splitlines() if line.strip()]
+        title, *lines = [line for line in text.splitlines() if line.strip()] or [""]
         match = re.fullmatch(r"rank (\d+) of (\d+)", title.strip())
         if match is None:
             raise ProgramError("Program.parse(...)", f"a first line {title!r}", "rank R of N")

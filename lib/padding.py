@@ -2,11 +2,10 @@
 
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.trees import Axes, map_sized
+from weft.trees import Axes, find_descriptors, leaf_axes, map_sized
 
 T = TypeVar("T")
 
@@ -24,15 +23,18 @@ def write_padded(target: Tensor, value: Tensor, spec: Axes) -> None:
     """
     corner = target[tuple(slice(size) for size in value.shape)]
     if target.shape != value.shape:
-        target.copy_(_last(value, target.dim()) if spec.pad == "last" else torch.full_like(target, float(spec.pad)))
+        if isinstance(spec.pad, str):
+            target.copy_(_last(value, spec))
+        else:
+            target.fill_(spec.pad)
     corner.copy_(value)
 
 
-def _last(value: Tensor, dims: int) -> Tensor:
-    """The last entry of `value`, of `dims` dimensions so that it broadcasts; 0 where it has none."""
+def _last(value: Tensor, spec: Axes) -> Tensor:
+    """The last entry of `value` along the dimensions that are padded, so that it broadcasts; 0 where it has none."""
     if value.numel() == 0:
-        return value.new_zeros((1,) * dims)
-    return value[(slice(-1, None),) * dims]
+        return value.new_zeros((1,) * value.dim())
+    return value[tuple(slice(-1 if spec.name(dim) else 0, None) for dim in range(value.dim()))]
 
 
 def pad(tree: T, descriptor: Any) -> T:
@@ -50,6 +52,7 @@ def pad(tree: T, descriptor: Any) -> T:
 
     >>> from weft.batch import Batch
     >>> from weft.descriptor import BatchDescriptor
+    >>> from weft.descriptor import BatchDescriptor
     >>> pad(Batch.decode([4, 7]), BatchDescriptor.uniform(4)).rows.tolist()
     [4, 7, -1, -1]
     """
@@ -64,13 +67,19 @@ def pad(tree: T, descriptor: Any) -> T:
         write_padded(target, value, spec)
         return target
 
-    own = getattr(tree, "descriptor", None)
-    if own is not None and not descriptor.covers(own):
+    if all(axes is None for axes in leaf_axes(tree)):
         raise DescriptorError(
-            f"weft.pad(batch, {descriptor})",
-            f"the batch is {own}, which that descriptor does not cover",
-            "pad to a descriptor d with d.covers(batch.descriptor)",
+            f"weft.pad({type(tree).__name__}, {descriptor})",
+            "nothing in it that says which of its dimensions follow the batch",
+            "pass a weft.Batch, or a class with attrs.field(metadata=weft.axes('num_tokens'))",
         )
+    for own in find_descriptors(tree):
+        if not descriptor.covers(own):
+            raise DescriptorError(
+                f"weft.pad(batch, {descriptor})",
+                f"the batch is {own}, which that descriptor does not cover",
+                "pad to a descriptor d with d.covers(batch.descriptor)",
+            )
     return map_sized(grow, tree, descriptor)  # type: ignore[no-any-return]
 
 

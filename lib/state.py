@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.batch import LAST_TOKEN, Batch, ResolvedBatch
 from weft.donation import donatable, donates
+from weft.errors import RequestError
 from weft.outputs import Output
 from weft.trees import pytree
 
@@ -79,7 +80,12 @@ def admit(
         pages: the pages that each may fill, in order.
         temperature: of all of them.
         seeds: one a request; with the position it fixes what is sampled.
+
+    Raises:
+        RequestError: lengths differ, a row is not the state's or stands twice, or a page is not the state's, or more of
+            them than its table holds.
     """
+    _check_admission(state, rows, pages, seeds)
     device = state.positions.device
     index = torch.tensor(rows, dtype=torch.int64, device=device)
     table = torch.zeros(len(rows), state.block_table.shape[1], dtype=torch.int32)
@@ -91,6 +97,21 @@ def admit(
     state.temperature[index] = temperature
     state.seeds[index] = torch.tensor(seeds, dtype=torch.int64, device=device)
     return state
+
+
+def _check_admission(state: State, rows: Sequence[int], pages: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+    call = f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, temperature, <{len(seeds)} seeds>)"
+    num_rows, (_, most), num_pages = len(state.positions) - 1, state.block_table.shape, state.kv_pages.shape[2]
+    if not len(rows) == len(pages) == len(seeds):
+        raise RequestError(call, "numbers that differ", "give a list of pages and a seed for each row")
+    if len(set(rows)) != len(rows) or any(not 0 <= row < num_rows for row in rows):
+        raise RequestError(
+            call, "a row that stands twice or is not the state's", f"different rows from 0 to {num_rows - 1}"
+        )
+    for own in pages:
+        if len(own) > most or any(not 0 <= page < num_pages for page in own):
+            seen = f"pages {list(own)[: most + 1]}"
+            raise RequestError(call, seen, f"at most {most} pages a request, from 0 to {num_pages - 1}")
 
 
 def resolve(state: State, batch: Batch) -> ResolvedBatch:

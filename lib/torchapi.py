@@ -4,11 +4,21 @@ from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
-from torch._C._functorch import is_functorch_wrapped_tensor as _is_functorch_wrapped
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DispatchMode", "FunctionMode", "in_dispatch_mode", "in_functorch_transform", "pytree", "storage_address"]
+__all__ = [
+    "DispatchMode",
+    "FunctionMode",
+    "function_modes",
+    "in_dispatch_mode",
+    "in_functorch_transform",
+    "pytree",
+    "storage_id",
+]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -36,16 +46,23 @@ class FunctionMode(TorchFunctionMode):
         TorchFunctionMode.__exit__(self, *error)
 
 
-def in_dispatch_mode(kind: type) -> bool:
-    """Whether a dispatch mode of class `kind` is active in this thread."""
-    return any(isinstance(mode, kind) for mode in _get_current_dispatch_mode_stack())
+def in_dispatch_mode() -> bool:
+    """Whether a dispatch mode is active in this thread: a capture, a trace, fake tensors, a counter of operators."""
+    return _len_torch_dispatch_stack() > 0
 
 
-def in_functorch_transform(leaf: Any) -> bool:
-    """Whether `leaf` is a tensor that an outer torch.func transform (vmap, grad, jvp) has wrapped."""
-    return isinstance(leaf, torch.Tensor) and bool(_is_functorch_wrapped(leaf))
+def in_functorch_transform() -> bool:
+    """Whether an outer torch.func transform (vmap, grad, jvp, functionalize) or a forward-mode level is active."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def storage_address(tensor: torch.Tensor) -> int:
-    """The address of the storage that `tensor` is a view of; 0 for an empty one."""
-    return int(tensor.untyped_storage()._cdata) if tensor.numel() == 0 else int(tensor.untyped_storage().data_ptr())
+def function_modes() -> tuple[Any, ...]:
+    """What the torch function modes in force change: a default device by its name, any other mode by itself."""
+    if _len_torch_function_stack() == 0:
+        return ()
+    return tuple(str(getattr(mode, "device", mode)) for mode in _get_current_function_mode_stack())
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """An identity of the storage that `tensor` is a view of, as long as the storage lives; a resize keeps it."""
+    return int(tensor.untyped_storage()._cdata)

@@ -39,9 +39,13 @@ class Axes:
     dims: tuple[str | None, ...]
     pad: float | str = 0
 
+    def name(self, dim: int) -> str | None:
+        """The name of dimension `dim`, or None where it is the same in every batch."""
+        return self.dims[dim] if dim < len(self.dims) else None
+
     def extent(self, dim: int, descriptor: Any) -> int | None:
         """The size of dimension `dim` under `descriptor`, or None where the descriptor has no say."""
-        name = self.dims[dim] if dim < len(self.dims) else None
+        name = self.name(dim)
         if name is None:
             return None
         base, plus, constant = name.partition("+")
@@ -63,6 +67,26 @@ def descriptor_field() -> dict[str, Any]:
     return {_STATIC: True, _DESCRIPTOR: True}
 
 
+def alike(value: Any) -> Any:
+    """A hashable stand-in for a Python value that tells apart what `==` does not: 1, 1.0 and True; 0.0 and -0.0."""
+    if isinstance(value, float):
+        return (type(value), value.hex())
+    if isinstance(value, tuple):
+        return (type(value), tuple(alike(v) for v in value))
+    return (type(value), value)
+
+
+@attrs.frozen(hash=True)
+class Context:
+    """The static fields of a node, as part of a tree's structure."""
+
+    values: tuple[Any, ...] = attrs.field(eq=False)
+    kinds: tuple[Any, ...] = attrs.field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "kinds", tuple(alike(v) for v in self.values))
+
+
 def pytree(cls: C) -> C:
     """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields are structure.
 
@@ -78,13 +102,13 @@ def pytree(cls: C) -> C:
     children = tuple(f.name for f in fields if not f.metadata.get(_STATIC))
     statics = tuple(f.name for f in fields if f.metadata.get(_STATIC))
 
-    def flatten(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return [getattr(node, name) for name in children], tuple(getattr(node, name) for name in statics)
+    def flatten(node: Any) -> tuple[list[Any], Context]:
+        return [getattr(node, name) for name in children], Context(tuple(getattr(node, name) for name in statics))
 
-    def unflatten(values: Iterable[Any], context: tuple[Any, ...]) -> Any:
-        return cls(**dict(zip(children, values, strict=True)), **dict(zip(statics, context, strict=True)))
+    def unflatten(values: Iterable[Any], context: Context) -> Any:
+        return cls(**dict(zip(children, values, strict=True)), **dict(zip(statics, context.values, strict=True)))
 
-    def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Context]:
         values, context = flatten(node)
         keys = [_pytree.GetAttrKey(name) for name in children]
         return list(zip(keys, values, strict=True)), context
@@ -112,40 +136,49 @@ def sized_fields(node: Any) -> Mapping[str, Axes]:
     return {f.name: f.metadata[_AXES] for f in attrs.fields(type(node)) if _AXES in f.metadata}
 
 
-def map_sized(fn: Callable[[Tensor, Axes], Tensor], tree: Any, descriptor: Any) -> Any:
-    """Apply `fn(tensor, axes)` to every sized field of `tree`, and give sized values that hold one `descriptor`."""
+def _is_sized(node: Any) -> bool:
+    return bool(sized_fields(node))
+
+
+def _parts(node: Any) -> dict[str, Any]:
+    """The fields of a sized value that are neither sized themselves nor static: trees of their own."""
+    fields = attrs.fields(type(node))
+    return {f.name: getattr(node, f.name) for f in fields if f.init and not {_AXES, _STATIC} & f.metadata.keys()}
+
+
+def map_sized(fn: Callable[[Tensor, Axes], Any], tree: Any, descriptor: Any = None) -> Any:
+    """Apply `fn(tensor, axes)` to every sized field in `tree`; where a sized value holds a descriptor, put `descriptor`
+    in its place (unless that is None)."""
 
     def visit(node: Any) -> Any:
         specs = sized_fields(node)
         if not specs:
             return node
         changes = {k: fn(getattr(node, k), spec) for k, spec in specs.items() if getattr(node, k) is not None}
-        own = {f.name: descriptor for f in attrs.fields(type(node)) if f.metadata.get(_DESCRIPTOR)}
-        return attrs.evolve(node, **changes, **own)
+        changes |= {name: map_sized(fn, part, descriptor) for name, part in _parts(node).items()}
+        if descriptor is not None:
+            changes |= {f.name: descriptor for f in attrs.fields(type(node)) if f.metadata.get(_DESCRIPTOR)}
+        return attrs.evolve(node, **changes)
 
-    return tree_map(visit, tree, is_leaf=lambda node: bool(sized_fields(node)))
+    return tree_map(visit, tree, is_leaf=_is_sized)
 
 
 def leaf_axes(tree: Any) -> list[Axes | None]:
     """For each leaf, in flattening order, its `Axes` if it is a sized field, or None."""
-
-    def visit(node: Any) -> Any:
-        specs = sized_fields(node)
-        held = {name: spec for name, spec in specs.items() if getattr(node, name) is not None}
-        return attrs.evolve(node, **held) if held else node
-
-    marked = tree_map(visit, tree, is_leaf=lambda node: bool(sized_fields(node)))
+    marked = map_sized(lambda _, spec: spec, tree)
     return [leaf if isinstance(leaf, Axes) else None for leaf in tree_leaves(marked)]
 
 
-def find_descriptor(tree: Any) -> Any | None:
-    """The descriptor of the first sized value in `tree` that holds one, or None."""
+def find_descriptors(tree: Any) -> list[Any]:
+    """The descriptors of the sized values in `tree` that hold one, in order, each once."""
     found: list[Any] = []
 
     def visit(node: Any) -> Any:
-        if sized_fields(node):
+        if _is_sized(node):
             found.extend(getattr(node, f.name) for f in attrs.fields(type(node)) if f.metadata.get(_DESCRIPTOR))
+            for part in _parts(node).values():
+                tree_map(visit, part, is_leaf=_is_sized)
         return node
 
-    tree_map(visit, tree, is_leaf=lambda node: bool(sized_fields(node)))
-    return found[0] if found else None
+    tree_map(visit, tree, is_leaf=_is_sized)
+    return list(dict.fromkeys(found))

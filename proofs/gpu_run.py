@@ -65,7 +65,7 @@ def device_seconds(fn: Callable[[], Any], repeats: int) -> float:
         end.record()
         torch.cuda.synchronize()
         rounds.append(start.elapsed_time(end) / 1000 / repeats)
-    return sorted(rounds)[1]
+    return float(sorted(rounds)[1])
 
 
 def random_model(raw: dict[str, Any]) -> Model:

@@ -23,10 +23,11 @@ from weft.padding import inert, pad
 from weft.proofs.suite import Law, find
 from weft.state import State, advance, resolve
 from weft.transforms.dispatch import dispatch
+from weft.transforms.memo import LeafKey, leaf_key
 from weft.transforms.microbatch import join, split
 from weft.transforms.results import Outputs
 from weft.transforms.schedule import interleave
-from weft.trees import Axes, find_descriptor, tree_unflatten
+from weft.trees import Axes, find_descriptors, tree_unflatten
 
 
 @attrs.frozen
@@ -67,6 +68,15 @@ def _blind_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
     return dispatch(descriptor, ladder)
 
 
+def _lost_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
+    return dispatch(descriptor, ())
+
+
+def _key_without_address(leaf: Any, shape: Any, by_reference: bool) -> Any:
+    key = leaf_key(leaf, shape, by_reference)
+    return attrs.evolve(key, address=None) if isinstance(key, LeafKey) else key
+
+
 def _head_reads_the_tail(state: State, batch: Batch) -> Any:
     found = resolve(state, batch)
     last = found.last_index
@@ -86,13 +96,20 @@ def _split_backwards(batch: Any, parts: int) -> tuple[Any, ...]:
     return split(batch, parts)[::-1]
 
 
-def _join_backwards(outputs: Sequence[Any]) -> Any:
-    return join(outputs[::-1])
+def _join_backwards(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
+    return join(outputs[::-1], parts[::-1])
 
 
 def _live(tree: Any, descriptor: Any) -> Any:
-    own = find_descriptor(tree)
+    own = find_descriptors(tree)[0]
     return pad(tree, descriptor) if descriptor.covers(own) else inert(tree, descriptor)
+
+
+@contextmanager
+def _live_warm_up() -> Iterator[None]:
+    """As for a state that is too large to be saved."""
+    with _replace(_CAPTURE, "inert", _live)(), _replace(_CAPTURE, "SAVED_BYTES", -1)():
+        yield
 
 
 @contextmanager
@@ -127,14 +144,17 @@ def _swapping() -> AbstractContextManager[Any]:
 
 _GRAPHIFY, _CAPTURE = "weft.transforms.graphify", "weft.transforms.capture"
 _RESULTS, _LOCAL = "weft.transforms.results", "weft.transforms.transports.local"
-_LAWS = "weft.proofs.laws"
+_LAWS, _CALL = "weft.proofs.laws", "weft.transforms.call"
 _PIPELINE, _MICROBATCH, _DECODER = "weft.transforms.pipeline", "weft.transforms.microbatch", "weft.stages.decoder"
 
 MUTANTS = (
     Mutant("a replay reads its capture's inputs", find("L1", "models"), _replace(_GRAPHIFY, "write_padded", _nothing)),
     Mutant("a larger batch's tail stays", find("L1", "models"), _replace(_GRAPHIFY, "write_padded", _stale_tail)),
-    Mutant("new state is not written", find("L1", "func"), _replace(_RESULTS, "_write_back", _home_without_writing)),
-    Mutant("two results change places", find("L1", "func"), _swapping),
+    Mutant("new state is not written", find("L1", "pure"), _replace(_RESULTS, "_write_back", _home_without_writing)),
+    Mutant("two results change places", find("L1", "pure"), _swapping),
+    Mutant("the key forgets addresses", find("L1", "pure"), _replace(_CALL, "leaf_key", _key_without_address)),
+    Mutant("dispatch finds no graph", find("L1", "models"), _replace(_GRAPHIFY, "dispatch", _lost_dispatch)),
+    Mutant("a capture counts as a step", find("L1", "ladder"), _replace(_CAPTURE, "_restored", _unrestored)),
     Mutant("padding points to row 0", find("L2", "inert"), _replace(_LAWS, "advance", _padding_is_row_0)),
     Mutant("the head reads the tail", find("L2", "stages"), _replace(_DECODER, "resolve", _head_reads_the_tail)),
     Mutant(
@@ -142,8 +162,8 @@ MUTANTS = (
     ),
     Mutant("outputs are joined backwards", find("L3", "func"), _replace(_PIPELINE, "join", _join_backwards)),
     Mutant("equal shape is taken for equal class", find("L7"), _replace(_GRAPHIFY, "dispatch", _blind_dispatch)),
-    Mutant("the warm-up runs on the live batch", find("L8", "models"), _replace(_CAPTURE, "inert", _live)),
-    Mutant("the state is not restored", find("L8", "func"), _replace(_CAPTURE, "_restored", _unrestored)),
+    Mutant("the warm-up runs on the live batch", find("L8", "models"), _live_warm_up),
+    Mutant("the state is not restored", find("L8", "pure"), _replace(_CAPTURE, "_restored", _unrestored)),
     Mutant("results are borrowed", find("L9"), _borrowing),
     Mutant("donation leaves the old value alive", find("L9"), _replace(_GRAPHIFY, "donate", lambda tree, to: tree)),
     Mutant("micro-batches run backwards", find("L13"), _replace(_MICROBATCH, "split", _split_backwards)),

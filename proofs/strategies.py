@@ -172,7 +172,9 @@ def scenarios(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_ste
     """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts, decodes, both at once."""
     config = draw(configs(min_layers, max_layers))
     token = st.integers(0, config.vocab_size - 1)
-    prompts = draw(st.lists(st.lists(token, min_size=1, max_size=9), min_size=1, max_size=4))
+    length = st.sampled_from((1, 1, 2, 3, 5, 9))
+    prompt = length.flatmap(lambda n: st.lists(token, min_size=n, max_size=n))
+    prompts = draw(st.lists(prompt, min_size=1, max_size=4))
     done = [0] * len(prompts)
     moves: list[tuple[Move, ...]] = []
     uniform: list[bool] = []
@@ -181,7 +183,7 @@ def scenarios(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_ste
         step = []
         for row in rows:
             left = len(prompts[row]) - done[row]
-            taken = draw(st.integers(1, left)) if left else 0
+            taken = draw(st.one_of(st.just(1), st.integers(1, left))) if left else 0
             done[row] += taken
             step.append(Move(row, taken))
         moves.append(tuple(step))
@@ -198,20 +200,28 @@ def scenarios(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_ste
     )
 
 
-def ladders(batches: Sequence[Batch]) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
-    """Ladders for these batches: for each, perhaps a class of its own, perhaps a larger one that covers it."""
+def ladders(batches: Sequence[Batch], covered: bool = True) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
+    """Ladders for these batches: for each its own class or a larger one, and, to collide with a ragged batch of one
+    token a request, often the uniform class of its shape. Not `covered`: some batches may find no class."""
 
     def larger(descriptor: BatchDescriptor, reqs: int, tokens: int) -> BatchDescriptor:
         if descriptor.query_len is not None:
             return BatchDescriptor.uniform(descriptor.num_reqs + reqs, descriptor.query_len)
         return BatchDescriptor(descriptor.num_tokens + tokens, descriptor.num_reqs + reqs)
 
-    small = st.integers(0, 4)
-    each = [
-        st.one_of(st.just(()), st.builds(lambda r, t, d=b.descriptor: (larger(d, r, t),), small, small))
-        for b in batches
-    ]
-    return st.tuples(*each).map(
+    small = st.sampled_from((0, 0, 1, 2, 4))
+
+    def each(d: BatchDescriptor) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
+        found = st.builds(lambda r, t: (larger(d, r, t),), small, small)
+        if not covered:
+            found = st.one_of(found, st.just(()))
+        if d.query_len is None and d.num_tokens == d.num_reqs:
+            twin = st.sampled_from(((), (BatchDescriptor.uniform(d.num_reqs),)))
+            return st.builds(lambda a, b: a + b, found, twin)
+        return found
+
+    drawn = st.tuples(*(each(b.descriptor) for b in batches))
+    return drawn.map(
         lambda found: tuple(sorted({d for ds in found for d in ds}, key=lambda d: (-d.num_tokens, -d.num_reqs)))
     )
 

@@ -31,7 +31,7 @@ class Law:
 def _with_ladder(law: Callable[..., None], min_layers: int = 1) -> Callable[[st.DataObject, str], None]:
     def check(data: st.DataObject, device: str) -> None:
         scenario = data.draw(strategies.scenarios(min_layers=min_layers))
-        law(scenario, data.draw(strategies.ladders(scenario.batches())), device)
+        law(scenario, data.draw(strategies.ladders(scenario.batches(), covered=data.draw(st.booleans()))), device)
 
     return check
 
@@ -58,9 +58,16 @@ def _microbatched(data: st.DataObject, device: str) -> None:
     laws.microbatches_are_one(data.draw(strategies.scenarios()), data.draw(st.integers(1, 4)), device)
 
 
+def _padded_functions(data: st.DataObject, device: str) -> None:
+    function = data.draw(strategies.pure_functions())
+    rungs = data.draw(st.sets(st.integers(1, 8), min_size=1, max_size=3))
+    laws.graph_is_eager_on_padded_functions(function, rungs, device)
+
+
 LAWS = (
     Law("L1", "graph is eager, on models", _with_ladder(laws.graph_is_eager)),
     Law("L1", "graph is eager, on pure functions", _on_functions(laws.graph_is_eager_on_functions)),
+    Law("L1", "graph is eager, on functions under a ladder", _padded_functions),
     Law("L2", "padding is inert", _with_ladder(laws.padding_is_inert)),
     Law("L2", "padding is inert, between stages", _with_ladder(laws.stage_padding_is_inert, min_layers=2)),
     Law("L3", "pipeline is composition, on models", _pipelined),
@@ -74,5 +81,5 @@ LAWS = (
 
 
 def find(number: str, part: str = "") -> Law:
-    """The law of that number whose name contains `part`."""
+    """The first law of that number whose name contains `part`."""
     return next(law for law in LAWS if law.number == number and part in law.name)

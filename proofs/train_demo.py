@@ -296,7 +296,6 @@ def compiled_or_not(loss: Callable[[Tensor], Tensor], crops: Tensor) -> tuple[Ca
         return fast, True
     except Exception as error:  # whatever went wrong, the plain function will do
         print(f"not compiled: {type(error).__name__}: {str(error)[:300]}")
-        torch._dynamo.reset()
         return loss, False
 
 

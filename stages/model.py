@@ -70,6 +70,8 @@ def pick_device(device: torch.device | str | None, *, call: str) -> torch.device
     Raises:
         DeviceError: a device that this machine does not have.
     """
+    if isinstance(device, torch.dtype):
+        raise DeviceError(call, f"device={device}, which is a dtype", "dtype=...")
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -139,8 +141,12 @@ def _load_tokenizer(folder: Path) -> Tokenizer | None:
     if not file.exists():
         return None
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise CheckpointError(
             f"weft.load({str(folder)!r})", f"{file} cannot be read: {error}", "save it again"
         ) from error
+    # A file may ask for both; a prompt is taken whole, and batches are padded by descriptors.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

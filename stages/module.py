@@ -42,9 +42,9 @@ def from_module(module: nn.Module) -> ModuleStage:
 
     @donates("state")
     def stage(params: dict[str, Tensor], state: dict[str, Tensor], batch: Any, x: Any) -> tuple[dict[str, Tensor], Any]:
-        buffers = dict(state)
-        y = torch.func.functional_call(module, {**params, **buffers}, (batch if x is None else x,))
-        return buffers, y
+        values = {**params, **state}
+        y = torch.func.functional_call(module, values, (batch if x is None else x,))
+        return {name: values[name] for name in state}, y  # a buffer may be another tensor now
 
     stage.__name__ = stage.__qualname__ = f"stage {type(module).__name__}"
     params = {name: p.detach() for name, p in module.named_parameters()}

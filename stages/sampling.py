@@ -63,7 +63,8 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     """
     noise = -torch.log(exponential(random_bits(seeds, positions, logits.shape[-1])))
     greedy = (temperature <= 0)[:, None]
-    scaled = logits / torch.where(greedy, 1.0, temperature[:, None])
+    # Differences to the largest, so that the smallest temperature overflows to -inf and never to a tie.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature[:, None])
     token_ids = torch.where(greedy, logits, scaled + noise).argmax(-1)
     logprobs = logits.log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)
     return token_ids, logprobs

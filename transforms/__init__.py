@@ -1,6 +1,7 @@
 """Transforms, functions to functions: `graphify`, `pipeline`, `microbatch`, and what they are made of."""
 
 from weft.transforms.dispatch import Decision, dispatch
+from weft.transforms.generate import Runner, make_runner, make_state
 from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.ladder import MODES, Limits, make_ladder
 from weft.transforms.microbatch import join, microbatch, split
@@ -13,12 +14,15 @@ __all__ = [
     "Graphified",
     "Limits",
     "Pipelined",
+    "Runner",
     "check",
     "compose",
     "dispatch",
     "graphify",
     "join",
     "make_ladder",
+    "make_runner",
+    "make_state",
     "microbatch",
     "pipeline",
     "split",

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from weft.donation import refuse_donated
+from weft.errors import DescriptorError
 from weft.padding import padded_shape
-from weft.torchapi import in_dispatch_mode, in_functorch_transform
-from weft.transforms.backends.audit import Audit
+from weft.torchapi import function_modes, in_dispatch_mode, in_functorch_transform
 from weft.transforms.memo import Key, leaf_key
-from weft.trees import TreeSpec, leaf_axes, leaves_with_names, map_sized, tree_flatten, tree_structure
+from weft.trees import TreeSpec, alike, leaf_axes, leaves_with_names, map_sized, tree_flatten, tree_structure
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ class Roles:
 class Call:
     """One call's arguments: static values, the caller's own tensors, and values to copy in."""
 
-    statics: tuple[tuple[str, Any], ...]
+    statics: dict[str, Any]
     references: dict[str, Any]
     copied: dict[str, Any]
     reference_leaves: list[Any]
@@ -60,10 +60,13 @@ def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str,
     Raises:
         DonatedError: one of them was donated before.
     """
-    bound = roles.signature.bind(*args, **kwargs)
+    try:
+        bound = roles.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}{roles.signature}: {error}") from None
     bound.apply_defaults()
     values = bound.arguments
-    statics = tuple((key, values.pop(key)) for key in roles.static if key in values)
+    statics = {key: values.pop(key) for key in roles.static if key in values}
     references = {key: values.pop(key) for key in roles.by_reference if key in values}
     copied = dict(values)
     reference_leaves, reference_tree = tree_flatten(references)
@@ -81,34 +84,53 @@ def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any]) -> A
 
 
 def inline_reason(call: Call) -> str | None:
-    """Why the function itself must run: inside a capture or a torch.func transform, or where autograd would record."""
-    if in_dispatch_mode(Audit) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        return "inside another capture"
+    """Why the function itself must run: inside a capture, a trace or a torch.func transform, or under autograd."""
+    if in_functorch_transform():
+        return "inside a torch.func transform"
+    if in_dispatch_mode() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return "inside another capture, or a trace"
     grad = torch.is_grad_enabled()
     for leaf in (*call.reference_leaves, *call.copied_leaves):
-        if isinstance(leaf, Tensor):
-            if in_functorch_transform(leaf):
-                return "inside a torch.func transform"
-            if grad and leaf.requires_grad:
-                return (
-                    "an argument requires grad, so autograd has to see the operators (or call it under torch.no_grad())"
-                )
+        if isinstance(leaf, Tensor) and grad and leaf.requires_grad:
+            return "an argument requires grad, and autograd must see the operators; torch.no_grad() lifts this"
+        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+            return f"an argument is {leaf.layout}, which has no fixed addresses"
     return None
+
+
+def _ambient() -> tuple[Any, ...]:
+    """What a result depends on beside the arguments: a replay must be of a capture in the same surroundings."""
+    casts = tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
+    return (torch.is_inference_mode_enabled(), *casts, torch.get_default_dtype(), function_modes())
+
+
+def check_sizes(call: Call, descriptor: Any, name: str) -> None:
+    """Raise DescriptorError for a sized leaf that has not the size that the call's descriptor says."""
+    for (path, leaf), spec in zip(leaves_with_names(call.copied), leaf_axes(call.copied), strict=True):
+        if spec is not None and tuple(leaf.shape) != (expected := padded_shape(leaf, spec, descriptor)):
+            raise DescriptorError(
+                f"{name}(...)",
+                f"{path} of shape {tuple(leaf.shape)} in a batch of class '{descriptor}', which says {expected}",
+                "give the batch the descriptor of its tensors",
+            )
 
 
 def signature_of(call: Call) -> Key:
     """The key before dispatch: with the batch's own class and sizes."""
     leaves = [leaf_key(x, None, True) for x in call.reference_leaves]
     leaves += [leaf_key(x, None, False) for x in call.copied_leaves]
-    return Key((call.reference_tree, call.copied_tree), call.statics, None, tuple(leaves))
+    statics = tuple((name, alike(value)) for name, value in call.statics.items())
+    return Key(_ambient(), (call.reference_tree, call.copied_tree), statics, None, tuple(leaves))
 
 
 def key_of(call: Call, descriptor: Any) -> Key:
     """The memo key: with the class that the call is padded to, or as it is where that is None."""
+    signature = signature_of(call)
     if descriptor is None:
-        return signature_of(call)
+        return signature
     padded = map_sized(lambda value, _: value, call.copied, descriptor)
-    leaves = [leaf_key(x, None, True) for x in call.reference_leaves]
+    leaves = list(signature.leaves[: len(call.reference_leaves)])
     for leaf, spec in zip(call.copied_leaves, leaf_axes(call.copied), strict=True):
         leaves.append(leaf_key(leaf, padded_shape(leaf, spec, descriptor) if spec else None, False))
-    return Key((call.reference_tree, tree_structure(padded)), call.statics, descriptor, tuple(leaves))
+    structure = (call.reference_tree, tree_structure(padded))
+    return attrs.evolve(signature, structure=structure, descriptor=descriptor, leaves=tuple(leaves))

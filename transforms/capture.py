@@ -9,36 +9,45 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.padding import inert
+from weft.padding import inert, padded_shape
 from weft.transforms.backends import Backend, Recording
 from weft.transforms.backends.audit import Audit
 from weft.transforms.call import Call, Roles, invoke
 from weft.transforms.results import Outputs, settle
 from weft.trees import Axes, leaf_axes, leaves_with_names, tree_flatten, tree_leaves, tree_unflatten
 
+SAVED_BYTES = 2**26
+
 
 @attrs.frozen(eq=False)
 class Entry:
-    """One captured graph: its input buffers, the axes of those that are padded, and its outputs."""
+    """One captured graph: its input buffers, the axes of those that are padded, and its outputs.
+
+    `needs_autograd`: it reads a tensor from outside that requires grad, so that under autograd the function itself must
+    run.
+    """
 
     recording: Recording
     buffers: tuple[Any, ...]
     axes: tuple[Axes | None, ...]
     outputs: Outputs
+    needs_autograd: bool
 
 
 def capture(fn: Callable[..., Any], name: str, roles: Roles, call: Call, descriptor: Any, backend: Backend) -> Entry:
     """Record `fn` for calls like `call`, padded to `descriptor` (as they are where that is None).
 
-    The record runs on buffers that hold padding only, which by contract (law L2) changes no state. Without a descriptor
-    there is no such value: then the buffers hold the call's own, and the donated arguments are saved and restored.
+    The donated arguments are saved and restored, and so are random generators. With a descriptor the record runs on
+    buffers that hold padding only, which by contract (law L2) changes no state: so a state of over `SAVED_BYTES`, such
+    as a KV cache, is not copied.
 
     Raises:
         CaptureError: the audit refused what `fn` did, or a result of a padded call cannot be unpadded.
     """
-    example = call.copied if descriptor is None else inert(call.copied, descriptor)
-    leaves, tree = tree_flatten(example)
-    buffers = tuple(torch.empty_like(x).copy_(x) if isinstance(x, Tensor) else x for x in leaves)
+    with torch.no_grad():
+        example = call.copied if descriptor is None else inert(call.copied, descriptor)
+        leaves, tree = tree_flatten(example)
+        buffers = tuple(torch.empty_like(x).copy_(x) if isinstance(x, Tensor) else x for x in leaves)
     axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
     donated = _tensors({n: call.references[n] for n in roles.donated if n in call.references})
 
@@ -46,14 +55,18 @@ def capture(fn: Callable[..., Any], name: str, roles: Roles, call: Call, descrip
         references = tree_unflatten([_alias(x) for x in call.reference_leaves], call.reference_tree)
         homes = tree_unflatten(call.reference_leaves, call.reference_tree)
         copied = tree_unflatten(list(buffers), tree)
-        result = invoke(fn, roles, {**dict(call.statics), **references, **copied})
+        with torch.enable_grad():  # no argument requires grad here; what the function makes itself may
+            result = invoke(fn, roles, {**call.statics, **references, **copied})
         return settle(result, [homes[n] for n in roles.donated if n in homes], call.reference_leaves)
 
-    with _restored(donated if descriptor is None else []):
-        recording = backend.capture(run, _audit(name, call, buffers, donated))
+    audit = _audit(name, call, buffers, donated)
+    saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
+    with torch.no_grad(), _restored(saved), _generators_restored(call, backend.device):
+        recording = backend.capture(run, audit)
     if descriptor is not None:
-        _refuse_unsized(name, recording.outputs)
-    return Entry(recording, buffers, axes, recording.outputs)
+        _refuse_unsized(name, recording.outputs, descriptor)
+    needs_autograd = any(x.requires_grad for x in audit.external.values())
+    return Entry(recording, buffers, axes, recording.outputs, needs_autograd)
 
 
 @contextmanager
@@ -65,6 +78,20 @@ def _restored(tensors: list[Tensor]) -> Iterator[None]:
     finally:
         for tensor, old in zip(tensors, saved, strict=True):
             tensor.copy_(old)
+
+
+@contextmanager
+def _generators_restored(call: Call, device: torch.device) -> Iterator[None]:
+    """Draw no random numbers, as far as anybody can tell: from the default generators, and from those in the call."""
+    generators = [torch.default_generator, *(x for x in call.copied_leaves if isinstance(x, torch.Generator))]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    states = [g.get_state() for g in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _audit(name: str, call: Call, buffers: tuple[Any, ...], donated: list[Tensor]) -> Audit:
@@ -83,14 +110,23 @@ def _alias(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _refuse_unsized(name: str, outputs: Outputs) -> None:
+def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any) -> None:
     result = tree_unflatten(list(outputs.leaves), outputs.structure)
     leaves = zip(leaves_with_names(result), leaf_axes(result), outputs.references, strict=True)
     for (path, leaf), spec, reference in leaves:
-        if isinstance(leaf, Tensor) and spec is None and reference is None:
+        if leaf is None or reference is not None:
+            continue
+        shape = f"of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        seen = f"the result's leaf {path or '(the whole)'} {shape}"
+        if spec is None or not isinstance(leaf, Tensor):
             raise CaptureError(
                 f"graphify({name}, ladder=...)",
-                f"the result's leaf {path or '(the whole)'} of shape {tuple(leaf.shape)} does not say which of its "
-                "dimensions follow the batch, so it cannot be unpadded",
+                f"{seen} does not say which of its dimensions follow the batch, so it cannot be unpadded",
                 "return it in a sized class: @weft.pytree, with attrs.field(metadata=weft.axes('num_reqs'))",
+            )
+        if (expected := padded_shape(leaf, spec, descriptor)) != tuple(leaf.shape):
+            raise CaptureError(
+                f"graphify({name}, ladder=...)",
+                f"{seen}, where its axes {spec.dims} say {expected} for '{descriptor}'",
+                "return a tensor of the size that its field declares",
             )

@@ -1,5 +1,6 @@
 """`generate`: prompts in, completions out. The host schedules; every token comes from the step."""
 
+import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from tqdm.auto import tqdm
 
 from weft.batch import Batch
+from weft.effects import Schema, TensorSchema
 from weft.errors import RequestError
 from weft.outputs import Output
 from weft.stages.decoder import decoder_stage
@@ -94,7 +96,8 @@ def make_runner(
         graph = graphify(whole, ladder=ladder, backend=backend)
         return Runner(graph, params, layouts, (graph,))
     graphs = [] if mode == "none" else [graphify(stage, ladder=ladder, backend=backend) for stage in stages]
-    step = pipeline(graphs or stages, microbatches=num_stages, advance=advance)
+    schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
+    step = pipeline(graphs or stages, microbatches=num_stages, advance=advance, schema=schema)
     return Runner(step, params, layouts, tuple(graphs))
 
 
@@ -194,17 +197,19 @@ def batches(prompts: Sequence[Sequence[int]], requests: Requests, device: torch.
         yield Batch.decode(rows, device=device)
 
 
-def encode_prompts(model: Model, prompts: Sequence[str | Sequence[int]], call: str) -> list[list[int]]:
+def encode_prompts(model: Model, prompts: Any, call: str) -> list[list[int]]:
     """Token ids of each prompt.
 
     Raises:
         RequestError: no prompt, an empty one, one that leaves no room to generate, or an id that is no token.
     """
-    if isinstance(prompts, str) or not prompts or all(isinstance(p, int) for p in prompts):
+    if isinstance(prompts, str | torch.Tensor) or len(prompts) == 0 or all(isinstance(p, int) for p in prompts):
         raise RequestError(call, f"prompts={prompts!r}", "pass a list of prompts, each a string or a list of token ids")
     encoded = []
     limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
     for index, prompt in enumerate(prompts):
+        if isinstance(prompt, torch.Tensor):
+            raise RequestError(call, f"prompt {index} is a tensor", "pass its .tolist()")
         ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise RequestError(call, f"prompt {index} is empty ({prompt!r})", "give at least one token to go on from")
@@ -238,8 +243,8 @@ def generate(
         prompts: strings or lists of token ids, of any lengths.
         max_tokens: tokens to generate for each at most; the model's own limit on positions may end one sooner.
         temperature: 0 is greedy.
-        seed: of all random choices; with it the result is the same in any batch size, split and graph mode up to
-            rounding of the logits. None: a fresh one.
+        seed: of all random choices: with it and its place in the list, a prompt's completion is the same in any
+            company, split and graph mode, up to rounding of the logits. None: a fresh one.
         pipeline: stages that the layers are split into.
         graph: a graph mode: `none`, `full_decode_only` or `full`.
         progress: show a progress bar.
@@ -248,22 +253,22 @@ def generate(
         One completion a prompt, in order.
 
     Raises:
-        RequestError: a prompt or an argument that cannot be served.
-        ProgramError: more stages than layers.
+        RequestError: a prompt or an argument that cannot be served, more stages than layers among them.
 
     >>> from weft.stages.model import DEMO, load
     >>> [completion] = generate(load(DEMO, "cpu"), ["The function returns"], max_tokens=4)
     >>> len(completion.token_ids), completion.finish_reason
     (4, 'length')
     """
-    call = f"weft.generate(model, <{len(prompts)} prompts>, max_tokens={max_tokens!r}, temperature={temperature!r})"
-    _check_arguments(call, max_tokens, temperature, graph)
+    call = (
+        f"weft.generate(model, prompts, max_tokens={max_tokens!r}, temperature={temperature!r}, pipeline={pipeline!r})"
+    )
+    _check_arguments(call, model, max_tokens, temperature, seed, graph, pipeline)
     encoded = encode_prompts(model, prompts, call)
     limits = Limits(len(encoded), MAX_NUM_TOKENS)
     runner = make_runner(model, limits, num_stages=pipeline, mode=graph)
     most = [min(max_tokens, model.config.max_position_embeddings - len(ids)) for ids in encoded]
-    first = secrets.randbits(62) if seed is None else seed
-    seeds = [(first + row) % 2**63 for row in range(len(encoded))]
+    seeds = request_seeds(secrets.randbits(62) if seed is None else seed, len(encoded))
     lengths = [len(ids) + new for ids, new in zip(encoded, most, strict=True)]
     state = make_state(model, runner.layouts, lengths, temperature=temperature, seeds=seeds)
     requests = Requests(most, model.config.eos_token_ids)
@@ -279,10 +284,30 @@ def generate(
     ]
 
 
-def _check_arguments(call: str, max_tokens: int, temperature: float, graph: str) -> None:
-    if not isinstance(max_tokens, int) or max_tokens < 1:
+def request_seeds(seed: int, count: int) -> list[int]:
+    """A seed for each of `count` requests, by hashing: neighbouring seeds share none."""
+    digests = (hashlib.blake2b(f"{seed} {row}".encode(), digest_size=8).digest() for row in range(count))
+    return [int.from_bytes(digest, "little") >> 1 for digest in digests]
+
+
+def _check_arguments(
+    call: str, model: Any, max_tokens: int, temperature: float, seed: int | None, graph: str, stages: int
+) -> None:
+    if not isinstance(model, Model):
+        raise RequestError(call, f"model is a {type(model).__name__}", "model = weft.load(folder)")
+    if not _is_count(max_tokens):
         raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
-    if not 0 <= temperature < float("inf"):
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise RequestError(call, f"temperature={temperature!r}", "a finite number >= 0; 0 is greedy")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise RequestError(call, f"seed={seed!r}", "a whole number, or None")
     if graph not in MODES:
         raise RequestError(call, f"graph={graph!r}", f"one of {', '.join(MODES)}")
+    if not _is_count(stages) or stages > model.config.num_layers:
+        raise RequestError(
+            call, f"pipeline={stages!r}; the model has {model.config.num_layers} layers", "from 1 stage to one a layer"
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

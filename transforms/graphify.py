@@ -11,19 +11,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import attrs
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from weft.descriptor import Descriptor
 from weft.donation import donate, donated_argnames, donates
 from weft.errors import CacheMissError, CaptureError
 from weft.padding import unpad, write_padded
 from weft.transforms.backends import Backend, make_backend
-from weft.transforms.call import Call, Roles, inline_reason, key_of, signature_of, take_apart
+from weft.transforms.call import Call, Roles, check_sizes, inline_reason, key_of, signature_of, take_apart
 from weft.transforms.capture import Entry, capture
 from weft.transforms.dispatch import Decision, dispatch
-from weft.transforms.memo import CacheInfo, Key, check_hashable, nearest_difference
+from weft.transforms.memo import CacheInfo, Key, check_hashable, check_plain, nearest_difference
 from weft.transforms.results import Outputs
-from weft.trees import find_descriptor, tree_flatten, tree_leaves, tree_unflatten
+from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_unflatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -78,13 +80,23 @@ class Graphified(Generic[P, R]):
         if inline_reason(call):
             return self._fn(*args, **kwargs)
         with self._lock:
-            signature = signature_of(call)
-            check_hashable(signature, f"{self._name}(...)", call.leaf_names)
+            signature = self._signature(call)
             plan = self._plans.get(signature) or self._plan(call, signature)
             if plan.entry is None or plan.outputs is None:
                 self._eager += 1
                 return self._fn(*args, **kwargs)
+            if plan.entry.needs_autograd and torch.is_grad_enabled():
+                return self._fn(*args, **kwargs)
             return self._replay(plan.entry, plan.outputs, call)
+
+    def _signature(self, call: Call) -> Key:
+        signature = signature_of(call)
+        check_hashable(signature, f"{self._name}(...)", call.leaf_names)
+        return signature
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method: the instance is the first argument, and a value of the key."""
+        return self if instance is None else functools.partial(self, instance)
 
     def _replay(self, entry: Entry, outputs: Outputs, call: Call) -> R:
         """The fast path: fill the input buffers, replay, hand out copies; donated arguments move to the result."""
@@ -105,6 +117,7 @@ class Graphified(Generic[P, R]):
 
     def _plan(self, call: Call, signature: Key) -> Plan:
         """Dispatch a signature seen for the first time, and capture what it needs."""
+        check_plain((*call.reference_leaves, *call.copied_leaves), f"{self._name}(...)", call.leaf_names)
         decision = self._decide(call)
         plan = Plan(decision)
         if decision.mode != "none":
@@ -118,14 +131,21 @@ class Graphified(Generic[P, R]):
     def _decide(self, call: Call) -> Decision[Any]:
         if self.ladder is None:
             return Decision("full", None, "no ladder, so each signature has a graph of its own")
-        descriptor = find_descriptor(call.copied)
-        if descriptor is None:
-            raise CaptureError(
-                f"graphify({self._name}, ladder=...)({', '.join(call.copied)})",
-                "a ladder, but no argument that holds a descriptor",
-                "pass a weft.Batch (or a sized class of your own), or leave the ladder out",
-            )
-        return dispatch(descriptor, self.ladder)
+        return dispatch(self._descriptor(call), self.ladder)
+
+    def _descriptor(self, call: Call) -> Any:
+        """The class of the call's batch."""
+        found = find_descriptors(call.copied)
+        if len(found) == 1:
+            check_sizes(call, found[0], self._name)
+            return found[0]
+        raise CaptureError(
+            f"graphify({self._name}, ladder=...)({', '.join(call.copied)})",
+            f"arguments of more than one descriptor: {', '.join(map(str, found))}"
+            if found
+            else "a ladder, but no argument that holds a descriptor",
+            "pass a weft.Batch (or a sized class of your own) of one class, or leave the ladder out",
+        )
 
     def _entry(self, call: Call, descriptor: Any) -> Entry:
         key = key_of(call, descriptor)
@@ -146,8 +166,7 @@ class Graphified(Generic[P, R]):
 
     def _cut(self, outputs: Outputs, call: Call, decision: Decision[Any]) -> Outputs:
         """The outputs as views of the size that this call's own batch has."""
-        own = find_descriptor(call.copied)
-        if decision.descriptor is None or own == decision.descriptor:
+        if decision.descriptor is None or (own := self._descriptor(call)) == decision.descriptor:
             return outputs
         views, structure = tree_flatten(unpad(tree_unflatten(list(outputs.leaves), outputs.structure), own))
         return Outputs(structure, tuple(views), outputs.references)
@@ -158,6 +177,10 @@ class Graphified(Generic[P, R]):
         The arguments serve as examples: nothing is donated, and no state changes.
         """
         call = take_apart(self._roles, self._name, args, kwargs)
+        self._signature(call)
+        if self.ladder is not None:
+            self._descriptor(call)
+        check_plain((*call.reference_leaves, *call.copied_leaves), f"{self._name}(...)", call.leaf_names)
         descriptors: Sequence[Any] = [None] if self.ladder is None else self.ladder
         with self._lock:
             for descriptor in tqdm(descriptors, desc=f"capture {self._name}", unit="graph", leave=False, disable=None):
@@ -169,6 +192,7 @@ class Graphified(Generic[P, R]):
         call = take_apart(self._roles, self._name, args, kwargs)
         if reason := inline_reason(call):
             return Explanation(Decision("none", None, reason), False, f"runs inline: {reason}")
+        self._signature(call)
         decision = self._decide(call)
         if decision.mode == "none":
             return Explanation(decision, False, f"runs eagerly: {decision.reason}")
@@ -205,9 +229,9 @@ def graphify(
     fn: Callable[P, R],
     *,
     ladder: Sequence[Any] | None = ...,
-    donate_argnames: Iterable[str] = ...,
-    static_argnames: Iterable[str] = ...,
-    reference_argnames: Iterable[str] = ...,
+    donate_argnames: str | Iterable[str] = ...,
+    static_argnames: str | Iterable[str] = ...,
+    reference_argnames: str | Iterable[str] | None = ...,
     backend: str | None = ...,
 ) -> Graphified[P, R]: ...
 @overload
@@ -215,18 +239,18 @@ def graphify(
     fn: None = ...,
     *,
     ladder: Sequence[Any] | None = ...,
-    donate_argnames: Iterable[str] = ...,
-    static_argnames: Iterable[str] = ...,
-    reference_argnames: Iterable[str] = ...,
+    donate_argnames: str | Iterable[str] = ...,
+    static_argnames: str | Iterable[str] = ...,
+    reference_argnames: str | Iterable[str] | None = ...,
     backend: str | None = ...,
 ) -> Callable[[Callable[P, R]], Graphified[P, R]]: ...
 def graphify(
     fn: Callable[P, R] | None = None,
     *,
     ladder: Sequence[Any] | None = None,
-    donate_argnames: Iterable[str] = (),
-    static_argnames: Iterable[str] = (),
-    reference_argnames: Iterable[str] = ("params",),
+    donate_argnames: str | Iterable[str] = (),
+    static_argnames: str | Iterable[str] = (),
+    reference_argnames: str | Iterable[str] | None = None,
     backend: str | None = None,
 ) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
     """Make a pure function replay: same signature, same result, one captured graph a key.
@@ -243,7 +267,8 @@ def graphify(
         donate_argnames: arguments whose storage the function takes, such as the state (beside those that `weft.donates`
             declares). A part of the result with their structure is their next value, and is kept in their storage.
         static_argnames: arguments of hashable values that are no tensors and are part of the key.
-        reference_argnames: arguments captured by reference, not copied: a call with tensors elsewhere is a miss.
+        reference_argnames: captured by reference, not copied: a call with tensors elsewhere is a miss. None: `params`,
+            if there is such an argument.
         backend: `cuda`, `tape`, or None to choose by the device of the arguments.
 
     Raises:
@@ -268,17 +293,29 @@ def graphify(
             reference_argnames=reference_argnames,
             backend=backend,
         )
-    signature, static = inspect.signature(fn), tuple(static_argnames)
+    signature, static = inspect.signature(fn), _names(static_argnames)
+    call = f"graphify({getattr(fn, '__name__', fn)}, ...)"
+    if ladder is not None and (isinstance(ladder, str) or not all(isinstance(d, Descriptor) for d in ladder)):
+        raise CaptureError(
+            call, f"ladder={ladder!r}", "a sequence of descriptors, as from weft.make_ladder(mode, limits)"
+        )
     declared = donated_argnames(fn)
-    extra = tuple(name for name in donate_argnames if name not in declared)
-    for name in (*extra, *static):
+    extra = tuple(name for name in _names(donate_argnames) if name not in declared)
+    if reference_argnames is None:
+        reference_argnames = [name for name in signature.parameters if name == "params"]
+    references = _names(reference_argnames)
+    for name in (*extra, *static, *references):
         if name not in signature.parameters:
             raise CaptureError(
-                f"graphify({getattr(fn, '__name__', fn)}, ...)",
-                f"donate_argnames or static_argnames hold {name!r}, which is no argument of it",
+                call,
+                f"donate_argnames, static_argnames or reference_argnames hold {name!r}, which is no argument of it",
                 f"one of {', '.join(signature.parameters)}",
             )
     donated = (*declared, *extra)
-    references = (*donated, *(name for name in reference_argnames if name not in donated))
-    roles = Roles(signature, static, donated, references)
+    by_reference = (*donated, *(name for name in references if name not in donated))
+    roles = Roles(signature, static, donated, by_reference)
     return Graphified(donates(*extra)(fn) if extra else fn, roles, ladder, backend)
+
+
+def _names(given: str | Iterable[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)

@@ -53,6 +53,16 @@ def make_ladder(mode: str, limits: Limits, sizes: Sequence[int] | None = None) -
     >>> [str(d) for d in make_ladder("full", Limits(max_num_reqs=2, max_num_tokens=64))]
     ['ragged 2 tokens, 2 reqs', 'uniform x1, 2 reqs', 'ragged 1 tokens, 1 reqs', 'uniform x1, 1 reqs']
     """
+    if not isinstance(limits, Limits):
+        raise DescriptorError(
+            f"make_ladder({mode!r}, {limits!r})", "limits that are no weft.Limits", "weft.Limits(8, 2048)"
+        )
+    if not limits.query_lens or min(limits.query_lens) < 1 or (sizes is not None and min(sizes, default=1) < 1):
+        raise DescriptorError(
+            f"make_ladder({mode!r}, {limits}, sizes={sizes})",
+            "no query length, or a size or query length that is not at least 1",
+            "query_lens=(1,) for plain decode; sizes=None for the usual rungs",
+        )
     if mode not in MODES:
         raise DescriptorError(f"make_ladder({mode!r}, ...)", "an unknown mode", f"one of {', '.join(MODES)}")
     if mode == "none":
@@ -61,10 +71,10 @@ def make_ladder(mode: str, limits: Limits, sizes: Sequence[int] | None = None) -
     found = [
         BatchDescriptor.uniform(n, q)
         for q in limits.query_lens
-        for n in (sizes or rungs(reqs))
+        for n in (rungs(reqs) if sizes is None else sizes)
         if n <= reqs and n * q <= limits.max_num_tokens
     ]
     if mode == "full":
         most = min(reqs * max(limits.query_lens), limits.max_num_tokens)
-        found += [BatchDescriptor(t, min(t, reqs)) for t in (sizes or rungs(most)) if t <= most]
-    return tuple(sorted(found, key=lambda d: (-d.num_tokens, -d.num_reqs, d.is_uniform)))
+        found += [BatchDescriptor(t, min(t, reqs)) for t in (rungs(most) if sizes is None else sizes) if t <= most]
+    return tuple(sorted(set(found), key=lambda d: (-d.num_tokens, -d.num_reqs, d.is_uniform)))

@@ -12,8 +12,19 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donated_argnames
-from weft.errors import DescriptorError
-from weft.trees import leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from weft.errors import CaptureError, DescriptorError
+from weft.torchapi import in_dispatch_mode
+from weft.trees import (
+    Axes,
+    find_descriptors,
+    leaf_axes,
+    leaves_with_names,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,6 +44,12 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
     """
     if parts < 1:
         raise DescriptorError(f"split(batch, {parts})", "fewer than one part", "a number of micro-batches >= 1")
+    if not isinstance(batch, Batch) and find_descriptors(batch):
+        raise DescriptorError(
+            f"split({type(batch).__name__}, {parts})",
+            "a sized value of another class, whose descriptor only its author can cut",
+            "pass a weft.Batch or plain tensors, or cut it yourself and call the step on each part",
+        )
     count = batch.descriptor.num_reqs if isinstance(batch, Batch) else _common_length(batch)
     parts = min(parts, count) or 1
     if parts == 1:
@@ -51,6 +68,12 @@ def _split_batch(batch: Batch, bounds: Sequence[int]) -> tuple[Batch, ...]:
     if old.query_len is not None:
         starts = [r * old.query_len for r in bounds]
     else:
+        if in_dispatch_mode():
+            raise CaptureError(
+                f"split(<'{old}'>, {len(bounds) - 1}) inside a captured function",
+                "a ragged batch, whose parts have sizes that only its tensors know",
+                "capture the parts: pipeline(map(graphify, stages)); or a ladder of uniform classes alone",
+            )
         all_starts = batch.query_start_loc.tolist()
         starts = [all_starts[r] for r in bounds[:-1]] + [old.num_tokens]
     parts = []
@@ -81,24 +104,48 @@ def _common_length(tree: Any) -> int:
     return int(lengths.pop() or 0)
 
 
-def join(outputs: Sequence[Any]) -> Any:
-    """Put the parts' outputs together again, along the first dimension of each tensor.
+def join(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
+    """Put the parts' outputs together again: sized fields along their named dimension, other tensors along the first.
+
+    Args:
+        outputs: what the step returned for each part.
+        parts: the batches that it was for.
 
     Raises:
-        DescriptorError: a leaf that has no first dimension, such as a sum over the batch.
+        DescriptorError: the outputs have different structures, hold a descriptor, or a leaf that is not one entry a
+            request or a token of its part: a sum over the batch, a parameter, a Python value.
     """
     if len(outputs) == 1:
         return outputs[0]
-    for name, leaf in leaves_with_names(outputs[0]):
-        if isinstance(leaf, Tensor) and leaf.dim() == 0:
-            raise DescriptorError(
-                f"join of {len(outputs)} micro-batches",
-                f"output {name or '(the whole)'} has no dimension to join along",
-                "return per-request or per-token values, and reduce them outside",
-            )
-    _, structure = tree_flatten(outputs[0])
-    columns = zip(*(tree_leaves(out) for out in outputs), strict=True)
-    return tree_unflatten([torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns], structure)
+    call = f"join of {len(outputs)} micro-batches"
+    leaves, structure = tree_flatten(outputs[0])
+    if any(tree_structure(out) != structure for out in outputs[1:]):
+        raise DescriptorError(call, "outputs of different structures", "return the same structure for every batch")
+    if find_descriptors(outputs[0]):
+        raise DescriptorError(call, "an output that holds a descriptor", "return the tensors without it")
+    dims = [_batch_dim(axes) for axes in leaf_axes(outputs[0])]
+    for out, part in zip(outputs, parts, strict=True):
+        for (name, leaf), dim in zip(leaves_with_names(out), dims, strict=True):
+            if leaf is not None and not (
+                isinstance(leaf, Tensor) and leaf.shape[dim : dim + 1].numel() in _sizes(part)
+            ):
+                shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
+                seen = f"output {name or '(the whole)'} is {shape}, not one entry a request or a token of its part"
+                raise DescriptorError(call, seen, "return such tensors, and reduce them outside")
+    columns = zip(dims, leaves, *(tree_leaves(out) for out in outputs[1:]), strict=True)
+    joined = [None if first is None else torch.cat([first, *rest], dim) for dim, first, *rest in columns]
+    return tree_unflatten(joined, structure)
+
+
+def _sizes(part: Any) -> set[int]:
+    if isinstance(part, Batch):
+        return {part.descriptor.num_reqs, part.descriptor.num_tokens}
+    return {_common_length(part)}
+
+
+def _batch_dim(axes: Axes | None) -> int:
+    """The first dimension that follows the batch."""
+    return 0 if axes is None else next((d for d in range(len(axes.dims)) if axes.name(d)), 0)
 
 
 def microbatch(step: F, parts: int) -> F:
@@ -114,10 +161,11 @@ def microbatch(step: F, parts: int) -> F:
     @functools.wraps(step)
     def run(params: Any, state: Any, batch: Any) -> Any:
         outputs = []
-        for part in split(batch, parts):
+        batches = split(batch, parts)
+        for part in batches:
             state, out = step(params, state, part)
             outputs.append(out)
-        return state, join(outputs)
+        return state, join(outputs, batches)
 
     run.__weft_donates__ = donated_argnames(step)  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]

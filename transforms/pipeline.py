@@ -4,12 +4,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.donation import donated_argnames
+from weft.donation import donated_argnames, refuse_donated
 from weft.effects import Program, Schema, listing
 from weft.errors import ProgramError
 from weft.transforms.microbatch import join, split
 from weft.transforms.schedule import check, streaming
-from weft.transforms.transports.local import run_local
+from weft.transforms.transports.local import call_stage, run_local
+from weft.trees import tree_leaves
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
@@ -25,12 +26,14 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
     Returns:
         A step `(params, state, batch) -> (state, out)`, where params and state are tuples, one entry a stage.
     """
-    stages = tuple(stages)
+    stages = _checked_stages("compose", stages)
 
     def step(params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
-        x, states = None, []
+        _check_entries("compose", len(stages), params, state)
+        x: Any = None
+        states: list[Any] = []
         for stage, p, s in zip(stages, params, state, strict=True):
-            new, x = stage(p, s, batch, x)
+            new, x = call_stage(len(states), stage, p, s, batch, x)
             states.append(new)
         if advance is not None:
             states = [advance(s, batch, x) for s in states]
@@ -40,9 +43,47 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
     return step
 
 
+def _checked_stages(transform: str, stages: Any) -> tuple[Stage, ...]:
+    call = f"{transform}({stages!r:.80})"
+    if callable(stages):
+        raise ProgramError(call, "one function", f"a list of stages: {transform}([stage])")
+    checked: tuple[Stage, ...] = tuple(stages)
+    if not checked:
+        raise ProgramError(call, "no stage", "at least one function (params, state, batch, x) -> (state, y)")
+    for index, stage in enumerate(checked):
+        if hasattr(stage, "named_parameters"):
+            raise ProgramError(call, f"stage {index} is an nn.Module", "weft.stages.from_module(module).stage")
+        if not callable(stage):
+            raise ProgramError(
+                call, f"stage {index} is a {type(stage).__name__}, no function", "its .stage, if it has one"
+            )
+    return checked
+
+
+def _check_entries(transform: str, count: int, params: Sequence[Any], state: Sequence[Any]) -> None:
+    for name, given in (("params", params), ("state", state)):
+        if not isinstance(given, tuple | list) or len(given) != count:
+            raise ProgramError(
+                f"{transform}(<{count} stages>)(params, state, batch)",
+                f"{name} has {len(given)} entries"
+                if isinstance(given, tuple | list)
+                else f"{name} is a {type(given).__name__}",
+                "pass a tuple or list with one entry a stage",
+            )
+    for leaf in tree_leaves(list(state)):  # before the first stage takes the first state
+        refuse_donated(leaf, call=f"{transform}(<{count} stages>)(params, state, batch)")
+
+
 def _donations(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, ...]:
     functions: list[Callable[..., Any]] = [*stages, *([advance] if advance is not None else [])]
     return ("state",) if any("state" in donated_argnames(f) for f in functions) else ()
+
+
+@functools.cache
+def _programs(num_stages: int, microbatches: int, schema: Schema | None, feedback: bool) -> tuple[Program, ...]:
+    made = streaming(num_stages, microbatches, schema=schema, feedback=feedback)
+    check(made)
+    return made
 
 
 class Pipelined:
@@ -57,27 +98,18 @@ class Pipelined:
         self._schema = schema
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
-        self.programs = functools.cache(self._build)
         self.programs(microbatches)
 
-    def _build(self, microbatches: int) -> tuple[Program, ...]:
+    def programs(self, microbatches: int) -> tuple[Program, ...]:
         """Each rank's program for so many micro-batches, checked."""
-        made = streaming(len(self.stages), microbatches, schema=self._schema, feedback=self._advance is not None)
-        check(made)
-        return made
+        return _programs(len(self.stages), microbatches, self._schema, self._advance is not None)
 
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
-        for name, given in (("params", params), ("state", state)):
-            if len(given) != len(self.stages):
-                raise ProgramError(
-                    f"pipeline(<{len(self.stages)} stages>)(params, state, batch)",
-                    f"{name} has {len(given)} entries",
-                    "pass a sequence with one entry a stage",
-                )
+        _check_entries("pipeline", len(self.stages), params, state)
         batches = split(batch, self.microbatches)
         programs = self.programs(len(batches))
         states, outputs = run_local(programs, self.stages, self._advance, params, state, batches)
-        return states, join(outputs)
+        return states, join(outputs, batches)
 
     def __str__(self) -> str:
         return listing(self.programs(self.microbatches))
@@ -113,9 +145,9 @@ def pipeline(
       recv from 0 [mb 0]
       run stage 1 [mb 0]
     """
-    stages = tuple(stages)
-    if not stages or microbatches < 1:
+    stages = _checked_stages("pipeline", stages)
+    if not isinstance(microbatches, int) or microbatches < 1:
         raise ProgramError(
-            f"pipeline(<{len(stages)} stages>, microbatches={microbatches})", "nothing to run", "at least one of each"
+            f"pipeline(<{len(stages)} stages>, microbatches={microbatches!r})", "no number of parts", "an int >= 1"
         )
     return Pipelined(stages, microbatches, advance, schema)

@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from weft.torchapi import storage_address
-from weft.trees import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from weft.torchapi import storage_id
+from weft.trees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 
 @attrs.frozen
@@ -20,7 +20,7 @@ class Outputs:
 
     Args:
         structure: of the result.
-        leaves: the recording's own output leaves; a replay overwrites them.
+        leaves: the recording's own output leaves, which a replay overwrites; None where `references` has an index.
         references: for each leaf, the index of the caller's own tensor that it is; None for one to copy.
     """
 
@@ -41,8 +41,9 @@ def _same_place(a: Any, b: Any) -> bool:
     return (
         isinstance(a, Tensor)
         and isinstance(b, Tensor)
-        and (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
-        and storage_address(a) == storage_address(b)
+        and (a.storage_offset(), a.shape, a.stride(), a.dtype) == (b.storage_offset(), b.shape, b.stride(), b.dtype)
+        and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
+        and storage_id(a) == storage_id(b)
     )
 
 
@@ -89,19 +90,22 @@ def settle(result: Any, donated: Sequence[Any], references: Sequence[Any]) -> Ou
     Every output that lies in donated storage without being its rightful next value is copied first, so that the order
     of the writes cannot be seen.
     """
+    result = tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, result)
     leaves, structure = tree_flatten(result)
     homes = _homes(result, donated)
-    places = {storage_address(t) for t in tree_leaves(list(donated)) if isinstance(t, Tensor)}
+    places = {storage_id(t) for t in tree_leaves(list(donated)) if isinstance(t, Tensor)}
 
     def detached(leaf: Any, home: Tensor | None) -> Any:
-        if not isinstance(leaf, Tensor) or storage_address(leaf) not in places or _same_place(leaf, home):
+        if not isinstance(leaf, Tensor) or storage_id(leaf) not in places or _same_place(leaf, home):
             return leaf
         return leaf.clone()
 
     values = [detached(leaf, homes.get(i)) for i, leaf in enumerate(leaves)]
     settled = [_write_back(value, homes.get(i)) for i, value in enumerate(values)]
     owners = [next((i for i, own in enumerate(references) if _same_place(leaf, own)), None) for leaf in settled]
-    return Outputs(structure, tuple(settled), tuple(owners))
+    # The caller's own tensors are not held here, or a graph would keep every state alive that it ever ran on.
+    own = [leaf if owner is None else None for leaf, owner in zip(settled, owners, strict=True)]
+    return Outputs(structure, tuple(own), tuple(owners))
 
 
 def _homes(result: Any, donated: Sequence[Any]) -> dict[int, Tensor]:

@@ -89,8 +89,39 @@ def check(programs: Sequence[Program]) -> None:
                 f"program {index} says it is of rank {program.rank} of {program.num_ranks}",
                 "give the programs of all ranks, in order",
             )
+        _check_values(program)
     for _ in interleave(programs, capacity=1):
         pass
+
+
+def _check_values(program: Program) -> None:
+    """Raise ProgramError unless each effect finds what it needs on its rank: an input, a result, an output."""
+    received: set[int] = set()
+    results: set[int] = set()
+    outputs: set[int] = set()
+    for effect in program.effects:
+        mb = effect.microbatch
+        match effect:
+            case Recv():
+                ok, held = mb not in received, received
+            case Run("advance"):
+                ok, held = mb in outputs, outputs
+                outputs.discard(mb)
+            case Run():
+                ok, held = program.rank == 0 or mb in received, results
+                received.discard(mb)
+            case Send():
+                ok, held = mb in results, set()
+                results.discard(mb)
+            case Broadcast(root):
+                ok, held = root < program.num_ranks and (root != program.rank or mb in results), outputs
+        if not ok:
+            raise ProgramError(
+                f"check of rank {program.rank}'s program",
+                f"'{effect}', for which it does not hold what that needs",
+                "recv, then run, then send or broadcast, then advance, each once a micro-batch",
+            )
+        held.add(mb)
 
 
 def _next(programs: Sequence[Program], at: Sequence[int]) -> list[Step]:

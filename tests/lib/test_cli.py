@@ -16,7 +16,7 @@ import torch
 import weft
 from weft import cli
 from weft import demo as demo_module
-from weft.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
+from weft.cli.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
 from weft.stages.model import DEMO
 from weft.stages.model import DTYPES as MODEL_DTYPES
 from weft.transforms.generate import Completion, Runner, make_runner

@@ -28,6 +28,10 @@ class Backend(Protocol):
     def name(self) -> str:
         """As `graphify(backend=...)` takes it."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+
     def capture(self, fn: Callable[[], Any], audit: Audit) -> Recording:
         """Run `fn` under `audit` as often as recording takes, and return the record.
 

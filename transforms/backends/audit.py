@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, FunctionMode, storage_address
+from weft.torchapi import DispatchMode, FunctionMode, storage_id
 from weft.trees import tree_leaves
 
-_HOST_READS = ("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__", "__repr__")
+_HOST_READS = {
+    *("item", "tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
+}
+_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
+_NEW_TENSORS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
+_BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 _REMEDY = (
     "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
 )
@@ -32,8 +38,8 @@ class Audit(DispatchMode):
     def __init__(self, call: str, writable: Iterable[Tensor], names: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()
         self.call = call
-        self.own = {storage_address(t) for t in writable}
-        self.names = {storage_address(t): name for name, t in names}
+        self.own = {storage_id(t) for t in writable}
+        self.names = {storage_id(t): name for name, t in names}
         self.external: dict[int, Tensor] = {}
         self._reads = _HostReads(call)
 
@@ -51,6 +57,9 @@ class Audit(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.check(func, args, kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            # A constant written in the function: each replay starts from its value, whatever was then done to it.
+            func = torch.ops.aten.clone.default
         result = func(*args, **kwargs)
         self.adopt(args, kwargs, result)
         return result
@@ -59,8 +68,15 @@ class Audit(DispatchMode):
         """Raise CaptureError if a replay could not repeat this operation."""
         if fault := _data_dependence(func, args, kwargs):
             raise refusal(self.call, fault, _REMEDY)
+        on_host = next(
+            (t for t in tensors_in(args, kwargs) if t.device.type == "cpu" and storage_id(t) in self.names), None
+        )
+        if on_host is not None and any(t.is_cuda for t in tensors_in(args, kwargs)):
+            name = self.names[storage_id(on_host)]
+            fault = f"{name} is on the CPU and meets a CUDA tensor, so that its value would be frozen"
+            raise refusal(self.call, fault, f"move {name} to the device before the call")
         for tensor in written(func, args, kwargs):
-            address = storage_address(tensor)
+            address = storage_id(tensor)
             if address not in self.own:
                 name = self.names.get(address, "a tensor from outside it")
                 raise refusal(
@@ -72,12 +88,12 @@ class Audit(DispatchMode):
     def adopt(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note which storages the function made itself, and which tensors from outside it reads."""
         inputs = list(tensors_in(args, kwargs))
-        addresses = {storage_address(t) for t in inputs}
+        addresses = {storage_id(t) for t in inputs}
         for tensor in inputs:
-            address = storage_address(tensor)
+            address = storage_id(tensor)
             if address not in self.own and address not in self.names:
                 self.external.setdefault(address, tensor)
-        self.own.update(storage_address(t) for t in tensors_in(result) if storage_address(t) not in addresses)
+        self.own.update(storage_id(t) for t in tensors_in(result) if storage_id(t) not in addresses)
 
 
 class _HostReads(FunctionMode):
@@ -94,6 +110,12 @@ class _HostReads(FunctionMode):
         if name in _HOST_READS and getattr(torch.Tensor, name, None) is func:
             what = "a branch on a tensor's value" if name == "__bool__" else f"Tensor.{name} reads a tensor on the host"
             raise refusal(self.call, what, _REMEDY)
+        if func in _SPLITS and any(True for _ in tensors_in(args[1:], kwargs)):
+            raise refusal(self.call, f"{name} at places that a tensor holds reads them on the host", _REMEDY)
+        if func in _NEW_TENSORS and any(True for _ in tensors_in(args[func is torch.Tensor.new_tensor :], kwargs)):
+            raise refusal(
+                self.call, f"{name} of tensors reads them on the host", f"torch.stack or torch.cat; or {_REMEDY}"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -103,13 +125,11 @@ def refusal(call: str, fault: str, instead: str) -> CaptureError:
 
 
 def user_line() -> str:
-    """File, line and text of the innermost frame that is neither torch's nor this package's machinery."""
+    """File, line and text of the innermost frame that is neither torch's nor weft's."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in ("torch", "functools", "contextlib") and not module.startswith(
-            "weft.transforms."
-        ):
+        if module.split(".")[0] not in ("torch", "functools", "contextlib", "weft"):
             text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             return f"{frame.f_code.co_filename}:{frame.f_lineno}: {text}"
         frame = frame.f_back
@@ -127,6 +147,11 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from tensors_in(value)
+    # Batch normalisation in training updates its running statistics, which its schema does not say.
+    if func.overloadpacket in _BATCH_NORMS:
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        if named.get("training") or named.get("train"):
+            yield from tensors_in(named.get("running_mean"), named.get("running_var"))
 
 
 def _data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -40,11 +40,14 @@ class CudaBackend:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            with audit:
-                fn()
-            outputs = self._record(graph, fn, audit.call)
-        current.wait_stream(self.stream)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                with audit:
+                    fn()
+                outputs = self._record(graph, fn, audit.call)
+        finally:
+            # Also after a refusal: what is restored then must come after what the warm-up wrote.
+            current.wait_stream(self.stream)
         return CudaRecording(graph, outputs, tuple(audit.external.values()))
 
     def _record(self, graph: torch.cuda.CUDAGraph, fn: Callable[[], Any], call: str) -> Any:
@@ -54,10 +57,12 @@ class CudaBackend:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             outputs = fn()
-        except RuntimeError as error:
-            # The capture is void already, and says so once more when it is ended; the stream is usable after that.
+        except BaseException as error:
+            # The capture is void, and may say so once more when it is ended; the stream is usable after that.
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
+            if not isinstance(error, RuntimeError):
+                raise
             seen = str(error).splitlines()[0]
             raise CaptureError(call, f"CUDA refused: {seen}", "move what waits for the device out of it") from error
         graph.capture_end()

@@ -11,15 +11,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.torchapi import DispatchMode, storage_address
+from weft.torchapi import DispatchMode, storage_id
 from weft.transforms.backends.audit import Audit, tensors_in, written
+from weft.trees import tree_map
 
-_UNINITIALISED = {
-    torch.ops.aten.empty,
-    torch.ops.aten.empty_like,
-    torch.ops.aten.new_empty,
-    torch.ops.aten.empty_strided,
-}
+_CPU = torch.device("cpu")
+aten = torch.ops.aten
+# What they leave behind at capture is what a replay needs: memory, and its size.
+_NOT_REPEATED = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.resize_}
 
 
 @attrs.frozen
@@ -54,12 +53,23 @@ class _Recorder(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        inputs = {storage_address(t) for t in tensors_in(args, kwargs)}
-        fresh = [(i, t) for i, t in enumerate(tensors_in(result)) if storage_address(t) not in inputs]
+        inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
+        fresh = [(i, _as_it_is(t)) for i, t in enumerate(tensors_in(result)) if _is_fresh(t, inputs)]
         writes = any(True for _ in written(func, args, kwargs))
-        if (fresh or writes) and func.overloadpacket not in _UNINITIALISED:
+        if (fresh or writes) and func.overloadpacket not in _NOT_REPEATED and torch.Tag.inplace_view not in func.tags:
+            args, kwargs = tree_map(_as_it_is, (args, kwargs))
             self.tape.append(Operation(func, args, kwargs, tuple(fresh)))
         return result
+
+
+def _is_fresh(result: Tensor, inputs: set[int]) -> bool:
+    # Autograd's lazy zeros have no memory to write to, and nothing that could change.
+    return storage_id(result) not in inputs and not result._is_zerotensor()
+
+
+def _as_it_is(value: Any) -> Any:
+    """The same storage under a tensor of the tape's own, whose shape no later `t_()` or `resize_()` changes."""
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 @attrs.frozen
@@ -80,6 +90,7 @@ class TapeBackend:
     """Records operators below autograd and functorch, and replays them one by one."""
 
     name: str = "tape"
+    device: torch.device = _CPU
 
     def capture(self, fn: Callable[[], Any], audit: Audit) -> TapeRecording:
         recorder = _Recorder(audit)

@@ -39,7 +39,8 @@ def run_local(
                 states[rank] = advance(states[rank], batches[mb], results[rank, mb])
             case Run():
                 x = inputs.pop((rank, mb), None)
-                states[rank], results[rank, mb] = stages[rank](params[rank], states[rank], batches[mb], x)
+                made = call_stage(rank, stages[rank], params[rank], states[rank], batches[mb], x)
+                states[rank], results[rank, mb] = made
             case Send(to, _, schema):
                 _match(rank, effect, schema, results[rank, mb])
                 inputs[to, mb] = results.pop((rank, mb))
@@ -48,6 +49,19 @@ def run_local(
             case Broadcast(root):
                 results[rank, mb] = results[root, mb]
     return tuple(states), [results[last, mb] for mb in range(len(batches))]
+
+
+def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, batch: Any, x: Any) -> tuple[Any, Any]:
+    """The stage's `(state, y)`; an error from inside it gets a note that says which stage it was."""
+    try:
+        made = stage(params, state, batch, x)
+    except Exception as error:
+        error.add_note(f"in stage {index} ({getattr(stage, '__name__', stage)})")
+        raise
+    if not isinstance(made, tuple) or len(made) != 2:
+        name = getattr(stage, "__name__", stage)
+        raise ProgramError(f"stage {index} ({name})", f"it returned a {type(made).__name__}", "return (state, y)")
+    return made
 
 
 def _match(rank: int, effect: Send | Recv, schema: Schema | None, value: Any) -> None:

@@ -188,13 +188,13 @@ def printable(text: str) -> str:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from weft.demo_report import demo
+    from weft.cli.demo_report import demo
 
     return 0 if demo(arguments.device, arguments.max_tokens, progress=sys.stderr.isatty()) else 1
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from weft.doctor import examine, show
+    from weft.cli.doctor import examine, show
 
     report = examine()
     if arguments.json:

@@ -1,4 +1,4 @@
-"""`weft demo`: the four ways of `weft.demo`, shown."""
+"""`weft demo`: the four ways of `weft.cli.demo`, shown."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli import printable
-from weft.demo import PROMPTS, TOLERANCE, Comparison, Trace, compare_all, few_threads, trace_all
+from weft.cli.demo import PROMPTS, TOLERANCE, Comparison, Trace, compare_all, few_threads, trace_all
 from weft.stages.model import DEMO, Model, load
 from weft.stages.params import num_bytes
 

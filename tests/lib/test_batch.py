@@ -1,0 +1,113 @@
+"""The makers of batches."""
+
+import itertools
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.batch import LAST_TOKEN, Batch
+from weft.descriptor import BatchDescriptor
+from weft.errors import DescriptorError
+from weft.trees import leaves_with_names, sized_fields
+
+FAST = settings(deadline=None, max_examples=60)
+IDS = st.lists(st.lists(st.integers(LAST_TOKEN, 99), min_size=1, max_size=4), max_size=5)
+
+
+def assert_fits(batch: Batch) -> None:
+    """Shapes and dtypes are those that the descriptor and the docstring say."""
+    n, tokens = batch.descriptor.num_reqs, batch.descriptor.num_tokens
+    seen = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves_with_names(batch)}
+    assert seen == {
+        ".rows": ((n,), torch.int64),
+        ".input_ids": ((tokens,), torch.int64),
+        ".query_start_loc": ((n + 1,), torch.int32),
+        ".samples": ((n,), torch.bool),
+    }
+
+
+@FAST
+@given(st.lists(st.integers(0, 99), max_size=6, unique=True))
+def test_decode_is_one_token_of_each_row(rows: list[int]) -> None:
+    batch = Batch.decode(rows)
+    assert_fits(batch)
+    assert batch.descriptor == BatchDescriptor.uniform(len(rows))
+    assert batch.rows.tolist() == rows
+    assert batch.input_ids.tolist() == [LAST_TOKEN] * len(rows)
+    assert batch.query_start_loc.tolist() == list(range(len(rows) + 1))
+    assert batch.samples.all()
+
+
+@FAST
+@given(IDS)
+def test_ragged_keeps_each_requests_tokens_apart(ids: list[list[int]]) -> None:
+    rows = list(range(len(ids)))[::-1]
+    batch = Batch.ragged(rows, ids)
+    assert_fits(batch)
+    assert batch.descriptor == BatchDescriptor(sum(map(len, ids)), len(ids))
+    starts = batch.query_start_loc.tolist()
+    assert [batch.input_ids[a:b].tolist() for a, b in itertools.pairwise(starts)] == ids
+    assert batch.samples.tolist() == [True] * len(ids)
+
+
+def test_one_token_prefills_are_ragged_whatever_their_shape() -> None:
+    assert Batch.ragged([0, 1], [[4], [5]]).descriptor.is_uniform is False
+    assert Batch.ragged([0, 1], [[LAST_TOKEN]] * 2).descriptor != Batch.decode([0, 1]).descriptor
+
+
+def test_samples_as_given() -> None:
+    assert Batch.ragged([3, 1], [[4], [5, 6]], samples=[False, True]).samples.tolist() == [False, True]
+
+
+def test_makers_take_any_sequences() -> None:
+    batch = Batch.ragged(range(2), ((1, 2), range(3)), samples=(True, False))
+    assert batch.input_ids.tolist() == [1, 2, 0, 1, 2]
+    assert Batch.decode(range(3)).rows.tolist() == [0, 1, 2]
+
+
+ERRORS = [
+    (([0, 1], [[1]], None), "rows=[0, 1], token_ids=<1 of lengths [1]>",
+     "2 rows, 1 token lists, 2 samples", "give one a row"),
+    (([0], [[1]], [True, False]), "rows=[0], token_ids=<1 of lengths [1]>",
+     "1 rows, 1 token lists, 2 samples", "give one a row"),
+    (([4, 7], [[1, 2], []], None), "rows=[4, 7], token_ids=<2 of lengths [2, 0]>",
+     "request 1 has no token", "leave such a request out of the batch"),
+    (([4, 4], [[1, 2], [3]], None), "rows=[4, 4], token_ids=<2 of lengths [2, 1]>",
+     "a row stands twice", "join the request's tokens in one list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "call", "seen", "instead"), ERRORS)
+def test_what_ragged_refuses(args: tuple[list[int], list[list[int]], list[bool] | None], call: str, seen: str,
+                             instead: str) -> None:  # fmt: skip
+    with pytest.raises(DescriptorError) as error:
+        Batch.ragged(args[0], args[1], samples=args[2])
+    assert str(error.value) == f"Batch.ragged({call})\n  saw: {seen}\n  instead: {instead}"
+
+
+def test_decode_refuses_a_row_that_stands_twice_as_ragged_does() -> None:
+    with pytest.raises(DescriptorError, match="a row stands twice"):
+        Batch.decode([3, 3])
+
+
+@pytest.mark.parametrize("rows", [[-1], [0, -2]])
+def test_makers_refuse_rows_that_are_padding_or_nobodys(rows: list[int]) -> None:
+    with pytest.raises(DescriptorError, match=str(min(rows))):
+        Batch.decode(rows)
+    with pytest.raises(DescriptorError, match=str(min(rows))):
+        Batch.ragged(rows, [[1]] * len(rows))
+
+
+def test_every_tensor_of_a_batch_says_how_it_is_padded() -> None:
+    fields = {f.name for f in attrs.fields(Batch)} - {"descriptor"}
+    assert set(sized_fields(Batch.decode([0]))) == fields
+
+
+def test_batches_are_compared_by_identity() -> None:
+    batch = Batch.decode([0])
+    assert batch == batch
+    assert batch != Batch.decode([0])
+    assert hash(batch)

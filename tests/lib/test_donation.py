@@ -1,0 +1,226 @@
+"""Donation: the old value is dead and says so, the new one is the same storage, nothing else changes."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, jvp, vmap
+
+from weft.donation import clone, donatable, donate, donated_argnames, donates, refuse_donated
+from weft.errors import DonatedError
+from weft.proofs.laws import assert_equal
+from weft.state import State
+from weft.trees import pytree, static, tree_leaves, tree_map
+
+INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep the old one"
+
+
+def state() -> State:
+    return State.zeros(num_layers=1, num_kv_heads=1, head_dim=2, max_num_reqs=1, num_pages=1, max_pages=1, page_size=2)
+
+
+@donatable
+@pytree
+@attrs.frozen(eq=False)
+class Pair:
+    x: Tensor
+    name: str = attrs.field(default="", metadata=static())
+    _taken_by: str = attrs.field(default="", init=False, repr=False, metadata={"weft.static": True})
+
+
+def test_a_state_is_moved_from() -> None:
+    old = state()
+    places = [leaf.data_ptr() for leaf in tree_leaves(old)]
+    new = donate(old, to="step(state)")
+    assert [leaf.data_ptr() for leaf in tree_leaves(new)] == places
+    for field in ("kv_pages", "positions", "seeds"):
+        with pytest.raises(DonatedError) as error:
+            getattr(old, field)
+        assert str(error.value) == (
+            f"State.{field}\n  saw: this State was donated to step(state)\n  instead: {INSTEAD}"
+        )
+    assert isinstance(error.value, RuntimeError)
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "flatten": tree_leaves,
+    "flatten, nested": lambda s: tree_leaves({"a": [1, (s,)]}),
+    "map": lambda s: tree_map(lambda x: x, s),
+    "clone": clone,
+    "evolve": lambda s: attrs.evolve(s, positions=None),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "donate": lambda s: donate(s, to="second(state)"),
+    "donate, nested": lambda s: donate({"a": [s]}, to="second(state)"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_use_of_a_dead_state_names_the_first_taker(use: str) -> None:
+    old = state()
+    donate(old, to="first(state)")
+    with pytest.raises(DonatedError, match=r"this State was donated to first\(state\)"):
+        USES[use](old)
+
+
+def test_a_living_state_copies_and_pickles() -> None:
+    s = state()
+    for other in (copy.copy(s), copy.deepcopy(s), pickle.loads(pickle.dumps(s)), clone(s)):
+        assert_equal("a copy", other, s)
+
+
+def test_names_that_never_were_are_attribute_errors_dead_or_alive() -> None:
+    s = state()
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="'State' object has no attribute 'kv_page'"):
+            s.kv_page  # type: ignore[attr-defined]  # noqa: B018
+        assert getattr(s, "page", None) is None
+        donate(s, to="step(state)") if not s._taken_by else None
+
+
+def test_a_class_of_ones_own() -> None:
+    old = Pair(torch.ones(2), "cat")
+    new = donate({"deep": [old]}, to="f(pair)")["deep"][0]
+    assert (new.x.tolist(), new.name) == ([1, 1], "cat")
+    with pytest.raises(DonatedError, match=r"Pair\.name\n  saw: this Pair was donated to f\(pair\)"):
+        _ = old.name
+
+
+def test_plain_tensors_are_marked_and_refused() -> None:
+    old = torch.ones(2, 3)
+    new = donate(old, to="f(x)")
+    assert (new is old, new.data_ptr() == old.data_ptr()) == (False, True)
+    refuse_donated(new, call="g(...)")
+    refuse_donated("no tensor", call="g(...)")
+    with pytest.raises(DonatedError) as error:
+        refuse_donated(old, call="g(...)")
+    assert str(error.value) == f"g(...)\n  saw: a tensor of shape (2, 3) that was donated to f(x)\n  instead: {INSTEAD}"
+    with pytest.raises(DonatedError, match=r"^g\(x\)\n  saw: a tensor of shape \(2, 3\) that was donated to f\(x\)"):
+        donate([old], to="g(x)")
+
+
+def test_a_chain_of_donations_kills_each_link_but_the_last() -> None:
+    links = [torch.zeros(1)]
+    for i in range(4):
+        links.append(donate(links[-1], to=f"f{i}(x)"))
+    refuse_donated(links[-1], call="g")
+    for i, dead in enumerate(links[:-1]):
+        with pytest.raises(DonatedError, match=rf"donated to f{i}\(x\)"):
+            refuse_donated(dead, call="g")
+
+
+def test_what_is_no_tensor_passes_and_structure_is_kept() -> None:
+    tree = {"n": 3, "none": None, "s": "x", "t": (torch.ones(1), [torch.zeros(1)])}
+    assert_equal("donated", donate(tree, to="f(x)"), tree)
+
+
+def test_a_refused_donation_takes_nothing() -> None:
+    dead, live, table = torch.zeros(2), torch.ones(2), Pair(torch.ones(1))
+    donate(dead, to="first(x)")
+    with pytest.raises(DonatedError, match=r"donated to first\(x\)"):
+        donate([live, table, dead], to="second(x)")
+    refuse_donated(live, call="g")
+    assert table.x.tolist() == [1]
+
+
+def test_one_tensor_twice_in_a_tree_is_said_to_be_that() -> None:
+    """It was not donated *before*, as the message for a dead value would have it."""
+    tied = torch.zeros(2)
+    with pytest.raises(DonatedError, match="twice"):
+        donate({"embed": tied, "head": tied}, to="f(state)")
+    refuse_donated(tied, call="g")
+
+
+def test_clone_has_storage_of_its_own_and_keeps_the_rest() -> None:
+    tree = {"t": torch.ones(2), "p": Pair(torch.ones(1), "cat"), "n": 3}
+    other = clone(tree)
+    other["t"].fill_(5)
+    other["p"].x.fill_(5)
+    assert (tree["t"].tolist(), tree["p"].x.tolist(), other["p"].name, other["n"]) == ([1, 1], [1], "cat", 3)
+    donate(tree, to="f(x)")
+    refuse_donated(other["t"], call="g")
+
+
+# The decorator -------------------------------------------------------------------------------------------------------
+
+
+def test_the_decorator_donates_what_it_names_however_it_is_passed() -> None:
+    @donates("s", "t")
+    def f(x: Tensor, s: Tensor, *, t: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Doc."""
+        return s.add_(x), t
+
+    x, first, second = (torch.ones(2) for _ in range(3))
+    f(x, first)
+    f(x, s=second, t=x.clone())
+    refuse_donated(x, call="g")
+    for dead in (first, second):
+        with pytest.raises(DonatedError, match=r"^f\(s\)\n  saw: a tensor of shape \(2,\) that was donated to f\(s\)"):
+            f(x, dead)
+    assert (f.__name__, f.__doc__, donated_argnames(f)) == ("f", "Doc.", ("s", "t"))
+
+
+def test_a_default_is_not_donated() -> None:
+    default = torch.zeros(1)
+    f = donates("s")(lambda s=default: s)
+    assert (f() is default, f() is default) == (True, True)
+
+
+def test_arguments_that_are_not_there_are_refused_at_once() -> None:
+    with pytest.raises(TypeError) as error:
+
+        @donates("state", "stat")
+        def f(state: Tensor) -> Tensor:
+            return state
+
+    assert str(error.value) == "donates('state', 'stat'): f(state: torch.Tensor) -> torch.Tensor has no argument 'stat'"
+
+
+def test_a_wrong_call_donates_nothing() -> None:
+    f, s = donates("s")(lambda s, x: s + x), torch.zeros(1)
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        f(s)
+    assert f(s, 1).item() == 1
+
+
+def test_decorators_one_upon_the_other_declare_both() -> None:
+    assert set(donated_argnames(donates("b")(donates("a")(lambda a, b: (a, b))))) == {"a", "b"}
+
+
+def test_undecorated_functions_donate_nothing() -> None:
+    assert donated_argnames(lambda s: s) == ()
+
+
+# torch.func ----------------------------------------------------------------------------------------------------------
+
+X = torch.tensor([1.0, 2.0])
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
+    "grad": lambda f: grad(lambda s: f(s, X).sum())(X.clone()),
+    "jvp": lambda f: jvp(lambda s: f(s, X), (X.clone(),), (torch.ones(2),)),
+    "jacfwd": lambda f: torch.func.jacfwd(lambda s: f(s, X))(X.clone()),
+    "jacrev": lambda f: torch.func.jacrev(lambda s: f(s, X))(X.clone()),
+    "hessian": lambda f: hessian(lambda s: f(s, X).sum())(X.clone()),
+    "vmap": lambda f: vmap(f)(torch.eye(2), torch.eye(2)),
+    "vmap of grad": lambda f: vmap(grad(lambda s, x: f(s, x)))(X.clone(), X),
+    "grad of grad": lambda f: grad(lambda a: grad(lambda b: (f(a * b, X)).sum())(X).sum())(X.clone()),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_donating_function_under_a_transform_is_the_function(name: str) -> None:
+    def f(s: Tensor, x: Tensor) -> Tensor:
+        return s**3 * x
+
+    assert_equal("donation changes no derivative", TRANSFORMS[name](donates("s")(f)), TRANSFORMS[name](f))
+
+
+def test_gradients_flow_through_a_donated_tensor() -> None:
+    w = torch.ones(2, requires_grad=True)
+    donates("s")(lambda s: (s * 3).sum())(w * 2).backward()
+    assert_equal("gradient", w.grad, torch.full((2,), 6.0))

@@ -1,0 +1,214 @@
+"""resolve, advance and admit against loops over requests and tokens, written here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.batch import LAST_TOKEN, Batch
+from weft.descriptor import BatchDescriptor
+from weft.donation import clone
+from weft.errors import DonatedError, WeftError
+from weft.outputs import Output
+from weft.padding import pad
+from weft.proofs.laws import assert_equal
+from weft.state import State, admit, advance, resolve
+from weft.transforms.graphify import graphify
+
+FAST = settings(deadline=None, max_examples=80)
+ROWS, PAGE, MAX_PAGES = 5, 2, 6
+
+
+def empty(rows: int = ROWS) -> State:
+    return State.zeros(
+        num_layers=1, num_kv_heads=1, head_dim=2, max_num_reqs=rows, num_pages=40, max_pages=MAX_PAGES, page_size=PAGE
+    )
+
+
+@st.composite
+def states(draw: st.DrawFn) -> State:
+    """Any table of requests, the scratch row full of somebody's old data."""
+    state = empty()
+    numbers = st.integers(0, 7)
+    for field, values in (("positions", numbers), ("last_tokens", st.integers(0, 99)), ("seeds", numbers)):
+        drawn = draw(st.lists(values, min_size=ROWS + 1, max_size=ROWS + 1))
+        getattr(state, field).copy_(torch.tensor(drawn))
+    table = draw(st.permutations(range((ROWS + 1) * MAX_PAGES)))
+    state.block_table.copy_(torch.tensor(table).view(ROWS + 1, MAX_PAGES))
+    return state
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    rows = draw(st.lists(st.integers(0, ROWS - 1), unique=True, max_size=ROWS))
+    if draw(st.booleans()):
+        batch = Batch.decode(rows)
+        larger = BatchDescriptor.uniform(len(rows) + draw(st.integers(0, 3)))
+    else:
+        ids = [draw(st.lists(st.integers(LAST_TOKEN, 99), min_size=1, max_size=4)) for _ in rows]
+        batch = Batch.ragged(rows, ids, samples=[draw(st.booleans()) for _ in rows])
+        larger = BatchDescriptor(sum(map(len, ids)) + draw(st.integers(0, 3)), len(rows) + draw(st.integers(0, 3)))
+    return pad(batch, larger) if rows and draw(st.booleans()) else batch
+
+
+def resolved_by_hand(state: State, batch: Batch) -> dict[str, list[Any]]:
+    """What resolve says it returns, one request and one token at a time."""
+    tokens, reqs = batch.descriptor.num_tokens, batch.descriptor.num_reqs
+    made: dict[str, list[Any]] = {
+        "input_ids": [0] * tokens, "positions": [0] * tokens, "slot_mapping": [-1] * tokens,
+        "seq_lens": [0] * reqs, "last_index": [0] * reqs, "block_table": [],
+    }  # fmt: skip
+    starts, given = batch.query_start_loc.tolist(), batch.input_ids.tolist()
+    for i, row in enumerate(batch.rows.tolist()):
+        made["block_table"].append(state.block_table[row].tolist())
+        made["last_index"][i] = max(starts[i + 1] - 1, 0)
+        if row < 0:
+            continue
+        held = int(state.positions[row])
+        made["seq_lens"][i] = held + starts[i + 1] - starts[i]
+        for offset, t in enumerate(range(starts[i], starts[i + 1])):
+            at = held + offset
+            made["positions"][t] = at
+            made["input_ids"][t] = int(state.last_tokens[row]) if given[t] == LAST_TOKEN else given[t]
+            made["slot_mapping"][t] = int(state.block_table[row, at // PAGE]) * PAGE + at % PAGE
+    return made
+
+
+@FAST
+@given(states(), batches())
+def test_resolve_is_the_loop(state: State, batch: Batch) -> None:
+    before = clone(state)
+    seen = resolve(state, batch)
+    for field, wanted in resolved_by_hand(state, batch).items():
+        assert getattr(seen, field).tolist() == wanted, field
+    assert (seen.descriptor, seen.rows is batch.rows) == (batch.descriptor, True)
+    assert_equal("resolve is pure", state, before)
+
+
+def test_resolve_keeps_the_dtypes_that_it_says() -> None:
+    seen = resolve(empty(), pad(Batch.decode([1]), BatchDescriptor.uniform(2)))
+    dtypes = {f.name: getattr(seen, f.name).dtype for f in attrs.fields(type(seen)) if f.name != "descriptor"}
+    small = {name for name, dtype in dtypes.items() if dtype == torch.int32}
+    assert small == {"query_start_loc", "seq_lens", "block_table"}
+    assert all(dtypes[name] == torch.int64 for name in dtypes.keys() - small)
+
+
+def advanced_by_hand(state: State, batch: Batch, tokens: Sequence[int]) -> State:
+    state, starts = clone(state), batch.query_start_loc.tolist()
+    for i, row in enumerate(batch.rows.tolist()):
+        if row < 0:
+            continue
+        state.positions[row] += starts[i + 1] - starts[i]
+        if batch.samples[i]:
+            state.last_tokens[row] = tokens[i]
+    return state
+
+
+@FAST
+@given(states(), batches())
+def test_advance_is_the_loop(state: State, batch: Batch) -> None:
+    tokens = torch.arange(batch.descriptor.num_reqs) + 1000
+    wanted = advanced_by_hand(state, batch, tokens.tolist())
+    assert_equal("advance is the loop", advance(state, batch, Output(tokens, tokens.float())), wanted)
+
+
+@FAST
+@given(states(), st.integers(0, 5), st.integers(0, 5))
+def test_a_batch_of_padding_changes_nothing(state: State, reqs: int, tokens: int) -> None:
+    nobody = pad(Batch.ragged([], []), BatchDescriptor(tokens, reqs))
+    before, out = clone(state), torch.arange(reqs) + 77
+    assert_equal("padding changes nothing", advance(state, nobody, Output(out, out.float())), before)
+
+
+@FAST
+@given(states(), batches(), st.integers(0, 4), st.integers(0, 4))
+def test_padding_changes_nothing_of_what_its_requests_get(s: State, batch: Batch, tokens: int, reqs: int) -> None:
+    d = attrs.evolve(batch.descriptor, query_len=None)
+    wide = pad(batch, BatchDescriptor(d.num_tokens + tokens, d.num_reqs + reqs))
+    seen, alone = resolve(s, wide), resolve(s, batch)
+    for field in ("input_ids", "positions", "slot_mapping", "seq_lens"):
+        length = getattr(alone, field).shape[0]
+        assert torch.equal(getattr(seen, field)[:length], getattr(alone, field))
+        assert set(getattr(seen, field)[length:].tolist()) <= {-1 if field == "slot_mapping" else 0}
+
+
+def test_steps_are_captured_without_a_host_read() -> None:
+    def step(state: State, batch: Batch) -> tuple[State, Output]:
+        resolved = resolve(state, batch)
+        ids = resolved.input_ids[resolved.last_index] + 1
+        out = Output(ids, ids.float())
+        return advance(state, batch, out), out
+
+    g = graphify(step, ladder=[BatchDescriptor.uniform(3), BatchDescriptor(6, 3)], donate_argnames=("state",))
+    state, other = empty(), empty()
+    for batch in (Batch.ragged([3, 1], [[7, 8], [9]]), Batch.decode([1]), Batch.decode([1, 3, 0]), Batch.decode([3])):
+        state, out = step(state, batch)
+        other, seen = g(other, batch)
+        assert_equal("captured steps", (other, seen), (state, out))
+    assert state.last_tokens.tolist() == [1, 12, 0, 11, 0, 0]
+    assert g.cache_info().captures == 2
+
+
+def test_admit_fills_the_rows_and_no_other() -> None:
+    state = empty()
+    state.positions.fill_(3)
+    state.last_tokens.fill_(4)
+    state = admit(state, [2, 0], [[7, 8], [9]], 0.5, [11, -12])
+    assert state.block_table[[2, 0]].tolist() == [[7, 8, 0, 0, 0, 0], [9, 0, 0, 0, 0, 0]]
+    assert state.positions.tolist() == [0, 3, 0, 3, 3, 3]
+    assert state.last_tokens.tolist() == [0, 4, 0, 4, 4, 4]
+    assert state.temperature.tolist() == [0.5, 0, 0.5, 0, 0, 0]
+    assert state.seeds.tolist() == [-12, 0, 11, 0, 0, 0]
+    assert not state.block_table[[1, 3, 4, 5]].any()
+
+
+def test_admit_again_leaves_no_page_of_the_request_before() -> None:
+    state = admit(empty(), [1], [[5, 6, 7]], 1.0, [3])
+    assert admit(state, [1], [[8]], 0.0, [4]).block_table[1].tolist() == [8, 0, 0, 0, 0, 0]
+
+
+def test_admit_nobody() -> None:
+    assert_equal("admit nobody", admit(empty(), [], [], 1.0, []), empty())
+
+
+FAULTS: dict[str, tuple[Any, ...]] = {
+    "fewer seeds than rows": ([0, 1], [[0], [1]], 0.0, [7]),
+    "more seeds than rows": ([0], [[0]], 0.0, [7, 8]),
+    "fewer pages than rows": ([0, 1], [[0]], 0.0, [7, 8]),
+    "more pages than a row holds": ([0], [list(range(MAX_PAGES + 1))], 0.0, [7]),
+    "a page that does not exist": ([0], [[40]], 0.0, [7]),
+    "a negative page": ([0], [[-1]], 0.0, [7]),
+    "the scratch row": ([ROWS], [[0]], 0.0, [7]),
+    "the scratch row by its other name": ([-1], [[0]], 0.0, [7]),
+    "a row that does not exist": ([ROWS + 1], [[0]], 0.0, [7]),
+    "a row twice": ([0, 0], [[0], [1]], 0.0, [7, 8]),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_admit_refuses(name: str) -> None:
+    """Each would end in somebody else's pages, random numbers or rows, or in torch's error about another tensor."""
+    with pytest.raises(WeftError) as error:
+        admit(empty(), *FAULTS[name])
+    assert error.value.call.startswith("admit(")
+
+
+def test_an_admitted_state_is_dead_and_names_its_taker() -> None:
+    old = empty()
+    admit(old, [0], [[1]], 0.0, [1])
+    with pytest.raises(DonatedError) as error:
+        resolve(old, Batch.decode([0]))
+    assert error.value.seen == "this State was donated to admit(state)"
+
+
+def test_zeros() -> None:
+    state = State.zeros(num_layers=3, num_kv_heads=2, head_dim=8, max_num_reqs=4, num_pages=5, max_pages=2,
+                        page_size=16, dtype=torch.bfloat16)  # fmt: skip
+    assert state.kv_pages.shape == (3, 2, 5, 16, 2, 8)
+    assert state.kv_pages.dtype == torch.bfloat16
+    assert (state.block_table.shape, state.block_table.dtype) == ((5, 2), torch.int32)
+    assert {t.shape for t in (state.positions, state.last_tokens, state.temperature, state.seeds)} == {(5,)}

@@ -1,0 +1,188 @@
+"""Sampling: the generator against an independent implementation, and sample's edges. (Distributions: tests/proofs.)"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.stages.sampling import _mix, exponential, random_bits, sample
+from weft.transforms.graphify import graphify
+
+FAST = settings(deadline=None, max_examples=60)
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
+
+
+def finalised(z: int) -> int:
+    """SplitMix64's output function on Python's own integers."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def splitmix64(seed: int, count: int) -> list[int]:
+    """The generator, after the public-domain C code of Vigna (prng.di.unimi.it/splitmix64.c)."""
+    return [finalised((seed + (i + 1) * GOLDEN) & MASK) for i in range(count)]
+
+
+def unsigned(x: Tensor) -> list[int]:
+    return [v & MASK for v in x.tolist()]
+
+
+def signed(v: int) -> int:
+    return v - (1 << 64) if v >> 63 else v
+
+
+PUBLISHED = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+
+
+def test_the_published_outputs_for_seed_1234567() -> None:
+    assert splitmix64(1234567, 5) == PUBLISHED
+    states = torch.tensor([signed((1234567 + (i + 1) * GOLDEN) & MASK) for i in range(5)])
+    assert unsigned(_mix(states)) == PUBLISHED
+
+
+@FAST
+@given(st.lists(INT64, min_size=1, max_size=20))
+def test_mix_is_the_output_function(values: list[int]) -> None:
+    assert unsigned(_mix(torch.tensor(values))) == [finalised(v & MASK) for v in values]
+
+
+@FAST
+@given(INT64, st.integers(0, 1 << 40), st.integers(1, 6))
+def test_random_bits_are_a_splitmix64_stream_a_request(seed: int, position: int, count: int) -> None:
+    stream = finalised((finalised((seed + GOLDEN) & MASK) + position * GOLDEN) & MASK)
+    (row,) = random_bits(torch.tensor([seed]), torch.tensor([position]), count)
+    assert unsigned(row) == splitmix64(stream, count)
+
+
+@FAST
+@given(st.lists(st.tuples(INT64, st.integers(0, 99)), min_size=1, max_size=5, unique=True))
+def test_a_request_draws_its_own_numbers_in_any_batch(pairs: list[tuple[int, int]]) -> None:
+    seeds, positions = torch.tensor([p[0] for p in pairs]), torch.tensor([p[1] for p in pairs])
+    together = random_bits(seeds, positions, 4)
+    for i in range(len(pairs)):
+        assert torch.equal(random_bits(seeds[i : i + 1], positions[i : i + 1], 4)[0], together[i])
+    assert len({tuple(row) for row in together.tolist()}) == len(pairs)
+
+
+def test_neighbouring_seeds_and_positions_do_not_share_a_stream() -> None:
+    """Seed s at position p + 1 must not be seed s + 1 at position p, nor its numbers shifted by one."""
+    grid = [(s, p) for s in range(16) for p in range(16)]
+    bits = random_bits(torch.tensor([s for s, _ in grid]), torch.tensor([p for _, p in grid]), 32)
+    assert bits.unique().numel() == bits.numel()
+
+
+def test_exponentials_have_mean_and_variance_one() -> None:
+    draws = exponential(random_bits(torch.arange(64), torch.zeros(64, dtype=torch.int64), 4096)).double()
+    count = draws.numel()
+    # Standard errors: of the mean 1 / sqrt(n), of the variance sqrt(8 / n).
+    assert abs(draws.mean().item() - 1) < 5 / math.sqrt(count)
+    assert abs(draws.var().item() - 1) < 5 * math.sqrt(8 / count)
+
+
+def test_exponentials_are_finite_positive_and_ordered_at_the_ends() -> None:
+    ends = torch.tensor([0, 1 << 11, 1 << 40, (1 << 62), (1 << 63) - 1, -(1 << 63), -1])
+    draws = exponential(ends)
+    assert draws.dtype == torch.float32
+    assert bool(draws.isfinite().all())
+    assert bool((draws > 0).all())
+    assert draws.tolist() == sorted(draws.tolist())
+    assert draws[0].item() == pytest.approx(0.5 * 2.0**-53, rel=1e-6)
+    assert draws[3].item() == pytest.approx(-math.log1p(-0.25), rel=1e-6)
+
+
+LOGITS = torch.tensor([[0.0, 3.0, -1.0, 2.5], [2.0, 2.0, 2.0, 2.0], [-math.inf, 0.0, -math.inf, -math.inf]])
+
+
+def drawn(temperature: float, logits: Tensor = LOGITS, seed: int = 0) -> tuple[list[int], Tensor]:
+    n = logits.shape[0]
+    ids, logprobs = sample(logits, torch.full((n,), temperature), torch.arange(n) + seed, torch.arange(n) * 3)
+    return ids.tolist(), logprobs
+
+
+def test_greedy_is_the_arg_max_whatever_the_seed() -> None:
+    for seed in range(5):
+        assert drawn(0.0, seed=seed)[0] == LOGITS.argmax(-1).tolist() == [1, 0, 1]
+
+
+def test_of_greedy_ties_the_first_and_always_the_same() -> None:
+    tied = torch.zeros(3, 301)
+    tied[1, [7, 200]] = 5.0
+    assert drawn(0.0, tied)[0] == [0, 7, 0]
+    assert drawn(0.0, tied[:, :-1])[0] == [0, 7, 0]
+
+
+def test_logprobs_are_the_models_at_temperature_one() -> None:
+    for temperature in (0.0, 0.3, 4.0):
+        ids, logprobs = drawn(temperature)
+        wanted = LOGITS.log_softmax(-1)[torch.arange(3), torch.tensor(ids)]
+        assert torch.equal(logprobs, wanted)
+        assert bool(logprobs.isfinite().all())
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.full((256, 5), -math.inf)
+    logits[:, [1, 3]] = 0.0
+    assert set(drawn(50.0, logits)[0]) == {1, 3}
+
+
+def test_a_small_temperature_is_nearly_greedy_and_a_large_one_nearly_uniform() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]]).repeat(300, 1)
+    assert set(drawn(1e-3, logits)[0]) == {2}
+    counts = torch.bincount(torch.tensor(drawn(1e6, logits)[0]), minlength=3)
+    assert bool((counts > 60).all())
+
+
+def test_equal_pairs_draw_equal_noise_and_others_do_not() -> None:
+    logits = torch.zeros(6, 1000)
+    seeds, positions = torch.tensor([1, 1, 1, 2, 2, 1]), torch.tensor([5, 5, 6, 5, 6, 5])
+    ids, _ = sample(logits, torch.ones(6), seeds, positions)
+    assert ids[0] == ids[1] == ids[5]
+    assert len(set(ids.tolist())) == 4
+    assert torch.equal(ids, sample(logits, torch.ones(6), seeds, positions)[0])
+
+
+def test_no_global_generator_is_read_or_moved() -> None:
+    torch.manual_seed(0)
+    first, state = drawn(1.0)[0], torch.get_rng_state()
+    torch.manual_seed(99)
+    assert drawn(1.0)[0] == first
+    torch.manual_seed(0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rows_of_different_temperatures_do_not_meet() -> None:
+    """Greedy, sampled and padding (NaN) rows in one batch: each as if alone."""
+    temperature = torch.tensor([0.0, 1.0, math.nan])
+    seeds, positions = torch.tensor([4, 5, 6]), torch.tensor([7, 8, 9])
+    ids, logprobs = sample(LOGITS, temperature, seeds, positions)
+    for i in range(2):
+        alone = slice(i, i + 1)
+        one, logprob = sample(LOGITS[alone], temperature[alone], seeds[alone], positions[alone])
+        assert (one.item(), logprob.item()) == (ids[i].item(), logprobs[i].item())
+    assert 0 <= int(ids[2]) < LOGITS.shape[1]
+
+
+def test_a_permutation_of_the_requests_permutes_the_tokens() -> None:
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
+    seeds, positions, order = torch.arange(5) * 7, torch.arange(5), torch.tensor([3, 0, 4, 1, 2])
+    ids, _ = sample(logits, torch.ones(5), seeds, positions)
+    permuted, _ = sample(logits[order], torch.ones(5), seeds[order], positions[order])
+    assert torch.equal(permuted, ids[order])
+
+
+def test_captured_it_draws_anew_for_each_position() -> None:
+    g, logits = graphify(sample), torch.zeros(1, 100)
+    drawn_by_graph = []
+    for position in range(8):
+        where = torch.tensor([position])
+        ids, _ = g(logits, torch.ones(1), torch.tensor([3]), where)
+        assert torch.equal(ids, sample(logits, torch.ones(1), torch.tensor([3]), where)[0])
+        drawn_by_graph.append(ids.item())
+    assert len(set(drawn_by_graph)) > 5
+    assert g.cache_info().captures == 1
