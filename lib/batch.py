@@ -101,11 +101,9 @@ class Batch:
 
 
 def _check_rows(call: str, rows: Sequence[int]) -> None:
-    if not rows:
-        raise DescriptorError(call, "no request", "leave the step out")
     if len(set(rows)) != len(rows):
-        raise DescriptorError(call, "a row stands twice", "name each request once, all its tokens together")
-    if min(rows) < 0:
+        raise DescriptorError(call, "a row stands twice", "join the request's tokens in one list")
+    if rows and min(rows) < 0:
         raise DescriptorError(call, f"row {min(rows)}", "rows are >= 0; weft.pad adds the padding")
 
 

@@ -62,8 +62,11 @@ def donate(tree: T, *, to: str) -> T:
         DonatedError: something in it was donated before; then nothing is moved.
     """
 
-    for leaf in tree_leaves(tree):
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    for leaf in tensors:
         refuse_donated(leaf, call=to)
+    if len({id(leaf) for leaf in tensors}) != len(tensors):
+        raise DonatedError(to, "a tensor that stands twice in it, and can have one next value", "clone one of them")
 
     def move(node: Any) -> Any:
         if _is_donatable(node):
@@ -122,14 +125,13 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         signature = inspect.signature(fn)
         if unknown := [name for name in argnames if name not in signature.parameters]:
             raise TypeError(f"donates{argnames}: {fn.__name__}{signature} has no argument {unknown[0]!r}")
-        name = getattr(fn, "__name__", repr(fn))
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             bound = signature.bind(*args, **kwargs)
             for argname in argnames:
                 if argname in bound.arguments:
-                    bound.arguments[argname] = donate(bound.arguments[argname], to=f"{name}({argname})")
+                    bound.arguments[argname] = donate(bound.arguments[argname], to=f"{wrapped.__name__}({argname})")
             return fn(*bound.args, **bound.kwargs)
 
         wrapped.__weft_donates__ = tuple(dict.fromkeys((*donated_argnames(fn), *argnames)))  # type: ignore[attr-defined]

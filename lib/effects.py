@@ -38,11 +38,12 @@ class TensorSchema:
     @classmethod
     def parse(cls, text: str) -> "TensorSchema":
         """The inverse of `str`."""
-        match = re.fullmatch(r"(.*)\[([^\[\]]*)\] (\w+)", text.strip())
+        dim = r"(?:[0-9]+|[A-Za-z_]\w*(?:\+[0-9]+)?)"
+        match = re.fullmatch(rf"(.*)\[((?:{dim}(?:, *{dim})*)?)\] (\w+)", text.strip())
         if match is None or not isinstance(dtype := getattr(torch, match[3], None), torch.dtype):
             raise ProgramError(f"TensorSchema.parse({text!r})", "no tensor's schema", "name[num_tokens, 64] float32")
         dims = [d.strip() for d in match[2].split(",") if d.strip()]
-        return cls(match[1], tuple(int(d) if d.isdecimal() and d.isascii() else d for d in dims), dtype)
+        return cls(match[1], tuple(int(d) if d.isdecimal() else d for d in dims), dtype)
 
 
 @attrs.frozen
@@ -52,12 +53,12 @@ class Schema:
     tensors: tuple[TensorSchema, ...]
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self.tensors))
+        return ", ".join(map(str, self.tensors)) or "nothing"
 
     @classmethod
     def parse(cls, text: str) -> "Schema":
         """The inverse of `str`."""
-        parts = re.split(r",\s*(?![^\[]*\])", text) if text.strip() else []
+        parts = re.split(r",\s*(?![^\[]*\])", text) if text.strip() not in ("", "nothing") else []
         return cls(tuple(TensorSchema.parse(part) for part in parts))
 
     @classmethod
@@ -92,7 +93,7 @@ class Send:
     schema: Schema | None = None
 
     def __str__(self) -> str:
-        return f"send to {self.to} [mb {self.microbatch}]" + (f": {self.schema}" if self.schema else "")
+        return f"send to {self.to} [mb {self.microbatch}]" + (f": {self.schema}" if self.schema is not None else "")
 
 
 @attrs.frozen
@@ -104,7 +105,9 @@ class Recv:
     schema: Schema | None = None
 
     def __str__(self) -> str:
-        return f"recv from {self.source} [mb {self.microbatch}]" + (f": {self.schema}" if self.schema else "")
+        return f"recv from {self.source} [mb {self.microbatch}]" + (
+            f": {self.schema}" if self.schema is not None else ""
+        )
 
 
 @attrs.frozen

@@ -116,7 +116,7 @@ def attention(
         q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
         k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
     q, k = apply_rope(q, *tables), apply_rope(k, *tables)
-    longest = batch.descriptor.query_len or tokens
+    longest = batch.descriptor.query_len or max(tokens, 1)
     mixed = paged_attention(
         q,
         k,
@@ -129,7 +129,7 @@ def attention(
         longest,
         dim**-0.5,
     )
-    return F.linear(mixed.reshape(tokens, -1), layer.o_proj, layer.o_bias)
+    return F.linear(mixed.reshape(tokens, config.num_heads * dim), layer.o_proj, layer.o_bias)
 
 
 def mlp(layer: LayerParams, x: Tensor) -> Tensor:

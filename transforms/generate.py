@@ -13,7 +13,7 @@ from weft.batch import Batch
 from weft.effects import Schema, TensorSchema
 from weft.errors import RequestError
 from weft.outputs import Output
-from weft.stages.decoder import decoder_stage
+from weft.stages.decoder import DecoderStage, decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model
 from weft.stages.params import slice_params
@@ -22,6 +22,7 @@ from weft.transforms.graphify import graphify
 from weft.transforms.ladder import MODES, Limits, make_ladder
 from weft.transforms.pipeline import compose, pipeline
 
+_MAX_TEMPERATURE = 1e38  # of float32
 PAGE_SIZE = 16
 MAX_NUM_TOKENS = 2048
 """Tokens of a prefill batch at most; longer prompts go in chunks."""
@@ -51,12 +52,14 @@ class Runner:
     Args:
         step: `(params, state, batch) -> (state, Output)` over tuples with one entry a stage.
         params: one entry a stage.
+        stages: the plain stages that the step is composed of.
         layouts: which layers each stage owns.
         graphs: the graphified functions inside the step, for their `cache_info()`.
     """
 
     step: Callable[[Any, Any, Batch], tuple[Any, Output]]
     params: tuple[Any, ...]
+    stages: tuple[DecoderStage, ...]
     layouts: tuple[StageLayout, ...]
     graphs: tuple[Any, ...]
 
@@ -87,18 +90,18 @@ def make_runner(
     """
     ladder = make_ladder(mode, limits)
     layouts = split_layers(model.config.num_layers, num_stages)
-    stages = [decoder_stage(model.config, layout, keep_logits=keep_logits) for layout in layouts]
+    stages = tuple(decoder_stage(model.config, layout, keep_logits=keep_logits) for layout in layouts)
     params = tuple(slice_params(model.params, layout) for layout in layouts)
     if num_stages == 1:
         whole = compose(stages, advance=advance)
         if mode == "none":
-            return Runner(whole, params, layouts, ())
+            return Runner(whole, params, stages, layouts, ())
         graph = graphify(whole, ladder=ladder, backend=backend)
-        return Runner(graph, params, layouts, (graph,))
+        return Runner(graph, params, stages, layouts, (graph,))
     graphs = [] if mode == "none" else [graphify(stage, ladder=ladder, backend=backend) for stage in stages]
     schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
     step = pipeline(graphs or stages, microbatches=num_stages, advance=advance, schema=schema)
-    return Runner(step, params, layouts, tuple(graphs))
+    return Runner(step, params, stages, layouts, tuple(graphs))
 
 
 def make_state(
@@ -203,13 +206,14 @@ def encode_prompts(model: Model, prompts: Any, call: str) -> list[list[int]]:
     Raises:
         RequestError: no prompt, an empty one, one that leaves no room to generate, or an id that is no token.
     """
-    if isinstance(prompts, str | torch.Tensor) or len(prompts) == 0 or all(isinstance(p, int) for p in prompts):
+    if not isinstance(prompts, list | tuple) or not prompts or all(isinstance(p, int) for p in prompts):
         raise RequestError(call, f"prompts={prompts!r}", "pass a list of prompts, each a string or a list of token ids")
     encoded = []
     limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
     for index, prompt in enumerate(prompts):
-        if isinstance(prompt, torch.Tensor):
-            raise RequestError(call, f"prompt {index} is a tensor", "pass its .tolist()")
+        if not isinstance(prompt, str | list | tuple):
+            instead = "its .tolist()" if hasattr(prompt, "tolist") else "a string or a list of token ids"
+            raise RequestError(call, f"prompt {index} is {prompt!r}, a {type(prompt).__name__}", instead)
         ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise RequestError(call, f"prompt {index} is empty ({prompt!r})", "give at least one token to go on from")
@@ -297,7 +301,7 @@ def _check_arguments(
         raise RequestError(call, f"model is a {type(model).__name__}", "model = weft.load(folder)")
     if not _is_count(max_tokens):
         raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
-    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+    if not isinstance(temperature, int | float) or not 0 <= temperature <= _MAX_TEMPERATURE:
         raise RequestError(call, f"temperature={temperature!r}", "a finite number >= 0; 0 is greedy")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise RequestError(call, f"seed={seed!r}", "a whole number, or None")

@@ -19,6 +19,7 @@ from weft.trees import (
     find_descriptors,
     leaf_axes,
     leaves_with_names,
+    map_sized,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -112,23 +113,26 @@ def join(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
         parts: the batches that it was for.
 
     Raises:
-        DescriptorError: the outputs have different structures, hold a descriptor, or a leaf that is not one entry a
-            request or a token of its part: a sum over the batch, a parameter, a Python value.
+        DescriptorError: the outputs have different structures, hold a descriptor other than their part's, or a leaf
+            that is not one entry a request or a token of its part: a sum over the batch, a parameter, a Python value.
     """
     if len(outputs) == 1:
         return outputs[0]
     call = f"join of {len(outputs)} micro-batches"
+    whole = _whole(parts)
+    for out, part in zip(outputs, parts, strict=True):
+        if found := [d for d in find_descriptors(out) if whole is None or d != part.descriptor]:
+            raise DescriptorError(
+                call, f"an output of descriptor '{found[0]}', not its part's", "return it without one"
+            )
+    outputs = [map_sized(lambda value, _: value, out, whole) for out in outputs]
     leaves, structure = tree_flatten(outputs[0])
     if any(tree_structure(out) != structure for out in outputs[1:]):
         raise DescriptorError(call, "outputs of different structures", "return the same structure for every batch")
-    if find_descriptors(outputs[0]):
-        raise DescriptorError(call, "an output that holds a descriptor", "return the tensors without it")
     dims = [_batch_dim(axes) for axes in leaf_axes(outputs[0])]
     for out, part in zip(outputs, parts, strict=True):
         for (name, leaf), dim in zip(leaves_with_names(out), dims, strict=True):
-            if leaf is not None and not (
-                isinstance(leaf, Tensor) and leaf.shape[dim : dim + 1].numel() in _sizes(part)
-            ):
+            if leaf is not None and not (isinstance(leaf, Tensor) and leaf.shape[dim : dim + 1] in _sizes(part)):
                 shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
                 seen = f"output {name or '(the whole)'} is {shape}, not one entry a request or a token of its part"
                 raise DescriptorError(call, seen, "return such tensors, and reduce them outside")
@@ -137,10 +141,19 @@ def join(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
     return tree_unflatten(joined, structure)
 
 
-def _sizes(part: Any) -> set[int]:
+def _whole(parts: Sequence[Any]) -> BatchDescriptor | None:
+    """The class of the batch that was cut into `parts`; None for plain tensors."""
+    if not all(isinstance(part, Batch) for part in parts):
+        return None
+    found = [part.descriptor for part in parts]
+    tokens, reqs = sum(d.num_tokens for d in found), sum(d.num_reqs for d in found)
+    return BatchDescriptor(tokens, reqs, found[0].query_len, max(d.num_active_loras for d in found))
+
+
+def _sizes(part: Any) -> set[tuple[int, ...]]:
     if isinstance(part, Batch):
-        return {part.descriptor.num_reqs, part.descriptor.num_tokens}
-    return {_common_length(part)}
+        return {(part.descriptor.num_reqs,), (part.descriptor.num_tokens,)}
+    return {(_common_length(part),)}
 
 
 def _batch_dim(axes: Axes | None) -> int:

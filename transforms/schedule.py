@@ -89,9 +89,10 @@ def check(programs: Sequence[Program]) -> None:
                 f"program {index} says it is of rank {program.rank} of {program.num_ranks}",
                 "give the programs of all ranks, in order",
             )
-        _check_values(program)
     for _ in interleave(programs, capacity=1):
         pass
+    for program in programs:
+        _check_values(program)
 
 
 def _check_values(program: Program) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import weft
 from weft import cli
-from weft import demo as demo_module
+from weft.cli import demo as demo_module
 from weft.cli.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
 from weft.stages.model import DEMO
 from weft.stages.model import DTYPES as MODEL_DTYPES
@@ -145,9 +145,9 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt that is no text": (("--prompt", "\udcff"), ("argument --prompt: '\\udcff' is not valid UTF-8",)),
     "more stages than layers": (
         ("--prompt", "A", "--pp", "7"),
-        ("saw: 6 layers for 7 stages", "instead: use 1 to 6 stages, so that each owns a layer"),
+        ("saw: pipeline=7; the model has 6 layers", "instead: from 1 stage to one a layer"),
     ),
-    "no stage": (("--prompt", "A", "--pp", "0"), ("saw: 6 layers for 0 stages",)),
+    "no stage": (("--prompt", "A", "--pp", "0"), ("saw: pipeline=0; the model has 6 layers",)),
     "unknown mode": (("--prompt", "A", "--graph", "half"), ("argument --graph: invalid choice: 'half'", "full")),
     "unknown dtype": (("--prompt", "A", "--dtype", "int4"), ("argument --dtype: invalid choice: 'int4'", "bfloat16")),
     "unknown device": (("--prompt", "A", "--device", "gpu"), ("device 'gpu', which torch does not know", "'cuda:N'")),

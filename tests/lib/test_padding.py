@@ -104,9 +104,10 @@ def test_least_surprise() -> None:
     before = attrs.asdict(batch)
     pad(batch, BatchDescriptor(9, 9)).input_ids.fill_(1)
     assert_equal("the input is not written", attrs.asdict(batch), before)
-    tree = {"x": torch.ones(2), "n": 3, "none": None}
-    assert_equal("what is not sized passes through", pad(tree, BatchDescriptor(9, 9)), tree)
+    tree = {"batch": batch, "x": torch.ones(2), "n": 3, "none": None}
     assert pad(tree, BatchDescriptor(9, 9))["x"] is tree["x"]
+    with pytest.raises(DescriptorError, match="nothing in it that says"):
+        pad(tree["x"], BatchDescriptor(9, 9))
 
 
 def test_unpad_gives_views_and_unpads_outputs_too() -> None:

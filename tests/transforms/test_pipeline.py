@@ -17,6 +17,7 @@ from weft.errors import DonatedError, ProgramError
 from weft.outputs import IntermediateTensors
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Function, stage_lists
+from weft.stages.module import from_module
 from weft.transforms.graphify import graphify
 from weft.transforms.pipeline import compose, pipeline
 
@@ -129,7 +130,7 @@ def test_a_wrong_number_of_entries_is_named(name: str, params: Any, state: Any) 
         pipeline([scale] * 2)(params, state, torch.ones(1))
     assert str(error.value) == (
         f"pipeline(<2 stages>)(params, state, batch)\n  saw: {name} has {count} entries\n"
-        "  instead: pass a sequence with one entry a stage"
+        "  instead: pass a tuple or list with one entry a stage"
     )
 
 
@@ -139,12 +140,43 @@ def test_compose_names_a_wrong_number_of_entries_too(params: Any, state: Any) ->
         compose([scale] * 2)(params, state, torch.ones(1))
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(0, 1), (2, 0), (2, -1)])
-def test_nothing_to_run_is_refused(stages: int, microbatches: int) -> None:
+@pytest.mark.parametrize("transform", [pipeline, compose])
+@pytest.mark.parametrize(
+    ("stages", "seen"),
+    [
+        ([], "no stage"),
+        (scale, "one function"),
+        ([scale, torch.nn.Linear(1, 1)], "stage 1 is an nn.Module"),
+        ([from_module(torch.nn.Linear(1, 1))], "stage 0 is a ModuleStage, no function"),
+    ],
+)
+def test_what_is_no_list_of_stages_is_refused(transform: Any, stages: Any, seen: str) -> None:
     with pytest.raises(ProgramError) as error:
-        pipeline([scale] * stages, microbatches=microbatches)
-    assert error.value.call == f"pipeline(<{stages} stages>, microbatches={microbatches})"
-    assert (error.value.seen, error.value.instead) == ("nothing to run", "at least one of each")
+        transform(stages)
+    assert error.value.seen == seen
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, 2.0, "2"])
+def test_no_number_of_parts_is_refused(microbatches: Any) -> None:
+    with pytest.raises(ProgramError) as error:
+        pipeline([scale] * 2, microbatches=microbatches)
+    assert error.value.call == f"pipeline(<2 stages>, microbatches={microbatches!r})"
+
+
+@pytest.mark.parametrize("transform", [pipeline, compose])
+def test_an_error_in_a_stage_says_which(transform: Any) -> None:
+    def broken(params: Any, state: Any, batch: Any, x: Any) -> Any:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as error:
+        transform([scale, broken])(PARAMS[:2], STATES[:2], torch.ones(1))
+    assert error.value.__notes__ == ["in stage 1 (broken)"]
+    with pytest.raises(ProgramError, match=r"stage 0 \(one\)\n  saw: it returned a Tensor"):
+        transform([one])(PARAMS[:1], STATES[:1], torch.ones(1))
+
+
+def one(params: Any, state: Any, batch: Any, x: Any) -> Any:
+    return batch
 
 
 HIDDEN = Schema((TensorSchema("hidden_states", ("num_tokens", 4), torch.float32),))
