@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from weft.transforms.dispatch import Decision, dispatch
     from weft.transforms.generate import Completion, generate
     from weft.transforms.graphify import graphify
-    from weft.transforms.ladder import Limits, make_ladder
+    from weft.transforms.ladder import Ladder, Limits, make_ladder
     from weft.transforms.microbatch import microbatch
+    from weft.transforms.piecewise import piecewise
     from weft.transforms.pipeline import compose, pipeline
     from weft.trees import axes, pytree, static
 
@@ -39,8 +40,9 @@ _HOMES = {
     "weft.transforms.dispatch": ("Decision", "dispatch"),
     "weft.transforms.generate": ("Completion", "generate"),
     "weft.transforms.graphify": ("graphify",),
-    "weft.transforms.ladder": ("Limits", "make_ladder"),
+    "weft.transforms.ladder": ("Ladder", "Limits", "make_ladder"),
     "weft.transforms.microbatch": ("microbatch",),
+    "weft.transforms.piecewise": ("piecewise",),
     "weft.transforms.pipeline": ("compose", "pipeline"),
     "weft.trees": ("axes", "pytree", "static"),
 }
@@ -55,6 +57,7 @@ __all__ = [
     "Decision",
     "Descriptor",
     "IntermediateTensors",
+    "Ladder",
     "Limits",
     "Model",
     "Output",
@@ -77,6 +80,7 @@ __all__ = [
     "make_ladder",
     "microbatch",
     "pad",
+    "piecewise",
     "pipeline",
     "pytree",
     "static",

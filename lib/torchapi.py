@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DispatchMode",
     "FunctionMode",
+    "borrowed",
     "function_modes",
     "in_dispatch_mode",
     "in_functorch_transform",
@@ -61,6 +62,14 @@ def function_modes() -> tuple[Any, ...]:
     if _len_torch_function_stack() == 0:
         return ()
     return tuple(str(getattr(mode, "device", mode)) for mode in _get_current_function_mode_stack())
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor at the same place that does not keep the memory: whoever uses it must know that somebody else does."""
+    storage = tensor.untyped_storage()
+    held = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ is to catch.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
 import attrs
@@ -20,7 +21,9 @@ from weft.padding import pad, unpad
 from weft.proofs.strategies import Function, Rows, Scenario
 from weft.state import State, advance
 from weft.transforms.graphify import graphify
+from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.microbatch import microbatch
+from weft.transforms.piecewise import piecewise
 from weft.transforms.pipeline import compose, pipeline
 from weft.trees import leaves_with_names, tree_map
 
@@ -223,6 +226,87 @@ def pipeline_is_composition_on_functions(
     other, seen = pipeline(stages, microbatches=microbatches)(params, states, x)
     assert_equal("L3 pipeline is composition: output", seen, out, exact=microbatches == 1)
     assert_equal("L3 pipeline is composition: state", other, state, exact=microbatches == 1)
+
+
+def pieces_are_the_whole(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L5: captured in pieces, with attention between them, a step gives bitwise what the whole graph and the function
+    itself give at the same padded class; and it is really in pieces, one more than there are layers."""
+    pieces = piecewise(_whole(scenario), split_at="weft::paged_attention", ladder=ladder)
+    whole, eager, params = graphify(_whole(scenario), ladder=ladder), _whole(scenario), scenario.params(1, device)
+    states = [scenario.state(1, device) for _ in range(3)]
+    for batch in scenario.batches(device):
+        padded = pad(batch, pieces.explain(params, states[0], batch).decision.descriptor)
+        states[0], seen = pieces(params, states[0], batch)
+        states[1], other = whole(params, states[1], batch)
+        states[2], out = eager(params, states[2], padded)
+        assert_equal("L5 pieces are the whole: output", seen, unpad(out, batch.descriptor))
+        assert_equal("L5 pieces are the whole: output", seen, other)
+        assert_equal("L5 pieces are the whole: state", states[0], states[2])
+        assert_equal("L5 pieces are the whole: state", states[0], states[1])
+    if any(n != scenario.config.num_layers + 1 for n in pieces.num_pieces()):
+        raise LawViolation(f"L5 pieces are the whole: {pieces.num_pieces()} for {scenario.config.num_layers} layers")
+
+
+def pieces_are_the_whole_on_functions(function: Function, device: str = "cpu") -> None:
+    """L5 for any pure function, cut at every matrix product, sort and softmax in it."""
+    split_at = {"matmul": "aten::mm", "sort": "aten::sort", "softmax": "aten::_softmax"}
+    split_at["gather"] = split_at["sort"]  # by argsort
+    names = [split_at[name] for name in function.code if name in split_at]
+    if not names:
+        return
+    cut = piecewise(function.fn, split_at=names)
+    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    other = clone(state)
+    for x in (x.to(device) for x in function.inputs):
+        state, out = function.fn(params, state, x)
+        other, seen = cut(params, other, x)
+        assert_equal("L5 pieces are the whole: output", seen, out)
+        assert_equal("L5 pieces are the whole: state", other, state)
+    if any(n != len(names) + 1 for n in cut.num_pieces()):
+        raise LawViolation(f"L5 pieces are the whole: {cut.num_pieces()} pieces for {names}")
+
+
+def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
+    """L6: dispatch is total and deterministic, takes a class that covers the batch, a whole graph before pieces, and
+    none smaller would do; each class of the ladder is reached by its own batches."""
+    ladder = make_ladder(mode, limits)
+    decision = graphify_module().dispatch(own, ladder)
+    if decision != graphify_module().dispatch(own, ladder):
+        raise LawViolation(f"L6 dispatch is least: two decisions for '{own}'")
+    full, pieces = _larger(own, ladder.full), _larger(own, ladder.piecewise)
+    expected, classes = ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [own])
+    if decision.mode != expected or decision.descriptor not in classes:
+        raise LawViolation(
+            f"L6 dispatch is least: {decision}, where {expected} of {[str(d) for d in classes]} is right"
+        )
+    if any(d != decision.descriptor and decision.descriptor.covers(d) for d in classes):
+        raise LawViolation(f"L6 dispatch is least: '{decision.descriptor}' for '{own}', where less would do")
+    for way, rung in [*(("full", d) for d in ladder.full), *(("piecewise", d) for d in ladder.piecewise)]:
+        reached = graphify_module().dispatch(rung, ladder)
+        if (reached.mode, reached.descriptor) != (way, rung):
+            raise LawViolation(f"L6 dispatch is least: '{rung}' goes {reached.mode} under '{reached.descriptor}'")
+
+
+def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str = "cpu") -> None:
+    """L6: once the ladder is captured and frozen, every batch that it covers replays, and no step captures."""
+    reqs, tokens = len(scenario.prompts), sum(map(len, scenario.prompts)) + len(scenario.prompts)
+    ladder = make_ladder(mode, Limits(reqs, tokens))
+    graph = graphify(_whole(scenario), ladder=ladder, split_at="weft::paged_attention")
+    params, state = scenario.params(1, device), scenario.state(1, device)
+    batches = scenario.batches(device)
+    captures = graph.capture(params, state, batches[0]).captures
+    graph.freeze()
+    for batch in batches:
+        state, _ = graph(params, state, batch)
+    info = graph.cache_info()
+    covered = [b for b in batches if _larger(b.descriptor, tuple(ladder))]
+    if info.captures != captures or captures != len(ladder) or info.replays != len(covered):
+        raise LawViolation(f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered batches")
+
+
+def graphify_module() -> Any:
+    """The module whose `dispatch` graphify calls (the package's attribute of that name is the function)."""
+    return import_module("weft.transforms.graphify")
 
 
 def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:

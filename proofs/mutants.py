@@ -22,7 +22,9 @@ from weft.outputs import Output
 from weft.padding import inert, pad
 from weft.proofs.suite import Law, find
 from weft.state import State, advance, resolve
-from weft.transforms.dispatch import dispatch
+from weft.transforms.backends.tape import Operation
+from weft.transforms.dispatch import Decision, dispatch
+from weft.transforms.ladder import Ladder
 from weft.transforms.memo import LeafKey, leaf_key
 from weft.transforms.microbatch import join, split
 from weft.transforms.results import Outputs
@@ -66,6 +68,19 @@ def _blind_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
     if isinstance(descriptor, BatchDescriptor) and descriptor.num_tokens == descriptor.num_reqs:
         descriptor = BatchDescriptor.uniform(descriptor.num_reqs)
     return dispatch(descriptor, ladder)
+
+
+class _Idle(Operation):
+    """An operator of the tape that does not run again where a capture in pieces is cut."""
+
+    def run(self) -> None:
+        if self.func._schema.name not in ("weft::paged_attention", "aten::mm", "aten::sort", "aten::_softmax"):
+            super().run()
+
+
+def _largest(descriptor: Any, ladder: Ladder[Any]) -> Any:
+    covering = [d for d in ladder if d.covers(descriptor)]
+    return Decision("full", covering[0], "the largest") if covering else dispatch(descriptor, ladder)
 
 
 def _lost_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
@@ -144,6 +159,7 @@ def _swapping() -> AbstractContextManager[Any]:
 
 _GRAPHIFY, _CAPTURE = "weft.transforms.graphify", "weft.transforms.capture"
 _RESULTS, _LOCAL = "weft.transforms.results", "weft.transforms.transports.local"
+_TAPE = "weft.transforms.backends.tape"
 _LAWS, _CALL = "weft.proofs.laws", "weft.transforms.call"
 _PIPELINE, _MICROBATCH, _DECODER = "weft.transforms.pipeline", "weft.transforms.microbatch", "weft.stages.decoder"
 
@@ -161,6 +177,10 @@ MUTANTS = (
         "rank 0 does not learn the tokens", find("L3", "models"), _replace(_LOCAL, "interleave", _rank_0_never_advances)
     ),
     Mutant("outputs are joined backwards", find("L3", "func"), _replace(_PIPELINE, "join", _join_backwards)),
+    Mutant("attention is not run again", find("L5", "models"), _replace(_TAPE, "Operation", _Idle)),
+    Mutant("a split operator is not run again", find("L5", "pure"), _replace(_TAPE, "Operation", _Idle)),
+    Mutant("dispatch takes the largest", find("L6", "least"), _replace(_GRAPHIFY, "dispatch", _largest)),
+    Mutant("dispatch finds no graph", find("L6", "start"), _replace(_GRAPHIFY, "dispatch", _lost_dispatch)),
     Mutant("equal shape is taken for equal class", find("L7"), _replace(_GRAPHIFY, "dispatch", _blind_dispatch)),
     Mutant("the warm-up runs on the live batch", find("L8", "models"), _live_warm_up),
     Mutant("the state is not restored", find("L8", "pure"), _replace(_CAPTURE, "_restored", _unrestored)),

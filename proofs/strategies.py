@@ -21,6 +21,7 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.state import State, admit
+from weft.transforms.ladder import Limits, lora_rungs
 from weft.trees import axes, descriptor_field, pytree, tree_map
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -34,6 +35,13 @@ def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> 
     if draw(st.booleans()):
         return BatchDescriptor.uniform(reqs, draw(st.integers(1, max_query_len)), loras)
     return BatchDescriptor(draw(st.integers(reqs, reqs * max_query_len)), reqs, None, loras)
+
+
+def limits() -> st.SearchStrategy[Limits]:
+    """What a batch can be: few requests and tokens, one or two query lengths, and numbers of LoRAs."""
+    query_lens = st.lists(st.integers(1, 4), min_size=1, max_size=2, unique=True).map(tuple)
+    loras = st.builds(lora_rungs, st.integers(0, 3), specialised=st.booleans())
+    return st.builds(Limits, st.integers(1, 12), st.integers(1, 40), query_lens, loras)
 
 
 @st.composite

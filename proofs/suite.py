@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from weft.proofs import laws, strategies
+from weft.transforms.ladder import MODES
 
 
 @attrs.frozen
@@ -64,6 +65,16 @@ def _padded_functions(data: st.DataObject, device: str) -> None:
     laws.graph_is_eager_on_padded_functions(function, rungs, device)
 
 
+def _dispatched(data: st.DataObject, device: str) -> None:
+    own, limits = data.draw(strategies.descriptors()), data.draw(strategies.limits())
+    laws.dispatch_is_least(own, limits, data.draw(st.sampled_from(MODES)))
+
+
+def _started(data: st.DataObject, device: str) -> None:
+    mode = data.draw(st.sampled_from(MODES))
+    laws.nothing_is_captured_after_start(data.draw(strategies.scenarios(max_layers=2)), mode, device)
+
+
 LAWS = (
     Law("L1", "graph is eager, on models", _with_ladder(laws.graph_is_eager)),
     Law("L1", "graph is eager, on pure functions", _on_functions(laws.graph_is_eager_on_functions)),
@@ -72,6 +83,10 @@ LAWS = (
     Law("L2", "padding is inert, between stages", _with_ladder(laws.stage_padding_is_inert, min_layers=2)),
     Law("L3", "pipeline is composition, on models", _pipelined),
     Law("L3", "pipeline is composition, on pure functions", _pipelined_functions),
+    Law("L5", "pieces are the whole, on models", _with_ladder(laws.pieces_are_the_whole)),
+    Law("L5", "pieces are the whole, on pure functions", _on_functions(laws.pieces_are_the_whole_on_functions)),
+    Law("L6", "dispatch is least", _dispatched),
+    Law("L6", "nothing is captured after start", _started),
     Law("L7", "class is kept", _with_ladder(laws.class_is_kept)),
     Law("L8", "capture leaves no trace, on models", _with_ladder(laws.capture_leaves_no_trace)),
     Law("L8", "capture leaves no trace, on pure functions", _on_functions(laws.capture_leaves_no_trace_on_functions)),

@@ -3,8 +3,9 @@
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.generate import Runner, make_runner, make_state
 from weft.transforms.graphify import Graphified, graphify
-from weft.transforms.ladder import MODES, Limits, make_ladder
+from weft.transforms.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
 from weft.transforms.microbatch import join, microbatch, split
+from weft.transforms.piecewise import piecewise
 from weft.transforms.pipeline import Pipelined, compose, pipeline
 from weft.transforms.schedule import check, streaming
 
@@ -12,6 +13,7 @@ __all__ = [
     "MODES",
     "Decision",
     "Graphified",
+    "Ladder",
     "Limits",
     "Pipelined",
     "Runner",
@@ -20,10 +22,12 @@ __all__ = [
     "dispatch",
     "graphify",
     "join",
+    "lora_rungs",
     "make_ladder",
     "make_runner",
     "make_state",
     "microbatch",
+    "piecewise",
     "pipeline",
     "split",
     "streaming",

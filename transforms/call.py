@@ -120,12 +120,12 @@ def signature_of(call: Call) -> Key:
     leaves = [leaf_key(x, None, True) for x in call.reference_leaves]
     leaves += [leaf_key(x, None, False) for x in call.copied_leaves]
     statics = tuple((name, alike(value)) for name, value in call.statics.items())
-    return Key(_ambient(), (call.reference_tree, call.copied_tree), statics, None, tuple(leaves))
+    return Key(_ambient(), "", (call.reference_tree, call.copied_tree), statics, None, tuple(leaves))
 
 
-def key_of(call: Call, descriptor: Any) -> Key:
+def key_of(call: Call, mode: str, descriptor: Any) -> Key:
     """The memo key: with the class that the call is padded to, or as it is where that is None."""
-    signature = signature_of(call)
+    signature = attrs.evolve(signature_of(call), mode=mode)
     if descriptor is None:
         return signature
     padded = map_sized(lambda value, _: value, call.copied, descriptor)

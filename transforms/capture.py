@@ -34,7 +34,15 @@ class Entry:
     needs_autograd: bool
 
 
-def capture(fn: Callable[..., Any], name: str, roles: Roles, call: Call, descriptor: Any, backend: Backend) -> Entry:
+def capture(
+    fn: Callable[..., Any],
+    name: str,
+    roles: Roles,
+    call: Call,
+    descriptor: Any,
+    backend: Backend,
+    split_at: frozenset[str] = frozenset(),
+) -> Entry:
     """Record `fn` for calls like `call`, padded to `descriptor` (as they are where that is None).
 
     The donated arguments are saved and restored, and so are random generators. With a descriptor the record runs on
@@ -62,7 +70,10 @@ def capture(fn: Callable[..., Any], name: str, roles: Roles, call: Call, descrip
     audit = _audit(name, call, buffers, donated)
     saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
     with torch.no_grad(), _restored(saved), _generators_restored(call, backend.device):
-        recording = backend.capture(run, audit)
+        recording = backend.capture(run, audit, split_at)
+    if split_at and recording.num_pieces == 1:
+        seen = f"no call of {', '.join(sorted(split_at))}, where it was to be cut into pieces"
+        raise CaptureError(f"graphify({name})", seen, "name an operator that it calls, as in 'weft::paged_attention'")
     if descriptor is not None:
         _refuse_unsized(name, recording.outputs, descriptor)
     needs_autograd = any(x.requires_grad for x in audit.external.values())

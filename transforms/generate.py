@@ -24,6 +24,8 @@ from weft.transforms.pipeline import compose, pipeline
 
 _MAX_TEMPERATURE = 1e38  # of float32
 PAGE_SIZE = 16
+SPLIT_AT = ("weft::paged_attention",)
+"""Where a decoder is cut into pieces."""
 MAX_NUM_TOKENS = 2048
 """Tokens of a prefill batch at most; longer prompts go in chunks."""
 
@@ -96,9 +98,13 @@ def make_runner(
         whole = compose(stages, advance=advance)
         if mode == "none":
             return Runner(whole, params, stages, layouts, ())
-        graph = graphify(whole, ladder=ladder, backend=backend)
+        graph = graphify(whole, ladder=ladder, split_at=SPLIT_AT, backend=backend)
         return Runner(graph, params, stages, layouts, (graph,))
-    graphs = [] if mode == "none" else [graphify(stage, ladder=ladder, backend=backend) for stage in stages]
+    graphs = (
+        []
+        if mode == "none"
+        else [graphify(stage, ladder=ladder, split_at=SPLIT_AT, backend=backend) for stage in stages]
+    )
     schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
     step = pipeline(graphs or stages, microbatches=num_stages, advance=advance, schema=schema)
     return Runner(step, params, stages, layouts, tuple(graphs))
@@ -250,7 +256,7 @@ def generate(
         seed: of all random choices: with it and its place in the list, a prompt's completion is the same in any
             company, split and graph mode, up to rounding of the logits. None: a fresh one.
         pipeline: stages that the layers are split into.
-        graph: a graph mode: `none`, `full_decode_only` or `full`.
+        graph: one of `weft.transforms.MODES`.
         progress: show a progress bar.
 
     Returns:

@@ -23,6 +23,7 @@ from weft.transforms.backends import Backend, make_backend
 from weft.transforms.call import Call, Roles, check_sizes, inline_reason, key_of, signature_of, take_apart
 from weft.transforms.capture import Entry, capture
 from weft.transforms.dispatch import Decision, dispatch
+from weft.transforms.ladder import Ladder, as_ladder
 from weft.transforms.memo import CacheInfo, Key, check_hashable, check_plain, nearest_difference
 from weft.transforms.results import Outputs
 from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_unflatten
@@ -31,6 +32,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MAX_PLANS = 4096
+_NO_LADDER = "no ladder, so each signature has a graph of its own"
 
 
 @attrs.frozen(eq=False)
@@ -65,14 +67,22 @@ class Graphified(Generic[P, R]):
     _replays: int
     _eager: int
 
-    def __init__(self, fn: Callable[P, R], roles: Roles, ladder: Sequence[Any] | None, backend: str | None) -> None:
+    def __init__(
+        self,
+        fn: Callable[P, R],
+        roles: Roles,
+        ladder: Ladder[Any] | Sequence[Any] | None,
+        split_at: Iterable[str],
+        backend: str | None,
+    ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._roles = roles
         self._backend_name = backend
         self._lock = threading.RLock()
-        self.ladder = None if ladder is None else tuple(ladder)
+        self.ladder = None if ladder is None else as_ladder(ladder)
+        self.split_at = frozenset(split_at)
         self.cache_clear()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -121,7 +131,7 @@ class Graphified(Generic[P, R]):
         decision = self._decide(call)
         plan = Plan(decision)
         if decision.mode != "none":
-            entry = self._entry(call, decision.descriptor)
+            entry = self._entry(call, decision)
             plan = Plan(decision, entry, self._cut(entry.outputs, call, decision))
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
@@ -130,7 +140,7 @@ class Graphified(Generic[P, R]):
 
     def _decide(self, call: Call) -> Decision[Any]:
         if self.ladder is None:
-            return Decision("full", None, "no ladder, so each signature has a graph of its own")
+            return Decision("piecewise" if self.split_at else "full", None, _NO_LADDER)
         return dispatch(self._descriptor(call), self.ladder)
 
     def _descriptor(self, call: Call) -> Any:
@@ -147,8 +157,8 @@ class Graphified(Generic[P, R]):
             "pass a weft.Batch (or a sized class of your own) of one class, or leave the ladder out",
         )
 
-    def _entry(self, call: Call, descriptor: Any) -> Entry:
-        key = key_of(call, descriptor)
+    def _entry(self, call: Call, decision: Decision[Any]) -> Entry:
+        key = key_of(call, decision.mode, decision.descriptor)
         if (entry := self._memo.get(key)) is not None:
             return entry
         if self._frozen:
@@ -160,7 +170,15 @@ class Graphified(Generic[P, R]):
         if self._backend is None:
             leaves = (*call.reference_leaves, *call.copied_leaves)
             self._backend = make_backend(self._backend_name, [x for x in leaves if isinstance(x, Tensor)])
-        self._memo[key] = entry = capture(self._fn, self._name, self._roles, call, descriptor, self._backend)
+        self._memo[key] = entry = capture(
+            self._fn,
+            self._name,
+            self._roles,
+            call,
+            decision.descriptor,
+            self._backend,
+            self.split_at if decision.mode == "piecewise" else frozenset(),
+        )
         self._captures += 1
         return entry
 
@@ -181,10 +199,13 @@ class Graphified(Generic[P, R]):
         if self.ladder is not None:
             self._descriptor(call)
         check_plain((*call.reference_leaves, *call.copied_leaves), f"{self._name}(...)", call.leaf_names)
-        descriptors: Sequence[Any] = [None] if self.ladder is None else self.ladder
+        decisions = [self._decide(call)]
+        if self.ladder is not None:
+            pairs = [*(("full", d) for d in self.ladder.full), *(("piecewise", d) for d in self.ladder.piecewise)]
+            decisions = [Decision(mode, descriptor, "a class of the ladder") for mode, descriptor in pairs]
         with self._lock:
-            for descriptor in tqdm(descriptors, desc=f"capture {self._name}", unit="graph", leave=False, disable=None):
-                self._entry(call, descriptor)
+            for decision in tqdm(decisions, desc=f"capture {self._name}", unit="graph", leave=False, disable=None):
+                self._entry(call, decision)
         return self.cache_info()
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
@@ -196,7 +217,7 @@ class Graphified(Generic[P, R]):
         decision = self._decide(call)
         if decision.mode == "none":
             return Explanation(decision, False, f"runs eagerly: {decision.reason}")
-        key = key_of(call, decision.descriptor)
+        key = key_of(call, decision.mode, decision.descriptor)
         if key in self._memo:
             return Explanation(decision, True, f"replays: {decision.reason}")
         verb = "would raise, being frozen" if self._frozen else "captures"
@@ -211,6 +232,10 @@ class Graphified(Generic[P, R]):
     def cache_info(self) -> CacheInfo:
         """Captures, replays, eager calls, and graphs held."""
         return CacheInfo(self._captures, self._replays, self._eager, len(self._memo))
+
+    def num_pieces(self) -> tuple[int, ...]:
+        """For each graph held, in the order of capture, the number of pieces that it is in."""
+        return tuple(entry.recording.num_pieces for entry in self._memo.values())
 
     def cache_clear(self) -> None:
         """Drop all graphs, their memory and the counts; a frozen function thaws."""
@@ -228,7 +253,8 @@ class Graphified(Generic[P, R]):
 def graphify(
     fn: Callable[P, R],
     *,
-    ladder: Sequence[Any] | None = ...,
+    ladder: Ladder[Any] | Sequence[Any] | None = ...,
+    split_at: str | Iterable[str] = ...,
     donate_argnames: str | Iterable[str] = ...,
     static_argnames: str | Iterable[str] = ...,
     reference_argnames: str | Iterable[str] | None = ...,
@@ -238,7 +264,8 @@ def graphify(
 def graphify(
     fn: None = ...,
     *,
-    ladder: Sequence[Any] | None = ...,
+    ladder: Ladder[Any] | Sequence[Any] | None = ...,
+    split_at: str | Iterable[str] = ...,
     donate_argnames: str | Iterable[str] = ...,
     static_argnames: str | Iterable[str] = ...,
     reference_argnames: str | Iterable[str] | None = ...,
@@ -247,7 +274,8 @@ def graphify(
 def graphify(
     fn: Callable[P, R] | None = None,
     *,
-    ladder: Sequence[Any] | None = None,
+    ladder: Ladder[Any] | Sequence[Any] | None = None,
+    split_at: str | Iterable[str] = (),
     donate_argnames: str | Iterable[str] = (),
     static_argnames: str | Iterable[str] = (),
     reference_argnames: str | Iterable[str] | None = None,
@@ -264,6 +292,8 @@ def graphify(
         fn: a pure function over pytrees of tensors. Left out, `graphify` is a decorator.
         ladder: the classes that may be captured (`make_ladder`); a call's batch is padded to the least that covers it,
             and runs eagerly if none does. None: every signature is captured as it is.
+        split_at: operators by name (`weft::paged_attention`) that stay outside the graphs in mode piecewise: the
+            classes of the ladder's `piecewise` part, or without a ladder all, are captured as pieces between them.
         donate_argnames: arguments whose storage the function takes, such as the state (beside those that `weft.donates`
             declares). A part of the result with their structure is their next value, and is kept in their storage.
         static_argnames: arguments of hashable values that are no tensors and are part of the key.
@@ -288,6 +318,7 @@ def graphify(
         return lambda f: graphify(
             f,
             ladder=ladder,
+            split_at=split_at,
             donate_argnames=donate_argnames,
             static_argnames=static_argnames,
             reference_argnames=reference_argnames,
@@ -298,6 +329,10 @@ def graphify(
     if ladder is not None and (isinstance(ladder, str) or not all(isinstance(d, Descriptor) for d in ladder)):
         raise CaptureError(
             call, f"ladder={ladder!r}", "a sequence of descriptors, as from weft.make_ladder(mode, limits)"
+        )
+    if isinstance(ladder, Ladder) and ladder.piecewise and not split_at:
+        raise CaptureError(
+            call, "a ladder with classes for pieces, and no split_at", "split_at='weft::paged_attention'"
         )
     declared = donated_argnames(fn)
     extra = tuple(name for name in _names(donate_argnames) if name not in declared)
@@ -314,7 +349,7 @@ def graphify(
     donated = (*declared, *extra)
     by_reference = (*donated, *(name for name in references if name not in donated))
     roles = Roles(signature, static, donated, by_reference)
-    return Graphified(donates(*extra)(fn) if extra else fn, roles, ladder, backend)
+    return Graphified(donates(*extra)(fn) if extra else fn, roles, ladder, _names(split_at), backend)
 
 
 def _names(given: str | Iterable[str]) -> tuple[str, ...]:

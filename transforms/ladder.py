@@ -1,13 +1,19 @@
-"""Ladders: which descriptors may be captured, as a pure function of the limits."""
+"""Ladders: which classes may be captured, a mode each, as a pure function of the limits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import attrs
 
-from weft.descriptor import BatchDescriptor
+from weft.descriptor import BatchDescriptor, Descriptor
 from weft.errors import DescriptorError
 
-MODES = ("none", "full_decode_only", "full")
+D = TypeVar("D", bound=Descriptor)
+
+MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
+CAPABILITIES = ("never", "uniform_single_token", "uniform", "always")
+"""What an attention back end can do inside a whole graph: nothing, decode of one token a request, uniform decode, any
+batch. Each can do what those before it can."""
 
 
 @attrs.frozen
@@ -18,11 +24,36 @@ class Limits:
         max_num_reqs: requests in a batch.
         max_num_tokens: tokens in a batch, prefill included.
         query_lens: the query lengths of uniform decode batches, each with graphs of its own.
+        active_loras: the numbers of active LoRAs that have graphs of their own (`lora_rungs`).
     """
 
     max_num_reqs: int
     max_num_tokens: int
     query_lens: tuple[int, ...] = (1,)
+    active_loras: tuple[int, ...] = (0,)
+
+
+@attrs.frozen
+class Ladder(Generic[D]):
+    """The classes that may be captured, largest first: as whole graphs, and as pieces. Cutting one never cuts the
+    other.
+
+    Iterated, it gives all of them.
+    """
+
+    full: tuple[D, ...] = attrs.field(default=(), converter=tuple)
+    piecewise: tuple[D, ...] = attrs.field(default=(), converter=tuple)
+
+    def __iter__(self) -> Iterator[D]:
+        return iter((*self.full, *self.piecewise))
+
+    def __len__(self) -> int:
+        return len(self.full) + len(self.piecewise)
+
+
+def as_ladder(given: Ladder[D] | Sequence[D]) -> Ladder[D]:
+    """A ladder as it is; a sequence of descriptors as one of whole graphs."""
+    return given if isinstance(given, Ladder) else Ladder(full=tuple(given))
 
 
 def rungs(limit: int) -> tuple[int, ...]:
@@ -35,46 +66,97 @@ def rungs(limit: int) -> tuple[int, ...]:
     return (*(s for s in sizes if s < limit), limit) if limit > 0 else ()
 
 
-def make_ladder(mode: str, limits: Limits, sizes: Sequence[int] | None = None) -> tuple[BatchDescriptor, ...]:
-    """The descriptors that `mode` may capture under `limits`, largest first.
+def lora_rungs(max_loras: int, *, specialised: bool = True) -> tuple[int, ...]:
+    """Numbers of active LoRAs to capture for: none, and powers of two up to the maximum (or, not specialised, it
+    alone).
 
-    Uniform classes `R x q` for every query length; in mode `full` also ragged classes of up to
-    `max_num_reqs * max(query_lens)` tokens, for batches that mix decode with the end of a prefill. Longer prefills run
-    eagerly in these modes.
+    >>> lora_rungs(5), lora_rungs(5, specialised=False), lora_rungs(0)
+    ((0, 1, 2, 4, 5), (0, 5), (0,))
+    """
+    if not specialised:
+        return (0, max_loras) if max_loras else (0,)
+    powers = [2**i for i in range(max_loras.bit_length()) if 2**i < max_loras]
+    return (0, *powers, max_loras) if max_loras else (0,)
+
+
+def make_ladder(
+    mode: str, limits: Limits, sizes: Sequence[int] | None = None, *, capability: str = "always"
+) -> Ladder[BatchDescriptor]:
+    """The classes that `mode` may capture under `limits`.
+
+    Whole graphs: uniform classes `R x q` for every query length, up to `max_num_reqs` requests; in mode `full` also
+    ragged classes of up to `max_num_reqs * max(query_lens)` tokens, for decode mixed with the end of a prefill.
+    Pieces: ragged classes of up to `max_num_tokens` tokens, each with as many requests as can be in it, so that there
+    is one a number of tokens. What no class covers runs eagerly.
 
     Args:
-        mode: one of `MODES`.
+        mode: one of `MODES`; `full_and_piecewise` has whole graphs of uniform decode, and pieces for all else.
         limits: what a batch can be.
         sizes: numbers of requests (uniform) and of tokens (ragged), instead of `rungs`.
+        capability: what the attention back end can do inside a whole graph, one of `CAPABILITIES`.
 
     Raises:
-        DescriptorError: an unknown mode.
+        DescriptorError: an unknown mode or capability, limits that no batch meets, or a mode whose whole graphs the
+            attention back end cannot be in.
 
     >>> [str(d) for d in make_ladder("full", Limits(max_num_reqs=2, max_num_tokens=64))]
     ['ragged 2 tokens, 2 reqs', 'uniform x1, 2 reqs', 'ragged 1 tokens, 1 reqs', 'uniform x1, 1 reqs']
     """
-    if not isinstance(limits, Limits):
-        raise DescriptorError(
-            f"make_ladder({mode!r}, {limits!r})", "limits that are no weft.Limits", "weft.Limits(8, 2048)"
-        )
-    if not limits.query_lens or min(limits.query_lens) < 1 or (sizes is not None and min(sizes, default=1) < 1):
-        raise DescriptorError(
-            f"make_ladder({mode!r}, {limits}, sizes={sizes})",
-            "no query length, or a size or query length that is not at least 1",
-            "query_lens=(1,) for plain decode; sizes=None for the usual rungs",
-        )
-    if mode not in MODES:
-        raise DescriptorError(f"make_ladder({mode!r}, ...)", "an unknown mode", f"one of {', '.join(MODES)}")
-    if mode == "none":
-        return ()
-    reqs = limits.max_num_reqs
-    found = [
-        BatchDescriptor.uniform(n, q)
+    _check(mode, limits, sizes, capability)
+    uniform = _uniform(limits, sizes) if mode in ("full_decode_only", "full", "full_and_piecewise") else []
+    most = min(limits.max_num_reqs * max(limits.query_lens), limits.max_num_tokens)
+    mixed = _ragged(limits, most, sizes) if mode == "full" else []
+    pieces = _ragged(limits, limits.max_num_tokens, sizes) if "piecewise" in mode else []
+    return Ladder(_largest_first([*uniform, *mixed]), _largest_first(pieces))
+
+
+def _uniform(limits: Limits, sizes: Sequence[int] | None) -> list[BatchDescriptor]:
+    most = {q: min(limits.max_num_reqs, limits.max_num_tokens // q) for q in limits.query_lens}
+    return [
+        BatchDescriptor.uniform(n, q, loras)
         for q in limits.query_lens
-        for n in (rungs(reqs) if sizes is None else sizes)
-        if n <= reqs and n * q <= limits.max_num_tokens
+        for n in (rungs(most[q]) if sizes is None else sizes)
+        for loras in limits.active_loras
+        if n <= most[q]
     ]
-    if mode == "full":
-        most = min(reqs * max(limits.query_lens), limits.max_num_tokens)
-        found += [BatchDescriptor(t, min(t, reqs)) for t in (rungs(most) if sizes is None else sizes) if t <= most]
-    return tuple(sorted(set(found), key=lambda d: (-d.num_tokens, -d.num_reqs, d.is_uniform)))
+
+
+def _ragged(limits: Limits, most: int, sizes: Sequence[int] | None) -> list[BatchDescriptor]:
+    return [
+        BatchDescriptor(t, min(t, limits.max_num_reqs), None, loras)
+        for t in (rungs(most) if sizes is None else sizes)
+        for loras in limits.active_loras
+        if t <= most
+    ]
+
+
+def _largest_first(found: Sequence[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
+    return tuple(sorted(set(found), key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras, d.is_uniform)))
+
+
+def _check(mode: str, limits: Any, sizes: Sequence[int] | None, capability: str) -> None:
+    call = f"make_ladder({mode!r}, {limits}, sizes={sizes}, capability={capability!r})"
+    if mode not in MODES:
+        raise DescriptorError(call, "an unknown mode", f"one of {', '.join(MODES)}")
+    if capability not in CAPABILITIES:
+        raise DescriptorError(call, "an unknown capability", f"one of {', '.join(CAPABILITIES)}")
+    if not isinstance(limits, Limits):
+        raise DescriptorError(call, "limits that are no weft.Limits", "weft.Limits(max_num_reqs, max_num_tokens)")
+    if not limits.query_lens or min(limits.query_lens) < 1 or (sizes is not None and min(sizes, default=1) < 1):
+        seen = "no query length, or a size or query length that is not at least 1"
+        raise DescriptorError(call, seen, "query_lens=(1,) for plain decode; sizes=None for the usual rungs")
+    if not limits.active_loras or min(limits.active_loras) < 0:
+        raise DescriptorError(
+            call, "no number of active LoRAs, or a negative one", "active_loras=lora_rungs(max_loras)"
+        )
+    single = limits.query_lens == (1,)
+    needs = {"full": "always", "none": "never", "piecewise": "never"}.get(
+        mode, "uniform_single_token" if single else "uniform"
+    )
+    if CAPABILITIES.index(capability) < CAPABILITIES.index(needs):
+        able = [m for m in MODES if m in ("none", "piecewise") or (m != "full" and capability != "never")]
+        raise DescriptorError(
+            call,
+            f"an attention back end that can be in a whole graph {capability}; this mode needs {needs}",
+            f"one of {', '.join(able)}" + ("" if single or capability == "uniform" else ", with query_lens=(1,)"),
+        )

@@ -32,6 +32,8 @@ class Key:
 
     ambient: tuple[Any, ...]
     """What holds around the call: inference mode, autocast, default dtype, modes."""
+    mode: str
+    """A whole graph, or pieces."""
     structure: Any
     statics: tuple[tuple[str, Any], ...]
     descriptor: Any

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weft.stages.model import Model
     from weft.transforms.generate import Completion
 
-MODES = ("none", "full_decode_only", "full")
+MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 """What `--graph` takes: `weft.transforms.ladder.MODES`, without its import."""
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,46 +10,120 @@ from hypothesis import strategies as st
 from weft.descriptor import BatchDescriptor as B
 from weft.errors import DescriptorError
 from weft.transforms.dispatch import dispatch
-from weft.transforms.ladder import MODES, Limits, make_ladder, rungs
+from weft.transforms.ladder import CAPABILITIES, MODES, Ladder, Limits, lora_rungs, make_ladder, rungs
 
 FAST = settings(deadline=None, max_examples=60)
 LIMITS = st.builds(
-    Limits, st.integers(1, 40), st.integers(1, 90), st.lists(st.integers(1, 4), min_size=1, unique=True).map(tuple)
+    Limits,
+    st.integers(1, 40),
+    st.integers(1, 90),
+    st.lists(st.integers(1, 4), min_size=1, unique=True).map(tuple),
+    st.integers(0, 9).map(lora_rungs),
 )
 GRAPHED = st.sampled_from([m for m in MODES if m != "none"])
+
+
+UNIFORM = ("full_decode_only", "full", "full_and_piecewise")
 
 
 @FAST
 @given(GRAPHED, LIMITS)
 def test_every_rung_is_within_the_limits_once_and_reachable(mode: str, limits: Limits) -> None:
     ladder = make_ladder(mode, limits)
-    assert len(set(ladder)) == len(ladder)
-    for rung in ladder:
-        assert 1 <= rung.num_reqs <= limits.max_num_reqs
-        assert rung.num_reqs <= rung.num_tokens <= limits.max_num_tokens
-        assert rung.query_len in (None, *limits.query_lens)
-        assert dispatch(rung, ladder).descriptor == rung
-        assert mode == "full" or rung.is_uniform
+    for way, classes in (("full", ladder.full), ("piecewise", ladder.piecewise)):
+        assert len(set(classes)) == len(classes)
+        for rung in classes:
+            assert 1 <= rung.num_reqs <= limits.max_num_reqs
+            assert rung.num_reqs <= rung.num_tokens <= limits.max_num_tokens
+            assert rung.query_len in (None, *limits.query_lens)
+            assert rung.num_active_loras in limits.active_loras
+            assert (dispatch(rung, ladder).mode, dispatch(rung, ladder).descriptor) == (way, rung)
+
+
+@FAST
+@given(GRAPHED, LIMITS)
+def test_what_each_mode_holds(mode: str, limits: Limits) -> None:
+    ladder = make_ladder(mode, limits)
+    assert any(d.is_uniform for d in ladder.full) == (
+        mode in UNIFORM and min(limits.query_lens) <= limits.max_num_tokens
+    )
+    assert all(d.is_uniform or mode == "full" for d in ladder.full)
+    assert bool(ladder.piecewise) == ("piecewise" in mode)
+    assert not any(d.is_uniform for d in ladder.piecewise)
+
+
+@FAST
+@given(LIMITS)
+def test_there_is_one_piecewise_graph_a_number_of_tokens(limits: Limits) -> None:
+    classes = make_ladder("piecewise", limits).piecewise
+    by_loras = {(d.num_tokens, d.num_active_loras) for d in classes}
+    assert len(by_loras) == len(classes)
+    for tokens in range(1, limits.max_num_tokens + 1):
+        for reqs in {1, min(tokens, limits.max_num_reqs)}:
+            assert dispatch(B(tokens, reqs), Ladder(piecewise=classes)).mode == "piecewise"
+
+
+@FAST
+@given(LIMITS, st.integers(1, 90))
+def test_cutting_one_ladder_never_cuts_the_other(limits: Limits, tokens: int) -> None:
+    cut = attrs.evolve(limits, max_num_reqs=1)
+    whole, fewer = make_ladder("full_and_piecewise", limits), make_ladder("full_and_piecewise", cut)
+    assert {d.num_tokens for d in whole.piecewise} == {d.num_tokens for d in fewer.piecewise}
 
 
 @FAST
 @given(GRAPHED, LIMITS)
 def test_largest_first(mode: str, limits: Limits) -> None:
     ladder = make_ladder(mode, limits)
-    for i, larger in enumerate(ladder):
-        assert not any(smaller.covers(larger) for smaller in ladder[i + 1 :])
+    for classes in (ladder.full, ladder.piecewise):
+        for i, larger in enumerate(classes):
+            assert not any(smaller.covers(larger) for smaller in classes[i + 1 :])
 
 
 @FAST
-@given(GRAPHED, LIMITS)
-def test_every_decode_batch_within_the_limits_has_a_rung_of_its_class(mode: str, limits: Limits) -> None:
+@given(st.sampled_from(UNIFORM), LIMITS)
+def test_every_decode_batch_within_the_limits_is_a_whole_graph(mode: str, limits: Limits) -> None:
     ladder = make_ladder(mode, limits)
     for query_len in limits.query_lens:
-        fits = [n for n in range(1, limits.max_num_reqs + 1) if n * query_len <= limits.max_num_tokens]
-        covered = [n for n in fits if dispatch(B.uniform(n, query_len), ladder).mode == "full"]
-        # What the limits on tokens cut off between two rungs may run eagerly, but not beneath the largest rung.
-        largest = max((d.num_reqs for d in ladder if d.query_len == query_len), default=0)
-        assert covered[: sum(n <= largest for n in fits)] == [n for n in fits if n <= largest]
+        for n in range(1, min(limits.max_num_reqs, limits.max_num_tokens // query_len) + 1):
+            decision = dispatch(B.uniform(n, query_len), ladder)
+            assert decision.mode == "full"
+            # In mode full a ragged class may take it with less padding.
+            assert decision.descriptor.query_len == query_len or mode == "full"
+
+
+def test_one_number_of_tokens_and_two_query_lengths_are_two_graphs() -> None:
+    ladder = make_ladder("full_and_piecewise", Limits(8, 64, (2, 4)))
+    assert dispatch(B.uniform(4, 2), ladder).descriptor == B.uniform(4, 2)
+    assert dispatch(B.uniform(2, 4), ladder).descriptor == B.uniform(2, 4)
+
+
+def test_numbers_of_loras_have_graphs_of_their_own() -> None:
+    ladder = make_ladder("full_decode_only", Limits(2, 64, active_loras=lora_rungs(4)))
+    assert {d.num_active_loras for d in ladder.full} == {0, 1, 2, 4}
+    assert dispatch(B.uniform(2, 1, 3), ladder).descriptor == B.uniform(2, 1, 4)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("query_lens", [(1,), (1, 3)])
+def test_a_mode_that_the_attention_cannot_is_an_error(capability: str, mode: str, query_lens: tuple[int, ...]) -> None:
+    able = {
+        "never": ["none", "piecewise"],
+        "uniform_single_token": [
+            "none",
+            "piecewise",
+            *(["full_decode_only", "full_and_piecewise"] * (query_lens == (1,))),
+        ],
+        "uniform": ["none", "piecewise", "full_decode_only", "full_and_piecewise"],
+        "always": list(MODES),
+    }[capability]
+    limits = Limits(4, 16, query_lens)
+    if mode in able:
+        assert make_ladder(mode, limits, capability=capability) == make_ladder(mode, limits)
+    else:
+        with pytest.raises(DescriptorError, match=f"in a whole graph {capability}; this mode needs"):
+            make_ladder(mode, limits, capability=capability)
 
 
 @FAST
@@ -77,16 +152,15 @@ def test_rungs_by_hand() -> None:
 
 def test_none_is_no_graph_and_pure() -> None:
     limits = Limits(8, 64)
-    assert make_ladder("none", limits) == ()
+    assert make_ladder("none", limits) == Ladder()
     assert make_ladder("full", limits) == make_ladder("full", Limits(8, 64, (1,)))
 
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(DescriptorError) as error:
         make_ladder("fulll", Limits(1, 1))
-    assert str(error.value) == (
-        "make_ladder('fulll', ...)\n  saw: an unknown mode\n  instead: one of none, full_decode_only, full"
-    )
+    assert error.value.call.startswith("make_ladder('fulll', Limits(max_num_reqs=1, max_num_tokens=1")
+    assert (error.value.seen, error.value.instead) == ("an unknown mode", f"one of {', '.join(MODES)}")
 
 
 def test_sizes_of_ones_own() -> None:
@@ -96,11 +170,11 @@ def test_sizes_of_ones_own() -> None:
 
 
 def test_no_size_at_all_is_not_every_size() -> None:
-    assert make_ladder("full", Limits(8, 64), sizes=()) == ()
+    assert make_ladder("full", Limits(8, 64), sizes=()) == Ladder()
 
 
 def test_a_size_twice_is_one_rung() -> None:
-    assert make_ladder("full_decode_only", Limits(8, 64), sizes=(4, 4)) == (B.uniform(4),)
+    assert make_ladder("full_decode_only", Limits(8, 64), sizes=(4, 4)) == Ladder(full=(B.uniform(4),))
 
 
 @pytest.mark.parametrize("sizes", [(0,), (-1,), (4, 0)])

@@ -17,6 +17,10 @@ class Recording(Protocol):
     def outputs(self) -> Any:
         """What the captured function returned; each replay overwrites these tensors."""
 
+    @property
+    def num_pieces(self) -> int:
+        """Graphs in it: 1, and 1 more for each split operator that was met."""
+
     def replay(self) -> None:
         """Run the record again on whatever the input buffers hold now."""
 
@@ -32,8 +36,14 @@ class Backend(Protocol):
     def device(self) -> torch.device:
         """Where it runs."""
 
-    def capture(self, fn: Callable[[], Any], audit: Audit) -> Recording:
+    def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> Recording:
         """Run `fn` under `audit` as often as recording takes, and return the record.
+
+        Args:
+            fn: what to record.
+            audit: refuses what a replay could not repeat.
+            split_at: operators, by name (`weft::paged_attention`), that stay outside the graphs: each runs by itself
+                between two pieces.
 
         Raises:
             CaptureError: the audit refused something that `fn` did.

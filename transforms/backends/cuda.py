@@ -1,26 +1,66 @@
-"""The GPU back end: `torch.cuda.CUDAGraph`, one memory pool for all captures of one graphified function."""
+"""The GPU back end: `torch.cuda.CUDAGraph`, one memory pool for all captures of one graphified function.
+
+A capture is a whole graph, or pieces: the capture is interrupted at each split operator, which runs by itself at every
+replay, between the graph before it and the graph after it.
+"""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.transforms.backends.audit import Audit
+from weft.torchapi import DispatchMode, borrowed
+from weft.transforms.backends.audit import Audit, tensors_in
+from weft.trees import tree_map
 
 
-@attrs.frozen
-class CudaRecording:
-    """A CUDA graph, its outputs in the pool, and the tensors from outside that it reads."""
+@attrs.frozen(eq=False)
+class SplitCall:
+    """A split operator between two pieces: what it reads, and where the next piece expects its results.
 
+    The tensors are borrowed: their memory is the pool's, an input buffer's, or the caller's.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: tuple[Tensor, ...]
+
+    def run(self) -> None:
+        results = tensors_in(self.func(*self.args, **self.kwargs))
+        for target, result in zip(self.targets, results, strict=True):
+            target.copy_(result)
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """A CUDA graph, and the split operator that runs before it (None for the first)."""
+
+    before: SplitCall | None
     graph: torch.cuda.CUDAGraph
+
+
+@attrs.frozen(eq=False)
+class CudaRecording:
+    """The pieces, their outputs in the pool, and the tensors from outside that they read."""
+
+    pieces: tuple[Piece, ...]
     outputs: Any
-    external: tuple[torch.Tensor, ...]
+    external: tuple[Tensor, ...]
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.pieces)
 
     def replay(self) -> None:
-        self.graph.replay()
+        for piece in self.pieces:
+            if piece.before is not None:
+                piece.before.run()
+            piece.graph.replay()
 
 
 class CudaBackend:
@@ -34,37 +74,85 @@ class CudaBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.pool: Any = None
+        self.pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, fn: Callable[[], Any], audit: Audit) -> CudaRecording:
+    def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
+        session = _Session(self.pool, split_at, audit.call)
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                 with audit:
                     fn()
-                outputs = self._record(graph, fn, audit.call)
+                self.stream.synchronize()
+                outputs = session.run(fn)
         finally:
             # Also after a refusal: what is restored then must come after what the warm-up wrote.
             current.wait_stream(self.stream)
-        return CudaRecording(graph, outputs, tuple(audit.external.values()))
+        return CudaRecording(tuple(session.pieces), outputs, tuple(audit.external.values()))
 
-    def _record(self, graph: torch.cuda.CUDAGraph, fn: Callable[[], Any], call: str) -> Any:
-        self.stream.synchronize()
-        # The pool of the first graph serves the rest; a graph alive in it keeps it valid.
-        pool = self.pool if self.pool is not None else torch.cuda.graph_pool_handle()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+
+class _Session(DispatchMode):
+    """One capture: graphs begun and ended around each split operator."""
+
+    def __init__(self, pool: Any, split_at: frozenset[str], call: str) -> None:
+        super().__init__()
+        self.pool, self.split_at, self.call = pool, split_at, call
+        self.pieces: list[Piece] = []
+        self._graph = torch.cuda.CUDAGraph()
+        self._before: SplitCall | None = None
+        self._results: tuple[Tensor, ...] = ()
+
+    def run(self, fn: Callable[[], Any]) -> Any:
+        with self._voided_by_errors():
+            self._begin()
+            with self if self.split_at else contextlib.nullcontext():
+                outputs = fn()
+            self._end()
+        return outputs
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name not in self.split_at:
+            return func(*args, **kwargs)
+        self._end()
+        # A capture only records: the piece must run for the operator to find values that it can read.
+        self._run_last()
+        result = func(*args, **kwargs)
+        call = tree_map(lambda x: borrowed(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        self._begin()
+        # Memory of the pool, which a later piece may reuse once the function has dropped the result.
+        targets = tree_map(lambda x: torch.empty_like(x) if isinstance(x, Tensor) else x, result)
+        self._results = tuple(tensors_in(result))
+        self._before = SplitCall(func, call[0], call[1], tuple(borrowed(t) for t in tensors_in(targets)))
+        return targets
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        self._graph.capture_end()
+        self.pieces.append(Piece(self._before, self._graph))
+
+    def _run_last(self) -> None:
+        if self._before is not None:
+            for target, result in zip(self._before.targets, self._results, strict=True):
+                target.copy_(result)
+        self._graph.replay()
+
+    @contextlib.contextmanager
+    def _voided_by_errors(self) -> Iterator[None]:
         try:
-            outputs = fn()
+            yield
         except BaseException as error:
             # The capture is void, and may say so once more when it is ended; the stream is usable after that.
             with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            if not isinstance(error, RuntimeError):
+                self._graph.capture_end()
+            if not isinstance(error, RuntimeError) or isinstance(error, CaptureError):
                 raise
             seen = str(error).splitlines()[0]
-            raise CaptureError(call, f"CUDA refused: {seen}", "move what waits for the device out of it") from error
-        graph.capture_end()
-        self.pool = pool
-        return outputs
+            instead = "move what waits for the device out of it"
+            raise CaptureError(self.call, f"CUDA refused: {seen}", instead) from error

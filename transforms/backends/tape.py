@@ -43,15 +43,18 @@ class Operation:
 class _Recorder(DispatchMode):
     """Runs a function under the audit's rules and writes the tape."""
 
-    def __init__(self, audit: Audit) -> None:
+    def __init__(self, audit: Audit, split_at: frozenset[str]) -> None:
         super().__init__()
         self.audit = audit
         self.tape: list[Operation] = []
+        self.split_at = split_at
+        self.num_pieces = 1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.num_pieces += func._schema.name in self.split_at
         result = func(*args, **kwargs)
         inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
         fresh = [(i, _as_it_is(t)) for i, t in enumerate(tensors_in(result)) if _is_fresh(t, inputs)]
@@ -74,10 +77,11 @@ def _as_it_is(value: Any) -> Any:
 
 @attrs.frozen
 class TapeRecording:
-    """A tape and the tensors that it writes to."""
+    """A tape and the tensors that it writes to. In pieces it is the same tape: every operator runs by itself anyway."""
 
     operations: tuple[Operation, ...]
     outputs: Any
+    num_pieces: int
 
     def replay(self) -> None:
         with torch.no_grad():
@@ -92,8 +96,8 @@ class TapeBackend:
     name: str = "tape"
     device: torch.device = _CPU
 
-    def capture(self, fn: Callable[[], Any], audit: Audit) -> TapeRecording:
-        recorder = _Recorder(audit)
+    def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> TapeRecording:
+        recorder = _Recorder(audit, split_at)
         with torch.no_grad(), recorder, audit:
             outputs = fn()
-        return TapeRecording(tuple(recorder.tape), outputs)
+        return TapeRecording(tuple(recorder.tape), outputs, recorder.num_pieces)
