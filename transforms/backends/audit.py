@@ -1,6 +1,7 @@
 """What may not stand in a captured function, found while it runs once: host reads, shapes that depend on data, writes
 to tensors that are not its own. The error names the user's line."""
 
+import functools
 import linecache
 import sys
 import types
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from weft.errors import CaptureError
 from weft.torchapi import DispatchMode, FunctionMode, storage_id
-from weft.trees import tree_leaves
 
 _HOST_READS = {
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
@@ -68,13 +68,9 @@ class Audit(DispatchMode):
         """Raise CaptureError if a replay could not repeat this operation."""
         if fault := _data_dependence(func, args, kwargs):
             raise refusal(self.call, fault, _REMEDY)
-        on_host = next(
-            (t for t in tensors_in(args, kwargs) if t.device.type == "cpu" and storage_id(t) in self.names), None
-        )
-        if on_host is not None and any(t.is_cuda for t in tensors_in(args, kwargs)):
-            name = self.names[storage_id(on_host)]
-            fault = f"{name} is on the CPU and meets a CUDA tensor, so that its value would be frozen"
-            raise refusal(self.call, fault, f"move {name} to the device before the call")
+        inputs = list(tensors_in(args, kwargs))
+        if len({t.device.type for t in inputs}) > 1:
+            self._refuse_host_arguments(inputs)
         for tensor in written(func, args, kwargs):
             address = storage_id(tensor)
             if address not in self.own:
@@ -84,6 +80,14 @@ class Audit(DispatchMode):
                     f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own",
                     "return a new tensor, or donate the argument (donate_argnames=...)",
                 )
+
+    def _refuse_host_arguments(self, inputs: list[Tensor]) -> None:
+        """An argument on the CPU that meets a CUDA tensor is a scalar to its kernel, with the value of the capture."""
+        for tensor in inputs:
+            name = self.names.get(storage_id(tensor))
+            if name is not None and tensor.device.type == "cpu":
+                fault = f"{name} is on the CPU and meets a tensor on another device, so that its value would be frozen"
+                raise refusal(self.call, fault, f"move {name} to the device before the call")
 
     def adopt(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note which storages the function made itself, and which tensors from outside it reads."""
@@ -136,17 +140,28 @@ def user_line() -> str:
     return "an unknown line"
 
 
-def tensors_in(*trees: Any) -> Iterator[Tensor]:
-    """The tensors among the leaves of operator arguments or results."""
-    return (leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor))
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """The tensors among operator arguments or results: those are flat, but for lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from tensors_in(*value)
+        elif isinstance(value, dict):
+            yield from tensors_in(*value.values())
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """The places and names of the arguments that an operator writes, by its schema."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator writes, by its schema."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(value)
+    """The tensors that an operator writes."""
+    for index, name in _written_arguments(func):
+        yield from tensors_in(args[index] if index < len(args) else kwargs.get(name))
     # Batch normalisation in training updates its running statistics, which its schema does not say.
     if func.overloadpacket in _BATCH_NORMS:
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs

@@ -5,6 +5,7 @@ replay, between the graph before it and the graph after it.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -134,7 +135,10 @@ class _Session(DispatchMode):
         self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
     def _end(self) -> None:
-        self._graph.capture_end()
+        with warnings.catch_warnings():
+            # Two split operators may follow each other, with nothing between them.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            self._graph.capture_end()
         self.pieces.append(Piece(self._before, self._graph))
 
     def _run_last(self) -> None:
