@@ -240,7 +240,7 @@ LISTS = "pass a list of prompts, each a string or a list of token ids"
 IDS = "token ids are ints from 0 to 256"
 GO_ON = "give at least one token to go on from"
 FINITE = "a finite number >= 0; 0 is greedy"
-MODES = "one of none, full_decode_only, full"
+MODES = "one of none, piecewise, full_decode_only, full, full_and_piecewise"
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an empty text": ({"prompts": ["An", ""]}, "prompt 1 is empty ('')", GO_ON),
     "an empty list of ids": ({"prompts": [[65], [66], []]}, "prompt 2 is empty ([])", GO_ON),
