@@ -105,9 +105,8 @@ def take_node(node: Any, to: str) -> None:
     object.__setattr__(node, "_taken_by", to)
 
 
-@functools.cache
-def _names_of(cls: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(f.name for f in attrs.fields(cls) if f.init)  # type: ignore[arg-type]
+def _names_of(cls: type) -> list[str]:
+    return [f.name for f in attrs.fields(cls) if f.init]
 
 
 def refuse_donated(value: Any, *, call: str) -> None:

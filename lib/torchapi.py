@@ -1,5 +1,6 @@
 """The one module that imports torch's private names, so that a new torch breaks one file."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -22,7 +23,9 @@ __all__ = [
     "in_dispatch_mode",
     "in_functorch_transform",
     "in_plain_surroundings",
+    "is_capturing",
     "pytree",
+    "replayer",
     "storage_id",
     "tensors_check",
 ]
@@ -99,6 +102,19 @@ def clone_all(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     fresh = [torch.empty_like(x) for x in tensors]
     torch._foreach_copy_(fresh, tensors)
     return fresh
+
+
+def is_capturing() -> Callable[[], bool]:
+    """`torch.cuda.is_current_stream_capturing`, without the Python around it; constant where there is no CUDA."""
+    if not torch.cuda.is_available():
+        return lambda: False
+    check: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+    return check
+
+
+def replayer(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """`graph.replay`, without the Python around it."""
+    return functools.partial(torch._C._CUDAGraph.replay, graph)
 
 
 def function_modes() -> tuple[Any, ...]:

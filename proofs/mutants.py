@@ -123,17 +123,17 @@ def _home_without_writing(value: Any, home: Tensor | None) -> Any:
     return value if home is None else home
 
 
-def _swapped(outputs: Outputs, borrow: bool) -> Handover:
+def _swapped(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
     def swap(made: Any, references: Any, build: Callable[..., Any]) -> Any:
         leaves, structure = tree_flatten(build(made, references))
         return tree_unflatten([*leaves[1:2], *leaves[:1], *leaves[2:]], structure)
 
-    planned = hand_over(outputs, borrow)
+    planned = hand_over(outputs, buffers, borrow)
     return attrs.evolve(planned, build=partial(swap, build=planned.build))
 
 
-def _borrowing(outputs: Outputs, borrow: bool) -> Handover:
-    return hand_over(outputs, True)
+def _borrowing(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
+    return hand_over(outputs, buffers, True)
 
 
 _GRAPHIFY, _CAPTURE = "weft.transforms.graphify", "weft.transforms.capture"

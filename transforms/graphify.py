@@ -27,7 +27,7 @@ from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.memo import CacheInfo, Key, check_hashable, check_plain, nearest_difference
 from weft.transforms.ready import MAX_READERS, Reader, make_reader
 from weft.transforms.results import Outputs
-from weft.transforms.transfer import CopyIn, Handover, hand_over, plan_copies
+from weft.transforms.transfer import Handover, hand_over, plan_copies
 from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_unflatten
 
 P = ParamSpec("P")
@@ -37,14 +37,28 @@ _MAX_PLANS = 4096
 
 
 @attrs.frozen(eq=False)
+class Replay:
+    """How calls of one signature are answered by a graph.
+
+    Args:
+        entry: the graph.
+        fill: fills its input buffers from the leaves of a call, those by reference first; None if it has none.
+        run: replays it.
+        handover: makes the result.
+    """
+
+    entry: Entry
+    fill: Callable[[Sequence[Any]], None] | None
+    run: Callable[[], None]
+    handover: Handover
+
+
+@attrs.frozen(eq=False)
 class Plan:
-    """What to do with calls of one signature: run eagerly (no entry), or fill `entry`'s buffers, replay it, and hand
-    over its outputs."""
+    """What to do with calls of one signature: `replay`, or run eagerly if that is None."""
 
     decision: Decision[Any]
-    entry: Entry | None = None
-    copy_in: CopyIn | None = None
-    handover: Handover | None = None
+    replay: Replay | None = None
 
 
 @attrs.frozen
@@ -64,7 +78,7 @@ class Graphified(Generic[P, R]):
 
     _memo: dict[Key, Entry]
     _plans: dict[Key, Plan]
-    _readers: dict[tuple[Any, ...], tuple[Reader[Plan], ...]]
+    _readers: dict[tuple[Any, ...], tuple[Reader[Replay], ...]]
     _backend: Backend | None
     _frozen: bool
     _captures: int
@@ -85,23 +99,23 @@ class Graphified(Generic[P, R]):
         self.cache_clear()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The fast path: a call like an earlier one fills the input buffers, replays, and hands out the results."""
+        """The fast path: a call like an earlier one is answered as that one was; any other by `_call`."""
         if in_plain_surroundings():
             for reader in self._readers.get((len(args), *kwargs), ()):
                 if (found := reader.find(args, kwargs)) is not None:
+                    seen, replay = found
                     with self._lock:
-                        return self._replay(found[1], reader.move(found[0]))
+                        return self._replay(replay, reader.move(seen) if reader.donates else seen[1])
         return self._call(args, kwargs)
 
-    def _replay(self, plan: Plan, leaves: Sequence[Any]) -> R:
-        """Replay on the leaves of a call, those by reference first, after the donated ones changed hands."""
-        assert plan.entry is not None
-        assert plan.copy_in is not None
-        assert plan.handover is not None
-        plan.copy_in.fill(leaves)
-        plan.entry.recording.replay()
+    def _replay(self, replay: Replay, leaves: Sequence[Any]) -> R:
+        """Fill the buffers from the leaves of a call (after the donated ones changed hands), replay, hand over."""
+        if replay.fill is not None:
+            replay.fill(leaves)
+        replay.run()
         self._replays += 1
-        return plan.handover.take(leaves)  # type: ignore[no-any-return]
+        handover = replay.handover
+        return handover.build(handover.copies(handover.made), leaves)  # type: ignore[no-any-return]
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """The general path: any call, the first of its kind included."""
@@ -111,14 +125,14 @@ class Graphified(Generic[P, R]):
         with self._lock:
             signature = self._signature(call)
             plan = self._plans.get(signature) or self._plan(call, signature)
-            if plan.entry is None:
+            if plan.replay is None:
                 self._eager += 1
                 return self._fn(*args, **kwargs)
-            if plan.entry.needs_autograd and torch.is_grad_enabled():
+            if plan.replay.entry.needs_autograd and torch.is_grad_enabled():
                 return self._fn(*args, **kwargs)
             if in_plain_surroundings():
-                self._remember(args, kwargs, call, plan)
-            return self._replay(plan, (*self._moved(call), *call.copied_leaves))
+                self._remember(args, kwargs, call, plan.replay)
+            return self._replay(plan.replay, (*self._moved(call), *call.copied_leaves))
 
     def _moved(self, call: Call) -> list[Any]:
         """The leaves by reference, after the donated ones changed hands."""
@@ -130,18 +144,18 @@ class Graphified(Generic[P, R]):
             }
         )
 
-    def _remember(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, plan: Plan) -> None:
+    def _remember(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, replay: Replay) -> None:
         """Let the next call like this one take the fast path."""
         form = (len(args), *kwargs)
         readers = self._readers.get(form, ())
         for reader in readers:
             if (seen := reader.layout.read(args, kwargs)) is not None:
-                reader.remember(seen, plan)
+                reader.remember(seen, replay)
                 return
         if len(readers) < MAX_READERS and (made := make_reader(self._roles, self._name, args, kwargs, call)):
             self._readers[form] = (*readers, made)
             if (seen := made.layout.read(args, kwargs)) is not None:
-                made.remember(seen, plan)
+                made.remember(seen, replay)
 
     def _signature(self, call: Call) -> Key:
         signature = signature_of(call)
@@ -159,13 +173,17 @@ class Graphified(Generic[P, R]):
         plan = Plan(decision)
         if decision.mode != "none":
             entry = self._entry(call, decision.descriptor)
-            leaves, first = (*call.reference_leaves, *call.copied_leaves), len(call.reference_leaves)
-            copy_in = plan_copies(entry.buffers, entry.blanks, entry.axes, leaves, first)
-            plan = Plan(decision, entry, copy_in, hand_over(self._cut(entry.outputs, call, decision), self._borrow))
+            plan = Plan(decision, self._make_replay(entry, call, decision))
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         self._plans[signature] = plan
         return plan
+
+    def _make_replay(self, entry: Entry, call: Call, decision: Decision[Any]) -> Replay:
+        leaves, first = (*call.reference_leaves, *call.copied_leaves), len(call.reference_leaves)
+        copies = plan_copies(entry.buffers, entry.blanks, entry.axes, leaves, first)
+        handover = hand_over(self._cut(entry.outputs, call, decision), entry.buffers, self._borrow)
+        return Replay(entry, copies.fill if copies else None, entry.recording.replay, handover)
 
     def _decide(self, call: Call) -> Decision[Any]:
         if self.ladder is None:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import attrs
-import torch
 from torch import is_inference_mode_enabled as is_inference_mode
 
 from weft.donation import refuse_donated, take_node, take_tensor
-from weft.torchapi import global_state_check, tensors_check
+from weft.torchapi import global_state_check, is_capturing, tensors_check
 from weft.transforms.call import Call, Roles
 from weft.transforms.reader import Argument, ForeignError, Layout, Seen, places, write_reader
 
@@ -41,6 +40,7 @@ class Reader(Generic[T]):
     """Calls of one structure: how to take them apart, and what is ready for them."""
 
     layout: Layout
+    donates: bool
     ready: dict[tuple[Any, ...], tuple[Ready[T], ...]] = attrs.field(factory=dict)
 
     def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Seen, T] | None:
@@ -64,11 +64,8 @@ class Reader(Generic[T]):
     def move(self, seen: Seen) -> Sequence[Any]:
         """The leaves, after the donated ones changed hands."""
         _, leaves, _, donated = seen
-        if donated:
-            for node, taker in zip(donated, self.layout.nodes, strict=True):
-                take_node(node, taker)
-        if not self.layout.aliased:
-            return leaves
+        for node, taker in zip(donated, self.layout.nodes, strict=True):
+            take_node(node, taker)
         moved = [*leaves]
         for index, taker in self.layout.aliased:
             refuse_donated(moved[index], call=taker)
@@ -80,8 +77,7 @@ class Reader(Generic[T]):
         check = tensors_check(seen[2])
         if not check(*seen[2]):  # such as a tensor that stands twice in the call
             return
-        capturing = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else _never
-        made = Ready(plan, global_state_check(), check, is_inference_mode(), capturing)
+        made = Ready(plan, global_state_check(), check, is_inference_mode(), is_capturing())
         if len(self.ready) >= MAX_KEYS:
             self.ready.clear()
         self.ready[seen[0]] = (made, *self.ready.get(seen[0], ()))[:MAX_ALIKE]
@@ -107,8 +103,4 @@ def make_reader(
     wanted = (*call.reference_leaves, *call.copied_leaves)
     if seen is None or [id(leaf) for leaf in seen[1]] != [id(leaf) for leaf in wanted]:
         return None  # the arguments are not what they were a moment ago
-    return Reader(layout)
-
-
-def _never() -> bool:
-    return False
+    return Reader(layout, bool(layout.nodes or layout.aliased))

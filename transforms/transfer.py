@@ -11,7 +11,7 @@ import attrs
 from torch import Tensor
 
 from weft.padding import last_entry
-from weft.torchapi import clone_all, copy_all
+from weft.torchapi import clone_all, copy_all, storage_id
 from weft.transforms.reader import write_builder
 from weft.transforms.results import Outputs
 from weft.trees import Axes
@@ -19,17 +19,25 @@ from weft.trees import Axes
 
 @attrs.frozen(eq=False)
 class Together:
-    """Tensors of one dtype that one launch copies: `targets` from the leaves at `indices`, and then from `blanks`."""
+    """Tensors of one dtype that one launch copies: to `targets` from what `pick` takes of the leaves, then `blanks`."""
 
     targets: tuple[Tensor, ...]
-    indices: tuple[int, ...]
+    pick: Callable[[Sequence[Any]], tuple[Any, ...]]
     blanks: tuple[Tensor, ...]
 
     def copy(self, leaves: Sequence[Any]) -> None:
         if len(self.targets) == 1:
-            self.targets[0].copy_(leaves[self.indices[0]] if self.indices else self.blanks[0])
+            (value,) = self.pick(leaves) or self.blanks
+            self.targets[0].copy_(value)
+        elif self.blanks:
+            copy_all(self.targets, self.pick(leaves) + self.blanks)
         else:
-            copy_all(self.targets, (*(leaves[i] for i in self.indices), *self.blanks))
+            copy_all(self.targets, self.pick(leaves))
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """`itemgetter` that returns a tuple of any length."""
+    return itemgetter(*indices) if len(indices) > 1 else lambda leaves: tuple(leaves[i] for i in indices)
 
 
 @attrs.frozen(eq=False)
@@ -50,6 +58,7 @@ class CopyIn:
     fills: tuple[tuple[Tensor, float], ...]
 
     def fill(self, leaves: Sequence[Any]) -> None:
+        """Fill the buffers from all leaves of a call."""
         for group in self.together:
             group.copy(leaves)
         for tails, index, spec in self.repeats:
@@ -66,7 +75,7 @@ def plan_copies(
     specs: Sequence[Axes | None],
     leaves: Sequence[Any],
     first: int,
-) -> CopyIn:
+) -> CopyIn | None:
     """Plan how to fill `buffers` from calls like one of which `leaves[first:]` are the copied leaves.
 
     Args:
@@ -75,6 +84,9 @@ def plan_copies(
         specs: which dimensions of each buffer are padded, and with what.
         leaves: all leaves of the example call; only their shapes matter.
         first: the index of the first copied leaf.
+
+    Returns:
+        None if there is nothing to fill.
     """
     pairs: list[tuple[Tensor, int | Tensor]] = []
     repeats, fills = [], []
@@ -92,6 +104,8 @@ def plan_copies(
             fills += [(tail, spec.pad) for tail in found]
         else:
             pairs += zip(found, tails(blank, shape), strict=True)
+    if not pairs:
+        return None
     return CopyIn(_together(pairs, leaves), tuple(repeats), tuple(fills))
 
 
@@ -121,7 +135,7 @@ def _together(pairs: Sequence[tuple[Tensor, int | Tensor]], leaves: Sequence[Any
         members = [p for p in group if isinstance(p[1], int)] + [p for p in group if isinstance(p[1], Tensor)]
         indices = tuple(source for _, source in members if isinstance(source, int))
         blanks = tuple(source for _, source in members if isinstance(source, Tensor))
-        together.append(Together(tuple(target for target, _ in members), indices, blanks))
+        together.append(Together(tuple(target for target, _ in members), _picker(indices), blanks))
     return tuple(together)
 
 
@@ -139,12 +153,16 @@ class Handover:
     build: Callable[[Sequence[Tensor], Sequence[Any]], Any]
     copies: Callable[[tuple[Tensor, ...]], Sequence[Tensor]]
 
-    def take(self, references: Sequence[Any]) -> Any:
-        return self.build(self.copies(self.made), references)
 
+def hand_over(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
+    """Plan how the results of a recording reach the caller.
 
-def hand_over(outputs: Outputs, borrow: bool) -> Handover:
-    """Plan how the results of a recording reach the caller."""
+    Args:
+        outputs: of the recording, or views of them.
+        buffers: what the recording reads its copied inputs from. An output that lies in one of them is never lent: as
+            the input of the next call it could be overwritten while it is read.
+        borrow: lend the others, instead of clones.
+    """
     made: list[Tensor] = []
     expressions, names = [], {}
     for i, (leaf, reference) in enumerate(zip(outputs.leaves, outputs.references, strict=True)):
@@ -157,13 +175,20 @@ def hand_over(outputs: Outputs, borrow: bool) -> Handover:
             names[f"value{i}"] = leaf
             expressions.append(f"value{i}")
     build = write_builder(outputs.structure, expressions, names)
-    return Handover(tuple(made), build, borrowed if borrow else cloning(made))
+    inputs = {storage_id(x) for x in buffers if isinstance(x, Tensor)}
+    lent = [borrow and storage_id(x) not in inputs for x in made]
+    return Handover(tuple(made), build, borrowed if all(lent) else some_borrowed(lent) if any(lent) else cloning(made))
 
 
 def borrowed(made: tuple[Tensor, ...]) -> Sequence[Tensor]:
     """The graph's own buffers, which the next replay overwrites; as new tensors, so that no caller's `t_()` or donation
     reaches the next caller."""
     return [x.detach() for x in made]
+
+
+def some_borrowed(lent: Sequence[bool]) -> Callable[[tuple[Tensor, ...]], Sequence[Tensor]]:
+    """Borrow those for which `lent` says so, and clone the rest."""
+    return lambda made: [x.detach() if ok else x.clone() for x, ok in zip(made, lent, strict=True)]
 
 
 def cloning(made: Sequence[Tensor]) -> Callable[[tuple[Tensor, ...]], Sequence[Tensor]]:

@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,17 @@ from torch import Tensor
 from weft.transforms.graphify import Graphified, graphify
 
 Step = Callable[..., tuple[Tensor, ...]]
+
+
+@attrs.frozen(eq=False)
+class Contender:
+    """Something to call: what it is, what a call is given and gives back, the leaves of its step, the captures held."""
+
+    what: str
+    given: str
+    leaves: int
+    captures: int
+    call: Callable[[], Any]
 
 
 @attrs.frozen
@@ -49,16 +61,18 @@ class Row:
 
 @attrs.frozen
 class Sizes:
-    """How much to run: leaves of a step, captures held, calls a burst and bursts."""
+    """How much to run: leaves of a step, captures held, for which leaves the peers, calls a burst, and bursts."""
 
     leaves: tuple[int, ...] = (3, 30, 300)
     captures: tuple[int, ...] = (1, 100, 1000)
+    peers: tuple[int, ...] = (3, 30, 300)
     calls: int = 100
-    bursts: int = 15
-    peer_leaves: tuple[int, ...] = (3, 30, 300)
+    bursts: int = 25
 
 
-QUICK = Sizes(leaves=(3, 30), captures=(1, 10), calls=20, bursts=3, peer_leaves=())
+QUICK = Sizes(leaves=(3, 30), captures=(1, 10), peers=(), calls=20, bursts=3)
+MOST_KERNELS = 30_000
+"""300 leaves captured 1,000 times would be 300,000 kernels: a figure of the memory of the device, not of the host."""
 
 
 def neighbours(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -86,23 +100,24 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def host_time(call: Callable[[], Any], sizes: Sizes, device: str) -> tuple[float, float]:
-    """Microseconds a call: the median and the least over bursts."""
-    for _ in range(3):
-        call()
-    rounds = []
-    for _ in range(sizes.bursts):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(sizes.calls):
-            call()
-        rounds.append((time.perf_counter() - start) / sizes.calls * 1e6)
+def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> Iterator[Row]:
+    """One row each; the bursts of all contenders take turns, so that a slow moment of the machine meets all of them."""
+    rounds: list[list[float]] = [[] for _ in contenders]
+    for burst in range(sizes.bursts + 1):
+        for contender, times in zip(contenders, rounds, strict=True):
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(sizes.calls):
+                contender.call()
+            if burst:  # the first warms up
+                times.append((time.perf_counter() - start) / sizes.calls * 1e6)
     synchronize(device)
-    return statistics.median(rounds), min(rounds)
+    for c, times in zip(contenders, rounds, strict=True):
+        yield Row(c.what, c.given, c.leaves, c.captures, statistics.median(times), min(times))
 
 
-def graphified(count: int, captures: int, sizes: Sizes, device: str) -> Iterator[Row]:
-    """Both modes, with `captures` signatures captured and called in turn."""
+def graphified(count: int, captures: int, device: str) -> Iterator[Contender]:
+    """Both modes, with `captures` signatures captured: one called again and again, and all of them in turn."""
     names = [f"x{i}" for i in range(count)]
     modes: list[tuple[str, Graphified[..., Any]]] = [
         ("reference, borrowed", graphify(fixed(count), reference_argnames=names, outputs="borrow")),
@@ -113,49 +128,44 @@ def graphified(count: int, captures: int, sizes: Sizes, device: str) -> Iterator
         for leaves in calls:
             g(*leaves)
         assert g.cache_info().captures == captures
-        turn = cycle(calls)
-
-        def in_turn(g: Graphified[..., Any] = g, turn: Iterator[Sequence[Tensor]] = turn) -> None:
-            g(*next(turn))
-
-        def again(g: Graphified[..., Any] = g, leaves: Sequence[Tensor] = calls[0]) -> None:
-            g(*leaves)
-
-        yield Row("graphify", given, count, captures, *host_time(again, sizes, device))
+        yield Contender("graphify", given, count, captures, partial(g, *calls[0]))
         if captures > 1:
-            yield Row("graphify, in turn", given, count, captures, *host_time(in_turn, sizes, device))
+            yield Contender("graphify, in turn", given, count, captures, _in_turn([partial(g, *x) for x in calls]))
 
 
-def bare_replay(count: int, captures: int, sizes: Sizes) -> Iterator[Row]:
-    """`torch.cuda.CUDAGraph.replay` of the same step: the floor; also with many graphs replayed in turn."""
-    graphs = []
+def _in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    turn = cycle(calls)
+    return lambda: next(turn)()
+
+
+def bare_replays(count: int, captures: int) -> Iterator[Contender]:
+    """`torch.cuda.CUDAGraph.replay` of the same step, the floor; also of many graphs in turn."""
+    replays = []
     for i in range(captures):
         leaves, graph = inputs(count, 8 + i, "cuda"), torch.cuda.CUDAGraph()
         neighbours(*leaves)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             held = neighbours(*leaves)
-        graphs.append((graph, leaves, held))
-    turn = cycle(graphs)
-    yield Row("bare replay", "nothing", count, captures, *host_time(graphs[0][0].replay, sizes, "cuda"))
+        replays.append(partial(_replay, graph, leaves, held))
+    graph = replays[0].args[0]
+    yield Contender("bare replay", "nothing", count, captures, graph.replay)
     if captures > 1:
-        in_turn = host_time(lambda: next(turn)[0].replay(), sizes, "cuda")
-        yield Row("bare replay, in turn", "nothing", count, captures, *in_turn)
+        yield Contender("bare replay, in turn", "nothing", count, captures, _in_turn(replays))
 
 
-def peers(count: int, sizes: Sizes) -> Iterator[Row]:
+def _replay(graph: torch.cuda.CUDAGraph, *held: Any) -> None:
+    graph.replay()
+
+
+def peers(count: int) -> Iterator[Contender]:
     """The step as it is, `make_graphed_callables` and `torch.compile(mode="reduce-overhead")`."""
     samples, fresh = inputs(count, 8, "cuda"), inputs(count, 8, "cuda")
-    step = fixed(count)
-    yield Row("eager", "fresh, safe", count, 1, *host_time(lambda: step(*fresh), sizes, "cuda"))
-    made = torch.cuda.make_graphed_callables(fixed(count), samples)
+    yield Contender("eager", "fresh, safe", count, 1, partial(fixed(count), *fresh))
+    made: Any = torch.cuda.make_graphed_callables(fixed(count), samples)
     for given, leaves in (("reference, borrowed", samples), ("fresh, borrowed", fresh)):
-
-        def replayed(leaves: Sequence[Tensor] = leaves) -> None:
-            made(*leaves)
-
-        yield Row("make_graphed_callables", given, count, 1, *host_time(replayed, sizes, "cuda"))
-    compiled = torch.compile(fixed(count), mode="reduce-overhead")
+        yield Contender("make_graphed_callables", given, count, 1, partial(made, *leaves))
+    compiled: Any = torch.compile(fixed(count), mode="reduce-overhead")
 
     def call() -> None:
         torch.compiler.cudagraph_mark_step_begin()
@@ -163,7 +173,7 @@ def peers(count: int, sizes: Sizes) -> Iterator[Row]:
 
     for _ in range(5):
         call()
-    yield Row("reduce-overhead", "fresh, borrowed", count, 1, *host_time(call, sizes, "cuda"))
+    yield Contender("reduce-overhead", "fresh, borrowed", count, 1, call)
 
 
 def environment() -> dict[str, str]:
@@ -175,17 +185,15 @@ def environment() -> dict[str, str]:
     }  # fmt: skip
 
 
-def measure(sizes: Sizes, device: str) -> Iterator[Row]:
-    """All rows."""
-    for count in sizes.leaves:
-        for captures in sizes.captures:
-            if count * captures > 30_000:
-                continue  # a kernel each: 300,000 kernels in graphs are no figure of the host's
+def contenders(count: int, sizes: Sizes, device: str) -> Iterator[Contender]:
+    """All that run a step of `count` leaves."""
+    for captures in sizes.captures:
+        if count * captures <= MOST_KERNELS:
             if device == "cuda":
-                yield from bare_replay(count, captures, sizes)
-            yield from graphified(count, captures, sizes, device)
-        if device == "cuda" and count in sizes.peer_leaves:
-            yield from peers(count, sizes)
+                yield from bare_replays(count, captures)
+            yield from graphified(count, captures, device)
+    if device == "cuda" and count in sizes.peers:
+        yield from peers(count)
 
 
 def main() -> None:
@@ -193,22 +201,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="small numbers, to see that it runs")
-    parser.add_argument(
-        "--peer-leaves", type=int, nargs="*", help="for which steps to run the peers (compiling is slow)"
-    )
-    arguments = parser.parse_args()
+    for name in ("leaves", "captures", "peers"):
+        parser.add_argument(f"--{name}", type=int, nargs="*", help=f"instead of {getattr(Sizes(), name)}")
+    given = vars(parser.parse_args())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = QUICK if arguments.quick or device == "cpu" else Sizes()
-    if arguments.peer_leaves is not None:
-        sizes = attrs.evolve(sizes, peer_leaves=tuple(arguments.peer_leaves))
-    rows = []
+    sizes = QUICK if given["quick"] or device == "cpu" else Sizes()
+    chosen: dict[str, Any] = {k: tuple(given[k]) for k in ("leaves", "captures", "peers") if given[k] is not None}
+    sizes = attrs.evolve(sizes, **chosen)
+    rows: list[Row] = []
     with torch.no_grad():
-        for row in measure(sizes, device):
-            rows.append(row)
-            print(f"{row.what} {row.given} {row.leaves} {row.captures}: {row.us:.2f}", file=sys.stderr, flush=True)
+        for count in sizes.leaves:
+            rows += host_times(list(contenders(count, sizes, device)), sizes, device)
+            print(f"{count} leaves: done", file=sys.stderr, flush=True)
     report = {"environment": environment(), "rows": [attrs.asdict(row) for row in rows]}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "graphify_overhead.json").write_text(json.dumps(report, indent=1))
+    given["out"].mkdir(parents=True, exist_ok=True)
+    (given["out"] / "graphify_overhead.json").write_text(json.dumps(report, indent=1))
     show(rows)
 
 

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from weft.errors import CaptureError
+from weft.torchapi import replayer
 from weft.transforms.backends.audit import Audit
 
 
@@ -18,9 +19,7 @@ class CudaRecording:
     graph: torch.cuda.CUDAGraph
     outputs: Any
     external: tuple[torch.Tensor, ...]
-
-    def replay(self) -> None:
-        self.graph.replay()
+    replay: Callable[[], None]
 
 
 class CudaBackend:
@@ -48,7 +47,7 @@ class CudaBackend:
         finally:
             # Also after a refusal: what is restored then must come after what the warm-up wrote.
             current.wait_stream(self.stream)
-        return CudaRecording(graph, outputs, tuple(audit.external.values()))
+        return CudaRecording(graph, outputs, tuple(audit.external.values()), replayer(graph))
 
     def _record(self, graph: torch.cuda.CUDAGraph, fn: Callable[[], Any], call: str) -> Any:
         self.stream.synchronize()
