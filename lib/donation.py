@@ -21,7 +21,9 @@ T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_TAKEN = "_weft_taken_by"
+TAKEN = "_weft_taken_by"
+"""The attribute that marks a donated tensor."""
+
 _INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep the old one"
 
 
@@ -47,7 +49,8 @@ def donatable(cls: C) -> C:
     return cls
 
 
-def _is_donatable(node: Any) -> bool:
+def is_donatable(node: Any) -> bool:
+    """Whether donation moves `node` as a whole: its class was marked by `donatable`."""
     return getattr(type(node), "_weft_donatable", False)
 
 
@@ -69,29 +72,46 @@ def donate(tree: T, *, to: str) -> T:
         raise DonatedError(to, "a tensor that stands twice in it, and can have one next value", "clone one of them")
 
     def move(node: Any) -> Any:
-        if _is_donatable(node):
+        if is_donatable(node):
             return _move_node(node, to)
-        if isinstance(node, Tensor):
-            alias = node.view_as(node)  # unlike detach, it keeps what autograd and jvp know
-            setattr(node, _TAKEN, to)
-            return alias
-        return node
+        return take_tensor(node, to) if isinstance(node, Tensor) else node
 
-    return tree_map(move, tree, is_leaf=_is_donatable)  # type: ignore[no-any-return]
+    return tree_map(move, tree, is_leaf=is_donatable)  # type: ignore[no-any-return]
 
 
 def _move_node(node: Any, to: str) -> Any:
-    names = [f.name for f in attrs.fields(type(node)) if f.init]
+    names = _names_of(type(node))
     moved = type(node)(**{name: getattr(node, name) for name in names})
-    for name in names:
+    take_node(node, to)
+    return moved
+
+
+def take_tensor(tensor: Tensor, to: str) -> Tensor:
+    """Mark a plain tensor as donated; what holds its storage from now on is the result."""
+    alias = tensor.view_as(tensor)  # unlike detach, it keeps what autograd and jvp know
+    setattr(tensor, TAKEN, to)
+    return alias
+
+
+def take_node(node: Any, to: str) -> None:
+    """Empty a donatable node, whose fields somebody else holds by now.
+
+    Raises:
+        DonatedError: it was emptied before.
+    """
+    for name in _names_of(type(node)):
+        getattr(node, name)
         object.__delattr__(node, name)
     object.__setattr__(node, "_taken_by", to)
-    return moved
+
+
+def _names_of(cls: type) -> list[str]:
+    return [f.name for f in attrs.fields(cls) if f.init]
 
 
 def refuse_donated(value: Any, *, call: str) -> None:
     """Raise if `value` is a tensor that was donated before."""
-    taker = getattr(value, _TAKEN, None) if isinstance(value, Tensor) else None
+    taker = getattr(value, TAKEN, None) if isinstance(value, Tensor) else None
     if taker is not None:
         shape = tuple(value.shape)
         raise DonatedError(call, f"a tensor of shape {shape} that was donated to {taker}", _INSTEAD)

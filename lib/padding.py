@@ -24,13 +24,13 @@ def write_padded(target: Tensor, value: Tensor, spec: Axes) -> None:
     corner = target[tuple(slice(size) for size in value.shape)]
     if target.shape != value.shape:
         if isinstance(spec.pad, str):
-            target.copy_(_last(value, spec))
+            target.copy_(last_entry(value, spec))
         else:
             target.fill_(spec.pad)
     corner.copy_(value)
 
 
-def _last(value: Tensor, spec: Axes) -> Tensor:
+def last_entry(value: Tensor, spec: Axes) -> Tensor:
     """The last entry of `value` along the dimensions that are padded, so that it broadcasts; 0 where it has none."""
     if value.numel() == 0:
         return value.new_zeros((1,) * value.dim())

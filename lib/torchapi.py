@@ -1,10 +1,13 @@
 """The one module that imports torch's private names, so that a new torch breaks one file."""
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 import torch.utils._pytree as pytree
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -14,11 +17,18 @@ __all__ = [
     "DispatchMode",
     "FunctionMode",
     "borrowed",
+    "clone_all",
+    "copy_all",
     "function_modes",
+    "global_state_check",
     "in_dispatch_mode",
     "in_functorch_transform",
+    "in_plain_surroundings",
+    "is_capturing",
     "pytree",
+    "replayer",
     "storage_id",
+    "tensors_check",
 ]
 
 
@@ -55,6 +65,57 @@ def in_dispatch_mode() -> bool:
 def in_functorch_transform() -> bool:
     """Whether an outer torch.func transform (vmap, grad, jvp, functionalize) or a forward-mode level is active."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def in_plain_surroundings() -> bool:
+    """Whether no dispatch mode, no function mode, no torch.func transform and no forward-mode level is active."""
+    return (
+        _len_torch_dispatch_stack() == 0
+        and _len_torch_function_stack() == 0
+        and peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def global_state_check() -> Callable[[], bool]:
+    """A check that autograd's mode, autocast and its dtypes, the default dtype, and the switches of precision and
+    determinism are as they are now. It says nothing about inference mode."""
+    check: Callable[[], bool] = GlobalStateGuard().check
+    return check
+
+
+def tensors_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A check that as many tensors have the types, dtypes, devices, shapes, strides, flags (conjugate, negative,
+    requires_grad, inference) and dispatch keys that these have now, and are different objects.
+
+    It reads no storage: addresses are the caller's to check."""
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+def copy_all(targets: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...]) -> None:
+    """`target.copy_(value)` for all pairs; one launch on a GPU if dtypes, shapes and strides agree."""
+    torch._foreach_copy_(targets, values)
+
+
+def clone_all(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """A clone of each; on a GPU one launch for those of one dtype."""
+    fresh = [torch.empty_like(x) for x in tensors]
+    torch._foreach_copy_(fresh, tensors)
+    return fresh
+
+
+def is_capturing() -> Callable[[], bool]:
+    """`torch.cuda.is_current_stream_capturing`, without the Python around it; constant where there is no CUDA."""
+    if not torch.cuda.is_available():
+        return lambda: False
+    check: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+    return check
+
+
+def replayer(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """`graph.replay`, without the Python around it."""
+    return functools.partial(torch._C._CUDAGraph.replay, graph)
 
 
 def function_modes() -> tuple[Any, ...]:

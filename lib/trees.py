@@ -23,6 +23,7 @@ tree_structure = _pytree.tree_structure
 keystr = _pytree.keystr
 
 _AXES, _STATIC, _DESCRIPTOR = "weft.axes", "weft.static", "weft.descriptor"
+_FIELDS = "__weft_fields__"
 
 
 @attrs.frozen
@@ -87,6 +88,19 @@ class Context:
         object.__setattr__(self, "kinds", tuple(alike(v) for v in self.values))
 
 
+@attrs.frozen
+class NodeFields:
+    """The fields of a class registered with `pytree`, by name: those that are children, and those of its structure."""
+
+    children: tuple[str, ...]
+    statics: tuple[str, ...]
+
+
+def node_fields(cls: type) -> NodeFields | None:
+    """How `pytree` registered this very class (not a base of it); None if it did not."""
+    return vars(cls).get(_FIELDS)
+
+
 def pytree(cls: C) -> C:
     """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields are structure.
 
@@ -120,6 +134,7 @@ def pytree(cls: C) -> C:
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
     )
+    type.__setattr__(cls, _FIELDS, NodeFields(children, statics))
     return cls
 
 

@@ -6,6 +6,7 @@ computes wrong results.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -29,7 +30,8 @@ from weft.transforms.memo import LeafKey, leaf_key
 from weft.transforms.microbatch import join, split
 from weft.transforms.results import Outputs
 from weft.transforms.schedule import interleave
-from weft.trees import Axes, find_descriptors, tree_unflatten
+from weft.transforms.transfer import CopyIn, Handover, hand_over
+from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
 
 @attrs.frozen
@@ -56,12 +58,12 @@ def _replace(home: str, name: str, value: Any) -> Callable[[], AbstractContextMa
     return lambda: mock.patch.object(import_module(home), name, value)
 
 
-def _nothing(target: Tensor, value: Tensor, spec: Axes) -> None:
+def _nothing(self: CopyIn, leaves: Sequence[Any]) -> None:
     pass
 
 
-def _stale_tail(target: Tensor, value: Tensor, spec: Axes) -> None:
-    target[tuple(slice(size) for size in value.shape)].copy_(value)
+def _stale_tail(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+    return iter(())
 
 
 def _blind_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
@@ -136,38 +138,32 @@ def _home_without_writing(value: Any, home: Tensor | None) -> Any:
     return value if home is None else home
 
 
-def _borrowed(self: Outputs, references: Sequence[Any]) -> Any:
-    pairs = zip(self.leaves, self.references, strict=True)
-    return tree_unflatten([leaf if index is None else references[index] for leaf, index in pairs], self.structure)
+def _swapped(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
+    def swap(made: Any, references: Any, build: Callable[..., Any]) -> Any:
+        leaves, structure = tree_flatten(build(made, references))
+        return tree_unflatten([*leaves[1:2], *leaves[:1], *leaves[2:]], structure)
+
+    planned = hand_over(outputs, buffers, borrow)
+    return attrs.evolve(planned, build=partial(swap, build=planned.build))
 
 
-def _swapped(self: Outputs, references: Sequence[Any]) -> Any:
-    made = [
-        references[index] if index is not None else leaf.clone() if isinstance(leaf, Tensor) else leaf
-        for leaf, index in zip(self.leaves, self.references, strict=True)
-    ]
-    return tree_unflatten([*made[1:2], *made[:1], *made[2:]], self.structure)
-
-
-def _borrowing() -> AbstractContextManager[Any]:
-    return mock.patch.object(Outputs, "take", _borrowed)
-
-
-def _swapping() -> AbstractContextManager[Any]:
-    return mock.patch.object(Outputs, "take", _swapped)
+def _borrowing(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
+    return hand_over(outputs, buffers, True)
 
 
 _GRAPHIFY, _CAPTURE = "weft.transforms.graphify", "weft.transforms.capture"
-_RESULTS, _LOCAL = "weft.transforms.results", "weft.transforms.transports.local"
+_TRANSFER, _RESULTS, _LOCAL = "weft.transforms.transfer", "weft.transforms.results", "weft.transforms.transports.local"
 _TAPE = "weft.transforms.backends.tape"
 _LAWS, _CALL = "weft.proofs.laws", "weft.transforms.call"
 _PIPELINE, _MICROBATCH, _DECODER = "weft.transforms.pipeline", "weft.transforms.microbatch", "weft.stages.decoder"
 
 MUTANTS = (
-    Mutant("a replay reads its capture's inputs", find("L1", "models"), _replace(_GRAPHIFY, "write_padded", _nothing)),
-    Mutant("a larger batch's tail stays", find("L1", "models"), _replace(_GRAPHIFY, "write_padded", _stale_tail)),
+    Mutant(
+        "a replay reads its capture's inputs", find("L1", "models"), lambda: mock.patch.object(CopyIn, "fill", _nothing)
+    ),
+    Mutant("a larger batch's tail stays", find("L1", "models"), _replace(_TRANSFER, "tails", _stale_tail)),
     Mutant("new state is not written", find("L1", "pure"), _replace(_RESULTS, "_write_back", _home_without_writing)),
-    Mutant("two results change places", find("L1", "pure"), _swapping),
+    Mutant("two results change places", find("L1", "pure"), _replace(_GRAPHIFY, "hand_over", _swapped)),
     Mutant("the key forgets addresses", find("L1", "pure"), _replace(_CALL, "leaf_key", _key_without_address)),
     Mutant("dispatch finds no graph", find("L1", "models"), _replace(_GRAPHIFY, "dispatch", _lost_dispatch)),
     Mutant("a capture counts as a step", find("L1", "ladder"), _replace(_CAPTURE, "_restored", _unrestored)),
@@ -184,7 +180,7 @@ MUTANTS = (
     Mutant("equal shape is taken for equal class", find("L7"), _replace(_GRAPHIFY, "dispatch", _blind_dispatch)),
     Mutant("the warm-up runs on the live batch", find("L8", "models"), _live_warm_up),
     Mutant("the state is not restored", find("L8", "pure"), _replace(_CAPTURE, "_restored", _unrestored)),
-    Mutant("results are borrowed", find("L9"), _borrowing),
+    Mutant("results are borrowed", find("L9"), _replace(_GRAPHIFY, "hand_over", _borrowing)),
     Mutant("donation leaves the old value alive", find("L9"), _replace(_GRAPHIFY, "donate", lambda tree, to: tree)),
     Mutant("micro-batches run backwards", find("L13"), _replace(_MICROBATCH, "split", _split_backwards)),
 )

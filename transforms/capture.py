@@ -17,6 +17,8 @@ from weft.transforms.results import Outputs, settle
 from weft.trees import Axes, leaf_axes, leaves_with_names, tree_flatten, tree_leaves, tree_unflatten
 
 SAVED_BYTES = 2**26
+BLANK_BYTES = 2**20
+"""Padding up to this size is copied from a tensor of padding, in the launch of the values; larger tails are filled."""
 
 
 @attrs.frozen(eq=False)
@@ -32,6 +34,8 @@ class Entry:
     axes: tuple[Axes | None, ...]
     outputs: Outputs
     needs_autograd: bool
+    blanks: tuple[Tensor | None, ...]
+    """For each buffer that is padded with one number, a tensor of padding; None for large ones, and for the rest."""
 
 
 def capture(
@@ -77,7 +81,14 @@ def capture(
     if descriptor is not None:
         _refuse_unsized(name, recording.outputs, descriptor)
     needs_autograd = any(x.requires_grad for x in audit.external.values())
-    return Entry(recording, buffers, axes, recording.outputs, needs_autograd)
+    blanks = tuple(_blank(buffer, spec) for buffer, spec in zip(buffers, axes, strict=True))
+    return Entry(recording, buffers, axes, recording.outputs, needs_autograd, blanks)
+
+
+def _blank(buffer: Any, spec: Axes | None) -> Tensor | None:
+    if spec is None or isinstance(spec.pad, str) or buffer.nbytes > BLANK_BYTES:
+        return None
+    return torch.full_like(buffer, spec.pad)
 
 
 @contextmanager

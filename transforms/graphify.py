@@ -8,7 +8,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import attrs
 import torch
@@ -18,14 +18,17 @@ from tqdm.auto import tqdm
 from weft.descriptor import Descriptor
 from weft.donation import donate, donated_argnames, donates
 from weft.errors import CacheMissError, CaptureError
-from weft.padding import unpad, write_padded
+from weft.padding import unpad
+from weft.torchapi import in_plain_surroundings
 from weft.transforms.backends import Backend, make_backend
 from weft.transforms.call import Call, Roles, check_sizes, inline_reason, key_of, signature_of, take_apart
 from weft.transforms.capture import Entry, capture
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.ladder import Ladder, as_ladder
 from weft.transforms.memo import CacheInfo, Key, check_hashable, check_plain, nearest_difference
+from weft.transforms.ready import MAX_READERS, Reader, make_reader
 from weft.transforms.results import Outputs
+from weft.transforms.transfer import Handover, hand_over, plan_copies
 from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_unflatten
 
 P = ParamSpec("P")
@@ -36,12 +39,28 @@ _NO_LADDER = "no ladder, so each signature has a graph of its own"
 
 
 @attrs.frozen(eq=False)
+class Replay:
+    """How calls of one signature are answered by a graph.
+
+    Args:
+        entry: the graph.
+        fill: fills its input buffers from the leaves of a call, those by reference first; None if it has none.
+        run: replays it.
+        handover: makes the result.
+    """
+
+    entry: Entry
+    fill: Callable[[Sequence[Any]], None] | None
+    run: Callable[[], None]
+    handover: Handover
+
+
+@attrs.frozen(eq=False)
 class Plan:
-    """What to do with calls of one signature: run eagerly (no entry), or replay `entry` and return `outputs`."""
+    """What to do with calls of one signature: `replay`, or run eagerly if that is None."""
 
     decision: Decision[Any]
-    entry: Entry | None = None
-    outputs: Outputs | None = None
+    replay: Replay | None = None
 
 
 @attrs.frozen
@@ -61,6 +80,7 @@ class Graphified(Generic[P, R]):
 
     _memo: dict[Key, Entry]
     _plans: dict[Key, Plan]
+    _readers: dict[tuple[Any, ...], tuple[Reader[Replay], ...]]
     _backend: Backend | None
     _frozen: bool
     _captures: int
@@ -74,30 +94,77 @@ class Graphified(Generic[P, R]):
         ladder: Ladder[Any] | Sequence[Any] | None,
         split_at: Iterable[str],
         backend: str | None,
+        borrow: bool,
     ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._roles = roles
         self._backend_name = backend
+        self._borrow = borrow
         self._lock = threading.RLock()
         self.ladder = None if ladder is None else as_ladder(ladder)
         self.split_at = frozenset(split_at)
         self.cache_clear()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The fast path: a call like an earlier one is answered as that one was; any other by `_call`."""
+        if in_plain_surroundings():
+            for reader in self._readers.get((len(args), *kwargs), ()):
+                if (found := reader.find(args, kwargs)) is not None:
+                    seen, replay = found
+                    with self._lock:
+                        return self._replay(replay, reader.move(seen) if reader.donates else seen[1])
+        return self._call(args, kwargs)
+
+    def _replay(self, replay: Replay, leaves: Sequence[Any]) -> R:
+        """Fill the buffers from the leaves of a call (after the donated ones changed hands), replay, hand over."""
+        if replay.fill is not None:
+            replay.fill(leaves)
+        replay.run()
+        self._replays += 1
+        handover = replay.handover
+        return handover.build(handover.copies(handover.made), leaves)  # type: ignore[no-any-return]
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """The general path: any call, the first of its kind included."""
         call = take_apart(self._roles, self._name, args, kwargs)
         if inline_reason(call):
             return self._fn(*args, **kwargs)
         with self._lock:
             signature = self._signature(call)
             plan = self._plans.get(signature) or self._plan(call, signature)
-            if plan.entry is None or plan.outputs is None:
+            if plan.replay is None:
                 self._eager += 1
                 return self._fn(*args, **kwargs)
-            if plan.entry.needs_autograd and torch.is_grad_enabled():
+            if plan.replay.entry.needs_autograd and torch.is_grad_enabled():
                 return self._fn(*args, **kwargs)
-            return self._replay(plan.entry, plan.outputs, call)
+            if in_plain_surroundings():
+                self._remember(args, kwargs, call, plan.replay)
+            return self._replay(plan.replay, (*self._moved(call), *call.copied_leaves))
+
+    def _moved(self, call: Call) -> list[Any]:
+        """The leaves by reference, after the donated ones changed hands."""
+        donated = self._roles.donated
+        return tree_leaves(
+            {
+                name: donate(value, to=f"{self._name}({name})") if name in donated else value
+                for name, value in call.references.items()
+            }
+        )
+
+    def _remember(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, replay: Replay) -> None:
+        """Let the next call like this one take the fast path."""
+        form = (len(args), *kwargs)
+        readers = self._readers.get(form, ())
+        for reader in readers:
+            if (seen := reader.layout.read(args, kwargs)) is not None:
+                reader.remember(seen, replay)
+                return
+        if len(readers) < MAX_READERS and (made := make_reader(self._roles, self._name, args, kwargs, call)):
+            self._readers[form] = (*readers, made)
+            if (seen := made.layout.read(args, kwargs)) is not None:
+                made.remember(seen, replay)
 
     def _signature(self, call: Call) -> Key:
         signature = signature_of(call)
@@ -108,23 +175,6 @@ class Graphified(Generic[P, R]):
         """As a method: the instance is the first argument, and a value of the key."""
         return self if instance is None else functools.partial(self, instance)
 
-    def _replay(self, entry: Entry, outputs: Outputs, call: Call) -> R:
-        """The fast path: fill the input buffers, replay, hand out copies; donated arguments move to the result."""
-        references = tree_leaves(
-            {
-                name: donate(value, to=f"{self._name}({name})") if name in self._roles.donated else value
-                for name, value in call.references.items()
-            }
-        )
-        for buffer, value, axes in zip(entry.buffers, call.copied_leaves, entry.axes, strict=True):
-            if axes is not None:
-                write_padded(buffer, value, axes)
-            elif isinstance(buffer, Tensor):
-                buffer.copy_(value)
-        entry.recording.replay()
-        self._replays += 1
-        return outputs.take(references)  # type: ignore[no-any-return]
-
     def _plan(self, call: Call, signature: Key) -> Plan:
         """Dispatch a signature seen for the first time, and capture what it needs."""
         check_plain((*call.reference_leaves, *call.copied_leaves), f"{self._name}(...)", call.leaf_names)
@@ -132,11 +182,17 @@ class Graphified(Generic[P, R]):
         plan = Plan(decision)
         if decision.mode != "none":
             entry = self._entry(call, decision)
-            plan = Plan(decision, entry, self._cut(entry.outputs, call, decision))
+            plan = Plan(decision, self._make_replay(entry, call, decision))
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         self._plans[signature] = plan
         return plan
+
+    def _make_replay(self, entry: Entry, call: Call, decision: Decision[Any]) -> Replay:
+        leaves, first = (*call.reference_leaves, *call.copied_leaves), len(call.reference_leaves)
+        copies = plan_copies(entry.buffers, entry.blanks, entry.axes, leaves, first)
+        handover = hand_over(self._cut(entry.outputs, call, decision), entry.buffers, self._borrow)
+        return Replay(entry, copies.fill if copies else None, entry.recording.replay, handover)
 
     def _decide(self, call: Call) -> Decision[Any]:
         if self.ladder is None:
@@ -241,6 +297,7 @@ class Graphified(Generic[P, R]):
         """Drop all graphs, their memory and the counts; a frozen function thaws."""
         self._memo = {}
         self._plans = {}
+        self._readers = {}
         self._backend = None
         self._frozen = False
         self._captures = self._replays = self._eager = 0
@@ -259,6 +316,7 @@ def graphify(
     static_argnames: str | Iterable[str] = ...,
     reference_argnames: str | Iterable[str] | None = ...,
     backend: str | None = ...,
+    outputs: Literal["safe", "borrow"] = ...,
 ) -> Graphified[P, R]: ...
 @overload
 def graphify(
@@ -270,6 +328,7 @@ def graphify(
     static_argnames: str | Iterable[str] = ...,
     reference_argnames: str | Iterable[str] | None = ...,
     backend: str | None = ...,
+    outputs: Literal["safe", "borrow"] = ...,
 ) -> Callable[[Callable[P, R]], Graphified[P, R]]: ...
 def graphify(
     fn: Callable[P, R] | None = None,
@@ -280,13 +339,14 @@ def graphify(
     static_argnames: str | Iterable[str] = (),
     reference_argnames: str | Iterable[str] | None = None,
     backend: str | None = None,
+    outputs: Literal["safe", "borrow"] = "safe",
 ) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
     """Make a pure function replay: same signature, same result, one captured graph a key.
 
     The key is the tree structure, static and other non-tensor values, each tensor's shape, dtype, stride and device,
-    the class of the batch, and the addresses of what is captured by reference. Results are safe: a later call does not
-    change them. Inside another capture, a torch.func transform, or where autograd would record, the function itself
-    runs.
+    the class of the batch, and the addresses of what is captured by reference. Results are safe unless borrowed: a
+    later call does not change them. Inside another capture, a torch.func transform, or where autograd would record,
+    the function itself runs.
 
     Args:
         fn: a pure function over pytrees of tensors. Left out, `graphify` is a decorator.
@@ -300,6 +360,8 @@ def graphify(
         reference_argnames: captured by reference, not copied: a call with tensors elsewhere is a miss. None: `params`,
             if there is such an argument.
         backend: `cuda`, `tape`, or None to choose by the device of the arguments.
+        outputs: `safe`: results are copies, which no later call changes. `borrow`: they are the graph's own buffers,
+            for a caller that is done with them before it calls again: its next replay overwrites them.
 
     Raises:
         CaptureError: at the first call, if the function reads tensors on the host, branches on them, has results whose
@@ -323,9 +385,12 @@ def graphify(
             static_argnames=static_argnames,
             reference_argnames=reference_argnames,
             backend=backend,
+            outputs=outputs,
         )
     signature, static = inspect.signature(fn), _names(static_argnames)
     call = f"graphify({getattr(fn, '__name__', fn)}, ...)"
+    if outputs not in ("safe", "borrow"):
+        raise CaptureError(call, f"outputs={outputs!r}", "outputs='safe' or 'borrow'")
     if ladder is not None and (isinstance(ladder, str) or not all(isinstance(d, Descriptor) for d in ladder)):
         raise CaptureError(
             call, f"ladder={ladder!r}", "a sequence of descriptors, as from weft.make_ladder(mode, limits)"
@@ -349,7 +414,8 @@ def graphify(
     donated = (*declared, *extra)
     by_reference = (*donated, *(name for name in references if name not in donated))
     roles = Roles(signature, static, donated, by_reference)
-    return Graphified(donates(*extra)(fn) if extra else fn, roles, ladder, _names(split_at), backend)
+    wrapped = donates(*extra)(fn) if extra else fn
+    return Graphified(wrapped, roles, ladder, _names(split_at), backend, outputs == "borrow")
 
 
 def _names(given: str | Iterable[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import attrs
 from torch import Tensor
 
 from weft.torchapi import storage_id
-from weft.trees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
+from weft.trees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_structure
 
 
 @attrs.frozen
@@ -27,14 +27,6 @@ class Outputs:
     structure: TreeSpec
     leaves: tuple[Any, ...]
     references: tuple[int | None, ...]
-
-    def take(self, references: Sequence[Any]) -> Any:
-        """The caller's result after a replay: safe, because a later replay overwrites none of it."""
-        leaves = [
-            references[index] if index is not None else leaf.clone() if isinstance(leaf, Tensor) else leaf
-            for leaf, index in zip(self.leaves, self.references, strict=True)
-        ]
-        return tree_unflatten(leaves, self.structure)
 
 
 def _same_place(a: Any, b: Any) -> bool:

@@ -5,6 +5,7 @@ replay, between the graph before it and the graph after it.
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, borrowed
+from weft.torchapi import DispatchMode, borrowed, replayer
 from weft.transforms.backends.audit import Audit, tensors_in
 from weft.trees import tree_map
 
@@ -52,16 +53,25 @@ class CudaRecording:
     pieces: tuple[Piece, ...]
     outputs: Any
     external: tuple[Tensor, ...]
+    replay: Callable[[], None]
 
     @property
     def num_pieces(self) -> int:
         return len(self.pieces)
 
-    def replay(self) -> None:
-        for piece in self.pieces:
-            if piece.before is not None:
-                piece.before.run()
-            piece.graph.replay()
+
+def _replay_of(pieces: tuple[Piece, ...]) -> Callable[[], None]:
+    """What replays the pieces in order, with nothing but the split operators between them."""
+    if len(pieces) == 1:
+        return replayer(pieces[0].graph)
+    return functools.partial(_replay_pieces, [(piece.before, replayer(piece.graph)) for piece in pieces])
+
+
+def _replay_pieces(pieces: list[tuple[SplitCall | None, Callable[[], None]]]) -> None:
+    for before, replay in pieces:
+        if before is not None:
+            before.run()
+        replay()
 
 
 class CudaBackend:
@@ -90,7 +100,8 @@ class CudaBackend:
         finally:
             # Also after a refusal: what is restored then must come after what the warm-up wrote.
             current.wait_stream(self.stream)
-        return CudaRecording(tuple(session.pieces), outputs, tuple(audit.external.values()))
+        pieces = tuple(session.pieces)
+        return CudaRecording(pieces, outputs, tuple(audit.external.values()), _replay_of(pieces))
 
 
 class _Session(DispatchMode):

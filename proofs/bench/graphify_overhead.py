@@ -1,0 +1,230 @@
+"""The host's time for one call of a graphified function, beside its peers, in one run.
+
+    python -m weft.proofs.bench.graphify_overhead --out FOLDER [--quick]
+
+A step of n tensor leaves adds neighbours, so that it has n results and one small kernel each; what is timed is the
+host alone: calls are issued in bursts with the device idle at the start, and a burst is short enough that the device's
+queue never makes the host wait. Rows say what a call is given and gives back:
+
+    reference, borrowed   the same input tensors in each call, the graph's own results
+    fresh, safe           inputs copied in, results that no later call changes
+
+`make_graphed_callables` copies in whatever is not its own sample (`fresh`) or is given its own samples (`reference`),
+and its results are borrowed in both; so are those of `reduce-overhead`, which copies inputs in. A bare replay is given
+nothing. Without a GPU the same code runs on the tape, in `--quick` numbers, to show that it runs: its figures mean
+nothing.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.transforms.graphify import Graphified, graphify
+
+Step = Callable[..., tuple[Tensor, ...]]
+
+
+@attrs.frozen(eq=False)
+class Contender:
+    """Something to call: what it is, what a call is given and gives back, the leaves of its step, the captures held."""
+
+    what: str
+    given: str
+    leaves: int
+    captures: int
+    call: Callable[[], Any]
+
+
+@attrs.frozen
+class Row:
+    """One figure: microseconds of the host a call, the median and the least over rounds."""
+
+    what: str
+    given: str
+    leaves: int
+    captures: int
+    us: float
+    least_us: float
+
+
+@attrs.frozen
+class Sizes:
+    """How much to run: leaves of a step, captures held, for which leaves the peers, calls a burst, and bursts."""
+
+    leaves: tuple[int, ...] = (3, 30, 300)
+    captures: tuple[int, ...] = (1, 100, 1000)
+    peers: tuple[int, ...] = (3, 30, 300)
+    calls: int = 100
+    bursts: int = 25
+
+
+QUICK = Sizes(leaves=(3, 30), captures=(1, 10), peers=(), calls=20, bursts=3)
+MOST_KERNELS = 30_000
+"""300 leaves captured 1,000 times would be 300,000 kernels: a figure of the memory of the device, not of the host."""
+
+
+def neighbours(*leaves: Tensor) -> tuple[Tensor, ...]:
+    """The step: n leaves in, n results out."""
+    return tuple(a + b for a, b in zip(leaves, (*leaves[1:], leaves[0]), strict=True))
+
+
+def inputs(count: int, size: int, device: str) -> tuple[Tensor, ...]:
+    """Leaves of `size` elements."""
+    return tuple(torch.full((size,), float(i), device=device) for i in range(count))
+
+
+def fixed(count: int) -> Step:
+    """`neighbours` with as many named arguments: by reference needs names."""
+    names = ", ".join(f"x{i}" for i in range(count))
+    made: dict[str, Any] = {"neighbours": neighbours}
+    exec(f"def step({names}):\n    return neighbours({names})\n", made)
+    step: Step = made["step"]
+    return step
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device, if it is one."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> Iterator[Row]:
+    """One row each; the bursts of all contenders take turns, so that a slow moment of the machine meets all of them."""
+    rounds: list[list[float]] = [[] for _ in contenders]
+    for burst in range(sizes.bursts + 1):
+        for contender, times in zip(contenders, rounds, strict=True):
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(sizes.calls):
+                contender.call()
+            if burst:  # the first warms up
+                times.append((time.perf_counter() - start) / sizes.calls * 1e6)
+    synchronize(device)
+    for c, times in zip(contenders, rounds, strict=True):
+        yield Row(c.what, c.given, c.leaves, c.captures, statistics.median(times), min(times))
+
+
+def graphified(count: int, captures: int, device: str) -> Iterator[Contender]:
+    """Both modes, with `captures` signatures captured: one called again and again, and all of them in turn."""
+    names = [f"x{i}" for i in range(count)]
+    modes: list[tuple[str, Graphified[..., Any]]] = [
+        ("reference, borrowed", graphify(fixed(count), reference_argnames=names, outputs="borrow")),
+        ("fresh, safe", graphify(fixed(count))),
+    ]
+    calls = [inputs(count, 8 + i, device) for i in range(captures)]
+    for given, g in modes:
+        for leaves in calls:
+            g(*leaves)
+        assert g.cache_info().captures == captures
+        yield Contender("graphify", given, count, captures, partial(g, *calls[0]))
+        if captures > 1:
+            yield Contender("graphify, in turn", given, count, captures, _in_turn([partial(g, *x) for x in calls]))
+
+
+def _in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    turn = cycle(calls)
+    return lambda: next(turn)()
+
+
+def bare_replays(count: int, captures: int) -> Iterator[Contender]:
+    """`torch.cuda.CUDAGraph.replay` of the same step, the floor; also of many graphs in turn."""
+    replays = []
+    for i in range(captures):
+        leaves, graph = inputs(count, 8 + i, "cuda"), torch.cuda.CUDAGraph()
+        neighbours(*leaves)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            held = neighbours(*leaves)
+        replays.append(partial(_replay, graph, leaves, held))
+    graph = replays[0].args[0]
+    yield Contender("bare replay", "nothing", count, captures, graph.replay)
+    if captures > 1:
+        yield Contender("bare replay, in turn", "nothing", count, captures, _in_turn(replays))
+
+
+def _replay(graph: torch.cuda.CUDAGraph, *held: Any) -> None:
+    graph.replay()
+
+
+def peers(count: int) -> Iterator[Contender]:
+    """The step as it is, `make_graphed_callables` and `torch.compile(mode="reduce-overhead")`."""
+    samples, fresh = inputs(count, 8, "cuda"), inputs(count, 8, "cuda")
+    yield Contender("eager", "fresh, safe", count, 1, partial(fixed(count), *fresh))
+    made: Any = torch.cuda.make_graphed_callables(fixed(count), samples)
+    for given, leaves in (("reference, borrowed", samples), ("fresh, borrowed", fresh)):
+        yield Contender("make_graphed_callables", given, count, 1, partial(made, *leaves))
+    compiled: Any = torch.compile(fixed(count), mode="reduce-overhead")
+
+    def call() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(*fresh)
+
+    for _ in range(5):
+        call()
+    yield Contender("reduce-overhead", "fresh, borrowed", count, 1, call)
+
+
+def environment() -> dict[str, str]:
+    """Where the figures come from."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "gpu": device, "torch": torch.__version__, "cuda": str(torch.version.cuda), "python": platform.python_version(),
+        "machine": platform.platform(), "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+    }  # fmt: skip
+
+
+def contenders(count: int, sizes: Sizes, device: str) -> Iterator[Contender]:
+    """All that run a step of `count` leaves."""
+    for captures in sizes.captures:
+        if count * captures <= MOST_KERNELS:
+            if device == "cuda":
+                yield from bare_replays(count, captures)
+            yield from graphified(count, captures, device)
+    if device == "cuda" and count in sizes.peers:
+        yield from peers(count)
+
+
+def main() -> None:
+    """Run everything, write `graphify_overhead.json`, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="small numbers, to see that it runs")
+    for name in ("leaves", "captures", "peers"):
+        parser.add_argument(f"--{name}", type=int, nargs="*", help=f"instead of {getattr(Sizes(), name)}")
+    given = vars(parser.parse_args())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = QUICK if given["quick"] or device == "cpu" else Sizes()
+    chosen: dict[str, Any] = {k: tuple(given[k]) for k in ("leaves", "captures", "peers") if given[k] is not None}
+    sizes = attrs.evolve(sizes, **chosen)
+    rows: list[Row] = []
+    with torch.no_grad():
+        for count in sizes.leaves:
+            rows += host_times(list(contenders(count, sizes, device)), sizes, device)
+            print(f"{count} leaves: done", file=sys.stderr, flush=True)
+    report = {"environment": environment(), "rows": [attrs.asdict(row) for row in rows]}
+    given["out"].mkdir(parents=True, exist_ok=True)
+    (given["out"] / "graphify_overhead.json").write_text(json.dumps(report, indent=1))
+    show(rows)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table."""
+    print(f"{'microseconds of the host a call':<24}{'':<22}{'leaves':>7}{'captures':>9}{'median':>9}{'least':>8}")
+    for row in rows:
+        print(f"{row.what:<24} {row.given:<21}{row.leaves:>7}{row.captures:>9}{row.us:>9.2f}{row.least_us:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()

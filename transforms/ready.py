@@ -1,0 +1,106 @@
+"""Replays made ready: what must still hold for a call to repeat what an earlier one did, checked in a microsecond.
+
+The general path asks torch for each property of each argument, and hashes all of them. A call that it answered by a
+replay leaves behind a short key and two checks in C++ that say at least as much. Whatever fails them takes the general
+path again, so that a check may be too strict, but never too lax.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import attrs
+from torch import is_inference_mode_enabled as is_inference_mode
+
+from weft.donation import refuse_donated, take_node, take_tensor
+from weft.torchapi import global_state_check, is_capturing, tensors_check
+from weft.transforms.call import Call, Roles
+from weft.transforms.reader import Argument, ForeignError, Layout, Seen, places, write_reader
+
+T = TypeVar("T")
+
+MAX_READERS = 8
+"""Structures with a fast path, for each way to write a call; others take the general path."""
+MAX_KEYS = 4096
+MAX_ALIKE = 8
+
+
+@attrs.frozen(eq=False)
+class Ready(Generic[T]):
+    """A plan, and the checks that a call of its key must pass to be answered by it."""
+
+    plan: T
+    state_holds: Callable[[], bool]
+    tensors_hold: Callable[..., bool]
+    inference: bool
+    in_capture: Callable[[], bool]
+
+
+@attrs.frozen(eq=False)
+class Reader(Generic[T]):
+    """Calls of one structure: how to take them apart, and what is ready for them."""
+
+    layout: Layout
+    donates: bool
+    ready: dict[tuple[Any, ...], tuple[Ready[T], ...]] = attrs.field(factory=dict)
+
+    def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Seen, T] | None:
+        """The call's parts and its plan, or None if no earlier call was like it."""
+        if (seen := self.layout.read(args, kwargs)) is None:
+            return None
+        try:
+            candidates = self.ready.get(seen[0], ())
+        except TypeError:  # a value that cannot be hashed, which the general path names
+            return None
+        for ready in candidates:
+            if (
+                ready.tensors_hold(*seen[2])
+                and ready.state_holds()
+                and is_inference_mode() is ready.inference
+                and not ready.in_capture()
+            ):
+                return seen, ready.plan
+        return None
+
+    def move(self, seen: Seen) -> Sequence[Any]:
+        """The leaves, after the donated ones changed hands."""
+        _, leaves, _, donated = seen
+        for node, taker in zip(donated, self.layout.nodes, strict=True):
+            take_node(node, taker)
+        moved = [*leaves]
+        for index, taker in self.layout.aliased:
+            refuse_donated(moved[index], call=taker)
+            moved[index] = take_tensor(moved[index], taker)
+        return moved
+
+    def remember(self, seen: Seen, plan: T) -> None:
+        """From now on `plan` is ready for calls like this one."""
+        check = tensors_check(seen[2])
+        if not check(*seen[2]):  # such as a tensor that stands twice in the call
+            return
+        made = Ready(plan, global_state_check(), check, is_inference_mode(), is_capturing())
+        if len(self.ready) >= MAX_KEYS:
+            self.ready.clear()
+        self.ready[seen[0]] = (made, *self.ready.get(seen[0], ()))[:MAX_ALIKE]
+
+
+def make_reader(
+    roles: Roles, name: str, args: Sequence[Any], kwargs: dict[str, Any], call: Call
+) -> "Reader[Any] | None":
+    """The reader for calls like `call`, which `args` and `kwargs` make; None if generated code cannot read them."""
+    where = places(roles.signature, len(args), tuple(kwargs))
+
+    def arguments(values: dict[str, Any]) -> list[Argument]:
+        takers = {key: f"{name}({key})" for key in roles.donated}
+        return [Argument(where[key], value, takers.get(key)) for key, value in values.items()]
+
+    try:
+        layout = write_reader(
+            roles.signature, arguments(call.statics), arguments(call.references), arguments(call.copied)
+        )
+    except ForeignError:
+        return None
+    seen = layout.read(args, kwargs)
+    wanted = (*call.reference_leaves, *call.copied_leaves)
+    if seen is None or [id(leaf) for leaf in seen[1]] != [id(leaf) for leaf in wanted]:
+        return None  # the arguments are not what they were a moment ago
+    return Reader(layout, bool(layout.nodes or layout.aliased))
