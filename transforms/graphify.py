@@ -351,7 +351,8 @@ def graphify(
     Args:
         fn: a pure function over pytrees of tensors. Left out, `graphify` is a decorator.
         ladder: the classes that may be captured (`make_ladder`); a call's batch is padded to the least that covers it,
-            and runs eagerly if none does. None: every signature is captured as it is.
+            and runs eagerly if none does. None: every signature is captured as it is. A step under a ladder must treat
+            padding as inert: a donated tensor of over 64 MiB is not saved while its capture runs on padding.
         split_at: operators by name (`weft::paged_attention`) that stay outside the graphs in mode piecewise: the
             classes of the ladder's `piecewise` part, or without a ladder all, are captured as pieces between them.
         donate_argnames: arguments whose storage the function takes, such as the state (beside those that `weft.donates`
