@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, borrowed, replayer
+from weft.torchapi import DispatchMode, borrowed, current_stream_id, replayer
 from weft.transforms.backends.audit import Audit, tensors_in
 from weft.trees import tree_map
 
@@ -54,6 +54,7 @@ class CudaRecording:
     outputs: Any
     external: tuple[Tensor, ...]
     replay: Callable[[], None]
+    nbytes: int
 
     @property
     def num_pieces(self) -> int:
@@ -86,6 +87,18 @@ class CudaBackend:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        self._stream_id = current_stream_id(self.stream.device_index)
+        self._last = self.stream.cuda_stream
+
+    def enter(self) -> None:
+        """Make the current stream wait for that of the last replay: they share buffers and a pool."""
+        if (current := self._stream_id()) != self._last:
+            self._follow(current)
+
+    def _follow(self, current: int) -> None:
+        last = torch.cuda.ExternalStream(self._last, self.device)
+        torch.cuda.current_stream(self.device).wait_stream(last)
+        self._last = current
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
         current = torch.cuda.current_stream(self.device)
@@ -96,12 +109,14 @@ class CudaBackend:
                 with audit:
                     fn()
                 self.stream.synchronize()
+                free, _ = torch.cuda.mem_get_info(self.device)
                 outputs = session.run(fn)
+                taken = free - torch.cuda.mem_get_info(self.device)[0]
         finally:
             # Also after a refusal: what is restored then must come after what the warm-up wrote.
             current.wait_stream(self.stream)
         pieces = tuple(session.pieces)
-        return CudaRecording(pieces, outputs, tuple(audit.external.values()), _replay_of(pieces))
+        return CudaRecording(pieces, outputs, tuple(audit.external.values()), _replay_of(pieces), max(taken, 0))
 
 
 class _Session(DispatchMode):
@@ -166,7 +181,7 @@ class _Session(DispatchMode):
             # The capture is void, and may say so once more when it is ended; the stream is usable after that.
             with contextlib.suppress(RuntimeError):
                 self._graph.capture_end()
-            if not isinstance(error, RuntimeError) or isinstance(error, CaptureError):
+            if not isinstance(error, RuntimeError) or isinstance(error, CaptureError | torch.OutOfMemoryError):
                 raise
             seen = str(error).splitlines()[0]
             instead = "move what waits for the device out of it"
