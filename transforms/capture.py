@@ -74,7 +74,7 @@ class Prepared:
     buffers: tuple[Any, ...]
     axes: tuple[Axes | None, ...]
     donated: tuple[Tensor, ...]
-    untouched: Callable[[], AbstractContextManager[None]]
+    untouched: Callable[[Audit], AbstractContextManager[None]]
 
 
 def prepare(of: Graphable, call: Call, descriptor: Any, device: torch.device) -> Prepared:
@@ -100,8 +100,8 @@ def prepare(of: Graphable, call: Call, descriptor: Any, device: torch.device) ->
         return settle(result, [homes[n] for n in of.roles.donated if n in homes], call.reference_leaves)
 
     @contextmanager
-    def untouched() -> Iterator[None]:
-        with torch.no_grad(), _restored(saved), _generators_restored(call, device):
+    def untouched(audit: Audit) -> Iterator[None]:
+        with torch.no_grad(), _restored(saved), _generators_restored(audit, device):
             yield
 
     names, references = tuple(call.leaf_names()), tuple(call.reference_leaves)
@@ -113,7 +113,7 @@ def audit_of(of: Graphable, prepared: Prepared) -> Audit:
     own = {id(x) for x in prepared.donated}
     inputs = zip(prepared.names, (*prepared.references, *prepared.buffers), strict=True)
     others = [(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) not in own]
-    return Audit(f"graphify({of.name})", prepared.donated, others)
+    return Audit(f"graphify({of.name})", prepared.donated, others, collectives=of.collectives)
 
 
 def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Backend) -> Entry:
@@ -128,7 +128,7 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
     prepared = prepare(of, call, descriptor, backend.device)
     split_at = of.split_at if mode == "piecewise" else frozenset()
     audit = audit_of(of, prepared)
-    with prepared.untouched():
+    with prepared.untouched(audit):
         recording = backend.capture(prepared.run, audit, split_at)
     if split_at and recording.num_pieces == 1:
         seen = f"no call of {', '.join(sorted(split_at))}, where it was to be cut into pieces"
@@ -160,9 +160,9 @@ def _restored(tensors: list[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _generators_restored(call: Call, device: torch.device) -> Iterator[None]:
-    """Draw no random numbers, as far as anybody can tell: from the default generators, and from those in the call."""
-    generators = [torch.default_generator, *(x for x in call.copied_leaves if isinstance(x, torch.Generator))]
+def _generators_restored(audit: Audit, device: torch.device) -> Iterator[None]:
+    """Draw no random numbers, as far as anybody can tell: from the default generators, and from those of the audit."""
+    generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
     states = [g.get_state() for g in generators]
@@ -171,6 +171,7 @@ def _generators_restored(call: Call, device: torch.device) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+        audit.restore_generators()
 
 
 def _tensors(tree: Any) -> list[Tensor]:

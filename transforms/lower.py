@@ -113,8 +113,9 @@ def lower(
     own = {id(x) for x in prepared.references}
     inputs = [(x, _origin(name, x, donated, own)) for name, x in given if isinstance(x, Tensor)]
     writer = Writer(inputs, of.split_at if decision.mode == "piecewise" else frozenset())
-    with prepared.untouched():
-        with writer, audit_of(of, prepared):
+    audit = audit_of(of, prepared)
+    with prepared.untouched(audit):
+        with writer, audit:
             outputs = prepared.run()
         result = tree_unflatten(list(outputs.leaves), outputs.structure)
         values = [_what(x, i, writer, prepared.names) for x, i in zip(outputs.leaves, outputs.references, strict=True)]

@@ -20,6 +20,8 @@ _HOST_READS = {
 }
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 _NEW_TENSORS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
+_PINS = {torch.ops.aten.pin_memory, torch.ops.aten._pin_memory}
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 _REMEDY = (
     "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
@@ -27,20 +29,31 @@ _REMEDY = (
 
 
 class Audit(DispatchMode):
-    """A dispatch mode that lets through what a replay can repeat, refuses the rest, and keeps what it must keep alive.
+    """A dispatch mode that lets through what a replay can repeat, refuses the rest, and keeps what it must keep alive:
+    `external`, tensors from outside, and `generators`, with the states that they had.
 
     Args:
         call: how the function is called in error messages.
         writable: tensors whose storage the function may write (donated arguments).
         names: the other arguments, by name, for the error about a write to one.
+        collectives: whether operations of torch.distributed are let through.
     """
 
-    def __init__(self, call: str, writable: Iterable[Tensor], names: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        call: str,
+        writable: Iterable[Tensor],
+        names: Iterable[tuple[str, Tensor]],
+        *,
+        collectives: bool = False,
+    ) -> None:
         super().__init__()
         self.call = call
+        self.collectives = collectives
         self.own = {storage_id(t) for t in writable}
         self.names = {storage_id(t): name for name, t in names}
         self.external: dict[int, Tensor] = {}
+        self.generators: dict[torch.Generator, Tensor] = {}
         self._reads = _HostReads(call)
 
     def __enter__(self) -> Self:
@@ -68,6 +81,14 @@ class Audit(DispatchMode):
         """Raise CaptureError if a replay could not repeat this operation."""
         if fault := _data_dependence(func, args, kwargs):
             raise refusal(self.call, fault, _REMEDY)
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in self.generators:
+            self.generators[generator] = generator.get_state()
+        if kwargs.get("pin_memory") or func.overloadpacket in _PINS:
+            raise refusal(self.call, f"{func} makes pinned memory of the host", "make it once, before the call")
+        if func.namespace in _COLLECTIVES and not self.collectives:
+            instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
+            raise refusal(self.call, f"{func} is a collective operation, which waits for other ranks", instead)
         inputs = list(tensors_in(args, kwargs))
         if len({t.device.type for t in inputs}) > 1:
             self._refuse_host_arguments(inputs)
@@ -80,6 +101,11 @@ class Audit(DispatchMode):
                     f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own",
                     "return a new tensor, or donate the argument (donate_argnames=...)",
                 )
+
+    def restore_generators(self) -> None:
+        """Give the random generators that the function named the states that they had before it ran."""
+        for generator, state in self.generators.items():
+            generator.set_state(state)
 
     def _refuse_host_arguments(self, inputs: list[Tensor]) -> None:
         """An argument on the CPU that meets a CUDA tensor is a scalar to its kernel, with the value of the capture."""

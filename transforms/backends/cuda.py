@@ -101,9 +101,10 @@ class CudaBackend:
         self._last = current
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
+        self.enter()  # pieces run while they are captured, in the pool
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        session = _Session(self.pool, split_at, audit.call)
+        session = _Session(self.pool, split_at, audit)
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                 with audit:
@@ -122,9 +123,9 @@ class CudaBackend:
 class _Session(DispatchMode):
     """One capture: graphs begun and ended around each split operator."""
 
-    def __init__(self, pool: Any, split_at: frozenset[str], call: str) -> None:
+    def __init__(self, pool: Any, split_at: frozenset[str], audit: Audit) -> None:
         super().__init__()
-        self.pool, self.split_at, self.call = pool, split_at, call
+        self.pool, self.split_at, self.audit = pool, split_at, audit
         self.pieces: list[Piece] = []
         self._graph = torch.cuda.CUDAGraph()
         self._before: SplitCall | None = None
@@ -158,6 +159,9 @@ class _Session(DispatchMode):
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        for generator in self.audit.generators:
+            if generator.device.type == "cuda":
+                self._graph.register_generator_state(generator)
         self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
     def _end(self) -> None:
@@ -185,4 +189,4 @@ class _Session(DispatchMode):
                 raise
             seen = str(error).splitlines()[0]
             instead = "move what waits for the device out of it"
-            raise CaptureError(self.call, f"CUDA refused: {seen}", instead) from error
+            raise CaptureError(self.audit.call, f"CUDA refused: {seen}", instead) from error
