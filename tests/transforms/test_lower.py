@@ -1,4 +1,4 @@
-"""lower and compile: the listing says what runs, the compiled graph takes its own signature only, and there is no trace."""
+"""lower and compile: the listing says what runs, the compiled graph takes its own signature only, without a trace."""
 
 import subprocess
 from typing import Any
