@@ -130,6 +130,7 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
     audit = audit_of(of, prepared)
     with prepared.untouched(audit):
         recording = backend.capture(prepared.run, audit, split_at)
+        audit.refuse_leaks(recording.outputs.leaves)
     if split_at and recording.num_pieces == 1:
         seen = f"no call of {', '.join(sorted(split_at))}, where it was to be cut into pieces"
         raise CaptureError(

@@ -1062,9 +1062,44 @@ def test_a_module_in_eval_mode_is_a_function() -> None:
     assert repr(g) == "<graphify(Sequential), 1 graphs>"
 
 
+def test_a_tensor_that_the_function_keeps_is_refused() -> None:
+    kept: list[Tensor] = []
+
+    def leaks(x: Tensor) -> Tensor:
+        y = x * 2
+        kept.append(y[:1])
+        return y + 1
+
+    g = graphify(leaks)
+    with pytest.raises(CaptureError, match=r"a tensor that it made is kept and not returned \(float32\[1\]\)"):
+        g(X)
+    assert counts(g) == (0, 0, 0)
+    kept.clear()
+
+
+def test_a_cache_filled_by_the_warm_up_is_a_constant() -> None:
+    cache: dict[str, Tensor] = {}
+
+    def cached(x: Tensor) -> Tensor:
+        if "table" not in cache:
+            cache["table"] = torch.arange(4.0) * 3
+        return x + cache["table"]
+
+    agree(cached, (X,), (X + 1,))
+
+
+def test_a_cycle_of_references_is_no_leak() -> None:
+    def cyclic(x: Tensor) -> Tensor:
+        y: list[Any] = [x * 2]
+        y.append(y)
+        return y[0] + 1
+
+    agree(cyclic, (X,), (X + 1,))
+
+
 def test_a_python_value_is_frozen_at_capture() -> None:
     calls = []
     g = graphify(lambda x: calls.append(1) or x + len(calls))
     first, second = g(X), g(X)
     assert torch.equal(first, second)
-    assert len(calls) == 1
+    assert len(calls) == 2  # the warm-up, and the capture

@@ -76,7 +76,8 @@ def _replay_pieces(pieces: list[tuple[SplitCall | None, Callable[[], None]]]) ->
 
 
 class CudaBackend:
-    """Captures on a side stream, after an eager warm-up there (kernels compile, libraries make their workspaces).
+    """Captures on a side stream, the first time after an eager warm-up there (kernels compile, libraries make their
+    workspaces).
 
     The outputs of every capture stay referenced, so that no later capture of the pool reuses their memory.
     """
@@ -87,6 +88,8 @@ class CudaBackend:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        self._warm: set[bool] = set()
+        self._generators: dict[torch.Generator, None] = {}
         self._stream_id = current_stream_id(self.stream.device_index)
         self._last = self.stream.cuda_stream
 
@@ -104,20 +107,47 @@ class CudaBackend:
         self.enter()  # pieces run while they are captured, in the pool
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        session = _Session(self.pool, split_at, audit)
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                with audit:
-                    fn()
-                self.stream.synchronize()
-                free, _ = torch.cuda.mem_get_info(self.device)
-                outputs = session.run(fn)
-                taken = free - torch.cuda.mem_get_info(self.device)[0]
+                return self._capture(fn, audit, split_at)
         finally:
-            # Also after a refusal: what is restored then must come after what the warm-up wrote.
+            # Also after a refusal: what is restored then must come after what a run wrote.
             current.wait_stream(self.stream)
+
+    def _capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
+        """Warm up for the first capture of a kind; for later ones only if CUDA refuses without."""
+        kind = bool(split_at)
+        if kind in self._warm:
+            try:
+                return self._record(fn, audit, split_at)
+            except (CaptureError, torch.OutOfMemoryError):
+                raise
+            except RuntimeError:
+                audit.restart()  # a kernel that is not loaded yet, perhaps, or an error that an eager run explains
+        with audit:
+            fn()
+        self.stream.synchronize()
+        self._generators.update(dict.fromkeys(audit.generators))
+        audit.restart()
+        self._warm.add(kind)
+        try:
+            return self._record(fn, audit, split_at)
+        except (CaptureError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            seen = str(error).splitlines()[0]
+            instead = "move what waits for the device out of it"
+            raise CaptureError(audit.call, f"CUDA refused: {seen}", instead) from error
+
+    def _record(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
+        for generator in self._generators:
+            audit.generators.setdefault(generator, generator.get_state())
+        free, _ = torch.cuda.mem_get_info(self.device)
+        session = _Session(self.pool, split_at, audit)
+        outputs = session.run(fn)
+        taken = max(free - torch.cuda.mem_get_info(self.device)[0], 0)
         pieces = tuple(session.pieces)
-        return CudaRecording(pieces, outputs, tuple(audit.external.values()), _replay_of(pieces), max(taken, 0))
+        return CudaRecording(pieces, outputs, tuple(audit.external.values()), _replay_of(pieces), taken)
 
 
 class _Session(DispatchMode):
@@ -134,7 +164,7 @@ class _Session(DispatchMode):
     def run(self, fn: Callable[[], Any]) -> Any:
         with self._voided_by_errors():
             self._begin()
-            with self if self.split_at else contextlib.nullcontext():
+            with self if self.split_at else contextlib.nullcontext(), self.audit:
                 outputs = fn()
             self._end()
         return outputs
@@ -181,12 +211,8 @@ class _Session(DispatchMode):
     def _voided_by_errors(self) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             # The capture is void, and may say so once more when it is ended; the stream is usable after that.
             with contextlib.suppress(RuntimeError):
                 self._graph.capture_end()
-            if not isinstance(error, RuntimeError) or isinstance(error, CaptureError | torch.OutOfMemoryError):
-                raise
-            seen = str(error).splitlines()[0]
-            instead = "move what waits for the device out of it"
-            raise CaptureError(self.audit.call, f"CUDA refused: {seen}", instead) from error
+            raise

@@ -105,9 +105,16 @@ class TapeBackend:
     name: str = "tape"
     device: torch.device = _CPU
     enter: None = None
+    _warm: list[bool] = attrs.field(factory=list)
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> TapeRecording:
         recorder = _Recorder(audit, split_at)
-        with torch.no_grad(), recorder, audit:
-            outputs = fn()
+        with torch.no_grad():
+            if not self._warm:
+                self._warm.append(True)
+                with audit:
+                    fn()
+                audit.restart()
+            with recorder, audit:
+                outputs = fn()
         return TapeRecording(tuple(recorder.tape), outputs, recorder.num_pieces, recorder.nbytes())
