@@ -23,7 +23,7 @@ from weft.outputs import Output
 from weft.padding import inert, pad
 from weft.proofs.suite import Law, find
 from weft.state import State, advance, resolve
-from weft.transforms.backends.tape import Operation
+from weft.transforms.backends.tape import Operation, TapeBackend
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.ladder import Ladder
 from weft.transforms.memo import LeafKey, leaf_key
@@ -124,8 +124,9 @@ def _live(tree: Any, descriptor: Any) -> Any:
 
 @contextmanager
 def _live_warm_up() -> Iterator[None]:
-    """As for a state that is too large to be saved."""
-    with _replace(_CAPTURE, "inert", _live)(), _replace(_CAPTURE, "SAVED_BYTES", -1)():
+    """As for a state that is too large to be saved; once, or the state would run out of pages before a law looks."""
+    once = _replace(_TAPE, "TapeBackend", lambda: TapeBackend(warm=[True]))
+    with _replace(_CAPTURE, "inert", _live)(), _replace(_CAPTURE, "SAVED_BYTES", -1)(), once():
         yield
 
 
