@@ -1,5 +1,6 @@
 """The one module that imports torch's private names, so that a new torch breaks one file."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -28,13 +29,19 @@ __all__ = [
     "is_capturing",
     "pytree",
     "replayer",
+    "stop_allocating_to_pool",
     "storage_id",
     "tensors_check",
 ]
 
 
 class DispatchMode(TorchDispatchMode):
-    """`TorchDispatchMode` with types; a subclass defines `__torch_dispatch__(func, types, args, kwargs)`."""
+    """`TorchDispatchMode` with types; a subclass defines `__torch_dispatch__(func, types, args, kwargs)`, which
+    torch.compile may not trace."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that says so to torch.compile costs more than most handlers
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -142,6 +149,13 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
 def current_stream_id(device_index: int) -> Callable[[], int]:
     """`torch.cuda.current_stream(device).cuda_stream`, without the Python around it."""
     return functools.partial(torch._C._cuda_getCurrentRawStream, device_index)
+
+
+def stop_allocating_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
+    """Tell the allocator that a capture is over, where `capture_end` failed before it did; it may have been told."""
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+        torch._C._cuda_releasePool(device.index or 0, pool)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -7,7 +7,6 @@ parameters alone: a bias or a QK norm that a model lacks is None.
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -150,8 +149,6 @@ def head(config: ModelConfig, params: DecoderParams, batch: ResolvedBatch, hidde
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv 1910.07467).
 
-    The mean is taken in float32; the scaled value is rounded to x's dtype before it is multiplied by the weight.
+    In float32 inside, rounded once, after the multiplication by the weight.
     """
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)

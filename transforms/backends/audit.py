@@ -73,7 +73,7 @@ class Audit(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = {storage_id(t): t for t in tensors_in(args, kwargs)}
+        inputs = {storage_id(t): t for t in _flat_tensors(args, kwargs)}
         self._check(func, args, kwargs, inputs)
         if func is torch.ops.aten.lift_fresh.default:
             # A constant written in the function: each replay starts from its value, whatever was then done to it.
@@ -82,7 +82,7 @@ class Audit(DispatchMode):
         for place, tensor in inputs.items():
             if place not in self.own and place not in self.names:
                 self.external.setdefault(place, tensor)
-        for tensor in tensors_in(result):
+        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             self._results.append(weakref.ref(tensor))
             if (place := storage_id(tensor)) not in inputs:
                 self.own.add(place)
@@ -90,17 +90,19 @@ class Audit(DispatchMode):
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: dict[int, Tensor]) -> None:
         """Raise CaptureError if a replay could not repeat this operation."""
-        if _may_depend_on_data(func) and (fault := _data_dependence(func, args, kwargs)):
+        if kwargs:
+            self._check_keywords(func, kwargs)
+        if len(inputs) > 1 and len({t.is_cpu for t in inputs.values()}) > 1:
+            self._refuse_host_arguments(inputs)
+        if _is_harmless(func):
+            return
+        if fault := _data_dependence(func, args, kwargs):
             raise refusal(self.call, fault, _REMEDY)
-        if (generator := kwargs.get("generator")) is not None and generator not in self.generators:
-            self.generators[generator] = generator.get_state()
-        if kwargs.get("pin_memory") or func.overloadpacket in _PINS:
-            raise refusal(self.call, f"{func} makes pinned memory of the host", "make it once, before the call")
+        if func.overloadpacket in _PINS:
+            raise self._pinned(func)
         if func.namespace in _COLLECTIVES and not self.collectives:
             instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
             raise refusal(self.call, f"{func} is a collective operation, which waits for other ranks", instead)
-        if len({t.is_cpu for t in inputs.values()}) > 1:
-            self._refuse_host_arguments(inputs)
         for tensor in written(func, args, kwargs):
             if (place := storage_id(tensor)) not in self.own:
                 name = self.names.get(place, "a tensor from outside it")
@@ -109,6 +111,15 @@ class Audit(DispatchMode):
                     f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own",
                     "return a new tensor, or donate the argument (donate_argnames=...)",
                 )
+
+    def _check_keywords(self, func: Any, kwargs: dict[str, Any]) -> None:
+        if (generator := kwargs.get("generator")) is not None and generator not in self.generators:
+            self.generators[generator] = generator.get_state()
+        if kwargs.get("pin_memory"):
+            raise self._pinned(func)
+
+    def _pinned(self, func: Any) -> CaptureError:
+        return refusal(self.call, f"{func} makes pinned memory of the host", "make it once, before the call")
 
     def restart(self) -> None:
         """Forget what a run did, for another one; the generators that it named are still to be restored."""
@@ -199,6 +210,17 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
             yield from tensors_in(*value.values())
 
 
+def _flat_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """`tensors_in`, for arguments that are mostly tensors and numbers."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += tensors_in(*value)
+    return found
+
+
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """The places and names of the arguments that an operator writes, by its schema."""
@@ -218,13 +240,15 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
 
 
 @functools.cache
-def _may_depend_on_data(func: Any) -> bool:
-    """Whether `_data_dependence` must be asked about calls of an operator."""
+def _is_harmless(func: Any) -> bool:
+    """Whether calls of an operator may be let through whatever its arguments are: it writes nothing, depends on no
+    data, and is neither collective nor makes pinned memory."""
     aten = torch.ops.aten
-    packets = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._local_scalar_dense)
-    tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    watched = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._local_scalar_dense, *_PINS)
     copies = (aten._to_copy.default, aten.copy_.default)
-    return func.overloadpacket in packets or func in copies or any(tag in func.tags for tag in tags)
+    tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    suspect = func.overloadpacket in (*watched, *_BATCH_NORMS) or func in copies or any(t in func.tags for t in tags)
+    return not suspect and func.namespace not in _COLLECTIVES and not _written_arguments(func)
 
 
 def _data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

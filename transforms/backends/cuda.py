@@ -6,6 +6,7 @@ replay, between the graph before it and the graph after it.
 
 import contextlib
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, borrowed, current_stream_id, replayer
+from weft.torchapi import DispatchMode, borrowed, current_stream_id, replayer, stop_allocating_to_pool
 from weft.transforms.backends.audit import Audit, tensors_in
 from weft.trees import tree_map
 
@@ -143,26 +144,38 @@ class CudaBackend:
         for generator in self._generators:
             audit.generators.setdefault(generator, generator.get_state())
         free, _ = torch.cuda.mem_get_info(self.device)
-        session = _Session(self.pool, split_at, audit)
+        session = _Session(self.device, self.pool, split_at, audit)
         outputs = session.run(fn)
         taken = max(free - torch.cuda.mem_get_info(self.device)[0], 0)
         pieces = tuple(session.pieces)
         return CudaRecording(pieces, outputs, tuple(audit.external.values()), _replay_of(pieces), taken)
 
 
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """No collection meanwhile: it could destroy some other graph, which CUDA forbids to a thread that captures."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class _Session(DispatchMode):
     """One capture: graphs begun and ended around each split operator."""
 
-    def __init__(self, pool: Any, split_at: frozenset[str], audit: Audit) -> None:
+    def __init__(self, device: torch.device, pool: Any, split_at: frozenset[str], audit: Audit) -> None:
         super().__init__()
-        self.pool, self.split_at, self.audit = pool, split_at, audit
+        self.device, self.pool, self.split_at, self.audit = device, pool, split_at, audit
         self.pieces: list[Piece] = []
         self._graph = torch.cuda.CUDAGraph()
         self._before: SplitCall | None = None
         self._results: tuple[Tensor, ...] = ()
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        with self._voided_by_errors():
+        with _without_garbage_collection(), self._voided_by_errors():
             self._begin()
             with self if self.split_at else contextlib.nullcontext(), self.audit:
                 outputs = fn()
@@ -212,7 +225,10 @@ class _Session(DispatchMode):
         try:
             yield
         except BaseException:
-            # The capture is void, and may say so once more when it is ended; the stream is usable after that.
-            with contextlib.suppress(RuntimeError):
+            # The capture is void, and may say so once more when it is ended; the stream is usable after that. The
+            # allocator is told only by a capture that ends well.
+            try:
                 self._graph.capture_end()
+            except RuntimeError:
+                stop_allocating_to_pool(self.device, self.pool)
             raise
