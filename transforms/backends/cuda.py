@@ -7,6 +7,7 @@ replay, between the graph before it and the graph after it.
 import contextlib
 import functools
 import gc
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -89,7 +90,7 @@ class CudaBackend:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
-        self._warm: set[bool] = set()
+        self._warm: set[tuple[bool, int]] = set()
         self._generators: dict[torch.Generator, None] = {}
         self._stream_id = current_stream_id(self.stream.device_index)
         self._last = self.stream.cuda_stream
@@ -117,7 +118,7 @@ class CudaBackend:
 
     def _capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
         """Warm up for the first capture of a kind; for later ones only if CUDA refuses without."""
-        kind = bool(split_at)
+        kind = (bool(split_at), threading.get_ident())  # a thread has library handles of its own
         if kind in self._warm:
             try:
                 return self._record(fn, audit, split_at)
@@ -145,7 +146,12 @@ class CudaBackend:
             audit.generators.setdefault(generator, generator.get_state())
         free, _ = torch.cuda.mem_get_info(self.device)
         session = _Session(self.device, self.pool, split_at, audit)
-        outputs = session.run(fn)
+        try:
+            outputs = session.run(fn)
+        except BaseException:
+            # The allocator may hold the pool of a void capture for one that is still going on.
+            self.pool = torch.cuda.graph_pool_handle()
+            raise
         taken = max(free - torch.cuda.mem_get_info(self.device)[0], 0)
         pieces = tuple(session.pieces)
         return CudaRecording(pieces, outputs, tuple(audit.external.values()), _replay_of(pieces), taken)
