@@ -196,9 +196,8 @@ def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> 
     config = _Config((len(table), 1, 1), (32 * _WARPS, 1, 1))
     library, index = driver(), table.device.index
     assert library is not None
-    run = functools.partial(
-        library.cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(handle), pointers, ctypes.c_void_p()
-    )
+    arguments = ctypes.byref(config), ctypes.c_void_p(handle), ctypes.byref(pointers), None
+    run = functools.partial(library.cuLaunchKernelEx, *arguments)
     pack, address = struct.Struct(f"={len(copies.fixed)}Q").pack_into, Tensor.data_ptr
 
     def launch(others: Sequence[Tensor], _held: Any = (table, copies)) -> None:  # whose addresses are laid out here

@@ -4,7 +4,8 @@
 
 A step of n tensor leaves adds neighbours, so that it has n results and one small kernel each; what is timed is the
 host alone: calls are issued in bursts with the device idle at the start, and a burst is short enough that the device's
-queue never makes the host wait. Rows say what a call is given and gives back:
+queue never makes the host wait. As in `timeit`, Python's garbage collector is off meanwhile. Rows say
+what a call is given and gives back:
 
     reference, borrowed   the same input tensors in each call, the graph's own results
     fresh, safe           inputs copied in, results that no later call changes
@@ -16,6 +17,7 @@ nothing.
 """
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -31,6 +33,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.ops.table import backends
 from weft.transforms.graphify import Graphified, graphify
 
 Step = Callable[..., tuple[Tensor, ...]]
@@ -71,8 +74,6 @@ class Sizes:
 
 
 QUICK = Sizes(leaves=(3, 30), captures=(1, 10), peers=(), calls=20, bursts=3)
-MOST_KERNELS = 30_000
-"""300 leaves captured 1,000 times would be 300,000 kernels: a figure of the memory of the device, not of the host."""
 
 
 def neighbours(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -103,6 +104,8 @@ def synchronize(device: str) -> None:
 def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> Iterator[Row]:
     """One row each; the bursts of all contenders take turns, so that a slow moment of the machine meets all of them."""
     rounds: list[list[float]] = [[] for _ in contenders]
+    gc.collect()
+    gc.disable()
     for burst in range(sizes.bursts + 1):
         for contender, times in zip(contenders, rounds, strict=True):
             synchronize(device)
@@ -112,6 +115,7 @@ def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> It
             if burst:  # the first warms up
                 times.append((time.perf_counter() - start) / sizes.calls * 1e6)
     synchronize(device)
+    gc.enable()
     for c, times in zip(contenders, rounds, strict=True):
         yield Row(c.what, c.given, c.leaves, c.captures, statistics.median(times), min(times))
 
@@ -176,22 +180,25 @@ def peers(count: int) -> Iterator[Contender]:
     yield Contender("reduce-overhead", "fresh, borrowed", count, 1, call)
 
 
-def environment() -> dict[str, str]:
+def environment(device: str) -> dict[str, Any]:
     """Where the figures come from."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
-        "gpu": device, "torch": torch.__version__, "cuda": str(torch.version.cuda), "python": platform.python_version(),
-        "machine": platform.platform(), "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-    }  # fmt: skip
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "ops": [attrs.asdict(row) for row in backends(device)],
+    }
 
 
 def contenders(count: int, sizes: Sizes, device: str) -> Iterator[Contender]:
     """All that run a step of `count` leaves."""
     for captures in sizes.captures:
-        if count * captures <= MOST_KERNELS:
-            if device == "cuda":
-                yield from bare_replays(count, captures)
-            yield from graphified(count, captures, device)
+        if device == "cuda":
+            yield from bare_replays(count, captures)
+        yield from graphified(count, captures, device)
     if device == "cuda" and count in sizes.peers:
         yield from peers(count)
 
@@ -211,9 +218,10 @@ def main() -> None:
     rows: list[Row] = []
     with torch.no_grad():
         for count in sizes.leaves:
+            start = time.perf_counter()
             rows += host_times(list(contenders(count, sizes, device)), sizes, device)
-            print(f"{count} leaves: done", file=sys.stderr, flush=True)
-    report = {"environment": environment(), "rows": [attrs.asdict(row) for row in rows]}
+            print(f"{count} leaves: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    report = {"environment": environment(device), "rows": [attrs.asdict(row) for row in rows]}
     given["out"].mkdir(parents=True, exist_ok=True)
     (given["out"] / "graphify_overhead.json").write_text(json.dumps(report, indent=1))
     show(rows)
