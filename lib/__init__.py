@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from weft.errors import WeftError
     from weft.outputs import IntermediateTensors, Output
     from weft.padding import inert, pad, unpad
+    from weft.settings import assert_max_captures, config, no_capture
     from weft.stages.model import Model, load
     from weft.state import State, admit, advance
+    from weft.transforms.borrowing import check_borrowed
     from weft.transforms.dispatch import Decision, dispatch
     from weft.transforms.generate import Completion, generate
-    from weft.transforms.graphify import graphify
+    from weft.transforms.graphify import clear_caches, graphify
     from weft.transforms.ladder import Ladder, Limits, make_ladder
     from weft.transforms.microbatch import microbatch
     from weft.transforms.piecewise import piecewise
@@ -36,10 +38,12 @@ _HOMES = {
     "weft.outputs": ("IntermediateTensors", "Output"),
     "weft.padding": ("inert", "pad", "unpad"),
     "weft.stages.model": ("Model", "load"),
+    "weft.settings": ("assert_max_captures", "config", "no_capture"),
     "weft.state": ("State", "admit", "advance"),
+    "weft.transforms.borrowing": ("check_borrowed",),
     "weft.transforms.dispatch": ("Decision", "dispatch"),
     "weft.transforms.generate": ("Completion", "generate"),
-    "weft.transforms.graphify": ("graphify",),
+    "weft.transforms.graphify": ("clear_caches", "graphify"),
     "weft.transforms.ladder": ("Ladder", "Limits", "make_ladder"),
     "weft.transforms.microbatch": ("microbatch",),
     "weft.transforms.piecewise": ("piecewise",),
@@ -67,9 +71,13 @@ __all__ = [
     "WeftError",
     "admit",
     "advance",
+    "assert_max_captures",
     "axes",
+    "check_borrowed",
+    "clear_caches",
     "clone",
     "compose",
+    "config",
     "dispatch",
     "donate",
     "donates",
@@ -79,6 +87,7 @@ __all__ = [
     "load",
     "make_ladder",
     "microbatch",
+    "no_capture",
     "pad",
     "piecewise",
     "pipeline",

@@ -43,6 +43,14 @@ class CacheMissError(WeftError, RuntimeError):
     """A call to a frozen graphified function that would have to capture."""
 
 
+class TooManyCapturesError(WeftError, AssertionError):
+    """A capture inside `weft.assert_max_captures(n)` that is one too many."""
+
+
+class StaleResultError(WeftError, RuntimeError):
+    """A borrowed result used after the replay that overwrote it."""
+
+
 class ConfigError(WeftError, ValueError):
     """A model configuration with a field that weft does not know or does not support."""
 

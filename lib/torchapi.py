@@ -21,6 +21,7 @@ __all__ = [
     "copy_all",
     "current_device",
     "current_stream",
+    "current_stream_id",
     "empty_strided_on",
     "function_modes",
     "global_state_check",
@@ -50,7 +51,10 @@ class DispatchMode(TorchDispatchMode):
 
 
 class FunctionMode(TorchFunctionMode):
-    """`TorchFunctionMode` with types; a subclass defines `__torch_function__(func, types, args, kwargs)`."""
+    """`TorchFunctionMode` with types; a subclass defines `__torch_function__(func, types, args, kwargs)`, and says
+    whether it `only_looks`, so that results are what they are without it."""
+
+    only_looks = False
 
     def __enter__(self) -> Self:
         TorchFunctionMode.__enter__(self)
@@ -138,10 +142,12 @@ def replayer(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 
 def function_modes() -> tuple[Any, ...]:
-    """What the torch function modes in force change: a default device by its name, any other mode by itself."""
+    """What the torch function modes in force change: a default device by its name, any other mode by itself, but for
+    those that only look."""
     if _len_torch_function_stack() == 0:
         return ()
-    return tuple(str(getattr(mode, "device", mode)) for mode in _get_current_function_mode_stack())
+    modes = [mode for mode in _get_current_function_mode_stack() if not getattr(mode, "only_looks", False)]
+    return tuple(str(getattr(mode, "device", mode)) for mode in modes)
 
 
 def borrowed(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,6 +156,11 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     held = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def current_stream_id(device_index: int) -> Callable[[], int]:
+    """`torch.cuda.current_stream(device).cuda_stream`, without the Python around it."""
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device_index)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

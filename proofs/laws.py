@@ -270,8 +270,8 @@ def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
     """L6: dispatch is total and deterministic, takes a class that covers the batch, a whole graph before pieces, and
     none smaller would do; each class of the ladder is reached by its own batches."""
     ladder = make_ladder(mode, limits)
-    decision = graphify_module().dispatch(own, ladder)
-    if decision != graphify_module().dispatch(own, ladder):
+    decision = graphs_module().dispatch(own, ladder)
+    if decision != graphs_module().dispatch(own, ladder):
         raise LawViolation(f"L6 dispatch is least: two decisions for '{own}'")
     full, pieces = _larger(own, ladder.full), _larger(own, ladder.piecewise)
     expected, classes = ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [own])
@@ -282,7 +282,7 @@ def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
     if any(d != decision.descriptor and decision.descriptor.covers(d) for d in classes):
         raise LawViolation(f"L6 dispatch is least: '{decision.descriptor}' for '{own}', where less would do")
     for way, rung in [*(("full", d) for d in ladder.full), *(("piecewise", d) for d in ladder.piecewise)]:
-        reached = graphify_module().dispatch(rung, ladder)
+        reached = graphs_module().dispatch(rung, ladder)
         if (reached.mode, reached.descriptor) != (way, rung):
             raise LawViolation(f"L6 dispatch is least: '{rung}' goes {reached.mode} under '{reached.descriptor}'")
 
@@ -304,9 +304,9 @@ def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str =
         raise LawViolation(f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered batches")
 
 
-def graphify_module() -> Any:
+def graphs_module() -> Any:
     """The module whose `dispatch` graphify calls (the package's attribute of that name is the function)."""
-    return import_module("weft.transforms.graphify")
+    return import_module("weft.transforms.graphs")
 
 
 def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:

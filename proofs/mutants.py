@@ -23,7 +23,7 @@ from weft.outputs import Output
 from weft.padding import inert, pad
 from weft.proofs.suite import Law, find
 from weft.state import State, advance, resolve
-from weft.transforms.backends.tape import Operation
+from weft.transforms.backends.tape import Operation, TapeBackend
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.ladder import Ladder
 from weft.transforms.memo import LeafKey, leaf_key
@@ -124,8 +124,9 @@ def _live(tree: Any, descriptor: Any) -> Any:
 
 @contextmanager
 def _live_warm_up() -> Iterator[None]:
-    """As for a state that is too large to be saved."""
-    with _replace(_CAPTURE, "inert", _live)(), _replace(_CAPTURE, "SAVED_BYTES", -1)():
+    """As for a state that is too large to be saved; once, or the state would run out of pages before a law looks."""
+    once = _replace(_TAPE, "TapeBackend", lambda: TapeBackend(warm=[True]))
+    with _replace(_CAPTURE, "inert", _live)(), _replace(_CAPTURE, "SAVED_BYTES", -1)(), once():
         yield
 
 
@@ -152,6 +153,7 @@ def _borrowing(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handov
 
 
 _GRAPHIFY, _CAPTURE = "weft.transforms.graphify", "weft.transforms.capture"
+_GRAPHS, _REPLAY = "weft.transforms.graphs", "weft.transforms.replay"
 _TRANSFER, _RESULTS, _LOCAL = "weft.transforms.transfer", "weft.transforms.results", "weft.transforms.transports.local"
 _TAPE = "weft.transforms.backends.tape"
 _LAWS, _CALL = "weft.proofs.laws", "weft.transforms.call"
@@ -163,9 +165,9 @@ MUTANTS = (
     ),
     Mutant("a larger batch's tail stays", find("L1", "models"), _replace(_TRANSFER, "tails", _stale_tail)),
     Mutant("new state is not written", find("L1", "pure"), _replace(_RESULTS, "_write_back", _home_without_writing)),
-    Mutant("two results change places", find("L1", "pure"), _replace(_GRAPHIFY, "hand_over", _swapped)),
+    Mutant("two results change places", find("L1", "pure"), _replace(_REPLAY, "hand_over", _swapped)),
     Mutant("the key forgets addresses", find("L1", "pure"), _replace(_CALL, "leaf_key", _key_without_address)),
-    Mutant("dispatch finds no graph", find("L1", "models"), _replace(_GRAPHIFY, "dispatch", _lost_dispatch)),
+    Mutant("dispatch finds no graph", find("L1", "models"), _replace(_GRAPHS, "dispatch", _lost_dispatch)),
     Mutant("a capture counts as a step", find("L1", "ladder"), _replace(_CAPTURE, "_restored", _unrestored)),
     Mutant("padding points to row 0", find("L2", "inert"), _replace(_LAWS, "advance", _padding_is_row_0)),
     Mutant("the head reads the tail", find("L2", "stages"), _replace(_DECODER, "resolve", _head_reads_the_tail)),
@@ -175,12 +177,12 @@ MUTANTS = (
     Mutant("outputs are joined backwards", find("L3", "func"), _replace(_PIPELINE, "join", _join_backwards)),
     Mutant("attention is not run again", find("L5", "models"), _replace(_TAPE, "Operation", _Idle)),
     Mutant("a split operator is not run again", find("L5", "pure"), _replace(_TAPE, "Operation", _Idle)),
-    Mutant("dispatch takes the largest", find("L6", "least"), _replace(_GRAPHIFY, "dispatch", _largest)),
-    Mutant("dispatch finds no graph", find("L6", "start"), _replace(_GRAPHIFY, "dispatch", _lost_dispatch)),
-    Mutant("equal shape is taken for equal class", find("L7"), _replace(_GRAPHIFY, "dispatch", _blind_dispatch)),
+    Mutant("dispatch takes the largest", find("L6", "least"), _replace(_GRAPHS, "dispatch", _largest)),
+    Mutant("dispatch finds no graph", find("L6", "start"), _replace(_GRAPHS, "dispatch", _lost_dispatch)),
+    Mutant("equal shape is taken for equal class", find("L7"), _replace(_GRAPHS, "dispatch", _blind_dispatch)),
     Mutant("the warm-up runs on the live batch", find("L8", "models"), _live_warm_up),
     Mutant("the state is not restored", find("L8", "pure"), _replace(_CAPTURE, "_restored", _unrestored)),
-    Mutant("results are borrowed", find("L9"), _replace(_GRAPHIFY, "hand_over", _borrowing)),
+    Mutant("results are borrowed", find("L9"), _replace(_REPLAY, "hand_over", _borrowing)),
     Mutant("donation leaves the old value alive", find("L9"), _replace(_GRAPHIFY, "donate", lambda tree, to: tree)),
     Mutant("micro-batches run backwards", find("L13"), _replace(_MICROBATCH, "split", _split_backwards)),
 )

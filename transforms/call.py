@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from weft.donation import refuse_donated
-from weft.errors import DescriptorError
+from weft.errors import DescriptorError, DonatedError
 from weft.padding import padded_shape
-from weft.torchapi import function_modes, in_dispatch_mode, in_functorch_transform
+from weft.torchapi import function_modes, in_dispatch_mode, in_functorch_transform, storage_id
+from weft.transforms.borrowing import refuse_stale
 from weft.transforms.memo import Key, leaf_key
-from weft.trees import TreeSpec, alike, leaf_axes, leaves_with_names, map_sized, tree_flatten, tree_structure
+from weft.trees import (
+    TreeSpec,
+    alike,
+    leaf_axes,
+    leaves_with_names,
+    map_sized,
+    tree_flatten,
+    tree_leaves,
+    tree_structure,
+)
 
 
 @attrs.frozen
@@ -58,7 +68,8 @@ def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str,
     """Bind a call's arguments and sort them by role.
 
     Raises:
-        DonatedError: one of them was donated before.
+        DonatedError: one of them was donated before, or stands twice in the call and is donated.
+        StaleResultError: one of them is a borrowed result that was overwritten (inside `weft.check_borrowed()`).
     """
     try:
         bound = roles.signature.bind(*args, **kwargs)
@@ -73,7 +84,40 @@ def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str,
     copied_leaves, copied_tree = tree_flatten(copied)
     for leaf in (*reference_leaves, *copied_leaves):
         refuse_donated(leaf, call=f"{name}(...)")
-    return Call(statics, references, copied, reference_leaves, reference_tree, copied_leaves, copied_tree)
+        refuse_stale(leaf, call=f"{name}(...)")
+    call = Call(statics, references, copied, reference_leaves, reference_tree, copied_leaves, copied_tree)
+    if roles.donated:
+        _refuse_donated_twice(call, roles, name)
+    return call
+
+
+def refuse_shared(call: Call, roles: Roles, name: str) -> None:
+    """Raise if a donated argument's storage is that of another argument by reference: what it holds after the call
+    would be unsaid. (What is copied in is copied before anything is written.)"""
+    count = _num_donated(call.references, roles)
+    leaves = list(zip(call.leaf_names(), call.reference_leaves, strict=False))
+    owners = {storage_id(x): path for path, x in leaves[:count] if isinstance(x, Tensor) and x.numel()}
+    for path, leaf in leaves[count:]:
+        if isinstance(leaf, Tensor) and storage_id(leaf) in owners:
+            raise _shared(name, f"{path} shares its storage with {owners[storage_id(leaf)]}, which is donated")
+
+
+def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
+    count = _num_donated(call.references, roles)
+    donated = {id(x) for x in call.reference_leaves[:count] if isinstance(x, Tensor)}
+    if donated and any(id(x) in donated for x in (*call.reference_leaves[count:], *call.copied_leaves)):
+        leaves = (*call.reference_leaves, *call.copied_leaves)
+        path = next(n for n, x in list(zip(call.leaf_names(), leaves, strict=True))[count:] if id(x) in donated)
+        raise _shared(name, f"{path} is a tensor that the same call donates")
+
+
+def _num_donated(references: dict[str, Any], roles: Roles) -> int:
+    """How many of the leaves by reference are donated: they stand first."""
+    return len(tree_leaves([references[n] for n in roles.donated if n in references]))
+
+
+def _shared(name: str, seen: str) -> DonatedError:
+    return DonatedError(f"{name}(...)", seen, "pass a copy of it (weft.clone), or do not donate")
 
 
 def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any]) -> Any:

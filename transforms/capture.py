@@ -1,7 +1,7 @@
 """Capture: record a function for one key on buffers of its own, and leave no trace in the caller's state."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
@@ -12,7 +12,8 @@ from weft.errors import CaptureError
 from weft.padding import inert, padded_shape
 from weft.transforms.backends import Backend, Recording
 from weft.transforms.backends.audit import Audit
-from weft.transforms.call import Call, Roles, invoke
+from weft.transforms.call import Call, invoke
+from weft.transforms.options import Graphable
 from weft.transforms.results import Outputs, settle
 from weft.trees import Axes, leaf_axes, leaves_with_names, tree_flatten, tree_leaves, tree_unflatten
 
@@ -21,68 +22,125 @@ BLANK_BYTES = 2**20
 """Padding up to this size is copied from a tensor of padding, in the launch of the values; larger tails are filled."""
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Entry:
-    """One captured graph: its input buffers, the axes of those that are padded, and its outputs.
+    """One captured graph.
 
-    `needs_autograd`: it reads a tensor from outside that requires grad, so that under autograd the function itself must
-    run.
+    Args:
+        recording: the graph.
+        buffers: what it reads its copied inputs from.
+        axes: of each buffer that is padded; None for the rest.
+        needs_autograd: it reads a tensor from outside that requires grad, so that under autograd the function itself
+            must run.
+        blanks: for each buffer that is padded with one number, a tensor of padding; None for large ones, and the rest.
+        last_use: the number of the replay that used it last, by which the least used is found.
     """
 
     recording: Recording
     buffers: tuple[Any, ...]
     axes: tuple[Axes | None, ...]
-    outputs: Outputs
     needs_autograd: bool
     blanks: tuple[Tensor | None, ...]
-    """For each buffer that is padded with one number, a tensor of padding; None for large ones, and for the rest."""
+    last_use: int = 0
+
+    @property
+    def outputs(self) -> Outputs:
+        """Its outputs, and where each leaf of a result comes from."""
+        return self.recording.outputs  # type: ignore[no-any-return]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the input buffers and the padding beside them."""
+        return sum(x.nbytes for x in (*self.buffers, *self.blanks) if isinstance(x, Tensor))
 
 
-def capture(
-    fn: Callable[..., Any],
-    name: str,
-    roles: Roles,
-    call: Call,
-    descriptor: Any,
-    backend: Backend,
-    split_at: frozenset[str] = frozenset(),
-) -> Entry:
-    """Record `fn` for calls like `call`, padded to `descriptor` (as they are where that is None).
+@attrs.frozen(eq=False)
+class Prepared:
+    """A function and input buffers of its own: what a capture, or a dry run, runs.
 
-    The donated arguments are saved and restored, and so are random generators. With a descriptor the record runs on
-    buffers that hold padding only, which by contract (law L2) changes no state: so a state of over `SAVED_BYTES`, such
-    as a KV cache, is not copied.
+    Args:
+        run: the function on the buffers, its new state written back.
+        names: of the leaves.
+        references: the leaves by reference, the caller's own tensors.
+        buffers: for the copied leaves.
+        axes: of the buffers that are padded.
+        donated: the tensors that `run` may write.
+        untouched: a context that leaves the donated tensors and the random generators as they were.
+    """
 
-    Raises:
-        CaptureError: the audit refused what `fn` did, or a result of a padded call cannot be unpadded.
+    run: Callable[[], Outputs]
+    names: tuple[str, ...]
+    references: tuple[Any, ...]
+    buffers: tuple[Any, ...]
+    axes: tuple[Axes | None, ...]
+    donated: tuple[Tensor, ...]
+    untouched: Callable[[Audit], AbstractContextManager[None]]
+
+
+def prepare(of: Graphable, call: Call, descriptor: Any, device: torch.device) -> Prepared:
+    """Make input buffers for calls like `call`, padded to `descriptor` (as they are where that is None).
+
+    With a descriptor the buffers hold padding only, which by contract (law L2) changes no state: so a state of over
+    `SAVED_BYTES`, such as a KV cache, is not copied to be restored.
     """
     with torch.no_grad():
         example = call.copied if descriptor is None else inert(call.copied, descriptor)
         leaves, tree = tree_flatten(example)
         buffers = tuple(torch.empty_like(x).copy_(x) if isinstance(x, Tensor) else x for x in leaves)
     axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
-    donated = _tensors({n: call.references[n] for n in roles.donated if n in call.references})
+    donated = _tensors({n: call.references[n] for n in of.roles.donated if n in call.references})
+    saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
 
     def run() -> Outputs:
         references = tree_unflatten([_alias(x) for x in call.reference_leaves], call.reference_tree)
         homes = tree_unflatten(call.reference_leaves, call.reference_tree)
         copied = tree_unflatten(list(buffers), tree)
         with torch.enable_grad():  # no argument requires grad here; what the function makes itself may
-            result = invoke(fn, roles, {**call.statics, **references, **copied})
-        return settle(result, [homes[n] for n in roles.donated if n in homes], call.reference_leaves)
+            result = invoke(of.fn, of.roles, {**call.statics, **references, **copied})
+        return settle(result, [homes[n] for n in of.roles.donated if n in homes], call.reference_leaves)
 
-    audit = _audit(name, call, buffers, donated)
-    saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
-    with torch.no_grad(), _restored(saved), _generators_restored(call, backend.device):
-        recording = backend.capture(run, audit, split_at)
+    @contextmanager
+    def untouched(audit: Audit) -> Iterator[None]:
+        with torch.no_grad(), _restored(saved), _generators_restored(audit, device):
+            yield
+
+    names, references = tuple(call.leaf_names()), tuple(call.reference_leaves)
+    return Prepared(run, names, references, buffers, axes, tuple(donated), untouched)
+
+
+def audit_of(of: Graphable, prepared: Prepared) -> Audit:
+    """The audit of one run."""
+    own = {id(x) for x in prepared.donated}
+    inputs = zip(prepared.names, (*prepared.references, *prepared.buffers), strict=True)
+    others = [(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) not in own]
+    return Audit(f"graphify({of.name})", prepared.donated, others, collectives=of.collectives)
+
+
+def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Backend) -> Entry:
+    """Record a function for calls like `call`, padded to `descriptor` (as they are where that is None).
+
+    The donated arguments are saved and restored, and so are random generators.
+
+    Raises:
+        CaptureError: the audit refused what the function did, or a result of a padded call cannot be unpadded.
+        torch.OutOfMemoryError: there is no room for it; then nothing is held, and nothing changed.
+    """
+    prepared = prepare(of, call, descriptor, backend.device)
+    split_at = of.split_at if mode == "piecewise" else frozenset()
+    audit = audit_of(of, prepared)
+    with prepared.untouched(audit):
+        recording = backend.capture(prepared.run, audit, split_at)
+        audit.refuse_leaks(recording.outputs.leaves)
     if split_at and recording.num_pieces == 1:
         seen = f"no call of {', '.join(sorted(split_at))}, where it was to be cut into pieces"
-        raise CaptureError(f"graphify({name})", seen, "name an operator that it calls, as in 'weft::paged_attention'")
+        raise CaptureError(
+            f"graphify({of.name})", seen, "name an operator that it calls, as in 'weft::paged_attention'"
+        )
     if descriptor is not None:
-        _refuse_unsized(name, recording.outputs, descriptor)
+        _refuse_unsized(of.name, recording.outputs, descriptor)
     needs_autograd = any(x.requires_grad for x in audit.external.values())
-    blanks = tuple(_blank(buffer, spec) for buffer, spec in zip(buffers, axes, strict=True))
-    return Entry(recording, buffers, axes, recording.outputs, needs_autograd, blanks)
+    blanks = tuple(_blank(buffer, spec) for buffer, spec in zip(prepared.buffers, prepared.axes, strict=True))
+    return Entry(recording, prepared.buffers, prepared.axes, needs_autograd, blanks)
 
 
 def _blank(buffer: Any, spec: Axes | None) -> Tensor | None:
@@ -103,9 +161,9 @@ def _restored(tensors: list[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _generators_restored(call: Call, device: torch.device) -> Iterator[None]:
-    """Draw no random numbers, as far as anybody can tell: from the default generators, and from those in the call."""
-    generators = [torch.default_generator, *(x for x in call.copied_leaves if isinstance(x, torch.Generator))]
+def _generators_restored(audit: Audit, device: torch.device) -> Iterator[None]:
+    """Draw no random numbers, as far as anybody can tell: from the default generators, and from those of the audit."""
+    generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
     states = [g.get_state() for g in generators]
@@ -114,13 +172,7 @@ def _generators_restored(call: Call, device: torch.device) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-
-
-def _audit(name: str, call: Call, buffers: tuple[Any, ...], donated: list[Tensor]) -> Audit:
-    own = {id(x) for x in donated}
-    inputs = zip(call.leaf_names(), (*call.reference_leaves, *buffers), strict=True)
-    others = [(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) not in own]
-    return Audit(f"graphify({name})", donated, others)
+        audit.restore_generators()
 
 
 def _tensors(tree: Any) -> list[Tensor]:

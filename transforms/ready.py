@@ -72,6 +72,11 @@ class Reader(Generic[T]):
             moved[index] = take_tensor(moved[index], taker)
         return moved
 
+    def forget(self, gone: Callable[[T], bool]) -> None:
+        """Drop the plans that are gone."""
+        for key, ready in list(self.ready.items()):
+            self.ready[key] = tuple(r for r in ready if not gone(r.plan))
+
     def remember(self, seen: Seen, plan: T) -> None:
         """From now on `plan` is ready for calls like this one."""
         check = tensors_check(seen[2])
@@ -81,6 +86,29 @@ class Reader(Generic[T]):
         if len(self.ready) >= MAX_KEYS:
             self.ready.clear()
         self.ready[seen[0]] = (made, *self.ready.get(seen[0], ()))[:MAX_ALIKE]
+
+
+def remember(
+    readers: dict[tuple[Any, ...], tuple[Reader[T], ...]],
+    roles: Roles,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: Call,
+    plan: T,
+) -> None:
+    """Make `plan` ready for the next call like this one; `readers` are those of each way to write a call."""
+    form = (len(args), *kwargs)
+    found = readers.get(form, ())
+    for reader in found:
+        if (seen := reader.layout.read(args, kwargs)) is not None:
+            reader.remember(seen, plan)
+            return
+    made = make_reader(roles, name, args, kwargs, call) if len(found) < MAX_READERS else None
+    if made is not None:
+        readers[form] = (*found, made)
+        if (seen := made.layout.read(args, kwargs)) is not None:
+            made.remember(seen, plan)
 
 
 def make_reader(

@@ -1,17 +1,21 @@
 """The CUDA back end: graphs that really replay, in a pool that no capture corrupts, and captures that fail cleanly."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.errors import CaptureError
+from weft.proofs.strategies import Rows
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.generate import generate, make_runner, make_state
 from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.ladder import MODES, Limits
+from weft.trees import tree_leaves
 
 pytestmark = pytest.mark.gpu
 PROMPTS = ("The function returns", "A list is", "In Python, ")
@@ -115,3 +119,116 @@ def test_a_copy_from_the_host_is_refused() -> None:
     graph = graphify(lambda x: x + table.to("cuda"))
     with pytest.raises(CaptureError, match="a copy from cpu to cuda"):
         graph(torch.zeros(4, device="cuda"))
+
+
+def test_a_generator_is_registered_wherever_it_comes_from() -> None:
+    outside, eager = (torch.Generator("cuda").manual_seed(3) for _ in range(2))
+    x = torch.zeros(4, device="cuda")
+    graph = graphify(lambda x: x + torch.rand(4, device="cuda", generator=outside))
+    seen = [graph(x) for _ in range(3)]
+    assert [s.tolist() for s in seen] == [torch.rand(4, device="cuda", generator=eager).tolist() for _ in range(3)]
+    own, other = (torch.Generator("cuda").manual_seed(7) for _ in range(2))
+    graph = graphify(lambda x, g: x + torch.rand(x.shape, device="cuda", generator=g))
+    for n in (4, 4, 5, 4, 5):
+        expected = torch.rand(n, device="cuda", generator=other)
+        assert torch.equal(graph(torch.zeros(n, device="cuda"), own), expected)
+    torch.manual_seed(3)
+    expected = torch.rand(4, device="cuda") + torch.rand(4, device="cuda")
+    graph = graphify(lambda x: x + torch.rand(4, device="cuda") + torch.rand(4, device="cuda"))
+    torch.manual_seed(3)
+    assert torch.equal(graph(x), expected)
+    torch.manual_seed(3)
+    assert torch.equal(graph(x), expected)
+
+
+def test_calls_from_other_streams_wait_for_each_other() -> None:
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(200):
+            x = x @ x
+            x = x / x.norm()
+        return x
+
+    graph = graphify(slow)
+    inputs = [torch.randn(512, 512, device="cuda") for _ in range(8)]
+    expected = [slow(x) for x in inputs]
+    torch.cuda.synchronize()
+    streams, seen = [torch.cuda.Stream() for _ in inputs], []
+    for stream, x in zip(streams, inputs, strict=True):
+        with torch.cuda.stream(stream):
+            seen.append(graph(x))
+    torch.cuda.synchronize()
+    for got, wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_threads_with_streams_of_their_own_get_right_answers() -> None:
+    graph = graphify(lambda x: torch.sin(x @ x.t()) + 1, max_captures=3)
+    faults: list[str] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for turn in range(40):
+                x = torch.randn(16 * (1 + (seed + turn) % 4), 32, device="cuda", generator=generator)
+                seen = graph(x)
+                torch.cuda.current_stream().synchronize()
+                if not torch.allclose(seen, torch.sin(x @ x.t()) + 1, atol=1e-4):
+                    faults.append(f"thread {seed}, call {turn}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    assert graph.cache_info().replays == 160
+
+
+def test_a_full_memory_falls_back_to_the_graphs_at_hand() -> None:
+    def wide(batch: Rows) -> Rows:
+        return Rows(batch.descriptor, (batch.x[:, :, None] * torch.ones(2**20, device="cuda")).sum(-1))
+
+    def rows(n: int) -> Rows:
+        return Rows(BatchDescriptor(n, n), torch.ones(n, 2, device="cuda"))
+
+    graph = graphify(wide, ladder=[BatchDescriptor(n, n) for n in (64, 8)])
+    graph(rows(8))
+    used = torch.cuda.memory_reserved()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((used + 2**28) / total)
+    try:
+        with pytest.warns(RuntimeWarning, match="memory was full when 'ragged 64 tokens, 64 reqs' was to be captured"):
+            graph.capture(rows(1))
+        assert graph(rows(3)).x.tolist() == [[2.0**20] * 2] * 3
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    graph.cache_clear()
+    torch.cuda.empty_cache()
+    assert graph(rows(33)).x.tolist() == [[2.0**20] * 2] * 33
+    assert graph.cache_info().captures == 1
+
+
+def test_a_dropped_graph_gives_its_memory_back() -> None:
+    graph = graphify(lambda x: (x * 2, (x[:, None] * torch.ones(64, device="cuda")).sum(1)), max_captures=1)
+    for n in (2**20, 2**20 + 1, 2**20 + 2):
+        x = torch.ones(n, device="cuda")
+        for seen, factor in zip(graph(x), (2, 64), strict=True):
+            assert bool((seen == factor).all())
+    del x, seen
+    held = torch.cuda.memory_allocated()
+    graph.cache_clear()
+    assert torch.cuda.memory_allocated() < held
+    assert graph.memory_analysis().total_bytes == 0
+
+
+def test_an_estimate_is_near_what_the_ladder_of_a_model_takes(model: Model) -> None:
+    runner = make_runner(model, Limits(64, 256), mode="full_and_piecewise")
+    state = make_state(model, runner.layouts, [32] * 64, temperature=1.0, seeds=range(64))
+    before, batch = clone(state), Batch.decode([0, 1, 2], device="cuda")
+    (graph,) = runner.graphs
+    estimate = graph.memory_estimate(runner.params, state, batch)
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(state), tree_leaves(before), strict=True))
+    graph.capture(runner.params, state, batch)
+    used = graph.memory_analysis()
+    granules = 2 * 2**20 * used.num_graphs  # the driver takes memory in granules of 2 MiB
+    assert used.total_bytes - granules <= estimate.total_bytes <= 1.1 * used.total_bytes + granules

@@ -382,7 +382,28 @@ def test_params_that_were_donated_elsewhere_are_refused() -> None:
 def test_one_tensor_as_state_and_as_input() -> None:
     g = graphify(lambda s, x: (s.add_(x), x * 2), donate_argnames=("s",))
     both = torch.ones(2)
-    assert_equal(LAW, g(both, both), (torch.full((2,), 2.0), torch.full((2,), 2.0)))
+    with pytest.raises(DonatedError, match=r"x is a tensor that the same call donates"):
+        g(both, both)
+    assert_equal(LAW, g(both, both.clone()), (torch.full((2,), 2.0), torch.full((2,), 2.0)))
+
+
+def test_a_view_of_the_state_as_input_is_copied_before_the_state_is_written() -> None:
+    g = graphify(lambda s, x: (s.add_(1), x * 2), donate_argnames=("s",))
+    for turn in range(3):
+        state = torch.full((2,), float(turn))
+        assert_equal(LAW, g(state, state[:1]), (torch.full((2,), turn + 1.0), torch.full((1,), turn * 2.0)))
+
+
+def test_what_is_captured_by_reference_may_not_lie_in_what_is_donated() -> None:
+    def step(params: Tensor, state: State) -> tuple[State, Tensor]:
+        return {"h": state["h"] + 1}, params * 2
+
+    g = graphify(step, donate_argnames="state")
+    whole = torch.ones(4)
+    with pytest.raises(DonatedError, match=r"params shares its storage with state\['h'\], which is donated"):
+        g(whole[:2], {"h": whole})
+    assert counts(g) == (0, 0, 0)
+    g(torch.ones(2), {"h": whole})
 
 
 def test_all_donated_names_stay_declared() -> None:
@@ -1041,9 +1062,46 @@ def test_a_module_in_eval_mode_is_a_function() -> None:
     assert repr(g) == "<graphify(Sequential), 1 graphs>"
 
 
+def test_a_tensor_that_the_function_keeps_is_refused() -> None:
+    kept: list[Tensor] = []
+
+    def leaks(x: Tensor) -> Tensor:
+        y = x * 2
+        kept.append(y[:1])
+        return y + 1
+
+    g = graphify(leaks)
+    with pytest.raises(
+        CaptureError, match=r"a tensor that it made is kept and not returned \(float32\[4\], float32\[1\]\)"
+    ):
+        g(X)
+    assert counts(g) == (0, 0, 0)
+    kept.clear()
+
+
+def test_a_cache_filled_by_the_warm_up_is_a_constant() -> None:
+    cache: dict[str, Tensor] = {}
+
+    def cached(x: Tensor) -> Tensor:
+        if "table" not in cache:
+            cache["table"] = torch.arange(4.0) * 3
+        return x + cache["table"]
+
+    agree(cached, (X,), (X + 1,))
+
+
+def test_a_cycle_of_references_is_no_leak() -> None:
+    def cyclic(x: Tensor) -> Tensor:
+        y: list[Any] = [x * 2]
+        y.append(y)
+        return y[0] + 1
+
+    agree(cyclic, (X,), (X + 1,))
+
+
 def test_a_python_value_is_frozen_at_capture() -> None:
     calls = []
     g = graphify(lambda x: calls.append(1) or x + len(calls))
     first, second = g(X), g(X)
     assert torch.equal(first, second)
-    assert len(calls) == 1
+    assert len(calls) == 2  # the warm-up, and the capture

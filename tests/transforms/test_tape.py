@@ -182,20 +182,20 @@ def test_hazard_python_values_are_frozen() -> None:
 
     def fn(x: Tensor) -> Tensor:
         calls.append(1)
-        return x * scale[0] if len(calls) == 1 else x * 0
+        return x * scale[0] if len(calls) <= 2 else x * 0
 
     recording = record(fn, torch.ones(2))
     scale[0] = 50.0
     recording.replay()
     assert recording.outputs.tolist() == [2, 2]
-    assert len(calls) == 1
+    assert len(calls) == 2  # the warm-up, and the capture
 
 
 def test_hazard_in_place_ops_on_its_own_tensors_run_again() -> None:
     own = torch.zeros(2)
     recording = record(lambda s: s.add_(1), own=(own,))
-    assert own.tolist() == [1, 1]
-    for i in (2.0, 3.0):
+    assert own.tolist() == [2, 2]  # by the warm-up, and by the capture
+    for i in (3.0, 4.0):
         recording.replay()
         assert own.tolist() == [i, i]
 

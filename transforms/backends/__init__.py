@@ -21,6 +21,10 @@ class Recording(Protocol):
     def num_pieces(self) -> int:
         """Graphs in it: 1, and 1 more for each split operator that was met."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the capture took and that the record holds, beside the buffers it was given."""
+
     def replay(self) -> None:
         """Run the record again on whatever the input buffers hold now."""
 
@@ -36,6 +40,11 @@ class Backend(Protocol):
     def device(self) -> torch.device:
         """Where it runs."""
 
+    @property
+    def enter(self) -> Callable[[], None] | None:
+        """To call before a replay's buffers are filled: makes the current stream wait for the last replay, if that ran
+        on another stream. None where there are no streams."""
+
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> Recording:
         """Run `fn` under `audit` as often as recording takes, and return the record.
 
@@ -47,6 +56,7 @@ class Backend(Protocol):
 
         Raises:
             CaptureError: the audit refused something that `fn` did.
+            torch.OutOfMemoryError: there is no room for it.
         """
 
 

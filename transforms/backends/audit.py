@@ -2,9 +2,11 @@
 to tensors that are not its own. The error names the user's line."""
 
 import functools
+import gc
 import linecache
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
@@ -20,6 +22,8 @@ _HOST_READS = {
 }
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 _NEW_TENSORS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
+_PINS = {torch.ops.aten.pin_memory, torch.ops.aten._pin_memory}
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 _REMEDY = (
     "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
@@ -27,20 +31,33 @@ _REMEDY = (
 
 
 class Audit(DispatchMode):
-    """A dispatch mode that lets through what a replay can repeat, refuses the rest, and keeps what it must keep alive.
+    """A dispatch mode that lets through what a replay can repeat, refuses the rest, and keeps what it must keep alive:
+    `external`, tensors from outside, and `generators`, with the states that they had.
 
     Args:
         call: how the function is called in error messages.
         writable: tensors whose storage the function may write (donated arguments).
         names: the other arguments, by name, for the error about a write to one.
+        collectives: whether operations of torch.distributed are let through.
     """
 
-    def __init__(self, call: str, writable: Iterable[Tensor], names: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        call: str,
+        writable: Iterable[Tensor],
+        names: Iterable[tuple[str, Tensor]],
+        *,
+        collectives: bool = False,
+    ) -> None:
         super().__init__()
         self.call = call
-        self.own = {storage_id(t) for t in writable}
+        self.collectives = collectives
+        self._writable = {storage_id(t) for t in writable}
+        self.own = set(self._writable)
+        self._results: list[weakref.ref[Tensor]] = []
         self.names = {storage_id(t): name for name, t in names}
         self.external: dict[int, Tensor] = {}
+        self.generators: dict[torch.Generator, Tensor] = {}
         self._reads = _HostReads(call)
 
     def __enter__(self) -> Self:
@@ -56,48 +73,79 @@ class Audit(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.check(func, args, kwargs)
+        inputs = {storage_id(t): t for t in tensors_in(args, kwargs)}
+        self._check(func, args, kwargs, inputs)
         if func is torch.ops.aten.lift_fresh.default:
             # A constant written in the function: each replay starts from its value, whatever was then done to it.
             func = torch.ops.aten.clone.default
         result = func(*args, **kwargs)
-        self.adopt(args, kwargs, result)
+        for place, tensor in inputs.items():
+            if place not in self.own and place not in self.names:
+                self.external.setdefault(place, tensor)
+        for tensor in tensors_in(result):
+            self._results.append(weakref.ref(tensor))
+            if (place := storage_id(tensor)) not in inputs:
+                self.own.add(place)
         return result
 
-    def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: dict[int, Tensor]) -> None:
         """Raise CaptureError if a replay could not repeat this operation."""
-        if fault := _data_dependence(func, args, kwargs):
+        if _may_depend_on_data(func) and (fault := _data_dependence(func, args, kwargs)):
             raise refusal(self.call, fault, _REMEDY)
-        inputs = list(tensors_in(args, kwargs))
-        if len({t.device.type for t in inputs}) > 1:
+        if (generator := kwargs.get("generator")) is not None and generator not in self.generators:
+            self.generators[generator] = generator.get_state()
+        if kwargs.get("pin_memory") or func.overloadpacket in _PINS:
+            raise refusal(self.call, f"{func} makes pinned memory of the host", "make it once, before the call")
+        if func.namespace in _COLLECTIVES and not self.collectives:
+            instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
+            raise refusal(self.call, f"{func} is a collective operation, which waits for other ranks", instead)
+        if len({t.is_cpu for t in inputs.values()}) > 1:
             self._refuse_host_arguments(inputs)
         for tensor in written(func, args, kwargs):
-            address = storage_id(tensor)
-            if address not in self.own:
-                name = self.names.get(address, "a tensor from outside it")
+            if (place := storage_id(tensor)) not in self.own:
+                name = self.names.get(place, "a tensor from outside it")
                 raise refusal(
                     self.call,
                     f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own",
                     "return a new tensor, or donate the argument (donate_argnames=...)",
                 )
 
-    def _refuse_host_arguments(self, inputs: list[Tensor]) -> None:
+    def restart(self) -> None:
+        """Forget what a run did, for another one; the generators that it named are still to be restored."""
+        self.own = set(self._writable)
+        self.external, self._results = {}, []
+
+    def refuse_leaks(self, outputs: Any) -> None:
+        """Raise CaptureError if a tensor that the function made is alive somewhere but in its outputs: a replay would
+        overwrite it, or never have made it."""
+        returned = {storage_id(t) for t in tensors_in(outputs)} | self._writable
+        if self._leaked(returned):
+            gc.collect()  # a cycle of references is no leak
+        if found := self._leaked(returned):
+            shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in found[:3])
+            raise CaptureError(
+                self.call,
+                f"a tensor that it made is kept and not returned ({shapes}): in a cache, a global or an attribute",
+                "make it before the call and pass it in, or return it",
+            )
+        self._results = []
+
+    def _leaked(self, returned: set[int]) -> list[Tensor]:
+        alive = (found for reference in self._results if (found := reference()) is not None)
+        return [t for t in alive if (place := storage_id(t)) in self.own and place not in returned]
+
+    def restore_generators(self) -> None:
+        """Give the random generators that the function named the states that they had before it ran."""
+        for generator, state in self.generators.items():
+            generator.set_state(state)
+
+    def _refuse_host_arguments(self, inputs: dict[int, Tensor]) -> None:
         """An argument on the CPU that meets a CUDA tensor is a scalar to its kernel, with the value of the capture."""
-        for tensor in inputs:
-            name = self.names.get(storage_id(tensor))
+        for place, tensor in inputs.items():
+            name = self.names.get(place)
             if name is not None and tensor.device.type == "cpu":
                 fault = f"{name} is on the CPU and meets a tensor on another device, so that its value would be frozen"
                 raise refusal(self.call, fault, f"move {name} to the device before the call")
-
-    def adopt(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note which storages the function made itself, and which tensors from outside it reads."""
-        inputs = list(tensors_in(args, kwargs))
-        addresses = {storage_id(t) for t in inputs}
-        for tensor in inputs:
-            address = storage_id(tensor)
-            if address not in self.own and address not in self.names:
-                self.external.setdefault(address, tensor)
-        self.own.update(storage_id(t) for t in tensors_in(result) if storage_id(t) not in addresses)
 
 
 class _HostReads(FunctionMode):
@@ -167,6 +215,16 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         if named.get("training") or named.get("train"):
             yield from tensors_in(named.get("running_mean"), named.get("running_var"))
+
+
+@functools.cache
+def _may_depend_on_data(func: Any) -> bool:
+    """Whether `_data_dependence` must be asked about calls of an operator."""
+    aten = torch.ops.aten
+    packets = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._local_scalar_dense)
+    tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    copies = (aten._to_copy.default, aten.copy_.default)
+    return func.overloadpacket in packets or func in copies or any(tag in func.tags for tag in tags)
 
 
 def _data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, borrowed, replayer
+from weft.torchapi import DispatchMode, borrowed, current_stream_id, replayer
 from weft.transforms.backends.audit import Audit, tensors_in
 from weft.trees import tree_map
 
@@ -54,6 +54,7 @@ class CudaRecording:
     outputs: Any
     external: tuple[Tensor, ...]
     replay: Callable[[], None]
+    nbytes: int
 
     @property
     def num_pieces(self) -> int:
@@ -75,7 +76,8 @@ def _replay_pieces(pieces: list[tuple[SplitCall | None, Callable[[], None]]]) ->
 
 
 class CudaBackend:
-    """Captures on a side stream, after an eager warm-up there (kernels compile, libraries make their workspaces).
+    """Captures on a side stream, the first time after an eager warm-up there (kernels compile, libraries make their
+    workspaces).
 
     The outputs of every capture stay referenced, so that no later capture of the pool reuses their memory.
     """
@@ -86,30 +88,74 @@ class CudaBackend:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        self._warm: set[bool] = set()
+        self._generators: dict[torch.Generator, None] = {}
+        self._stream_id = current_stream_id(self.stream.device_index)
+        self._last = self.stream.cuda_stream
+
+    def enter(self) -> None:
+        """Make the current stream wait for that of the last replay: they share buffers and a pool."""
+        if (current := self._stream_id()) != self._last:
+            self._follow(current)
+
+    def _follow(self, current: int) -> None:
+        last = torch.cuda.ExternalStream(self._last, self.device)
+        torch.cuda.current_stream(self.device).wait_stream(last)
+        self._last = current
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
+        self.enter()  # pieces run while they are captured, in the pool
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
-        session = _Session(self.pool, split_at, audit.call)
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                with audit:
-                    fn()
-                self.stream.synchronize()
-                outputs = session.run(fn)
+                return self._capture(fn, audit, split_at)
         finally:
-            # Also after a refusal: what is restored then must come after what the warm-up wrote.
+            # Also after a refusal: what is restored then must come after what a run wrote.
             current.wait_stream(self.stream)
+
+    def _capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
+        """Warm up for the first capture of a kind; for later ones only if CUDA refuses without."""
+        kind = bool(split_at)
+        if kind in self._warm:
+            try:
+                return self._record(fn, audit, split_at)
+            except (CaptureError, torch.OutOfMemoryError):
+                raise
+            except RuntimeError:
+                audit.restart()  # a kernel that is not loaded yet, perhaps, or an error that an eager run explains
+        with audit:
+            fn()
+        self.stream.synchronize()
+        self._generators.update(dict.fromkeys(audit.generators))
+        audit.restart()
+        self._warm.add(kind)
+        try:
+            return self._record(fn, audit, split_at)
+        except (CaptureError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            seen = str(error).splitlines()[0]
+            instead = "move what waits for the device out of it"
+            raise CaptureError(audit.call, f"CUDA refused: {seen}", instead) from error
+
+    def _record(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
+        for generator in self._generators:
+            audit.generators.setdefault(generator, generator.get_state())
+        free, _ = torch.cuda.mem_get_info(self.device)
+        session = _Session(self.pool, split_at, audit)
+        outputs = session.run(fn)
+        taken = max(free - torch.cuda.mem_get_info(self.device)[0], 0)
         pieces = tuple(session.pieces)
-        return CudaRecording(pieces, outputs, tuple(audit.external.values()), _replay_of(pieces))
+        return CudaRecording(pieces, outputs, tuple(audit.external.values()), _replay_of(pieces), taken)
 
 
 class _Session(DispatchMode):
     """One capture: graphs begun and ended around each split operator."""
 
-    def __init__(self, pool: Any, split_at: frozenset[str], call: str) -> None:
+    def __init__(self, pool: Any, split_at: frozenset[str], audit: Audit) -> None:
         super().__init__()
-        self.pool, self.split_at, self.call = pool, split_at, call
+        self.pool, self.split_at, self.audit = pool, split_at, audit
         self.pieces: list[Piece] = []
         self._graph = torch.cuda.CUDAGraph()
         self._before: SplitCall | None = None
@@ -118,7 +164,7 @@ class _Session(DispatchMode):
     def run(self, fn: Callable[[], Any]) -> Any:
         with self._voided_by_errors():
             self._begin()
-            with self if self.split_at else contextlib.nullcontext():
+            with self if self.split_at else contextlib.nullcontext(), self.audit:
                 outputs = fn()
             self._end()
         return outputs
@@ -143,6 +189,9 @@ class _Session(DispatchMode):
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        for generator in self.audit.generators:
+            if generator.device.type == "cuda":
+                self._graph.register_generator_state(generator)
         self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
     def _end(self) -> None:
@@ -162,12 +211,8 @@ class _Session(DispatchMode):
     def _voided_by_errors(self) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             # The capture is void, and may say so once more when it is ended; the stream is usable after that.
             with contextlib.suppress(RuntimeError):
                 self._graph.capture_end()
-            if not isinstance(error, RuntimeError) or isinstance(error, CaptureError):
-                raise
-            seen = str(error).splitlines()[0]
-            instead = "move what waits for the device out of it"
-            raise CaptureError(self.call, f"CUDA refused: {seen}", instead) from error
+            raise

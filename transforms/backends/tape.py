@@ -49,6 +49,7 @@ class _Recorder(DispatchMode):
         self.tape: list[Operation] = []
         self.split_at = split_at
         self.num_pieces = 1
+        self._made: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,11 +59,18 @@ class _Recorder(DispatchMode):
         result = func(*args, **kwargs)
         inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
         fresh = [(i, _as_it_is(t)) for i, t in enumerate(tensors_in(result)) if _is_fresh(t, inputs)]
+        self._made.update(storage_id(t) for _, t in fresh)
         writes = any(True for _ in written(func, args, kwargs))
         if (fresh or writes) and func.overloadpacket not in _NOT_REPEATED and torch.Tag.inplace_view not in func.tags:
             args, kwargs = tree_map(_as_it_is, (args, kwargs))
             self.tape.append(Operation(func, args, kwargs, tuple(fresh)))
         return result
+
+    def nbytes(self) -> int:
+        """Bytes of the tensors that the tape keeps of those that the function made."""
+        kept = tensors_in(*((o.args, o.kwargs, [t for _, t in o.fresh]) for o in self.tape))
+        sizes = {storage_id(t): t.untyped_storage().nbytes() for t in kept}
+        return sum(size for place, size in sizes.items() if place in self._made)
 
 
 def _is_fresh(result: Tensor, inputs: set[int]) -> bool:
@@ -82,6 +90,7 @@ class TapeRecording:
     operations: tuple[Operation, ...]
     outputs: Any
     num_pieces: int
+    nbytes: int
 
     def replay(self) -> None:
         with torch.no_grad():
@@ -95,9 +104,17 @@ class TapeBackend:
 
     name: str = "tape"
     device: torch.device = _CPU
+    enter: None = None
+    _warm: list[bool] = attrs.field(factory=list)
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> TapeRecording:
         recorder = _Recorder(audit, split_at)
-        with torch.no_grad(), recorder, audit:
-            outputs = fn()
-        return TapeRecording(tuple(recorder.tape), outputs, recorder.num_pieces)
+        with torch.no_grad():
+            if not self._warm:
+                self._warm.append(True)
+                with audit:
+                    fn()
+                audit.restart()
+            with recorder, audit:
+                outputs = fn()
+        return TapeRecording(tuple(recorder.tape), outputs, recorder.num_pieces, recorder.nbytes())

@@ -1,0 +1,112 @@
+"""`weft.config`, and the contexts that say when graphs may be captured."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import attrs
+
+from weft.errors import TooManyCapturesError
+
+
+@attrs.define
+class Config:
+    """What weft tells about its work, to the logger `weft` at level WARNING, which Python prints unless told otherwise.
+
+    Args:
+        explain_cache_misses: at each capture after the first, in what the call differs from the captured ones.
+        log_captures: each capture, its time and the memory that its graph took.
+
+    >>> import weft
+    >>> weft.config.log_capture = True
+    Traceback (most recent call last):
+        ...
+    AttributeError: 'Config' object has no attribute 'log_capture'
+    """
+
+    explain_cache_misses: bool = False
+    log_captures: bool = False
+
+
+config = Config()
+
+
+@attrs.define
+class _Count:
+    """The captures that a context `assert_max_captures(n)` has seen."""
+
+    most: int
+    seen: list[str] = attrs.field(factory=list)
+
+
+_COUNTS: ContextVar[tuple[_Count, ...]] = ContextVar("weft.counts", default=())
+_MAY_CAPTURE: ContextVar[bool] = ContextVar("weft.may_capture", default=True)
+MAY_REPLAY: ContextVar[bool] = ContextVar("weft.may_replay", default=True)
+"""False inside `no_capture(replay=False)`."""
+
+
+@contextmanager
+def no_capture(*, replay: bool = True) -> Iterator[None]:
+    """Nothing is captured inside, in this thread: a call without a graph runs under another one, or runs the
+    function itself.
+
+    Args:
+        replay: whether calls that have a graph replay it. False: every graphified function runs as if it were not, to
+            step through it with a debugger or to print from it (as `jax.disable_jit()` does).
+
+    >>> import torch, weft
+    >>> f = weft.graphify(lambda x: x + 1)
+    >>> with weft.no_capture():
+    ...     y = f(torch.zeros(2))
+    >>> f.cache_info()
+    CacheInfo(captures=0, replays=0, eager=1, currsize=0)
+    """
+    captures, replays = _MAY_CAPTURE.set(False), MAY_REPLAY.set(replay and MAY_REPLAY.get())
+    try:
+        yield
+    finally:
+        _MAY_CAPTURE.reset(captures)
+        MAY_REPLAY.reset(replays)
+
+
+@contextmanager
+def assert_max_captures(most: int) -> Iterator[None]:
+    """Raise at the capture after the `most`-th inside, in this thread, before it begins: in tests, and around a loop
+    that should replay.
+
+    Raises:
+        TooManyCapturesError: an AssertionError that names the captures, and in what the last one differs.
+
+    >>> import torch, weft
+    >>> f = weft.graphify(lambda x: x + 1)
+    >>> with weft.assert_max_captures(1):
+    ...     for _ in range(3):
+    ...         y = f(torch.zeros(2))
+    """
+    token = _COUNTS.set((*_COUNTS.get(), _Count(most)))
+    try:
+        yield
+    finally:
+        _COUNTS.reset(token)
+
+
+def may_capture() -> bool:
+    """Whether no context forbids a capture here."""
+    return _MAY_CAPTURE.get()
+
+
+def count_capture(what: str, difference: str) -> None:
+    """Tell the contexts about a capture that is about to begin.
+
+    Raises:
+        TooManyCapturesError: there is one more than one of them allows.
+    """
+    for count in _COUNTS.get():
+        if len(count.seen) >= count.most:
+            raise TooManyCapturesError(
+                f"with weft.assert_max_captures({count.most}): {what}",
+                f"one capture more ({difference}), after: {'; '.join(count.seen) or 'none'}",
+                "call with arguments like the captured ones, or allow more captures",
+            )
+    for count in _COUNTS.get():
+        count.seen.append(what)

@@ -1,0 +1,81 @@
+"""Memory: what graphs take is counted, and estimated before they are captured."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.descriptor import BatchDescriptor
+from weft.donation import clone
+from weft.proofs.laws import assert_equal
+from weft.proofs.strategies import Rows
+from weft.transforms.graphify import graphify
+from weft.transforms.ladder import Ladder
+from weft.transforms.memory import MemoryAnalysis, between, spread
+from weft.transforms.piecewise import piecewise
+
+
+def test_a_tape_takes_what_its_tensors_take() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = torch.sin(x)  # 400 bytes
+        return y.double()[:50]  # 800, of which 400 are returned
+
+    g = graphify(f)
+    g(torch.ones(100))
+    assert g.memory_analysis() == MemoryAnalysis(1, buffer_bytes=400, graph_bytes=1200, output_bytes=400)
+    assert g.memory_analysis().total_bytes == 1600
+    text = "1 graphs, 1.56 KiB: buffers 400 bytes, the rest 1.17 KiB, of which outputs 400 bytes"
+    assert str(g.memory_analysis()) == text
+    assert g.lower(torch.ones(100)).compile().memory_analysis() == g.memory_analysis()
+
+
+def test_what_is_by_reference_is_not_counted() -> None:
+    g = graphify(lambda params, s, x: (s.add_(1), params + x), donate_argnames="s")
+    g(torch.ones(10), torch.ones(1000), torch.ones(10))
+    assert g.memory_analysis() == MemoryAnalysis(1, buffer_bytes=40, graph_bytes=40, output_bytes=40)
+
+
+def rows(n: int) -> Rows:
+    return Rows(BatchDescriptor(n, n), torch.ones(n, 8))
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4, 2, 1), tuple(range(64, 0, -2))])
+@pytest.mark.parametrize("power", [1, 2])
+def test_an_estimate_is_near_what_a_ladder_takes(sizes: tuple[int, ...], power: int) -> None:
+    def step(params: Tensor, state: dict[str, Tensor], batch: Rows) -> tuple[dict[str, Tensor], Rows]:
+        square = batch.x @ batch.x.t() if power == 2 else batch.x
+        return {"n": state["n"] + 1}, Rows(batch.descriptor, square.sum(1, keepdim=True) + batch.x @ params)
+
+    classes = tuple(BatchDescriptor(n, n) for n in sizes)
+    g = graphify(step, ladder=Ladder(full=classes, piecewise=classes), split_at="aten::mm", donate_argnames="state")
+    params, state, batch = torch.ones(8, 8), {"n": torch.zeros(3)}, rows(1)
+    before = clone((params, state, batch))
+    estimate = g.memory_estimate(params, state, batch)
+    assert_equal("an estimate leaves no trace", (params, state, batch), before)
+    assert g.cache_info().captures == 0
+    assert estimate.num_measured <= min(10, 2 * len(sizes))
+    g.capture(params, state, batch)
+    used = g.memory_analysis()
+    assert estimate.num_graphs == used.num_graphs == 2 * len(sizes)
+    assert estimate.buffer_bytes == used.buffer_bytes
+    assert used.total_bytes <= estimate.total_bytes <= 1.1 * used.total_bytes
+
+
+def test_an_estimate_without_a_ladder_is_of_one_graph() -> None:
+    g = piecewise(lambda x: torch.sort(x * 2).values, split_at="aten::sort")
+    estimate = g.memory_estimate(torch.ones(100))
+    assert (estimate.num_graphs, estimate.buffer_bytes, estimate.graph_bytes) == (1, 400, 400 + 400 + 800)
+    assert str(estimate) == "1 graphs: 1.95 KiB, estimated from 1 of them"
+
+
+def test_which_classes_are_captured_for_an_estimate() -> None:
+    for count in range(1, 80):
+        places = spread(count)
+        assert list(places) == sorted(set(places))
+        assert {0, min(1, count - 1), count - 1} <= set(places)
+        assert len(places) == min(count, 5)
+
+
+def test_between_is_on_the_line() -> None:
+    points = [(10, 100), (20, 100), (40, 300)]
+    assert [between(points, x) for x in (5, 10, 15, 20, 25, 39, 40, 41)] == [100, 100, 100, 100, 150, 290, 300, 300]
+    assert between([(0, 0), (3, 1)], 1) == 1  # rounded up

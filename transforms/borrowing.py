@@ -1,0 +1,110 @@
+"""Borrowed results under watch: `weft.check_borrowed()` finds a use of one after the replay that overwrote it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar
+
+import attrs
+from torch import Tensor
+
+from weft.errors import StaleResultError
+from weft.torchapi import FunctionMode, storage_id
+from weft.trees import tree_leaves
+
+R = TypeVar("R")
+
+_LOAN = "_weft_loan"
+_LENDING: ContextVar[bool] = ContextVar("weft.lending", default=False)
+_METADATA = {
+    *("size", "stride", "dim", "numel", "data_ptr", "storage_offset", "is_contiguous", "untyped_storage"),
+    *("element_size", "is_floating_point", "is_complex", "get_device", "nelement", "ndimension", "__len__", "__hash__"),
+}
+
+
+class _Counts(Protocol):
+    """What counts the replays of graphs that share memory."""
+
+    replays: int
+
+
+@attrs.frozen(eq=False)
+class Loan:
+    """A borrowed result: whose graphs may overwrite it, and the number of the replay that made it."""
+
+    name: str
+    graphs: _Counts
+    replay: int
+
+
+class _Watch(FunctionMode):
+    """Looks at the tensors that every torch function is called with; views of a borrowed tensor are borrowed too."""
+
+    only_looks = True
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if name not in _METADATA and name not in ("__get__", "__set__"):
+            for tensor in tensors:
+                refuse_stale(tensor, call=f"{name}(...)")
+        result = func(*args, **kwargs)
+        loans = {storage_id(t): loan for t in tensors if (loan := getattr(t, _LOAN, None)) is not None}
+        if loans and name not in _METADATA:
+            for made in tree_leaves(result):
+                if isinstance(made, Tensor) and (loan := loans.get(storage_id(made))) is not None:
+                    setattr(made, _LOAN, loan)
+        return result
+
+
+@contextmanager
+def check_borrowed() -> Iterator[None]:
+    """Inside, in this thread, a use of a borrowed result (`graphify(..., outputs="borrow")`) or of a view of one raises
+    once a later replay has overwritten it. For tests and for debugging: every torch function becomes slower.
+
+    Raises:
+        StaleResultError: names the function whose result it was, and the replays since.
+
+    >>> import torch, weft
+    >>> f = weft.graphify(lambda x: x * 2, outputs="borrow")
+    >>> with weft.check_borrowed():
+    ...     first, second = f(torch.ones(2)), f(torch.zeros(2))
+    ...     kept = second + 1
+    ...     lost = first + 1
+    Traceback (most recent call last):
+        ...
+    weft.errors.StaleResultError: add(...)
+      saw: a borrowed result of <lambda>, which 1 later replay has overwritten
+      instead: use it before the next call, clone it, or write graphify(..., outputs="safe")
+    """
+    token = _LENDING.set(True)
+    try:
+        with _Watch():
+            yield
+    finally:
+        _LENDING.reset(token)
+
+
+def lending() -> bool:
+    """Whether borrowed results are watched here."""
+    return _LENDING.get()
+
+
+def lend(result: R, outputs: Any, name: str, graphs: _Counts) -> R:
+    """Mark the leaves of a result that lie in the graph's own outputs."""
+    places = {storage_id(x) for x in outputs.leaves if isinstance(x, Tensor)}
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor) and storage_id(leaf) in places:
+            setattr(leaf, _LOAN, Loan(name, graphs, graphs.replays))
+    return result
+
+
+def refuse_stale(value: Any, *, call: str) -> None:
+    """Raise if `value` is a borrowed result that was overwritten."""
+    loan = getattr(value, _LOAN, None) if isinstance(value, Tensor) else None
+    if loan is not None and (later := loan.graphs.replays - loan.replay):
+        replays = "1 later replay has" if later == 1 else f"{later} later replays have"
+        seen = f"a borrowed result of {loan.name}, which {replays} overwritten"
+        raise StaleResultError(
+            call, seen, 'use it before the next call, clone it, or write graphify(..., outputs="safe")'
+        )

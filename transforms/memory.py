@@ -1,0 +1,166 @@
+"""The memory of graphs: what they will take, estimated from a few that are captured for the purpose, and what they do
+take."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from weft.padding import padded_shape
+from weft.transforms.backends import Backend
+from weft.transforms.call import Call
+from weft.transforms.capture import BLANK_BYTES, Entry, capture
+from weft.transforms.dispatch import Decision
+from weft.transforms.options import Graphable
+from weft.trees import leaf_axes
+
+_SAMPLES = 5
+"""Classes of each mode that an estimate captures."""
+
+
+@attrs.frozen
+class MemoryAnalysis:
+    """What graphs take, in bytes.
+
+    Args:
+        num_graphs: how many they are.
+        buffer_bytes: their input buffers.
+        graph_bytes: everything else: on a GPU what its free memory fell by at the captures (the pool that they share,
+            with outputs and intermediate tensors, and the driver's own); on the CPU the tensors that the tapes hold.
+        output_bytes: the part of that which is outputs.
+    """
+
+    num_graphs: int
+    buffer_bytes: int
+    graph_bytes: int
+    output_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Buffers and graphs."""
+        return self.buffer_bytes + self.graph_bytes
+
+    def __str__(self) -> str:
+        rest = f"{_size(self.graph_bytes)}, of which outputs {_size(self.output_bytes)}"
+        return (
+            f"{self.num_graphs} graphs, {_size(self.total_bytes)}: buffers {_size(self.buffer_bytes)}, the rest {rest}"
+        )
+
+
+@attrs.frozen
+class MemoryEstimate:
+    """What graphs will take, in bytes.
+
+    Args:
+        num_graphs: how many there will be.
+        buffer_bytes: their input buffers, which follow from the classes alone.
+        graph_bytes: everything else.
+        num_measured: classes that were captured, and dropped, to know.
+    """
+
+    num_graphs: int
+    buffer_bytes: int
+    graph_bytes: int
+    num_measured: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Buffers and graphs."""
+        return self.buffer_bytes + self.graph_bytes
+
+    def __str__(self) -> str:
+        return f"{self.num_graphs} graphs: {_size(self.total_bytes)}, estimated from {self.num_measured} of them"
+
+
+def analysis_of(entries: Iterable[Entry]) -> MemoryAnalysis:
+    """What these graphs take."""
+    entries = list(entries)
+    outputs = [x for e in entries for x in e.outputs.leaves if isinstance(x, Tensor)]
+    return MemoryAnalysis(
+        len(entries),
+        sum(e.buffer_bytes for e in entries),
+        sum(e.recording.nbytes for e in entries),
+        sum(x.nbytes for x in outputs),
+    )
+
+
+def estimate(
+    of: Graphable, call: Call, rungs: Sequence[Decision[Any]], new_backend: Callable[[], Backend]
+) -> MemoryEstimate:
+    """Capture a few classes of each mode, in the order of the ladder and in one pool, and infer the rest.
+
+    A class between two that were captured takes what lies between theirs, by the size of its inputs. The first capture
+    of a process also loads kernels, which stay: so the first class is captured twice, and the second time counts.
+    """
+    capture(of, call, rungs[0].mode, rungs[0].descriptor, new_backend())
+    backend, graph_bytes = new_backend(), 0
+    entries: list[Entry] = []  # kept until the end: what one leaves in the pool the next may use, as in the ladder
+    for mode in dict.fromkeys(rung.mode for rung in rungs):
+        group = [rung for rung in rungs if rung.mode == mode]
+        found = {i: capture(of, call, mode, group[i].descriptor, backend) for i in spread(len(group))}
+        entries += found.values()
+        sizes = [input_bytes(call, rung.descriptor) for rung in group]
+        points = [(sizes[i], entry.recording.nbytes) for i, entry in found.items() if i > 0]
+        for i, size in enumerate(sizes):
+            graph_bytes += found[i].recording.nbytes if i in found else between(points, size)
+    buffer_bytes = sum(_with_blanks(call, rung.descriptor) for rung in rungs)
+    return MemoryEstimate(len(rungs), buffer_bytes, graph_bytes, len(entries))
+
+
+def spread(count: int) -> tuple[int, ...]:
+    """Which of `count` classes to capture: all if there are few; else the first two, the last, and some between.
+
+    The first makes the pool that the others share, so that the second says what one more takes.
+
+    >>> spread(3), spread(35)
+    ((0, 1, 2), (0, 1, 12, 23, 34))
+    """
+    if count <= _SAMPLES:
+        return tuple(range(count))
+    inner = _SAMPLES - 2
+    return (0, *(1 + (count - 2) * i // inner for i in range(inner + 1)))
+
+
+def between(points: Sequence[tuple[int, int]], size: int) -> int:
+    """The value at `size` on the straight lines through (size, value), rounded up; beyond them, the nearest point's.
+
+    >>> between([(8, 40), (2, 10)], 4), between([(8, 40), (2, 10)], 9)
+    (20, 40)
+    """
+    points = sorted(points)
+    place = bisect_left(points, (size, 0))
+    if place == 0:
+        return points[0][1]
+    if place == len(points):
+        return points[-1][1]
+    (x0, y0), (x1, y1) = points[place - 1 : place + 1]
+    return y0 + -(-(y1 - y0) * (size - x0) // (x1 - x0))
+
+
+def input_bytes(call: Call, descriptor: Any) -> int:
+    """Bytes of the copied tensors of a call, padded to a class."""
+    return sum(size for size, _ in _padded(call, descriptor))
+
+
+def _with_blanks(call: Call, descriptor: Any) -> int:
+    return sum(size * (1 + blank) for size, blank in _padded(call, descriptor))
+
+
+def _padded(call: Call, descriptor: Any) -> Iterator[tuple[int, bool]]:
+    """For each buffer its bytes, and whether there is padding for it to copy."""
+    for leaf, spec in zip(call.copied_leaves, leaf_axes(call.copied), strict=True):
+        if isinstance(leaf, Tensor):
+            padded = spec is not None and descriptor is not None
+            shape = padded_shape(leaf, spec, descriptor) if spec is not None and padded else tuple(leaf.shape)
+            size = math.prod(shape) * leaf.element_size()
+            yield size, padded and spec is not None and not isinstance(spec.pad, str) and size <= BLANK_BYTES
+
+
+def _size(count: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} bytes"

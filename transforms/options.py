@@ -1,0 +1,111 @@
+"""What `graphify` was asked for: its options, checked against the function's signature."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypedDict
+
+import attrs
+
+from weft.descriptor import Descriptor
+from weft.donation import donated_argnames, donates
+from weft.errors import CaptureError
+from weft.transforms.call import Roles
+from weft.transforms.ladder import Ladder, as_ladder
+
+Names = str | Iterable[str]
+
+
+class GraphifyOptions(TypedDict, total=False):
+    """The keyword arguments of `graphify`, for type checkers."""
+
+    ladder: Ladder[Any] | Sequence[Any] | None
+    split_at: Names
+    donate_argnames: Names
+    static_argnames: Names
+    reference_argnames: Names | None
+    backend: str | None
+    outputs: Literal["safe", "borrow"]
+    max_captures: int | None
+    collectives: bool
+
+
+@attrs.frozen(eq=False)
+class Graphable:
+    """A function and how it is to be captured.
+
+    Args:
+        fn: it; the arguments that it donates are declared on it.
+        name: for messages.
+        roles: of its arguments.
+        ladder: the classes that may be captured; None: any signature.
+        split_at: operators that stay outside the graphs of mode piecewise.
+        backend: as `make_backend` takes it.
+        borrow: results are lent.
+        max_captures: graphs held at most.
+        collectives: whether collective operations may be captured.
+    """
+
+    fn: Callable[..., Any]
+    name: str
+    roles: Roles
+    ladder: Ladder[Any] | None
+    split_at: frozenset[str]
+    backend: str | None
+    borrow: bool
+    max_captures: int | None
+    collectives: bool
+
+
+def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphable:
+    """Check the options against `fn`.
+
+    Raises:
+        CaptureError: one of them says what cannot be, or names what `fn` does not have.
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+    _check(f"graphify({getattr(fn, '__name__', fn)}, ...)", options)
+    signature, declared = inspect.signature(fn), donated_argnames(fn)
+    static = names_in(options["static_argnames"])
+    extra = tuple(n for n in names_in(options["donate_argnames"]) if n not in declared)
+    by_name = options["reference_argnames"]
+    references = tuple(n for n in signature.parameters if n == "params") if by_name is None else names_in(by_name)
+    for argument in (*extra, *static, *references):
+        if argument not in signature.parameters:
+            raise CaptureError(
+                f"graphify({name}, ...)",
+                f"donate_argnames, static_argnames or reference_argnames hold {argument!r}, which is no argument of it",
+                f"one of {', '.join(signature.parameters)}",
+            )
+    donated = (*declared, *extra)
+    by_reference = (*donated, *(n for n in references if n not in donated))
+    ladder = options["ladder"]
+    return Graphable(
+        fn=donates(*extra)(fn) if extra else fn,
+        name=name,
+        roles=Roles(signature, static, donated, by_reference),
+        ladder=None if ladder is None else as_ladder(ladder),
+        split_at=frozenset(names_in(options["split_at"])),
+        backend=options["backend"],
+        borrow=options["outputs"] == "borrow",
+        max_captures=options["max_captures"],
+        collectives=options["collectives"],
+    )
+
+
+def names_in(given: Names) -> tuple[str, ...]:
+    """One name or several, as a tuple."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _check(call: str, options: GraphifyOptions) -> None:
+    ladder, outputs, most = options["ladder"], options["outputs"], options["max_captures"]
+    if outputs not in ("safe", "borrow"):
+        raise CaptureError(call, f"outputs={outputs!r}", "outputs='safe' or 'borrow'")
+    if ladder is not None and (isinstance(ladder, str) or not all(isinstance(d, Descriptor) for d in ladder)):
+        instead = "a sequence of descriptors, as from weft.make_ladder(mode, limits)"
+        raise CaptureError(call, f"ladder={ladder!r}", instead)
+    if isinstance(ladder, Ladder) and ladder.piecewise and not options["split_at"]:
+        seen = "a ladder with classes for pieces, and no split_at"
+        raise CaptureError(call, seen, "split_at='weft::paged_attention'")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise CaptureError(call, f"max_captures={most!r}", "an int >= 1, or None for any number")

@@ -1,0 +1,58 @@
+"""Plans: how calls of one signature are answered, by the replay of a graph or by the function itself."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from weft.padding import unpad
+from weft.transforms.call import Call
+from weft.transforms.capture import Entry
+from weft.transforms.dispatch import Decision
+from weft.transforms.results import Outputs
+from weft.transforms.transfer import Handover, hand_over, plan_copies
+from weft.trees import tree_flatten, tree_unflatten
+
+
+@attrs.frozen(eq=False)
+class Replay:
+    """How calls of one signature are answered by a graph.
+
+    Args:
+        entry: the graph.
+        enter: makes the current stream wait for the stream of the last replay, if that is another; None on the CPU.
+        fill: fills its input buffers from the leaves of a call, those by reference first; None if it has none.
+        run: replays it.
+        handover: makes the result.
+    """
+
+    entry: Entry
+    enter: Callable[[], None] | None
+    fill: Callable[[Sequence[Any]], None] | None
+    run: Callable[[], None]
+    handover: Handover
+
+
+@attrs.frozen(eq=False)
+class Plan:
+    """What to do with calls of one signature: `replay`, or run the function itself if that is None."""
+
+    decision: Decision[Any]
+    replay: Replay | None = None
+
+
+def make_replay(
+    entry: Entry, call: Call, padded: Any, own: Any, borrow: bool, enter: Callable[[], None] | None
+) -> Replay:
+    """How calls like `call`, of class `own`, are answered by a graph of class `padded`."""
+    leaves, first = (*call.reference_leaves, *call.copied_leaves), len(call.reference_leaves)
+    copies = plan_copies(entry.buffers, entry.blanks, entry.axes, leaves, first)
+    outputs = entry.outputs if padded == own else _cut(entry.outputs, own)
+    handover = hand_over(outputs, entry.buffers, borrow)
+    return Replay(entry, enter, copies.fill if copies else None, entry.recording.replay, handover)
+
+
+def _cut(outputs: Outputs, own: Any) -> Outputs:
+    """The outputs as views of the size that class `own` has."""
+    views, structure = tree_flatten(unpad(tree_unflatten(list(outputs.leaves), outputs.structure), own))
+    return Outputs(structure, tuple(views), outputs.references)
