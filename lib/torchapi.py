@@ -20,7 +20,6 @@ __all__ = [
     "clone_all",
     "copy_all",
     "current_device",
-    "current_stream",
     "current_stream_id",
     "empty_strided_on",
     "function_modes",
@@ -123,9 +122,6 @@ def empty_strided_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[i
 
 current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
 """The index of the current CUDA device; None in a torch without CUDA."""
-
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-"""The driver's handle of a CUDA device's current stream."""
 
 
 def is_capturing() -> Callable[[], bool]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from weft.errors import DeviceError
 from weft.ops.copies import Copies
-from weft.torchapi import current_stream
+from weft.torchapi import current_stream_id
 
 ARITIES = (8, 64, 448)
 """Tensors that a launch takes: as many kernels, of which the largest stays within the 4 KiB of a kernel's arguments."""
@@ -194,7 +194,7 @@ def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> 
     places = range(ctypes.addressof(values), ctypes.addressof(values) + ctypes.sizeof(values), 8)
     pointers = (ctypes.c_void_p * len(places))(*places)
     config = _Config((len(table), 1, 1), (32 * _WARPS, 1, 1))
-    library, index = driver(), table.device.index
+    library, stream = driver(), current_stream_id(table.device.index)
     assert library is not None
     arguments = ctypes.byref(config), ctypes.c_void_p(handle), ctypes.byref(pointers), None
     run = functools.partial(library.cuLaunchKernelEx, *arguments)
@@ -202,10 +202,10 @@ def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> 
 
     def launch(others: Sequence[Tensor], _held: Any = (table, copies)) -> None:  # whose addresses are laid out here
         pack(values, 0, *map(address, others))
-        config.stream = current_stream(index)
+        config.stream = stream()
         if run():
             # A thread that has used no CUDA yet has no context: torch makes it current, and then the launch must do.
-            torch.cuda.synchronize(index)
+            torch.cuda.synchronize(table.device)
             if error := run():
                 seen = f"error {error} of cuLaunchKernelEx"
                 raise DeviceError("a copy between a graph and its caller", seen, "look for an earlier error of CUDA")

@@ -293,7 +293,7 @@ def check_padded(device: str, launches: list[int]) -> None:
         launches.clear()
         g(batch)
         assert launches[0] == 4
-        (entry,) = g._memo.values()
+        (entry,) = g._graphs.memo.values()
         padded = pad(batch, rung)
         wanted = (padded.rows, padded.input_ids, padded.query_start_loc, padded.samples)
         for seen, one in zip((x for x in entry.buffers if isinstance(x, Tensor)), wanted, strict=True):
