@@ -4,10 +4,11 @@
 
 A step of n tensor leaves adds neighbours, so that it has n results and one small kernel each; what is timed is the
 host alone: calls are issued in bursts with the device idle at the start, and a burst is short enough that the device's
-queue never makes the host wait. As in `timeit`, Python's garbage collector is off meanwhile. Rows say
-what a call is given and gives back:
+queue never makes the host wait. As in `timeit`, Python's garbage collector is off. Rows say what a call is given and
+gives back:
 
     reference, borrowed   the same input tensors in each call, the graph's own results
+    fresh, borrowed       inputs copied in, the graph's own results
     fresh, safe           inputs copied in, results that no later call changes
 
 `make_graphed_callables` copies in whatever is not its own sample (`fresh`) or is given its own samples (`reference`),
@@ -24,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -104,8 +106,6 @@ def synchronize(device: str) -> None:
 def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> Iterator[Row]:
     """One row each; the bursts of all contenders take turns, so that a slow moment of the machine meets all of them."""
     rounds: list[list[float]] = [[] for _ in contenders]
-    gc.collect()
-    gc.disable()
     for burst in range(sizes.bursts + 1):
         for contender, times in zip(contenders, rounds, strict=True):
             synchronize(device)
@@ -115,16 +115,16 @@ def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> It
             if burst:  # the first warms up
                 times.append((time.perf_counter() - start) / sizes.calls * 1e6)
     synchronize(device)
-    gc.enable()
     for c, times in zip(contenders, rounds, strict=True):
         yield Row(c.what, c.given, c.leaves, c.captures, statistics.median(times), min(times))
 
 
 def graphified(count: int, captures: int, device: str) -> Iterator[Contender]:
-    """Both modes, with `captures` signatures captured: one called again and again, and all of them in turn."""
+    """All modes, with `captures` signatures captured: one called again and again, and all of them in turn."""
     names = [f"x{i}" for i in range(count)]
     modes: list[tuple[str, Graphified[..., Any]]] = [
         ("reference, borrowed", graphify(fixed(count), reference_argnames=names, outputs="borrow")),
+        ("fresh, borrowed", graphify(fixed(count), outputs="borrow")),
         ("fresh, safe", graphify(fixed(count))),
     ]
     calls = [inputs(count, 8 + i, device) for i in range(captures)]
@@ -193,6 +193,16 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Without Python's garbage collector: with thousands of graphs alive, a collection takes as long as many calls."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def contenders(count: int, sizes: Sizes, device: str) -> Iterator[Contender]:
     """All that run a step of `count` leaves."""
     for captures in sizes.captures:
@@ -216,10 +226,11 @@ def main() -> None:
     chosen: dict[str, Any] = {k: tuple(given[k]) for k in ("leaves", "captures", "peers") if given[k] is not None}
     sizes = attrs.evolve(sizes, **chosen)
     rows: list[Row] = []
-    with torch.no_grad():
+    with torch.no_grad(), collector_off():
         for count in sizes.leaves:
             start = time.perf_counter()
             rows += host_times(list(contenders(count, sizes, device)), sizes, device)
+            gc.collect()  # the graphs go before the next capture
             print(f"{count} leaves: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     report = {"environment": environment(device), "rows": [attrs.asdict(row) for row in rows]}
     given["out"].mkdir(parents=True, exist_ok=True)

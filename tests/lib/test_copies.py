@@ -423,6 +423,26 @@ def test_a_thread_that_has_used_no_cuda_yet_may_call() -> None:
 
 
 @pytest.mark.gpu
+@needs_gpu
+def test_the_device_is_made_current_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+
+    class Guard(torch.cuda.device):
+        def __init__(self, device: torch.device) -> None:
+            entered.append(device)
+            super().__init__(device)
+
+    x = torch.ones(4, device="cuda")
+    y = torch.zeros_like(x)
+    copy, clone = plan_copies_of_bytes(Copies((y,), True)), plan_clones([x])
+    monkeypatch.setattr(module, "current_device", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    copy([x])
+    assert (y.tolist(), clone([x])[0].tolist()) == ([1.0] * 4, [1.0] * 4)
+    assert entered == [x.device] * 2
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_another_device_than_the_current_one() -> None:
     g = graphify(lambda x: (x + 1, x.long()))

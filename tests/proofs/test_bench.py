@@ -13,7 +13,7 @@ def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     graphify_overhead.main()
     report = json.loads((tmp_path / "graphify_overhead.json").read_text())
     found = {(row["what"], row["given"], row["captures"]) for row in report["rows"]}
-    for given in ("reference, borrowed", "fresh, safe"):
+    for given in ("reference, borrowed", "fresh, borrowed", "fresh, safe"):
         assert {("graphify", given, 1), ("graphify", given, 10), ("graphify, in turn", given, 10)} <= found
     assert all(row["us"] >= row["least_us"] > 0 for row in report["rows"])
     assert report["environment"]["torch"]
