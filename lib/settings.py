@@ -1,6 +1,6 @@
 """`weft.config`, and the contexts that say when graphs may be captured."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -95,8 +95,8 @@ def may_capture() -> bool:
     return _MAY_CAPTURE.get()
 
 
-def count_capture(what: str, difference: str) -> None:
-    """Tell the contexts about a capture that is about to begin.
+def count_capture(what: str, difference: Callable[[], str]) -> None:
+    """Tell the contexts about a capture that is about to begin; `difference` says what it is for, if that is asked.
 
     Raises:
         TooManyCapturesError: there is one more than one of them allows.
@@ -105,7 +105,7 @@ def count_capture(what: str, difference: str) -> None:
         if len(count.seen) >= count.most:
             raise TooManyCapturesError(
                 f"with weft.assert_max_captures({count.most}): {what}",
-                f"one capture more ({difference}), after: {'; '.join(count.seen) or 'none'}",
+                f"one capture more ({difference()}), after: {'; '.join(count.seen) or 'none'}",
                 "call with arguments like the captured ones, or allow more captures",
             )
     for count in _COUNTS.get():

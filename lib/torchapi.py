@@ -20,7 +20,9 @@ __all__ = [
     "borrowed",
     "clone_all",
     "copy_all",
+    "current_device",
     "current_stream_id",
+    "empty_strided_on",
     "function_modes",
     "global_state_check",
     "in_dispatch_mode",
@@ -114,6 +116,19 @@ def clone_all(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     fresh = [torch.empty_like(x) for x in tensors]
     torch._foreach_copy_(fresh, tensors)
     return fresh
+
+
+def empty_strided_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """`torch.empty_strided(size, stride, dtype)` on the current device of this type, without the Python around it."""
+    guards: Any = torch._C._dynamo.guards
+    make: Callable[..., torch.Tensor] = (
+        guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
+    )
+    return make
+
+
+current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
+"""The index of the current CUDA device; None in a torch without CUDA."""
 
 
 def is_capturing() -> Callable[[], bool]:

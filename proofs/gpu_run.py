@@ -45,19 +45,26 @@ QWEN3_0_6B = {
 }
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(device: str = "cuda") -> float:
     """Bytes a second, read and written, of a large copy on the device."""
-    source = torch.randn(2**28, device="cuda")
+    source = torch.randn(2**28 if device == "cuda" else 2**22, device=device)
     target = torch.empty_like(source)
-    seconds = device_seconds(lambda: target.copy_(source), repeats=10)
+    seconds = device_seconds(lambda: target.copy_(source), repeats=10, device=device)
     return 2 * source.numel() * source.element_size() / seconds
 
 
-def device_seconds(fn: Callable[[], Any], repeats: int) -> float:
-    """The median over three rounds of the time of one call, by device events around `repeats` of them."""
+def device_seconds(fn: Callable[[], Any], repeats: int, device: str = "cuda") -> float:
+    """The median over three rounds of the time of one call, by device events around `repeats` of them; on the CPU by
+    the host's clock."""
     rounds = []
     for _ in range(3):
         fn()
+        if device != "cuda":
+            began = time.perf_counter()
+            for _ in range(repeats):
+                fn()
+            rounds.append((time.perf_counter() - began) / repeats)
+            continue
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(repeats):
@@ -68,11 +75,11 @@ def device_seconds(fn: Callable[[], Any], repeats: int) -> float:
     return float(sorted(rounds)[1])
 
 
-def random_model(raw: dict[str, Any]) -> Model:
-    """A model of a configuration's dimensions, with random weights, on the GPU."""
+def random_model(raw: dict[str, Any], device: str = "cuda") -> Model:
+    """A model of a configuration's dimensions, with random weights."""
     config = parse_config(raw, source="a configuration")
     (whole,) = split_layers(config.num_layers, 1)
-    return Model(config, random_params(config, whole, seed=0, device="cuda"), None, Path("random"))
+    return Model(config, random_params(config, whole, seed=0, device=device), None, Path("random"))
 
 
 def time_decode(
@@ -86,13 +93,13 @@ def time_decode(
     for stage in state:
         stage.positions[:-1] = context  # as if prefilled: the time does not depend on what the pages hold
         stage.kv_pages.normal_()
-    batch = Batch.decode(range(num_reqs), device="cuda")
+    batch = Batch.decode(range(num_reqs), device=model.device)
 
     def step() -> None:
         nonlocal state
         state, _ = runner.step(runner.params, state, batch)
 
-    seconds = device_seconds(step, repeats)
+    seconds = device_seconds(step, repeats, model.device.type)
     config = model.config
     kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * num_reqs * context
     floor = (num_bytes(model.params) + kv_bytes) / bandwidth

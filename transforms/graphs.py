@@ -1,5 +1,6 @@
 """The graphs of one function: captured at need, found by key, and the least used dropped where there are too many."""
 
+import functools
 import logging
 import time
 import warnings
@@ -154,17 +155,17 @@ class Graphs:
             CaptureError: the function cannot be captured.
             torch.OutOfMemoryError: there is no room.
         """
-        name, difference = self.of.name, self.missed(call, decision)
+        name, difference = self.of.name, functools.partial(self.missed, call, decision)
         if self.frozen:
             raise CacheMissError(
                 f"{name}(...)",
-                f"a miss after freeze(): {difference}",
+                f"a miss after freeze(): {difference()}",
                 "capture this signature before freeze(), or call with arguments like the captured ones",
             )
         what = name if decision.descriptor is None else f"{name} for '{decision.descriptor}'"
         count_capture(what, difference)
         if config.explain_cache_misses and self.memo:
-            _LOG.warning("%s: no graph for this call: %s", name, difference)
+            _LOG.warning("%s: no graph for this call: %s", name, difference())
         start = time.perf_counter()
         entry = capture(self.of, call, decision.mode, decision.descriptor, self._backend_for(call))
         if config.log_captures:

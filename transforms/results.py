@@ -33,9 +33,9 @@ def _same_place(a: Any, b: Any) -> bool:
     return (
         isinstance(a, Tensor)
         and isinstance(b, Tensor)
-        and storage_id(a) == storage_id(b)
         and (a.storage_offset(), a.shape, a.stride(), a.dtype) == (b.storage_offset(), b.shape, b.stride(), b.dtype)
         and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
+        and storage_id(a) == storage_id(b)
     )
 
 
@@ -94,18 +94,23 @@ def settle(result: Any, donated: Sequence[Any], references: Sequence[Any]) -> Ou
 
     values = [detached(leaf, homes.get(i)) for i, leaf in enumerate(leaves)]
     settled = [_write_back(value, homes.get(i)) for i, value in enumerate(values)]
-    places_of = {storage_id(own) for own in references if isinstance(own, Tensor)}
-    owners = [_owner(leaf, references, places_of) for leaf in settled]
+    owners = _owners(settled, references)
     # The caller's own tensors are not held here, or a graph would keep every state alive that it ever ran on.
     own = [leaf if owner is None else None for leaf, owner in zip(settled, owners, strict=True)]
     return Outputs(structure, tuple(own), tuple(owners))
 
 
-def _owner(leaf: Any, references: Sequence[Any], places: Set[int]) -> int | None:
-    """The index of the reference that an output is, or None."""
-    if not isinstance(leaf, Tensor) or storage_id(leaf) not in places:
-        return None
-    return next((i for i, own in enumerate(references) if _same_place(leaf, own)), None)
+def _owners(leaves: Sequence[Any], references: Sequence[Any]) -> list[int | None]:
+    """For each leaf, the index of the first of `references` that it is, if it is one."""
+    found: dict[int, list[int]] = {}
+    for i, own in enumerate(references):
+        if isinstance(own, Tensor):
+            found.setdefault(storage_id(own), []).append(i)
+    near = [found.get(storage_id(leaf), []) if isinstance(leaf, Tensor) else [] for leaf in leaves]
+    return [
+        next((i for i in indices if _same_place(leaf, references[i])), None)
+        for leaf, indices in zip(leaves, near, strict=True)
+    ]
 
 
 def _homes(result: Any, donated: Sequence[Any]) -> dict[int, Tensor]:

@@ -85,14 +85,13 @@ def paged_attention(
             "no request could have a token",
             "pass the query length of the batch descriptor, or num_tokens for a ragged batch",
         )
-    out: Tensor = _paged_attention(
+    out: Tensor = torch.ops.weft.paged_attention(
         q, k, v, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale
     )
     return out
 
 
-@torch.library.custom_op("weft::paged_attention", mutates_args=("kv_pages",), device_types="cpu")
-def _paged_attention(
+def _on_cpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -118,8 +117,7 @@ def _paged_attention(
     return out
 
 
-@_paged_attention.register_fake
-def _(
+def _fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -134,8 +132,7 @@ def _(
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-@_paged_attention.register_kernel("cuda")
-def _(
+def _on_cuda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -153,6 +150,17 @@ def _(
     from weft.ops.paged_attention_triton import attend
 
     return attend(q, k, v, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale)
+
+
+# Defined so, a call costs the host a tenth of what one of torch.library.custom_op does.
+torch.library.define(
+    "weft::paged_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor slot_mapping, Tensor block_table, "
+    "Tensor query_start_loc, Tensor seq_lens, SymInt max_query_len, float scale) -> Tensor",
+)
+torch.library.impl("weft::paged_attention", "CPU", _on_cpu)
+torch.library.impl("weft::paged_attention", "CUDA", _on_cuda)
+torch.library.register_fake("weft::paged_attention", _fake)
 
 
 def triton_version() -> str | None:

@@ -4,6 +4,7 @@ import attrs
 import torch
 
 from weft.errors import DeviceError
+from weft.ops.copies import how_launched, no_kernel
 from weft.ops.paged_attention import no_triton, triton_version
 
 
@@ -17,6 +18,8 @@ class OpBackend:
 
 
 _REFERENCE = OpBackend("paged_attention", "reference", "plain torch, batch invariant; the CPU has no other")
+
+_CPU_COPIES = OpBackend("copies", "torch", "one tensor at a time, or one dtype; the CPU has no launch to save")
 
 _FLASHINFER = OpBackend(
     "paged_attention",
@@ -32,13 +35,13 @@ def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
         DeviceError: weft has no kernels for this type of device.
 
     >>> [(row.op, row.implementation) for row in backends("cpu")]
-    [('paged_attention', 'reference')]
+    [('paged_attention', 'reference'), ('copies', 'torch')]
     """
     kind = torch.device(device).type
     if kind == "cpu":
-        return (_REFERENCE,)
+        return (_REFERENCE, _CPU_COPIES)
     if kind == "cuda":
-        return (_cuda_attention(), _FLASHINFER)
+        return (_cuda_attention(), _FLASHINFER, _cuda_copies(torch.device(device)))
     raise DeviceError(f"backends({str(device)!r})", f"weft has no kernels for {kind!r}", "use 'cpu' or 'cuda'")
 
 
@@ -50,3 +53,13 @@ def _cuda_attention() -> OpBackend:
         return OpBackend("paged_attention", "missing", f"{error.seen}; {error.instead}")
     reason = "reads every length on the device, so a captured step replays it for any lengths"
     return OpBackend("paged_attention", f"triton {version}", reason)
+
+
+def _cuda_copies(device: torch.device) -> OpBackend:
+    """What fills graphs' buffers and clones their results; tried, if the device is there."""
+    there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    device = torch.device("cuda", device.index or 0)
+    if reason := no_kernel(device, trial=there):
+        return OpBackend("copies", "torch._foreach_copy_", f"one launch for each dtype: {reason}")
+    launched = how_launched(device) if there else "launched by the driver"
+    return OpBackend("copies", f"triton {triton_version()}, {launched}", "one launch for all tensors, of any dtypes")

@@ -4,9 +4,11 @@
 
 A step of n tensor leaves adds neighbours, so that it has n results and one small kernel each; what is timed is the
 host alone: calls are issued in bursts with the device idle at the start, and a burst is short enough that the device's
-queue never makes the host wait. Rows say what a call is given and gives back:
+queue never makes the host wait. As in `timeit`, Python's garbage collector is off. Rows say what a call is given and
+gives back:
 
     reference, borrowed   the same input tensors in each call, the graph's own results
+    fresh, borrowed       inputs copied in, the graph's own results
     fresh, safe           inputs copied in, results that no later call changes
 
 `make_graphed_callables` copies in whatever is not its own sample (`fresh`) or is given its own samples (`reference`),
@@ -16,12 +18,14 @@ nothing.
 """
 
 import argparse
+import gc
 import json
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -31,6 +35,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.ops.table import backends
 from weft.transforms.graphify import Graphified, graphify
 
 Step = Callable[..., tuple[Tensor, ...]]
@@ -71,8 +76,6 @@ class Sizes:
 
 
 QUICK = Sizes(leaves=(3, 30), captures=(1, 10), peers=(), calls=20, bursts=3)
-MOST_KERNELS = 30_000
-"""300 leaves captured 1,000 times would be 300,000 kernels: a figure of the memory of the device, not of the host."""
 
 
 def neighbours(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -117,10 +120,11 @@ def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> It
 
 
 def graphified(count: int, captures: int, device: str) -> Iterator[Contender]:
-    """Both modes, with `captures` signatures captured: one called again and again, and all of them in turn."""
+    """All modes, with `captures` signatures captured: one called again and again, and all of them in turn."""
     names = [f"x{i}" for i in range(count)]
     modes: list[tuple[str, Graphified[..., Any]]] = [
         ("reference, borrowed", graphify(fixed(count), reference_argnames=names, outputs="borrow")),
+        ("fresh, borrowed", graphify(fixed(count), outputs="borrow")),
         ("fresh, safe", graphify(fixed(count))),
     ]
     calls = [inputs(count, 8 + i, device) for i in range(captures)]
@@ -176,22 +180,35 @@ def peers(count: int) -> Iterator[Contender]:
     yield Contender("reduce-overhead", "fresh, borrowed", count, 1, call)
 
 
-def environment() -> dict[str, str]:
+def environment(device: str) -> dict[str, Any]:
     """Where the figures come from."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
-        "gpu": device, "torch": torch.__version__, "cuda": str(torch.version.cuda), "python": platform.python_version(),
-        "machine": platform.platform(), "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-    }  # fmt: skip
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "ops": [attrs.asdict(row) for row in backends(device)],
+    }
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Without Python's garbage collector: with thousands of graphs alive, a collection takes as long as many calls."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def contenders(count: int, sizes: Sizes, device: str) -> Iterator[Contender]:
     """All that run a step of `count` leaves."""
     for captures in sizes.captures:
-        if count * captures <= MOST_KERNELS:
-            if device == "cuda":
-                yield from bare_replays(count, captures)
-            yield from graphified(count, captures, device)
+        if device == "cuda":
+            yield from bare_replays(count, captures)
+        yield from graphified(count, captures, device)
     if device == "cuda" and count in sizes.peers:
         yield from peers(count)
 
@@ -209,11 +226,13 @@ def main() -> None:
     chosen: dict[str, Any] = {k: tuple(given[k]) for k in ("leaves", "captures", "peers") if given[k] is not None}
     sizes = attrs.evolve(sizes, **chosen)
     rows: list[Row] = []
-    with torch.no_grad():
+    with torch.no_grad(), collector_off():
         for count in sizes.leaves:
+            start = time.perf_counter()
             rows += host_times(list(contenders(count, sizes, device)), sizes, device)
-            print(f"{count} leaves: done", file=sys.stderr, flush=True)
-    report = {"environment": environment(), "rows": [attrs.asdict(row) for row in rows]}
+            gc.collect()  # the graphs go before the next capture
+            print(f"{count} leaves: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    report = {"environment": environment(device), "rows": [attrs.asdict(row) for row in rows]}
     given["out"].mkdir(parents=True, exist_ok=True)
     (given["out"] / "graphify_overhead.json").write_text(json.dumps(report, indent=1))
     show(rows)

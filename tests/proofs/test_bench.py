@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.proofs.bench import graphify_overhead
+from weft.proofs.bench import decode_modes, graphify_overhead
 
 
 def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -13,9 +13,23 @@ def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     graphify_overhead.main()
     report = json.loads((tmp_path / "graphify_overhead.json").read_text())
     found = {(row["what"], row["given"], row["captures"]) for row in report["rows"]}
-    for given in ("reference, borrowed", "fresh, safe"):
+    for given in ("reference, borrowed", "fresh, borrowed", "fresh, safe"):
         assert {("graphify", given, 1), ("graphify", given, 10), ("graphify, in turn", given, 10)} <= found
     assert all(row["us"] >= row["least_us"] > 0 for row in report["rows"])
     assert report["environment"]["torch"]
+    assert "copies" in [row["op"] for row in report["environment"]["ops"]]
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 1 + len(report["rows"])
+
+
+def test_decode_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["decode_modes", "--out", str(tmp_path), "--quick"])
+    decode_modes.main()
+    report = json.loads((tmp_path / "decode_modes.json").read_text())
+    assert [row["mode"] for row in report["rows"]] == ["none", "piecewise", "full"]
+    assert [row["captures"] > 0 for row in report["rows"]] == [False, True, True]
+    for row in report["rows"]:
+        assert row["replays"] >= 90 * (row["mode"] != "none")
+        assert row["share"] * row["ms"] == pytest.approx(row["floor_ms"])
+        assert row["floor_ms"] > 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(report["rows"])

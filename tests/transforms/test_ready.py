@@ -299,6 +299,18 @@ def test_a_borrowed_tensor_object_is_the_callers_own() -> None:
         assert_equal(LAW, step(g(X)), X[None] * 2 + 1)
 
 
+def test_a_borrowed_result_in_inference_mode() -> None:
+    g = graphify(lambda x: x * 2, outputs="borrow")
+    with torch.inference_mode():
+        for turn in range(3):
+            with general_calls(g) as general:
+                seen = g(X)
+            assert_equal(LAW, seen, X * 2)
+            assert seen.is_inference()
+            assert len(general) == (turn == 0)
+    assert not g(X).is_inference()
+
+
 def test_an_input_buffer_is_never_lent() -> None:
     g = graphify(lambda a, b: (a, b, a + b), outputs="borrow")
     a, b, _ = g(X, X + 1)

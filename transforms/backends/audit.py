@@ -22,7 +22,7 @@ _HOST_READS = {
 }
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 _NEW_TENSORS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
-_PINS = {torch.ops.aten.pin_memory, torch.ops.aten._pin_memory}
+_PINS = {"aten::pin_memory", "aten::_pin_memory"}
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 _REMEDY = (
@@ -98,7 +98,7 @@ class Audit(DispatchMode):
             return
         if fault := _data_dependence(func, args, kwargs):
             raise refusal(self.call, fault, _REMEDY)
-        if func.overloadpacket in _PINS:
+        if func._schema.name in _PINS:
             raise self._pinned(func)
         if func.namespace in _COLLECTIVES and not self.collectives:
             instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
@@ -244,11 +244,12 @@ def _is_harmless(func: Any) -> bool:
     """Whether calls of an operator may be let through whatever its arguments are: it writes nothing, depends on no
     data, and is neither collective nor makes pinned memory."""
     aten = torch.ops.aten
-    watched = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._local_scalar_dense, *_PINS)
+    watched = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._local_scalar_dense)
     copies = (aten._to_copy.default, aten.copy_.default)
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     suspect = func.overloadpacket in (*watched, *_BATCH_NORMS) or func in copies or any(t in func.tags for t in tags)
-    return not suspect and func.namespace not in _COLLECTIVES and not _written_arguments(func)
+    suspect = suspect or func._schema.name in _PINS or func.namespace in _COLLECTIVES
+    return not suspect and not _written_arguments(func)
 
 
 def _data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -1,0 +1,167 @@
+"""Copies between a graph's buffers and the tensors of its callers: as many as there are, in one launch.
+
+On a CUDA device a Triton kernel copies bytes (`weft.ops.copies_triton`), whatever the dtypes; where it cannot run, and
+on the CPU, `torch._foreach_copy_` copies the tensors of one dtype together. `weft doctor` says which it is, and why.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.ops.paged_attention import triton_version
+from weft.torchapi import current_device, empty_strided_on
+
+T = TypeVar("T")
+
+
+@attrs.frozen(eq=False)
+class Copies:
+    """Copies of bytes on one device: of each pair, one side is fixed, and the other is given anew in each call.
+
+    Args:
+        fixed: the fixed sides; each is dense, as `same_bytes` says, and keeps its address.
+        into_fixed: whether they are written, or read.
+        constants: (target, source) pairs that are both fixed, and are copied as well.
+        repeats: (tail, index, period): fill `tail`, which is fixed, with the last `period` bytes of the tensor that is
+            given for `fixed[index]`.
+    """
+
+    fixed: tuple[Tensor, ...]
+    into_fixed: bool
+    constants: tuple[tuple[Tensor, Tensor], ...] = ()
+    repeats: tuple[tuple[Tensor, int, int], ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return self.fixed[0].device if self.fixed else self.constants[0][0].device
+
+    def __getitem__(self, part: slice) -> "Copies":
+        """The copies of some of the fixed tensors; the first ones take the constants."""
+        start, stop, _ = part.indices(len(self.fixed))
+        repeats = tuple((tail, i - start, period) for tail, i, period in self.repeats if start <= i < stop)
+        return Copies(self.fixed[part], self.into_fixed, () if start else self.constants, repeats)
+
+
+MOST_REPEATED = 2**14
+"""Bytes of a tail that one program fills."""
+
+
+def no_kernel(device: torch.device, *, trial: bool = True) -> str | None:
+    """Why the kernel does not run on a CUDA device, or None if it does; without a trial, None if it might."""
+    if triton_version() is None:
+        return "triton cannot be imported"
+    return _tried(device) if trial else None
+
+
+@functools.cache
+def _tried(device: torch.device) -> str | None:
+    # Not at the top: a machine without triton can still import weft.
+    from weft.ops.copies_triton import ARITIES, kernel_handle
+
+    try:
+        kernel_handle(device, ARITIES[0])
+    except Exception as error:  # no compiler, a driver that is too old: whatever keeps triton from running a kernel
+        seen = f"triton cannot run it: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        warnings.warn(f"weft copies with torch._foreach_copy_ on {device}: {seen}", stacklevel=2)
+        return seen
+    return None
+
+
+def how_launched(device: torch.device) -> str:
+    """Who launches the kernel on a CUDA device where it runs."""
+    from weft.ops.copies_triton import ARITIES, kernel_handle
+
+    direct = kernel_handle(device, ARITIES[0]) is not None
+    return "launched by the driver" if direct else "launched by triton, which takes longer: it gives no handle"
+
+
+def uses_kernel(device: torch.device) -> bool:
+    """Whether the kernel is what copies on this device."""
+    return device.type == "cuda" and no_kernel(device) is None
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements of `x`, in some order of its dimensions, lie one after another."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+        if stride != expected:
+            return x.numel() == 0
+        expected *= size
+    return True
+
+
+def is_bytes(x: Tensor) -> bool:
+    """Whether a copy of its bytes is a copy of `x`: dense, and nothing that is still to be done to the values."""
+    return (
+        x.layout is torch.strided
+        and not (x.is_conj() or x.is_neg() or x._is_zerotensor() or x.is_quantized)
+        and is_dense(x)
+    )
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether copying one to the other is a copy of bytes."""
+    return (a.dtype, a.device, _steps(a)) == (b.dtype, b.device, _steps(b)) and is_bytes(a) and is_bytes(b)
+
+
+def _steps(x: Tensor) -> list[tuple[int, int]]:
+    return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
+
+
+def plan_copies_of_bytes(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
+    """Plan copies by the kernel: one launch, or as many as the number of tensors asks for."""
+    return _on_device(_plan(copies), copies.device)
+
+
+def plan_clones(made: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Plan how to clone these very tensors, dense and on one device, again and again, by the kernel.
+
+    Each clone has a storage of its own: as views of one, a result would keep all others alive, and a caller who resizes
+    or saves it would reach them.
+    """
+    device = made[0].device
+    empty = empty_strided_on(device)
+    kinds = [(tuple(x.shape), x.stride(), x.dtype) for x in made]
+    copy = _plan(Copies(tuple(made), False))
+
+    def clone(_: Sequence[Tensor]) -> list[Tensor]:
+        fresh = [empty(*kind) for kind in kinds]
+        copy(fresh)
+        return fresh
+
+    return _on_device(clone, device)
+
+
+def _plan(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
+    from weft.ops.copies_triton import ARITIES, plan_launch
+
+    most = ARITIES[-1]
+    if len(copies.fixed) <= most:
+        return plan_launch(copies)
+    starts = range(0, len(copies.fixed), most)
+    launches = [(slice(start, start + most), plan_launch(copies[start : start + most])) for start in starts]
+
+    def launch(others: Sequence[Tensor]) -> None:
+        for part, one in launches:
+            one(others[part])
+
+    return launch
+
+
+def _on_device(fn: Callable[[Sequence[Tensor]], T], device: torch.device) -> Callable[[Sequence[Tensor]], T]:
+    """`fn`, with `device` as the current one."""
+    index = device.index
+
+    def run(others: Sequence[Tensor]) -> T:
+        if current_device() == index:
+            return fn(others)
+        with torch.cuda.device(device):
+            return fn(others)
+
+    return run

@@ -1,0 +1,213 @@
+"""Many copies in one launch, in Triton: bytes move, so that one kernel takes any mix of dtypes and sizes.
+
+One side of each copy is fixed (a graph's buffer), the other is the caller's tensor, new in every call. So a launch
+reads the fixed side, and how much to copy, from a table on the device that is written once, and takes the addresses of
+the callers' tensors as arguments. A program finds out by itself how wide the words are that both addresses allow: the
+host looks at no alignment.
+
+A kernel is launched by the driver's own call, from arguments that are packed in place: triton's launcher takes some ten
+times as long. Import this only where triton is installed. With TRITON_INTERPRET=1 set before, it runs on CPU tensors.
+"""
+
+# Triton's decorators have no types, and neither have the pointers that a kernel takes.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.errors import DeviceError
+from weft.ops.copies import Copies
+from weft.torchapi import current_stream_id
+
+ARITIES = (8, 64, 448)
+"""Tensors that a launch takes: as many kernels, of which the largest stays within the 4 KiB of a kernel's arguments."""
+
+_WARPS = 4
+_BLOCK = 1024
+_LEAST_SHARE = 2**14
+_MOST_PROGRAMS = 4096
+_SCRATCH = 4
+
+
+@triton.jit
+def _move(source, target, size, TYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy `size` bytes in words of `WIDTH`, which divides both addresses, and what is left of them one by one."""
+    reads = source.to(tl.pointer_type(TYPE))
+    writes = target.to(tl.pointer_type(TYPE))
+    span = tl.arange(0, BLOCK)
+    words = size // WIDTH
+    whole = words // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        tl.store(writes + start + span, tl.load(reads + start + span))
+    rest = whole + span
+    tl.store(writes + rest, tl.load(reads + rest, mask=rest < words), mask=rest < words)
+    if WIDTH > 1:
+        last = words * WIDTH + tl.arange(0, WIDTH)
+        value = tl.load(source.to(tl.pointer_type(tl.int8)) + last, mask=last < size)
+        tl.store(target.to(tl.pointer_type(tl.int8)) + last, value, mask=last < size)
+
+
+@triton.jit
+def _repeat(source, target, size, period, BLOCK: tl.constexpr):
+    """Fill `size` bytes with the `period` bytes at `source`, again and again."""
+    reads = source.to(tl.pointer_type(tl.int8))
+    writes = target.to(tl.pointer_type(tl.int8))
+    for start in range(0, size, BLOCK):
+        span = start + tl.arange(0, BLOCK)
+        tl.store(writes + span, tl.load(reads + span % period, mask=span < size), mask=span < size)
+
+
+@triton.jit(do_not_specialize=["others"])
+def _copy_kernel(others, table, BLOCK: tl.constexpr):
+    """A program copies what a row of the table says (see `_Row`)."""
+    row = table + tl.program_id(0) * 6
+    index = tl.load(row)
+    fixed = tl.load(row + 1)
+    other = tl.load(row + 2)
+    size = tl.load(row + 3)
+    into = tl.load(row + 4) != 0
+    period = tl.load(row + 5)
+    base = tl.zeros_like(other)
+    for i in tl.static_range(len(others)):
+        base = tl.where(index == i, others[i], base)
+    other += base
+    source = tl.where(into, other, fixed)
+    target = tl.where(into, fixed, other)
+    either = source | target
+    if period != 0:
+        _repeat(source, target, size, period, BLOCK)
+    elif either % 8 == 0:
+        _move(source, target, size, tl.int64, 8, BLOCK)
+    elif either % 4 == 0:
+        _move(source, target, size, tl.int32, 4, BLOCK)
+    else:
+        _move(source, target, size, tl.int8, 1, BLOCK)
+
+
+Launch = Callable[[Sequence[Tensor]], None]
+"""Copies to or from the tensors that it is given."""
+
+_Row = tuple[int, int, int, int, int, int]
+"""Which of the callers' tensors it is, or -1; the address of the fixed side; the offset in the caller's tensor, or else
+the address that is read; bytes; whether the fixed side is written; and the bytes that repeat, or 0."""
+
+
+def plan_launch(copies: Copies) -> Launch:
+    """Plan one launch for at most `ARITIES[-1]` tensors.
+
+    Returns:
+        What copies between the fixed tensors and those that it is given, on the current stream of their device, which
+        must be the current one. Two threads must not be in it at once.
+    """
+    device = copies.device
+    rows = table_rows(copies)
+    if not rows:
+        return _nothing
+    arity = next(n for n in ARITIES if n >= len(copies.fixed))
+    table = torch.tensor(rows, dtype=torch.int64).to(device)
+    if device.type != "cuda" or (handle := kernel_handle(device, arity)) is None:
+        return functools.partial(_launch_by_triton, table, arity, copies)
+    return launch_by_driver(handle, arity, table, copies)
+
+
+def _nothing(others: Sequence[Tensor]) -> None:
+    """The launch for tensors without elements."""
+
+
+def table_rows(copies: Copies) -> list[_Row]:
+    """The rows of a launch's table: large copies are shared among programs, evenly."""
+    into = int(copies.into_fixed)
+    plain = [(i, x.data_ptr(), 0, x.nbytes, into) for i, x in enumerate(copies.fixed)]
+    plain += [(-1, target.data_ptr(), source.data_ptr(), target.nbytes, 1) for target, source in copies.constants]
+    total = sum(row[3] for row in plain)
+    share = max(_LEAST_SHARE, -(-total // (_MOST_PROGRAMS * _LEAST_SHARE)) * _LEAST_SHARE)
+    rows = [
+        (index, address + start, other + start, min(share, size - start), into, 0)
+        for index, address, other, size, into in plain
+        for start in range(0, size, share)
+    ]
+    for tail, index, period in copies.repeats:
+        last = copies.fixed[index].nbytes - period
+        rows.append((index, tail.data_ptr(), last, tail.nbytes, 1, period))
+    return rows
+
+
+def _launch_by_triton(table: Tensor, arity: int, copies: Copies, others: Sequence[Tensor]) -> None:
+    """A launch by triton's own launcher; it holds the copies, whose addresses stand in the table."""
+    # Any address will do for the tensors that no row names.
+    addresses = [x.data_ptr() for x in others] + [table.data_ptr()] * (arity - len(others))
+    _copy_kernel[(len(table),)](tuple(addresses), table, _BLOCK, num_warps=_WARPS)
+
+
+@functools.cache
+def kernel_handle(device: torch.device, arity: int) -> int | None:
+    """The driver's handle of the kernel that takes `arity` tensors, or None where this triton or driver gives none.
+
+    All that is asked of triton beyond its public launch is this: that the launch returns the compiled kernel, with the
+    driver's handle as `function`, and that its parameters are the arguments in order.
+    """
+    no_bytes = torch.zeros(1, 6, dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        # Odd, so that no kernel is made for addresses that are multiples of 16 alone.
+        compiled = _copy_kernel[(1,)]((2**40 + 1,) * arity, no_bytes, _BLOCK, num_warps=_WARPS)
+    handle = getattr(compiled, "function", None)
+    plain = getattr(getattr(compiled, "metadata", None), "shared", None) == 0
+    return handle if isinstance(handle, int) and plain and driver() is not None else None
+
+
+@functools.cache
+def driver() -> ctypes.CDLL | None:
+    """The CUDA driver's library, or None where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+class _Config(ctypes.Structure):
+    """`CUlaunchConfig` of the driver."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> Launch:
+    """A launch by `cuLaunchKernelEx`, with everything but the addresses and the stream laid out beforehand."""
+    # The arguments, one after another: addresses, the table, and what triton may add, pointers to scratch memory, of
+    # which this kernel needs none.
+    values = (ctypes.c_uint64 * (arity + 1 + _SCRATCH))()
+    values[arity] = table.data_ptr()
+    places = range(ctypes.addressof(values), ctypes.addressof(values) + ctypes.sizeof(values), 8)
+    pointers = (ctypes.c_void_p * len(places))(*places)
+    config = _Config((len(table), 1, 1), (32 * _WARPS, 1, 1))
+    library, stream = driver(), current_stream_id(table.device.index)
+    assert library is not None
+    arguments = ctypes.byref(config), ctypes.c_void_p(handle), ctypes.byref(pointers), None
+    run = functools.partial(library.cuLaunchKernelEx, *arguments)
+    pack, address = struct.Struct(f"={len(copies.fixed)}Q").pack_into, Tensor.data_ptr
+
+    def launch(others: Sequence[Tensor], _held: Any = (table, copies)) -> None:  # whose addresses are laid out here
+        pack(values, 0, *map(address, others))
+        config.stream = stream()
+        if run():
+            # A thread that has used no CUDA yet has no context: torch makes it current, and then the launch must do.
+            torch.cuda.synchronize(table.device)
+            if error := run():
+                seen = f"error {error} of cuLaunchKernelEx"
+                raise DeviceError("a copy between a graph and its caller", seen, "look for an earlier error of CUDA")
+
+    return launch
