@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.ops.copies import is_bytes, plan_clones, uses_kernel
+from weft.ops.byte_copies import is_bytes
+from weft.ops.copies import plan_clones, uses_kernel
 from weft.torchapi import clone_all
 
 Cloner = Callable[[tuple[Tensor, ...]], list[Tensor]]

@@ -10,13 +10,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from weft.ops.copies import (
-    MOST_REPEATED,
-    Copies,
-    plan_copies_of_bytes,
-    same_bytes,
-    uses_kernel,
-)
+from weft.ops.byte_copies import MOST_REPEATED, Copies, same_bytes
+from weft.ops.copies import plan_copies_of_bytes, uses_kernel
 from weft.padding import last_entry
 from weft.torchapi import copy_all, storage_id
 from weft.transforms.clones import Cloner, lending

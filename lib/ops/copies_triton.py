@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.errors import DeviceError
-from weft.ops.copies import Copies
+from weft.ops.byte_copies import Copies
 from weft.torchapi import current_stream_id
 
 ARITIES = (8, 64, 448)

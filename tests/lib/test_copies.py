@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.ops import copies as module
-from weft.ops.copies import Copies, is_dense, plan_clones, plan_copies_of_bytes, same_bytes
+from weft.ops.byte_copies import Copies, is_dense, same_bytes
+from weft.ops.copies import plan_clones, plan_copies_of_bytes
 from weft.ops.table import backends
 from weft.transforms.graphify import graphify
 

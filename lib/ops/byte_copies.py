@@ -1,0 +1,66 @@
+"""Copies that are copies of bytes, as data: what an implementation carries out in one launch."""
+
+import attrs
+import torch
+from torch import Tensor
+
+
+@attrs.frozen(eq=False)
+class Copies:
+    """Copies of bytes on one device: of each pair, one side is fixed, and the other is given anew in each call.
+
+    Args:
+        fixed: the fixed sides; each is dense, as `same_bytes` says, and keeps its address.
+        into_fixed: whether they are written, or read.
+        constants: (target, source) pairs that are both fixed, and are copied as well.
+        repeats: (tail, index, period): fill `tail`, which is fixed, with the last `period` bytes of the tensor that is
+            given for `fixed[index]`.
+    """
+
+    fixed: tuple[Tensor, ...]
+    into_fixed: bool
+    constants: tuple[tuple[Tensor, Tensor], ...] = ()
+    repeats: tuple[tuple[Tensor, int, int], ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return self.fixed[0].device if self.fixed else self.constants[0][0].device
+
+    def __getitem__(self, part: slice) -> "Copies":
+        """The copies of some of the fixed tensors; the first ones take the constants."""
+        start, stop, _ = part.indices(len(self.fixed))
+        repeats = tuple((tail, i - start, period) for tail, i, period in self.repeats if start <= i < stop)
+        return Copies(self.fixed[part], self.into_fixed, () if start else self.constants, repeats)
+
+
+MOST_REPEATED = 2**14
+"""Bytes of a tail that one program fills."""
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements of `x`, in some order of its dimensions, lie one after another."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+        if stride != expected:
+            return x.numel() == 0
+        expected *= size
+    return True
+
+
+def is_bytes(x: Tensor) -> bool:
+    """Whether a copy of its bytes is a copy of `x`: dense, and nothing that is still to be done to the values."""
+    return (
+        x.layout is torch.strided
+        and not (x.is_conj() or x.is_neg() or x._is_zerotensor() or x.is_quantized)
+        and is_dense(x)
+    )
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether copying one to the other is a copy of bytes."""
+    return (a.dtype, a.device, _steps(a)) == (b.dtype, b.device, _steps(b)) and is_bytes(a) and is_bytes(b)
+
+
+def _steps(x: Tensor) -> list[tuple[int, int]]:
+    return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
