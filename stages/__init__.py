@@ -1,6 +1,7 @@
 """Stages, pure functions `(params, state, batch, x) -> (state, y)`: decoders, their checkpoints, and modules of your
 own."""
 
+from weft.ops.sample import sample
 from weft.stages.checkpoint import load_params, random_params
 from weft.stages.config import ModelConfig, load_config
 from weft.stages.decoder import decoder_stage
@@ -8,7 +9,6 @@ from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import DEMO, Model, load
 from weft.stages.module import ModuleStage, from_module
 from weft.stages.params import DecoderParams, LayerParams, slice_params
-from weft.stages.sampling import sample
 
 __all__ = [
     "DEMO",

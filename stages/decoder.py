@@ -13,12 +13,12 @@ from torch import Tensor
 from weft.batch import Batch, ResolvedBatch
 from weft.donation import donates
 from weft.ops.paged_attention import paged_attention
+from weft.ops.sample import sample
 from weft.outputs import IntermediateTensors, Output
 from weft.stages.config import ModelConfig
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.rope import apply_rope, inverse_frequencies, rope_tables
-from weft.stages.sampling import sample
 from weft.state import State, resolve
 
 DecoderStage = Callable[
@@ -54,7 +54,7 @@ def decoder_stage(config: ModelConfig, layout: StageLayout, *, keep_logits: bool
         token_ids, logprobs = sample(
             logits, state.temperature[batch.rows], state.seeds[batch.rows], resolved.positions[resolved.last_index]
         )
-        return state, Output(token_ids, logprobs, logits if keep_logits else None)
+        return state, Output(token_ids, logprobs, logits.float() if keep_logits else None)
 
     stage.__name__ = stage.__qualname__ = f"stage {layout.index} of {layout.num_stages}"
     return stage
@@ -139,11 +139,11 @@ def mlp(layer: LayerParams, x: Tensor) -> Tensor:
 
 
 def head(config: ModelConfig, params: DecoderParams, batch: ResolvedBatch, hidden: Tensor) -> Tensor:
-    """The logits [num_reqs, vocab_size], float32, at each request's last token; last stage only."""
+    """The logits [num_reqs, vocab_size] at each request's last token; last stage only."""
     assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
     assert params.lm_head is not None
     last = rms_norm(hidden[batch.last_index], params.norm, config.rms_norm_eps)
-    return F.linear(last, params.lm_head).float()
+    return F.linear(last, params.lm_head)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

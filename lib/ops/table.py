@@ -19,6 +19,8 @@ class OpBackend:
 
 _REFERENCE = OpBackend("paged_attention", "reference", "plain torch, batch invariant; the CPU has no other")
 
+_CPU_SAMPLE = OpBackend("sample", "reference", "plain torch; the CPU has no other")
+
 _CPU_COPIES = OpBackend("copies", "torch", "one tensor at a time, or one dtype; the CPU has no launch to save")
 
 _FLASHINFER = OpBackend(
@@ -35,13 +37,13 @@ def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
         DeviceError: weft has no kernels for this type of device.
 
     >>> [(row.op, row.implementation) for row in backends("cpu")]
-    [('paged_attention', 'reference'), ('copies', 'torch')]
+    [('paged_attention', 'reference'), ('sample', 'reference'), ('copies', 'torch')]
     """
     kind = torch.device(device).type
     if kind == "cpu":
-        return (_REFERENCE, _CPU_COPIES)
+        return (_REFERENCE, _CPU_SAMPLE, _CPU_COPIES)
     if kind == "cuda":
-        return (_cuda_attention(), _FLASHINFER, _cuda_copies(torch.device(device)))
+        return (_cuda_attention(), _FLASHINFER, _cuda_sample(), _cuda_copies(torch.device(device)))
     raise DeviceError(f"backends({str(device)!r})", f"weft has no kernels for {kind!r}", "use 'cpu' or 'cuda'")
 
 
@@ -53,6 +55,14 @@ def _cuda_attention() -> OpBackend:
         return OpBackend("paged_attention", "missing", f"{error.seen}; {error.instead}")
     reason = "reads every length on the device, so a captured step replays it for any lengths"
     return OpBackend("paged_attention", f"triton {version}", reason)
+
+
+def _cuda_sample() -> OpBackend:
+    version = triton_version()
+    if version is None:
+        error = no_triton("sample on cuda")
+        return OpBackend("sample", "missing", f"{error.seen}; {error.instead}")
+    return OpBackend("sample", f"triton {version}", "reads the logits once and keeps nothing of their size")
 
 
 def _cuda_copies(device: torch.device) -> OpBackend:

@@ -26,10 +26,10 @@ from transformers import (
 
 import weft
 from weft.batch import Batch
+from weft.ops.sample import sample
 from weft.proofs.strategies import ARCHITECTURES, ROPES
 from weft.stages import decoder
 from weft.stages.model import DEMO
-from weft.stages.sampling import sample
 from weft.transforms.generate import Completion, Runner, make_runner, make_state, prefill_batches, request_seeds
 from weft.transforms.ladder import MODES, Limits
 from weft.transforms.memo import CacheInfo

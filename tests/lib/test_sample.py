@@ -1,6 +1,11 @@
 """Sampling: the generator against an independent implementation, and sample's edges. (Distributions: tests/proofs.)"""
 
 import math
+import os
+import subprocess
+import sys
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.stages.sampling import _mix, exponential, random_bits, sample
+from weft.errors import DeviceError
+from weft.ops.sample import _mix, exponential, random_bits, sample
 from weft.transforms.graphify import graphify
 
 FAST = settings(deadline=None, max_examples=60)
@@ -186,3 +192,92 @@ def test_captured_it_draws_anew_for_each_position() -> None:
         drawn_by_graph.append(ids.item())
     assert len(set(drawn_by_graph)) > 5
     assert g.cache_info().captures == 1
+
+
+# The operator and its kernel ------------------------------------------------------------------------------------------
+
+_INTERPRETED = """
+import sys, torch
+from weft.ops.sample_triton import draw
+torch.save([draw(*case) for case in torch.load(sys.argv[1])], sys.argv[2])
+"""
+
+
+def _cases() -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    cases = []
+    for rows, vocab in ((1, 1), (3, 7), (5, 2048), (2, 2049), (9, 5000), (0, 5)):
+        logits = torch.randn(rows, vocab, generator=generator) * 4
+        temperature = torch.tensor([0.0, 1.0, 0.3, 2.5, 1e-6, 1.0, 1.0, 0.01, 0.9])[:rows].clone()
+        seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+        cases.append((logits, temperature, seeds, torch.arange(rows)))
+    barred = torch.full((4, 3000), -torch.inf)
+    barred[torch.arange(4), torch.tensor([0, 2999, 2047, 2048])] = torch.tensor([-3.0, 1e4, 0.0, -1e4])
+    cases.append((barred, torch.tensor([1.0, 0.0, 0.5, 1.0]), torch.arange(4), torch.arange(4)))
+    half = torch.randn(3, 300, generator=generator).half()
+    cases.append((half, torch.tensor([1.0, 0.0, 0.5]), torch.arange(3), torch.arange(3)))
+    cases.append((torch.randn(3, 3000, generator=generator).t()[:5], torch.ones(5), torch.arange(5), torch.arange(5)))
+    many = torch.randn(1, 40, generator=generator).expand(300, 40).contiguous()
+    cases.append((many, torch.ones(300), torch.arange(300), torch.arange(300) % 7))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Each case with the reference's result and the interpreted kernel's."""
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("sample")
+    torch.save(_cases(), folder / "in.pt")
+    command = [sys.executable, "-c", _INTERPRETED, str(folder / "in.pt"), str(folder / "out.pt")]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return [(case, sample(*case), drawn) for case, drawn in zip(_cases(), torch.load(folder / "out.pt"), strict=True)]
+
+
+def assert_same_draw(case: Any, expected: Any, drawn: Any) -> None:
+    """Equal tokens, but where the two best scores are within 1e-4; equal logprobs, within 1e-5."""
+    logits, temperature, seeds, positions = case
+    same = expected[0] == drawn[0]
+    for row in (~same).nonzero()[:, 0].tolist():
+        noise = -torch.log(exponential(random_bits(seeds[row : row + 1], positions[row : row + 1], logits.shape[1])))
+        best = (logits[row].float() / temperature[row] + noise[0]).topk(2).values
+        assert float(best[0] - best[1]) < 1e-4, (row, expected[0][row], drawn[0][row])
+    assert int((~same).sum()) <= len(same) // 100
+    torch.testing.assert_close(drawn[1][same], expected[1][same], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("index", range(10))
+def test_the_kernel_interpreted_draws_what_the_reference_draws(index: int, interpreted: list[Any]) -> None:
+    assert_same_draw(*interpreted[index])
+
+
+def test_sample_is_an_operator() -> None:
+    for case in _cases()[:4]:
+        torch.library.opcheck(torch.ops.weft.sample.default, case)
+
+
+def test_the_cuda_kernel_raises_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("weft.ops.sample")
+    monkeypatch.setattr(module, "triton_version", lambda: None)
+    with pytest.raises(DeviceError, match=r"weft\[cuda\]"):
+        module._on_cuda(*_cases()[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 151936), (64, 151936), (256, 151936), (3, 11)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_draws_what_the_reference_draws(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(shape, generator=generator) * 3).to(dtype)
+    temperature = torch.rand(shape[0], generator=generator) * 2 - 0.3
+    case = (logits, temperature, torch.arange(shape[0]) * 7 - 3, torch.arange(shape[0]))
+    drawn = sample(*(x.cuda() for x in case))
+    assert_same_draw(case, sample(*case), [x.cpu() for x in drawn])
+
+
+@pytest.mark.gpu
+def test_padding_draws_some_token() -> None:
+    logits = torch.full((2, 5000), torch.nan, device="cuda")
+    temperature = torch.tensor([torch.nan, 1.0], device="cuda")
+    token_ids, _ = sample(logits, temperature, torch.arange(2, device="cuda"), torch.arange(2, device="cuda"))
+    assert bool(((token_ids >= 0) & (token_ids < 5000)).all())

@@ -1,0 +1,139 @@
+"""The CUDA implementation of `weft::sample`, in Triton: two kernels, whose launches depend on shapes alone.
+
+1. `_part_kernel`, a program for a share of one request's vocabulary: a running maximum, the sum of exponentials under
+   it (Milakov and Gimelshein, 2018, arXiv 1805.02867), and the best noisy score, kept relative to the same maximum.
+2. `_combine_kernel`, a program a request: the best of its shares, and the logprob of that token.
+
+The random bits are those of the reference, exactly; scores differ from its in the last places of float32, so that
+another token can win only where the two best scores are within about 1e-4. Import it only where triton is installed.
+With TRITON_INTERPRET=1 set before, it runs on CPU tensors, for tests.
+"""
+
+# Triton's decorators have no types, and neither have the pointers that a kernel takes.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.sample import GOLDEN, MIX_1, MIX_2
+
+_BLOCK = 2048
+_PROGRAMS = 1024
+"""How many programs a launch aims at."""
+
+_GOLDEN = tl.constexpr(GOLDEN)
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
+
+
+@triton.jit
+def _shift(x, bits: tl.constexpr):
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+@triton.jit
+def _gumbel(stream, columns):
+    """The noise of the reference: -log(E), E = -log(1 - u), by its series where u is small, and such variates win."""
+    bits = _mix(stream + (columns + 1).to(tl.int64) * _GOLDEN)
+    u = (_shift(bits, 11).to(tl.float32) + 0.5) * 1.1102230246251565e-16
+    u = tl.minimum(u, 1 - 5.9604644775390625e-08)
+    series = u * (1 + u * (0.5 + u * (1.0 / 3 + u * 0.25)))
+    return -tl.log(tl.where(u < 0.015625, series, -tl.log(1 - u)))
+
+
+@triton.jit
+def _part_kernel(
+    logits, temperature, seeds, positions, best, indices, chosen, maxima, sums,
+    vocab, stride, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, split = tl.program_id(0), tl.program_id(1)
+    t = tl.load(temperature + row)
+    greedy = t <= 0
+    scale = tl.where(greedy, 1.0, 1.0 / t)
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    stream = _mix(_mix(seed + _GOLDEN) + position * _GOLDEN)
+    top = float("-inf")
+    total = 0.0
+    score = float("-inf")
+    index = 0
+    at_index = float("-inf")
+    first = split * share
+    for start in range(first, tl.minimum(first + share, vocab), BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = (columns < vocab) & (columns < first + share)
+        x = tl.load(logits + row.to(tl.int64) * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(top, tl.max(x, 0))
+        below = tl.where(x == new, 0.0, x - new)  # not -inf - -inf
+        fall = tl.where(top == new, 0.0, top - new)
+        total = total * tl.exp(fall) + tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(below)), 0)
+        scores = below * scale
+        if not greedy:
+            scores += _gumbel(stream, columns)
+        scores = tl.where(inside & (x > float("-inf")), scores, float("-inf"))
+        here, place = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
+        kept = score + fall * scale
+        score = tl.where(here > kept, here, kept)
+        at_index = tl.where(here > kept, tl.sum(tl.where(columns == start + place, x, 0.0), 0), at_index)
+        index = tl.where(here > kept, start + place, index)
+        top = new
+    out = row * SPLITS + split
+    tl.store(best + out, score)
+    tl.store(indices + out, index)
+    tl.store(chosen + out, at_index)
+    tl.store(maxima + out, top)
+    tl.store(sums + out, total)
+
+
+@triton.jit
+def _combine_kernel(
+    temperature, best, indices, chosen, maxima, sums, token_ids, logprobs, SPLITS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    t = tl.load(temperature + row)
+    scale = tl.where(t <= 0, 1.0, 1.0 / t)
+    splits = row * SPLITS + tl.arange(0, SPLITS)
+    tops = tl.load(maxima + splits)
+    top = tl.max(tops, 0)
+    falls = tl.where(tops == top, 0.0, tops - top)
+    total = tl.sum(tl.load(sums + splits) * tl.exp(falls), 0)
+    scores = tl.load(best + splits) + falls * scale
+    _, place = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
+    winner = tl.arange(0, SPLITS) == place
+    token = tl.sum(tl.where(winner, tl.load(indices + splits), 0), 0)
+    logit = tl.sum(tl.where(winner, tl.load(chosen + splits), 0.0), 0)
+    tl.store(token_ids + row, token.to(tl.int64))
+    tl.store(logprobs + row, logit - top - tl.log(total))
+
+
+def plan_splits(num_reqs: int, vocab: int) -> tuple[int, int]:
+    """The shares of a row, a power of two, and the columns of each, whole blocks: together at least `vocab`."""
+    blocks = triton.cdiv(vocab, _BLOCK)
+    splits = min(triton.next_power_of_2(max(1, _PROGRAMS // max(num_reqs, 1))), triton.next_power_of_2(blocks))
+    return splits, triton.cdiv(blocks, splits) * _BLOCK
+
+
+def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """`weft::sample` on the GPU; see `weft.ops.sample.sample`."""
+    rows, vocab = logits.shape
+    token_ids, logprobs = torch.empty_like(seeds), torch.empty_like(temperature)
+    if rows == 0:
+        return token_ids, logprobs
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    splits, share = plan_splits(rows, vocab)
+    best, chosen, maxima, sums = torch.empty(4, rows, splits, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
+    _part_kernel[(rows, splits)](
+        logits, temperature, seeds, positions, best, indices, chosen, maxima, sums,
+        vocab, logits.stride(0), share, SPLITS=splits, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    _combine_kernel[(rows,)](temperature, best, indices, chosen, maxima, sums, token_ids, logprobs, SPLITS=splits)
+    return token_ids, logprobs
