@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.stages.model import Model, load
     from weft.state import State, admit, advance
     from weft.transforms.dispatch import Decision, dispatch
+    from weft.transforms.dispatch_table import dispatch_table
     from weft.transforms.generate import Completion, generate
     from weft.transforms.graphify import graphify
     from weft.transforms.ladder import Ladder, Limits, make_ladder
@@ -38,6 +39,7 @@ _HOMES = {
     "weft.stages.model": ("Model", "load"),
     "weft.state": ("State", "admit", "advance"),
     "weft.transforms.dispatch": ("Decision", "dispatch"),
+    "weft.transforms.dispatch_table": ("dispatch_table",),
     "weft.transforms.generate": ("Completion", "generate"),
     "weft.transforms.graphify": ("graphify",),
     "weft.transforms.ladder": ("Ladder", "Limits", "make_ladder"),
@@ -71,6 +73,7 @@ __all__ = [
     "clone",
     "compose",
     "dispatch",
+    "dispatch_table",
     "donate",
     "donates",
     "generate",
