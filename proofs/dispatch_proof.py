@@ -50,7 +50,7 @@ class AnyClass:
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, AnyClass) and self.path.branch(_equals(self.name, other.name)))
 
-    def excess(self, own: "AnyClass") -> dict[str, Any]:
+    def excess(self, _: "AnyClass") -> dict[str, Any]:
         return {"padding": unknown(self.path, _padding(self.name))}
 
     def __str__(self) -> str:
@@ -140,8 +140,10 @@ def prove_valid() -> Iterator[Verdict]:
 
 
 def prove_dispatch(any_classes: int, classes: int) -> Iterator[Verdict]:
-    """Dispatch on ladders of up to so many classes of any type, and of up to so many `BatchDescriptor`s. Right is: total,
-    deterministic, sound, least, padding least, and each rung reachable by its own class."""
+    """Dispatch on ladders of up to so many classes of any type, and of up to so many `BatchDescriptor`s.
+
+    Right is: total, deterministic, sound, least, of least padding; and each rung is reachable by its own class.
+    """
 
     def claim(make: Callable[[Path, str], Any], own: str, names: Sequence[str], cut: int) -> Callable[[Path], Any]:
         def run(path: Path) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def _together(claim: str, verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def prove_ladders() -> Iterator[Verdict]:
-    """`make_ladder` for unknown limits and any two sizes: its bounds, and that cutting one part never cuts the other."""
+    """`make_ladder` for unknown limits and any two sizes: its bounds, and that cutting one part cuts no other."""
 
     def limits(path: Path, tokens: str = "max_num_tokens", reqs: str = "max_num_reqs") -> Limits:
         return Limits(unknown(path, reqs), unknown(path, tokens), query_lens, (unknown(path, "loras"),))

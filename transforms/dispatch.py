@@ -1,4 +1,4 @@
-"""Dispatch: which captured class a batch runs under, and what that pads. One pure function, with its reason in words."""
+"""Dispatch: which captured class a batch runs under, why, and what that pads. One pure function."""
 
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar

@@ -180,7 +180,7 @@ def test_a_bug_in_make_ladder_is_refuted(name: str) -> None:
 @pytest.mark.parametrize("fn", [first_covering, pieces_first, lost], ids=lambda f: f.__name__)
 def test_the_exhaustive_check_finds_them_too(fn: Callable[..., Any]) -> None:
     wrong = replaced("weft.proofs.dispatch_exhaustive", "dispatch", fn)
-    with wrong, pytest.raises(dispatch_exhaustive.CaseError, match="covering class, by mode|reachable"):
+    with wrong, pytest.raises(dispatch_exhaustive.CaseError, match=r"covering class, by mode|reachable"):
         dispatch_exhaustive.check_dispatch(2, 4)
 
 
