@@ -154,7 +154,7 @@ def _borrowing(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handov
 _GRAPHIFY, _CAPTURE = "weft.transforms.graphify", "weft.transforms.capture"
 _TRANSFER, _RESULTS, _LOCAL = "weft.transforms.transfer", "weft.transforms.results", "weft.transforms.transports.local"
 _TAPE = "weft.transforms.backends.tape"
-_LAWS, _CALL = "weft.proofs.laws", "weft.transforms.call"
+_LAWS, _CALL = "weft.proofs.laws.compare", "weft.transforms.call"
 _PIPELINE, _MICROBATCH, _DECODER = "weft.transforms.pipeline", "weft.transforms.microbatch", "weft.stages.decoder"
 
 MUTANTS = (

@@ -1,10 +1,5 @@
-"""Hypothesis strategies: random small models, batches of every class, random pure functions; in sequences of steps.
+"""Random small models, and sequences of batches that their state can serve."""
 
-@given(strategies.scenarios())
-def test_my_step(scenario): ...
-"""
-
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -13,35 +8,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.batch import LAST_TOKEN, Batch
-from weft.descriptor import BatchDescriptor
-from weft.donation import donates
 from weft.stages.checkpoint import random_params
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.state import State, admit
-from weft.transforms.ladder import Limits, lora_rungs
-from weft.trees import axes, descriptor_field, pytree, tree_map
+from weft.trees import tree_map
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-
-@st.composite
-def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> BatchDescriptor:
-    """Any valid descriptor, uniform and ragged alike, equal shapes of both classes often."""
-    reqs = draw(st.integers(1, max_reqs))
-    loras = draw(st.integers(0, 2))
-    if draw(st.booleans()):
-        return BatchDescriptor.uniform(reqs, draw(st.integers(1, max_query_len)), loras)
-    return BatchDescriptor(draw(st.integers(reqs, reqs * max_query_len)), reqs, None, loras)
-
-
-def limits() -> st.SearchStrategy[Limits]:
-    """What a batch can be: few requests and tokens, one or two query lengths, and numbers of LoRAs."""
-    query_lens = st.lists(st.integers(1, 4), min_size=1, max_size=2, unique=True).map(tuple)
-    loras = st.builds(lora_rungs, st.integers(0, 3), specialised=st.booleans())
-    return st.builds(Limits, st.integers(1, 12), st.integers(1, 40), query_lens, loras)
 
 
 @st.composite
@@ -206,133 +181,3 @@ def scenarios(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_ste
         draw(st.booleans()),
         draw(st.integers(0, 999)),
     )
-
-
-def ladders(batches: Sequence[Batch], covered: bool = True) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
-    """Ladders for these batches: for each its own class or a larger one, and, to collide with a ragged batch of one
-    token a request, often the uniform class of its shape. Not `covered`: some batches may find no class."""
-
-    def larger(descriptor: BatchDescriptor, reqs: int, tokens: int) -> BatchDescriptor:
-        if descriptor.query_len is not None:
-            return BatchDescriptor.uniform(descriptor.num_reqs + reqs, descriptor.query_len)
-        return BatchDescriptor(descriptor.num_tokens + tokens, descriptor.num_reqs + reqs)
-
-    small = st.sampled_from((0, 0, 1, 2, 4))
-
-    def each(d: BatchDescriptor) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
-        found = st.builds(lambda r, t: (larger(d, r, t),), small, small)
-        if not covered:
-            found = st.one_of(found, st.just(()))
-        if d.query_len is None and d.num_tokens == d.num_reqs:
-            twin = st.sampled_from(((), (BatchDescriptor.uniform(d.num_reqs),)))
-            return st.builds(lambda a, b: a + b, found, twin)
-        return found
-
-    drawn = st.tuples(*(each(b.descriptor) for b in batches))
-    return drawn.map(
-        lambda found: tuple(sorted({d for ds in found for d in ds}, key=lambda d: (-d.num_tokens, -d.num_reqs)))
-    )
-
-
-@pytree
-@attrs.frozen(eq=False)
-class Rows:
-    """A batch of research code: a tensor whose first dimension is padded. Its descriptor is `weft`'s own."""
-
-    descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
-    x: Tensor = attrs.field(metadata=axes("num_tokens", None))
-
-
-@attrs.frozen(eq=False)
-class Function:
-    """A random pure function `(params, state, batch) -> (state, out)` on tensors [rows, width], and calls for it.
-
-    Args:
-        code: the operations, by name, in order; what `repr` shows.
-        fn: runs them.
-        params: [width, width].
-        state: a tree of tensors that each call replaces.
-        inputs: the batches, of different numbers of rows.
-    """
-
-    code: tuple[str, ...]
-    fn: Callable[..., Any] = attrs.field(repr=False)
-    params: Tensor = attrs.field(repr=False)
-    state: dict[str, Tensor] = attrs.field(repr=False)
-    inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
-
-
-OPERATIONS: dict[str, Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]] = {
-    "matmul": lambda x, params, state: x @ params,
-    "tanh": lambda x, params, state: torch.tanh(x),
-    "softmax": lambda x, params, state: torch.softmax(x, -1),
-    "in place": lambda x, params, state: x.clone().mul_(2.0).add_(0.5),
-    "view": lambda x, params, state: x[:, ::2].repeat(1, 2)[:, : x.shape[1]],
-    "transpose": lambda x, params, state: (x.t() + 1.0).t().contiguous(),
-    "where": lambda x, params, state: torch.where(x > 0, x, -x),
-    "sort": lambda x, params, state: x.sort(dim=-1).values,
-    "read state": lambda x, params, state: x + state["h"],
-    "reduce": lambda x, params, state: x - x.mean(-1, keepdim=True),
-    "gather": lambda x, params, state: x.gather(-1, x.argsort(-1)),
-    "index": lambda x, params, state: x[:, torch.arange(x.shape[1] - 1, -1, -1, device=x.device)],
-}
-
-UPDATES: dict[str, Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]] = {
-    "state: functional": lambda s, x: {"h": s["h"] * 0.5 + x.sum(0), "n": s["n"] + 1},
-    "state: in place": lambda s, x: {"h": s["h"].add_(x.sum(0)), "n": s["n"].add_(1)},
-    "state: swapped": lambda s, x: {"h": s["g"] + x.sum(0), "n": s["n"], "g": s["h"]},
-    "state: unchanged": lambda s, x: s,
-}
-
-
-@st.composite
-def pure_functions(draw: st.DrawFn) -> Function:
-    """A random chain of operations, a random way to make the next state, and 1 to 5 calls of 1 to 6 rows."""
-    width = draw(st.sampled_from((2, 4)))
-    names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=5))
-    update = draw(st.sampled_from(sorted(UPDATES)))
-    rows = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-
-    @donates("state")
-    def fn(params: Tensor, state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        x = batch
-        for name in names:
-            x = OPERATIONS[name](x, params, state)
-        return {**state, **UPDATES[update](state, x)}, x
-
-    state = {
-        "h": torch.randn(width, generator=generator),
-        "g": torch.ones(width),
-        "n": torch.zeros((), dtype=torch.int64),
-    }
-    inputs = tuple(torch.randn(n, width, generator=generator) for n in rows)
-    return Function((*names, update), fn, torch.randn(width, width, generator=generator), state, inputs)
-
-
-@st.composite
-def stage_lists(draw: st.DrawFn, max_stages: int = 4) -> list[Function]:
-    """Random pure functions of one width that fit together as stages: `pipeline_stage` makes a stage of each."""
-    width_seed = draw(st.integers(0, 999))
-    count = draw(st.integers(1, max_stages))
-    generator = torch.Generator().manual_seed(width_seed)
-    functions = []
-    for _ in range(count):
-        names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=3))
-        state = {"h": torch.randn(4, generator=generator), "n": torch.zeros((), dtype=torch.int64)}
-        functions.append(
-            Function(tuple(names), _chain(tuple(names)), torch.randn(4, 4, generator=generator), state, ())
-        )
-    return functions
-
-
-def _chain(names: tuple[str, ...]) -> Callable[..., Any]:
-    """A stage that applies the operations to each row and counts the rows that it saw, whatever the split."""
-
-    def stage(params: Tensor, state: dict[str, Tensor], batch: Tensor, x: Tensor | None) -> tuple[Any, Tensor]:
-        y = batch if x is None else x
-        for name in names:
-            y = OPERATIONS[name](y, params, state)
-        return {"h": state["h"], "n": state["n"] + y.shape[0]}, y
-
-    return stage

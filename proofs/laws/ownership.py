@@ -1,0 +1,80 @@
+"""L8 and L9: a capture leaves no trace, and what is held does not change."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.donation import clone
+from weft.errors import CaptureError, DonatedError
+from weft.proofs.laws.compare import LawViolation, assert_equal, whole
+from weft.proofs.strategies.functions import Function
+from weft.proofs.strategies.models import Scenario
+from weft.transforms.graphify import graphify
+from weft.trees import tree_map
+
+
+def capture_leaves_no_trace(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L8: explaining, capturing the whole ladder, and a capture that fails leave the state bitwise as it was."""
+    graph, params, state = (
+        graphify(whole(scenario), ladder=ladder),
+        scenario.params(1, device),
+        scenario.state(1, device),
+    )
+    failing = graphify(_then_fail(whole(scenario)), ladder=ladder)
+    for batch in scenario.batches(device):
+        before = clone(state)
+        graph.explain(params, state, batch)
+        graph.capture(params, state, batch)
+        if ladder:
+            try:
+                failing.capture(params, state, batch)
+            except CaptureError:
+                pass
+            else:
+                raise LawViolation("L8 capture leaves no trace: a host read was captured")
+        assert_equal("L8 capture leaves no trace", state, before)
+        state, _ = graph(params, state, batch)
+
+
+def _then_fail(step: Callable[..., Any]) -> Callable[..., Any]:
+    def failing(params: Any, state: Any, batch: Batch) -> Any:
+        state, out = step(params, state, batch)
+        out.token_ids.sum().item()
+        return state, out
+
+    failing.__weft_donates__ = ("state",)  # type: ignore[attr-defined]
+    return failing
+
+
+def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu") -> None:
+    """L8 for any pure function, which has no inert batch to be captured on."""
+    graph = graphify(function.fn)
+    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    before = clone(state)
+    for x in function.inputs:
+        graph.capture(params, state, x.to(device))
+        assert_equal("L8 capture leaves no trace", state, before)
+
+
+def ownership_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L9: what a call returned never changes, and a donated state refuses to be used again and names its taker."""
+    graph, params, state = (
+        graphify(whole(scenario), ladder=ladder),
+        scenario.params(1, device),
+        scenario.state(1, device),
+    )
+    held: list[tuple[Any, Any]] = []
+    for batch in scenario.batches(device):
+        old = state
+        state, out = graph(params, state, batch)
+        held.append((out, clone(out)))
+        for result, copy in held:
+            assert_equal("L9 a result does not change under its holder", result, copy)
+        try:
+            graph(params, old, batch)
+        except DonatedError as error:
+            if "donated to" not in str(error):
+                raise LawViolation(f"L9 ownership: the error names no taker: {error}") from error
+        else:
+            raise LawViolation("L9 ownership: a donated state was used again")
