@@ -34,8 +34,11 @@ def assert_equal(law: str, seen: Any, expected: Any, *, exact: bool = True) -> N
             if a != b:
                 raise LawViolation(f"{law}: {name}: {a!r} against {b!r}")
             continue
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise LawViolation(f"{law}: {name}: {a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}")
+        if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+            kinds = [f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (a, b)]
+            raise LawViolation(f"{law}: {name}: {kinds[0]} against {kinds[1]}")
+        if a.is_meta:
+            continue
         tolerance = (0.0, 0.0) if exact or not a.is_floating_point() else (ATOL, RTOL)
         same = torch.isclose(a, b, atol=tolerance[0], rtol=tolerance[1], equal_nan=True)
         if not same.all():

@@ -10,7 +10,9 @@ import torch
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.proofs.laws.compare import LawViolation, larger, whole
+from weft.proofs.strategies.images import ImageScenario, Resolution
 from weft.proofs.strategies.models import Scenario
+from weft.transforms.dispatch import dispatch
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, make_ladder
 
@@ -58,9 +60,33 @@ def graphify_module() -> Any:
     return import_module("weft.transforms.graphify")
 
 
+def own_classes_are_dispatched(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
+    """L6 for a user's own descriptor: the least resolution that covers, by its definition; its padding as it is; and
+    once the ladder is captured and frozen, what it covers replays and nothing is captured."""
+    graph, params, state = graphify(scenario.step(), ladder=ladder), scenario.params(device), scenario.state(device)
+    images = scenario.images(device)
+    captures = graph.capture(params, state, images[0]).captures
+    graph.freeze()
+    for image in images:
+        own, decision = image.resolution, graph.explain(params, state, image).decision
+        fitting = [d for d in ladder if d.height >= own.height and d.width >= own.width]
+        chosen = decision.descriptor
+        if decision.mode != ("full" if fitting else "none") or chosen not in (fitting or [own]):
+            raise LawViolation(f"L6 dispatch is least: {decision} for '{own}', where {[str(d) for d in fitting]} cover")
+        if any(d != chosen and d.height <= chosen.height and d.width <= chosen.width for d in fitting):
+            raise LawViolation(f"L6 dispatch is least: '{chosen}' for '{own}', where less would do")
+        padded = {"height": chosen.height - own.height, "width": chosen.width - own.width}
+        if dict(decision.padding) != {name: more for name, more in padded.items() if more}:
+            raise LawViolation(f"L6 dispatch is least: padding {decision.padding} of '{own}' to '{chosen}'")
+        state, _ = graph(params, state, image)
+    info, covered = graph.cache_info(), [r for r in scenario.resolutions if larger(r, ladder)]
+    if (info.captures, captures, info.replays) != (captures, len(ladder), len(covered)):
+        raise LawViolation(f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered images")
+
+
 def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L7: a uniform graph runs only for a batch whose maker declared it uniform, in capture, warm-up and replay; and
-    the tensors have the sizes that their class says."""
+    """L7: the graph that runs is of the class that dispatch says, its number of LoRAs included; a uniform one only for
+    a batch whose maker declared it uniform, in capture, warm-up and replay; and the tensors have its sizes."""
     step = whole(scenario)
 
     def recording(params: Any, state: Any, batch: Batch) -> Any:
@@ -70,12 +96,22 @@ def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device:
                 f"L7 class is kept: '{d}' with {batch.input_ids.shape[0]} tokens, {batch.rows.shape[0]} rows"
             )
         state, out = step(params, state, batch)
-        ran = torch.full_like(out.logprobs, float(d.is_uniform))  # frozen at capture: the class that a replay is of
+        ran = torch.full_like(out.logprobs, _code(d))  # frozen at capture: the class that a replay is of
         return state, attrs.evolve(out, logprobs=ran)
 
     recording.__weft_donates__ = ("state",)  # type: ignore[attr-defined]
     graph, params, state = graphify(recording, ladder=ladder), scenario.params(1, device), scenario.state(1, device)
     for batch in scenario.batches(device):
+        own = batch.descriptor
         state, out = graph(params, state, batch)
-        if not batch.descriptor.is_uniform and bool(out.logprobs.bool().any()):
-            raise LawViolation(f"L7 class is kept: a uniform graph ran for '{batch.descriptor}'")
+        expected, seen = dispatch(own, ladder).descriptor, sorted(set(out.logprobs.tolist()))
+        if not own.is_uniform and any(code % 2 for code in seen):
+            raise LawViolation(f"L7 class is kept: a uniform graph ran for '{own}'")
+        if seen != [_code(expected)]:
+            loras = [int(code // 2) for code in seen]
+            raise LawViolation(f"L7 class is kept: a graph of {loras} LoRAs ran for '{own}', not '{expected}'")
+
+
+def _code(descriptor: BatchDescriptor) -> float:
+    """A number that tells the classes of one size apart."""
+    return float(descriptor.is_uniform + 2 * descriptor.num_active_loras)

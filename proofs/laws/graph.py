@@ -3,14 +3,18 @@
 from collections.abc import Iterable, Sequence
 
 import attrs
+import torch
 from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.padding import pad, unpad
 from weft.proofs.laws.compare import LawViolation, assert_equal, larger, whole
+from weft.proofs.strategies.calls import Call, called, worlds
 from weft.proofs.strategies.functions import Function, Rows
+from weft.proofs.strategies.images import ImageScenario, Resolution
 from weft.proofs.strategies.models import Scenario
+from weft.transforms.dispatch import dispatch
 from weft.transforms.graphify import graphify
 from weft.trees import tree_map
 
@@ -78,3 +82,32 @@ def graph_is_eager_on_padded_functions(function: Function, rungs: Iterable[int],
         _, expected = step(params, clone(state), pad(batch, graph.explain(params, state, batch).decision.descriptor))
         state, seen = graph(params, state, batch)
         assert_equal("L1 graph is eager: output", seen, unpad(expected, batch.descriptor))
+
+
+def graph_is_eager_on_calls(calls: Sequence[Call], device: str = "cpu") -> None:
+    """L1 for calls that differ in one thing: the place, shape, stride, type, device or value of an argument."""
+    graph = graphify(called, static_argnames="static")
+    own, x = worlds(device), torch.arange(4.0, device=device).reshape(2, 2)
+    for call in calls:
+        arguments = call.arguments(own, x)
+        try:
+            seen = graph(*arguments)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise LawViolation(f"L1 graph is eager: {call} raises {text}, where the function does not") from error
+        assert_equal(f"L1 graph is eager: {call}", seen, called(*arguments))
+
+
+def graph_is_eager_on_images(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
+    """L1 for a user's own descriptor, of two sizes: the image and the state of an eager run at the padded class."""
+    step, graph = scenario.step(), graphify(scenario.step(), ladder=ladder)
+    params, state, other = scenario.params(device), scenario.state(device), scenario.state(device)
+    for image in scenario.images(device):
+        resolution = dispatch(image.resolution, ladder).descriptor
+        state, out = step(params, state, pad(image, resolution))
+        other, seen = graph(params, other, image)
+        assert_equal("L1 graph is eager: image", seen, unpad(out, image.resolution))
+        assert_equal("L1 graph is eager: state", other, state)
+    classes = {dispatch(r, ladder).descriptor for r in scenario.resolutions if larger(r, ladder)}
+    if graph.cache_info().captures != len(classes):
+        raise LawViolation(f"L1 graph is eager: {graph.cache_info()} for the classes {sorted(map(str, classes))}")

@@ -1,7 +1,11 @@
 """L8 and L9: a capture leaves no trace, and what is held does not change."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
@@ -78,3 +82,35 @@ def ownership_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], dev
                 raise LawViolation(f"L9 ownership: the error names no taker: {error}") from error
         else:
             raise LawViolation("L9 ownership: a donated state was used again")
+
+
+def borrowed_results_are_right(function: Function, device: str = "cpu") -> None:
+    """L9 for borrowed results: right until the next call, and as the input of that."""
+    graph = graphify(function.fn, outputs="borrow")
+    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    other = clone(state)
+    for x in (x.to(device) for x in function.inputs):
+        seen = expected = x
+        for _ in range(3):
+            state, expected = function.fn(params, state, expected)
+            other, seen = graph(params, other, seen)
+            assert_equal("L9 a borrowed result", seen, expected)
+            assert_equal("L9 a borrowed result: state", other, state)
+
+
+def graph_keeps_what_it_reads(code: Sequence[int], device: str = "cpu") -> None:
+    """L9: a tensor that a graph reads lives as long as the graph, even where its owner forgets it: here a cache of one
+    table, which the next size evicts."""
+
+    @lru_cache(maxsize=1)
+    def table(size: int) -> Tensor:
+        return torch.arange(1.0, size + 1, device=device)
+
+    def fn(x: Tensor) -> Tensor:
+        return x * table(x.shape[0])
+
+    graph = graphify(fn)
+    for size in code:
+        x = torch.full((size,), 2.0, device=device)
+        seen = graph(x)
+        assert_equal("L9 a graph keeps what it reads", seen, 2.0 * torch.arange(1.0, size + 1, device=device))

@@ -9,7 +9,8 @@ import torch
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.padding import pad, unpad
-from weft.proofs.laws.compare import assert_equal, larger, visible, whole
+from weft.proofs.laws.compare import LawViolation, assert_equal, larger, visible, whole
+from weft.proofs.strategies.images import ImageScenario, Resolution
 from weft.proofs.strategies.models import Scenario
 from weft.state import State
 from weft.trees import tree_map
@@ -68,3 +69,23 @@ def stage_padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor]
             other[1], padded = stages[1](params[1], other[1], pad(batch, descriptor), wide)
             assert_equal("L2 padding is inert: output", unpad(padded, batch.descriptor), out, exact=False)
             assert_equal("L2 padding is inert: state", visible(other[1:]), visible(state[1:]), exact=False)
+
+
+def image_padding_is_inert(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
+    """L2 for a user's own descriptor: padded on two sides, with NaN there, an image and the state are the same; and
+    unpadding is the inverse of padding."""
+    step, params = scenario.step(), scenario.params(device)
+    for image in scenario.images(device):
+        for resolution in larger(image.resolution, ladder):
+            state, out = step(params, scenario.state(device), image)
+            wide = pad(image, resolution)
+            assert_equal("L2 padding is inert: there and back", unpad(wide, image.resolution), image)
+            pixels = torch.where(wide.valid[..., None], wide.pixels, float("nan"))
+            other, seen = step(params, scenario.state(device), attrs.evolve(wide, pixels=pixels))
+            assert_equal("L2 padding is inert: image", unpad(seen, image.resolution), out, exact=False)
+            assert_equal("L2 padding is inert: state", other, state, exact=False)
+            if seen.resolution != resolution or (seen.pixels.shape[0], seen.pixels.shape[1]) != (
+                resolution.height,
+                resolution.width,
+            ):
+                raise LawViolation(f"L2 padding is inert: {tuple(seen.pixels.shape)} for '{resolution}'")

@@ -59,3 +59,60 @@ def microbatches_are_one(scenario: Scenario, parts: int, device: str = "cpu") ->
         other, seen = cut(params, other, batch)
         assert_equal("L13 micro-batches: output", seen, out, exact=False)
         assert_equal("L13 micro-batches: state", visible(other), visible(state), exact=False)
+
+
+def transforms_commute(
+    scenario: Scenario,
+    num_stages: int,
+    microbatches: int,
+    ladder: Sequence[BatchDescriptor],
+    device: str = "cpu",
+) -> None:
+    """L4: `graphify(pipeline(s))` is `pipeline(map(graphify, s))` is `compose(s)`: outputs and each stage's state.
+
+    A graph cannot cut a ragged batch, which reads the host: more than one micro-batch goes with uniform classes alone.
+    """
+    stages, params = scenario.stages(num_stages), scenario.params(num_stages, device)
+    steps = {
+        "compose": compose(stages, advance=advance),
+        "pipeline of graphs": pipeline(
+            [graphify(s, ladder=ladder) for s in stages], microbatches=microbatches, advance=advance
+        ),
+        "graph of a pipeline": graphify(pipeline(stages, microbatches=microbatches, advance=advance), ladder=ladder),
+    }
+    states = {name: scenario.state(num_stages, device) for name in steps}
+    for batch in scenario.batches(device):
+        outs = {}
+        for name, step in steps.items():
+            states[name], outs[name] = step(params, states[name], batch)
+        for name in steps:
+            law = f"L4 transforms commute: {name} and compose"
+            assert_equal(f"{law}: output", outs[name], outs["compose"], exact=False)
+            assert_equal(f"{law}: state", visible(states[name]), visible(states["compose"]), exact=False)
+
+
+def transforms_commute_on_functions(
+    functions: Sequence[Function], inputs: Sequence[Tensor], microbatches: int, device: str = "cpu"
+) -> None:
+    """L4 for any pure functions as stages, bitwise where the shapes are the same: all but `compose` cut alike."""
+    stages = [f.fn for f in functions]
+    params, state = tree_map(lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions]))
+    steps = {
+        "compose": compose(stages),
+        "pipeline": pipeline(stages, microbatches=microbatches),
+        "pipeline of graphs": pipeline([graphify(s) for s in stages], microbatches=microbatches),
+        "graph of a pipeline": graphify(pipeline(stages, microbatches=microbatches)),
+    }
+    states = dict.fromkeys(steps, state)
+    for x in (x.to(device) for x in inputs):
+        outs = {}
+        for name, step in steps.items():
+            states[name], outs[name] = step(params, states[name], x)
+        for name, other, exact in (
+            ("pipeline", "compose", microbatches == 1),
+            ("pipeline of graphs", "pipeline", True),
+            ("graph of a pipeline", "pipeline", True),
+        ):
+            law = f"L4 transforms commute: {name} and {other}"
+            assert_equal(f"{law}: output", outs[name], outs[other], exact=exact)
+            assert_equal(f"{law}: state", states[name], states[other], exact=exact)

@@ -31,9 +31,10 @@ def ladders(batches: Sequence[Batch], covered: bool = True) -> st.SearchStrategy
     token a request, often the uniform class of its shape. Not `covered`: some batches may find no class."""
 
     def larger(descriptor: BatchDescriptor, reqs: int, tokens: int) -> BatchDescriptor:
+        loras = descriptor.num_active_loras  # as many, so that classes of other numbers stand beside it
         if descriptor.query_len is not None:
-            return BatchDescriptor.uniform(descriptor.num_reqs + reqs, descriptor.query_len)
-        return BatchDescriptor(descriptor.num_tokens + tokens, descriptor.num_reqs + reqs)
+            return BatchDescriptor.uniform(descriptor.num_reqs + reqs, descriptor.query_len, loras)
+        return BatchDescriptor(descriptor.num_tokens + tokens, descriptor.num_reqs + reqs, None, loras)
 
     small = st.sampled_from((0, 0, 1, 2, 4))
 
@@ -42,11 +43,12 @@ def ladders(batches: Sequence[Batch], covered: bool = True) -> st.SearchStrategy
         if not covered:
             found = st.one_of(found, st.just(()))
         if d.query_len is None and d.num_tokens == d.num_reqs:
-            twin = st.sampled_from(((), (BatchDescriptor.uniform(d.num_reqs),)))
+            twin = st.sampled_from(((), (BatchDescriptor.uniform(d.num_reqs, 1, d.num_active_loras),)))
             return st.builds(lambda a, b: a + b, found, twin)
         return found
 
-    drawn = st.tuples(*(each(b.descriptor) for b in batches))
-    return drawn.map(
-        lambda found: tuple(sorted({d for ds in found for d in ds}, key=lambda d: (-d.num_tokens, -d.num_reqs)))
-    )
+    def largest_first(found: tuple[tuple[BatchDescriptor, ...], ...]) -> tuple[BatchDescriptor, ...]:
+        classes = {d for ds in found for d in ds}
+        return tuple(sorted(classes, key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras)))
+
+    return st.tuples(*(each(b.descriptor) for b in batches)).map(largest_first)

@@ -90,6 +90,40 @@ def pure_functions(draw: st.DrawFn) -> Function:
     return Function((*names, update), fn, torch.randn(width, width, generator=generator), state, inputs)
 
 
+@attrs.frozen(eq=False)
+class Mapping:
+    """A random pure function `(params, x) -> y` that can be differentiated and mapped, and inputs of one shape for it.
+
+    Args:
+        code: the operations, in order.
+        fn: runs them.
+        params: [width, width].
+        inputs: each [rows, width].
+    """
+
+    code: tuple[str, ...]
+    fn: Callable[[Tensor, Tensor], Tensor] = attrs.field(repr=False)
+    params: Tensor = attrs.field(repr=False)
+    inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
+
+
+@st.composite
+def mappings(draw: st.DrawFn, device: str = "cpu") -> Mapping:
+    """A random chain of operations, one of which may read a tensor from outside, and 1 to 3 calls."""
+    names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4))
+    rows, width = draw(st.integers(1, 3)), draw(st.sampled_from((2, 4)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    held = {"h": torch.randn(width, generator=generator).to(device)}
+
+    def fn(params: Tensor, x: Tensor) -> Tensor:
+        for name in names:
+            x = OPERATIONS[name](x, params, held)
+        return x
+
+    inputs = [torch.randn(rows, width, generator=generator).to(device) for _ in range(draw(st.integers(1, 3)))]
+    return Mapping(tuple(names), fn, torch.randn(width, width, generator=generator).to(device), tuple(inputs))
+
+
 @st.composite
 def stage_lists(draw: st.DrawFn, max_stages: int = 4) -> list[Function]:
     """Random pure functions of one width that fit together as stages: `pipeline_stage` makes a stage of each."""

@@ -74,6 +74,7 @@ class Scenario:
         page_size: of the state.
         sampled: the temperature is 1 and not 0.
         seed: of the weights.
+        loras: for each step, the number of active LoRAs that its descriptor tells; all 0 if empty.
     """
 
     config: ModelConfig
@@ -83,12 +84,14 @@ class Scenario:
     page_size: int
     sampled: bool
     seed: int
+    loras: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         steps = [[(m.row, m.prompt_tokens) for m in step] for step in self.moves]
         return (
             f"Scenario({self.config.architecture}, {self.config.num_layers} layers, prompts={self.prompts}, "
-            f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size})"
+            f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size}"
+            + (f", LoRAs a step={self.loras})" if self.loras else ")")
         )
 
     def batches(self, device: torch.device | str = "cpu") -> list[Batch]:
@@ -108,6 +111,9 @@ class Scenario:
                 if uniform
                 else Batch.ragged(rows, tokens, samples=samples, device=device)
             )
+        for step, loras in enumerate(self.loras):
+            descriptor = attrs.evolve(made[step].descriptor, num_active_loras=loras)
+            made[step] = attrs.evolve(made[step], descriptor=descriptor)
         return made
 
     def layouts(self, num_stages: int) -> tuple[StageLayout, ...]:
@@ -151,8 +157,16 @@ class Scenario:
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_steps: int = 5) -> Scenario:
-    """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts, decodes, both at once."""
+def scenarios(
+    draw: st.DrawFn,
+    min_layers: int = 1,
+    max_layers: int = 3,
+    max_steps: int = 5,
+    loras: bool = False,
+    sampled: bool = False,
+) -> Scenario:
+    """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts, decodes, both at once;
+    with `loras`, of different numbers of active LoRAs; with `sampled`, never greedy."""
     config = draw(configs(min_layers, max_layers))
     token = st.integers(0, config.vocab_size - 1)
     length = st.sampled_from((1, 1, 2, 3, 5, 9))
@@ -178,6 +192,7 @@ def scenarios(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_ste
         tuple(moves),
         tuple(uniform),
         draw(st.sampled_from((2, 4, 16))),
-        draw(st.booleans()),
+        sampled or draw(st.booleans()),
         draw(st.integers(0, 999)),
+        tuple(draw(st.integers(0, 2)) for _ in moves) if loras else (),
     )
