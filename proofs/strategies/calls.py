@@ -28,7 +28,7 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """What is copied in."""
 
-STATICS: tuple[bool | int | float, ...] = (1, 2, True, 1.0, 0.0, -0.0)
+STATICS: tuple[bool | int | float, ...] = (1, 2, True, 1.0)
 
 
 @attrs.frozen
@@ -45,9 +45,9 @@ class Call:
         return PLACES[self.place](worlds[self.world]), VALUES[self.value](x), self.static
 
 
-def called(params: Tensor, x: Tensor, static: float) -> tuple[Tensor, Tensor]:
+def called(params: Tensor, x: Tensor, static: float) -> tuple[Tensor, Tensor, Tensor]:
     """A pure function whose result shows each property of its arguments."""
-    return params.sum(-1) * static, torch.cumsum(x, 0) * static
+    return params.sum(-1) * static, torch.cumsum(x, 0) * static, torch.full((2,), static, device=x.device)
 
 
 def worlds(device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
