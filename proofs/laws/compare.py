@@ -1,16 +1,18 @@
 """What a law raises, and how two runs are compared."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from weft.descriptor import BatchDescriptor
+from weft.descriptor import Descriptor
 from weft.proofs.strategies.models import Scenario
 from weft.state import State, advance
 from weft.transforms.pipeline import compose
 from weft.trees import leaves_with_names
+
+D = TypeVar("D", bound=Descriptor)
 
 ATOL, RTOL = 2e-4, 2e-4
 """Bounds where two runs have different shapes, so that a matrix product may sum in another order (float32)."""
@@ -55,8 +57,10 @@ def visible(state: Sequence[State]) -> Any:
 
 
 def whole(scenario: Scenario) -> Callable[..., Any]:
+    """The scenario's model as one step."""
     return compose(scenario.stages(1), advance=advance)
 
 
-def larger(descriptor: BatchDescriptor, ladder: Sequence[BatchDescriptor]) -> list[BatchDescriptor]:
+def larger(descriptor: D, ladder: Sequence[D]) -> list[D]:
+    """The classes of the ladder that cover a batch of this one."""
     return [d for d in ladder if d.covers(descriptor)]

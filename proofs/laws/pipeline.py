@@ -1,6 +1,7 @@
 """L3, L4 and L13: pipelines and micro-batches are the composition of their stages."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -73,7 +74,7 @@ def transforms_commute(
     A graph cannot cut a ragged batch, which reads the host: more than one micro-batch goes with uniform classes alone.
     """
     stages, params = scenario.stages(num_stages), scenario.params(num_stages, device)
-    steps = {
+    steps: dict[str, Any] = {
         "compose": compose(stages, advance=advance),
         "pipeline of graphs": pipeline(
             [graphify(s, ladder=ladder) for s in stages], microbatches=microbatches, advance=advance
@@ -97,7 +98,7 @@ def transforms_commute_on_functions(
     """L4 for any pure functions as stages, bitwise where the shapes are the same: all but `compose` cut alike."""
     stages = [f.fn for f in functions]
     params, state = tree_map(lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions]))
-    steps = {
+    steps: dict[str, Any] = {
         "compose": compose(stages),
         "pipeline": pipeline(stages, microbatches=microbatches),
         "pipeline of graphs": pipeline([graphify(s) for s in stages], microbatches=microbatches),

@@ -69,7 +69,7 @@ def order_is_free(
     """L17: a batch whose requests stand in another order gives each what it gave, and the same state; eagerly, and
     through a graph, which is the same one."""
     moved = attrs.evolve(scenario, moves=tuple(map(_reordered, scenario.moves, orders)))
-    steps = [whole(scenario), whole(scenario), graphify(whole(scenario), ladder=ladder)]
+    steps: list[Any] = [whole(scenario), whole(scenario), graphify(whole(scenario), ladder=ladder)]
     params, states = scenario.params(1, device), [scenario.state(1, device) for _ in steps]
     pairs = zip(scenario.batches(device), moved.batches(device), orders, strict=True)
     for batch, other, order in pairs:

@@ -50,8 +50,8 @@ def _forgetting(field: str) -> Callable[[], AbstractContextManager[Any]]:
     """The key of a tensor without one of its fields."""
 
     def forgetful(leaf: Any, shape: Any, by_reference: bool) -> Any:
-        key = leaf_key(leaf, shape, by_reference)
-        return attrs.evolve(key, **{field: None}) if isinstance(key, LeafKey) else key
+        key, nothing = leaf_key(leaf, shape, by_reference), dict[str, Any]({field: None})
+        return attrs.evolve(key, **nothing) if isinstance(key, LeafKey) else key
 
     return replace(_CALL, "leaf_key", forgetful)
 

@@ -1,6 +1,7 @@
 """Sequences of calls in which one differs from the next in a single thing that a graph must not be blind to."""
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
@@ -59,7 +60,7 @@ def worlds(device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
 @st.composite
 def call_sequences(draw: st.DrawFn) -> tuple[Call, ...]:
     """Two to six calls; each differs from the one before in at most one thing."""
-    kinds: dict[str, st.SearchStrategy[object]] = {
+    kinds: dict[str, st.SearchStrategy[Any]] = {
         "world": st.integers(0, 1),
         "place": st.sampled_from(sorted(PLACES)),
         "value": st.sampled_from(sorted(VALUES)),

@@ -111,9 +111,9 @@ class Scenario:
                 if uniform
                 else Batch.ragged(rows, tokens, samples=samples, device=device)
             )
-        for step, loras in enumerate(self.loras):
-            descriptor = attrs.evolve(made[step].descriptor, num_active_loras=loras)
-            made[step] = attrs.evolve(made[step], descriptor=descriptor)
+        for index, loras in enumerate(self.loras):
+            descriptor = attrs.evolve(made[index].descriptor, num_active_loras=loras)
+            made[index] = attrs.evolve(made[index], descriptor=descriptor)
         return made
 
     def layouts(self, num_stages: int) -> tuple[StageLayout, ...]:

@@ -1,4 +1,4 @@
-"""A field of the descriptor is spoken for everywhere: in the strategies, in `covers`, in the ladder and in the proof."""
+"""A field of the descriptor is spoken for everywhere: in strategies, in `covers`, in the ladder, in the proof."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
