@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weft.state import State, admit, advance
     from weft.transforms.borrowing import check_borrowed
     from weft.transforms.dispatch import Decision, dispatch
+    from weft.transforms.dispatch_table import dispatch_table
     from weft.transforms.generate import Completion, generate
     from weft.transforms.graphify import clear_caches, graphify
     from weft.transforms.ladder import Ladder, Limits, make_ladder
@@ -42,6 +43,7 @@ _HOMES = {
     "weft.state": ("State", "admit", "advance"),
     "weft.transforms.borrowing": ("check_borrowed",),
     "weft.transforms.dispatch": ("Decision", "dispatch"),
+    "weft.transforms.dispatch_table": ("dispatch_table",),
     "weft.transforms.generate": ("Completion", "generate"),
     "weft.transforms.graphify": ("clear_caches", "graphify"),
     "weft.transforms.ladder": ("Ladder", "Limits", "make_ladder"),
@@ -79,6 +81,7 @@ __all__ = [
     "compose",
     "config",
     "dispatch",
+    "dispatch_table",
     "donate",
     "donates",
     "generate",

@@ -29,9 +29,11 @@ class Law:
         return f"{self.number} {self.name}"
 
 
-def _with_ladder(law: Callable[..., None], min_layers: int = 1) -> Callable[[st.DataObject, str], None]:
+def _with_ladder(
+    law: Callable[..., None], min_layers: int = 1, loras: bool = False
+) -> Callable[[st.DataObject, str], None]:
     def check(data: st.DataObject, device: str) -> None:
-        scenario = data.draw(strategies.scenarios(min_layers=min_layers))
+        scenario = data.draw(strategies.scenarios(min_layers=min_layers, loras=loras))
         law(scenario, data.draw(strategies.ladders(scenario.batches(), covered=data.draw(st.booleans()))), device)
 
     return check
@@ -65,6 +67,14 @@ def _padded_functions(data: st.DataObject, device: str) -> None:
     laws.graph_is_eager_on_padded_functions(function, rungs, device)
 
 
+def _estimated(data: st.DataObject, device: str) -> None:
+    laws.memory_is_estimated(data.draw(strategies.pure_functions()), data.draw(st.integers(1, 12)), device)
+
+
+def _dropped(data: st.DataObject, device: str) -> None:
+    laws.dropped_graphs_are_not_in_use(data.draw(strategies.pure_functions()), data.draw(st.integers(1, 2)), device)
+
+
 def _dispatched(data: st.DataObject, device: str) -> None:
     own, limits = data.draw(strategies.descriptors()), data.draw(strategies.limits())
     laws.dispatch_is_least(own, limits, data.draw(st.sampled_from(MODES)))
@@ -75,23 +85,90 @@ def _started(data: st.DataObject, device: str) -> None:
     laws.nothing_is_captured_after_start(data.draw(strategies.scenarios(max_layers=2)), mode, device)
 
 
+def _called(data: st.DataObject, device: str) -> None:
+    laws.graph_is_eager_on_calls(data.draw(strategies.call_sequences()), device)
+
+
+def _on_images(law: Callable[..., None]) -> Callable[[st.DataObject, str], None]:
+    return lambda data, device: law(
+        data.draw(strategies.image_scenarios()), data.draw(strategies.resolution_ladders()), device
+    )
+
+
+def _commuted(data: st.DataObject, device: str) -> None:
+    scenario = data.draw(strategies.scenarios(max_layers=2))
+    ladder = data.draw(strategies.ladders(scenario.batches()))
+    microbatches = data.draw(st.integers(1, 3))
+    if microbatches > 1:
+        ladder = tuple(d for d in ladder if d.is_uniform)
+    laws.transforms_commute(
+        scenario, data.draw(st.integers(1, scenario.config.num_layers)), microbatches, ladder, device
+    )
+
+
+def _commuted_functions(data: st.DataObject, device: str) -> None:
+    functions = data.draw(strategies.stage_lists())
+    rows = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    inputs = [torch.arange(n * 4, dtype=torch.float32).reshape(n, 4).cos() for n in rows]
+    laws.transforms_commute_on_functions(functions, inputs, data.draw(st.integers(1, 3)), device)
+
+
+def _kept(data: st.DataObject, device: str) -> None:
+    laws.graph_keeps_what_it_reads(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=6)), device)
+
+
+def _with_func(law: Callable[..., None]) -> Callable[[st.DataObject, str], None]:
+    def check(data: st.DataObject, device: str) -> None:
+        transform = data.draw(st.sampled_from(sorted(laws.TRANSFORMS)))
+        law(data.draw(strategies.mappings(device)), transform)
+
+    return check
+
+
+def _sampled(data: st.DataObject, device: str) -> None:
+    scenario = data.draw(strategies.scenarios(max_layers=2, sampled=True))
+    ladder = data.draw(strategies.ladders(scenario.batches()))
+    way, stages = data.draw(st.sampled_from(laws.WAYS)), data.draw(st.integers(1, scenario.config.num_layers))
+    laws.seed_and_position_fix_the_sample(scenario, way, stages, data.draw(st.integers(1, 3)), ladder, device)
+
+
+def _reordered(data: st.DataObject, device: str) -> None:
+    scenario = data.draw(strategies.scenarios(max_layers=2))
+    orders = [data.draw(st.permutations(range(len(step)))) for step in scenario.moves]
+    laws.order_is_free(scenario, orders, data.draw(strategies.ladders(scenario.batches())), device)
+
+
 LAWS = (
     Law("L1", "graph is eager, on models", _with_ladder(laws.graph_is_eager)),
     Law("L1", "graph is eager, on pure functions", _on_functions(laws.graph_is_eager_on_functions)),
     Law("L1", "graph is eager, on functions under a ladder", _padded_functions),
+    Law("L1", "graph is eager, on calls that differ in one thing", _called),
+    Law("L1", "graph is eager, on images under a ladder", _on_images(laws.graph_is_eager_on_images)),
     Law("L2", "padding is inert", _with_ladder(laws.padding_is_inert)),
     Law("L2", "padding is inert, between stages", _with_ladder(laws.stage_padding_is_inert, min_layers=2)),
+    Law("L2", "padding is inert, on images", _on_images(laws.image_padding_is_inert)),
     Law("L3", "pipeline is composition, on models", _pipelined),
     Law("L3", "pipeline is composition, on pure functions", _pipelined_functions),
+    Law("L4", "transforms commute, on models", _commuted),
+    Law("L4", "transforms commute, on pure functions", _commuted_functions),
     Law("L5", "pieces are the whole, on models", _with_ladder(laws.pieces_are_the_whole)),
     Law("L5", "pieces are the whole, on pure functions", _on_functions(laws.pieces_are_the_whole_on_functions)),
     Law("L6", "dispatch is least", _dispatched),
     Law("L6", "nothing is captured after start", _started),
-    Law("L7", "class is kept", _with_ladder(laws.class_is_kept)),
+    Law("L6", "own classes are dispatched, on images", _on_images(laws.own_classes_are_dispatched)),
+    Law("L7", "class is kept", _with_ladder(laws.class_is_kept, loras=True)),
     Law("L8", "capture leaves no trace, on models", _with_ladder(laws.capture_leaves_no_trace)),
     Law("L8", "capture leaves no trace, on pure functions", _on_functions(laws.capture_leaves_no_trace_on_functions)),
     Law("L9", "ownership is kept", _with_ladder(laws.ownership_is_kept)),
+    Law("L9", "borrowed results are right", _on_functions(laws.borrowed_results_are_right)),
+    Law("L9", "graph keeps what it reads", _kept),
+    Law("L9", "dropped graphs are not in use", _dropped),
     Law("L13", "micro-batches are one", _microbatched),
+    Law("L14", "memory is estimated", _estimated),
+    Law("L15", "functions of graphs are functions", _with_func(laws.functions_of_graphs_are_functions)),
+    Law("L15", "graphs of functions are functions", _with_func(laws.graphs_of_functions_are_functions)),
+    Law("L16", "seed and position fix the sample", _sampled),
+    Law("L17", "order is free", _reordered),
 )
 
 

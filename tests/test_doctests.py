@@ -9,7 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms", "proofs": "weft.proofs"}
-NEEDS = {"weft.ops.paged_attention_triton": "triton"}  # which is to be had on Linux alone
+NEEDS = {
+    "weft.ops.paged_attention_triton": "triton",  # which is to be had on Linux alone
+    "weft.proofs.dispatch_proof": "z3",
+    "weft.proofs.symbolic": "z3",
+}
 
 
 def modules() -> Iterator[str]:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms", "proofs": "weft.proofs"}
 FOLDERS = tuple(PACKAGES)
 LOOK_DOWN = {"weft", "weft.cli", "weft.cli.demo", "weft.cli.demo_report", "weft.cli.doctor", "weft.__main__"}
-OPTIONAL = {"triton", "flashinfer", "transformers", "hypothesis", "matplotlib"}
+OPTIONAL = {"triton", "flashinfer", "transformers", "hypothesis", "matplotlib", "z3"}
 DEMO_BYTES = 2_000_000
 
 

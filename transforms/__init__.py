@@ -1,6 +1,7 @@
 """Transforms, functions to functions: `graphify`, `pipeline`, `microbatch`, and what they are made of."""
 
 from weft.transforms.dispatch import Decision, dispatch
+from weft.transforms.dispatch_table import DispatchTable, dispatch_table
 from weft.transforms.generate import Runner, make_runner, make_state
 from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
@@ -12,6 +13,7 @@ from weft.transforms.schedule import check, streaming
 __all__ = [
     "MODES",
     "Decision",
+    "DispatchTable",
     "Graphified",
     "Ladder",
     "Limits",
@@ -20,6 +22,7 @@ __all__ = [
     "check",
     "compose",
     "dispatch",
+    "dispatch_table",
     "graphify",
     "join",
     "lora_rungs",

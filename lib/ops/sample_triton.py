@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.sample import GOLDEN, MIX_1, MIX_2
+from weft.ops.splitmix import GOLDEN, MIX_1, MIX_2
 
 _BLOCK = 2048
 _PROGRAMS = 1024

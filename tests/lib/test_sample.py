@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.errors import DeviceError
-from weft.ops.sample import _mix, exponential, random_bits, sample
+from weft.ops.sample import sample
+from weft.ops.splitmix import _mix, exponential, random_bits
 from weft.transforms.graphify import graphify
 
 FAST = settings(deadline=None, max_examples=60)
@@ -235,7 +236,8 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def assert_same_draw(case: Any, expected: Any, drawn: Any) -> None:
-    """Equal tokens, but where the two best scores are within 1e-4; equal logprobs, within 1e-5."""
+    """Equal tokens, but where the two best scores are within 1e-4; equal logprobs, within 5e-5: they hold a sum over the
+    vocabulary, in another order."""
     logits, temperature, seeds, positions = case
     same = expected[0] == drawn[0]
     for row in (~same).nonzero()[:, 0].tolist():
@@ -243,7 +245,7 @@ def assert_same_draw(case: Any, expected: Any, drawn: Any) -> None:
         best = (logits[row].float() / temperature[row] + noise[0]).topk(2).values
         assert float(best[0] - best[1]) < 1e-4, (row, expected[0][row], drawn[0][row])
     assert int((~same).sum()) <= len(same) // 100
-    torch.testing.assert_close(drawn[1][same], expected[1][same], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(drawn[1][same], expected[1][same], atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("index", range(10))

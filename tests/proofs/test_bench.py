@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.proofs.bench import decode_modes, graphify_overhead
+from weft.proofs.bench import decode_modes, graphify_overhead, ladder_capture
 
 
 def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,3 +33,14 @@ def test_decode_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         assert row["share"] * row["ms"] == pytest.approx(row["floor_ms"])
         assert row["floor_ms"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(report["rows"])
+
+
+def test_ladder_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["ladder_capture", "--out", str(tmp_path), "--quick"])
+    ladder_capture.main()
+    runs = json.loads((tmp_path / "ladder_capture.json").read_text())["runs"]
+    assert [(run["graphs"], run["in_pieces"]) for run in runs] == [(5, 3), (5, 3)]
+    for run in runs:
+        assert run["bytes"] <= run["estimated_bytes"] <= 1.1 * run["bytes"]
+        assert run["seconds"] > 0
+    assert len(capsys.readouterr().out.splitlines()) == 3

@@ -1,27 +1,56 @@
-"""Each law catches the bug planted for it."""
+"""Each law catches the bugs planted for it, and the record of that is of these laws and these bugs."""
+
+import json
+from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from weft.proofs.laws import LawViolation
 from weft.proofs.mutants import MUTANTS, Mutant
-from weft.proofs.suite import LAWS
+from weft.proofs.mutants.__main__ import table
+from weft.proofs.mutants.catch import catch
+from weft.proofs.suite import LAWS, Law
+
+RESULTS = Path(__file__).parents[2] / "proofs" / "results"
+SHRINKS = 50  # smaller cases to try; the record tried more
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_the_law_catches_its_mutant(mutant: Mutant) -> None:
-    # Found is enough: shrinking a planted bug teaches nothing.
-    quiet = list(HealthCheck)
-
-    @settings(max_examples=200, deadline=None, database=None, phases=(Phase.generate,), suppress_health_check=quiet)
-    @given(st.data())
-    def run(data: st.DataObject) -> None:
-        mutant.law.check(data, "cpu")
-
-    with mutant.plant(), pytest.raises(LawViolation, match=mutant.law.number):
-        run()
+    with mutant.plant():
+        caught = catch(mutant.law, shrinks=SHRINKS)
+    assert caught is not None, f"{mutant} survives {mutant.law}"
+    assert caught.violation.startswith(f"{mutant.law.number} "), caught
+    assert caught.case, caught
 
 
 def test_each_law_has_a_mutant() -> None:
     assert {str(law) for law in LAWS} == {str(mutant.law) for mutant in MUTANTS}
+    assert len({str(mutant) + str(mutant.law) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_a_law_that_holds_catches_nothing() -> None:
+    assert catch(LAWS[0], max_examples=3) is None
+
+
+def test_the_smallest_case_and_the_count() -> None:
+    def check(data: st.DataObject, device: str) -> None:
+        number = data.draw(st.integers(0, 1000))
+        if number > 17:
+            raise LawViolation(f"L0 small: {number}")
+
+    caught = catch(Law("L0", "small", check), shrinks=100)
+    assert caught is not None
+    assert (caught.case, caught.violation) == (("18",), "L0 small: 18")
+    assert caught.examples >= 1
+    assert "the smallest case: 18" in str(caught)
+
+
+def test_the_record_is_of_these_laws_and_bugs() -> None:
+    rows = json.loads((RESULTS / "mutants.json").read_text())["mutants"]
+    assert [(r["law"], r["mutant"]) for r in rows] == [(str(m.law), m.name) for m in MUTANTS], (
+        "run python -m weft.proofs.mutants --out proofs/results"
+    )
+    assert all(r["examples"] and r["case"] and r["violation"] for r in rows)
+    assert table(rows) in (RESULTS / "mutants.md").read_text()

@@ -1,0 +1,77 @@
+"""The laws: what graphify, padding, pipelines and donation may not change. Each raises `LawViolation` where it breaks.
+
+A law takes a scenario (a model and a *sequence* of batches, so that a replay follows somebody else's replay) or a
+random pure function, and compares with a run that no transform touched. `weft.proofs.mutants` plants the bug that each
+is to catch.
+"""
+
+from weft.proofs.laws.compare import LawViolation, assert_equal
+from weft.proofs.laws.dispatch import (
+    class_is_kept,
+    dispatch_is_least,
+    nothing_is_captured_after_start,
+    own_classes_are_dispatched,
+)
+from weft.proofs.laws.func import TRANSFORMS, functions_of_graphs_are_functions, graphs_of_functions_are_functions
+from weft.proofs.laws.graph import (
+    graph_is_eager,
+    graph_is_eager_on_calls,
+    graph_is_eager_on_functions,
+    graph_is_eager_on_images,
+    graph_is_eager_on_padded_functions,
+)
+from weft.proofs.laws.memory import dropped_graphs_are_not_in_use, memory_is_estimated
+from weft.proofs.laws.ownership import (
+    borrowed_results_are_right,
+    capture_leaves_no_trace,
+    capture_leaves_no_trace_on_functions,
+    graph_keeps_what_it_reads,
+    ownership_is_kept,
+)
+from weft.proofs.laws.padding import image_padding_is_inert, padding_is_inert, stage_padding_is_inert
+from weft.proofs.laws.pieces import pieces_are_the_whole, pieces_are_the_whole_on_functions
+from weft.proofs.laws.pipeline import (
+    microbatches_are_one,
+    pipeline_is_composition,
+    pipeline_is_composition_on_functions,
+    transforms_commute,
+    transforms_commute_on_functions,
+)
+from weft.proofs.laws.requests import WAYS, order_is_free, seed_and_position_fix_the_sample
+
+__all__ = [
+    "TRANSFORMS",
+    "WAYS",
+    "LawViolation",
+    "assert_equal",
+    "borrowed_results_are_right",
+    "capture_leaves_no_trace",
+    "capture_leaves_no_trace_on_functions",
+    "class_is_kept",
+    "dispatch_is_least",
+    "dropped_graphs_are_not_in_use",
+    "functions_of_graphs_are_functions",
+    "graph_is_eager",
+    "graph_is_eager_on_calls",
+    "graph_is_eager_on_functions",
+    "graph_is_eager_on_images",
+    "graph_is_eager_on_padded_functions",
+    "graph_keeps_what_it_reads",
+    "graphs_of_functions_are_functions",
+    "image_padding_is_inert",
+    "memory_is_estimated",
+    "microbatches_are_one",
+    "nothing_is_captured_after_start",
+    "order_is_free",
+    "own_classes_are_dispatched",
+    "ownership_is_kept",
+    "padding_is_inert",
+    "pieces_are_the_whole",
+    "pieces_are_the_whole_on_functions",
+    "pipeline_is_composition",
+    "pipeline_is_composition_on_functions",
+    "seed_and_position_fix_the_sample",
+    "stage_padding_is_inert",
+    "transforms_commute",
+    "transforms_commute_on_functions",
+]

@@ -1,0 +1,117 @@
+"""L6 and L7: dispatch is least, nothing is captured after start-up, and a class is kept."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import attrs
+import torch
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.proofs.laws.compare import LawViolation, larger, whole
+from weft.proofs.strategies.images import ImageScenario, Resolution
+from weft.proofs.strategies.models import Scenario
+from weft.transforms.dispatch import dispatch
+from weft.transforms.graphify import graphify
+from weft.transforms.ladder import Limits, make_ladder
+
+
+def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
+    """L6: dispatch is total and deterministic, takes a class that covers the batch, a whole graph before pieces, and
+    none smaller would do; each class of the ladder is reached by its own batches."""
+    ladder = make_ladder(mode, limits)
+    decision = graphs_module().dispatch(own, ladder)
+    if decision != graphs_module().dispatch(own, ladder):
+        raise LawViolation(f"L6 dispatch is least: two decisions for '{own}'")
+    full, pieces = larger(own, ladder.full), larger(own, ladder.piecewise)
+    expected, classes = ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [own])
+    if decision.mode != expected or decision.descriptor not in classes:
+        raise LawViolation(
+            f"L6 dispatch is least: {decision}, where {expected} of {[str(d) for d in classes]} is right"
+        )
+    if any(d != decision.descriptor and decision.descriptor.covers(d) for d in classes):
+        raise LawViolation(f"L6 dispatch is least: '{decision.descriptor}' for '{own}', where less would do")
+    for way, rung in [*(("full", d) for d in ladder.full), *(("piecewise", d) for d in ladder.piecewise)]:
+        reached = graphs_module().dispatch(rung, ladder)
+        if (reached.mode, reached.descriptor) != (way, rung):
+            raise LawViolation(f"L6 dispatch is least: '{rung}' goes {reached.mode} under '{reached.descriptor}'")
+
+
+def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str = "cpu") -> None:
+    """L6: once the ladder is captured and frozen, every batch that it covers replays, and no step captures."""
+    reqs, tokens = len(scenario.prompts), sum(map(len, scenario.prompts)) + len(scenario.prompts)
+    ladder = make_ladder(mode, Limits(reqs, tokens))
+    graph = graphify(whole(scenario), ladder=ladder, split_at="weft::paged_attention")
+    params, state = scenario.params(1, device), scenario.state(1, device)
+    batches = scenario.batches(device)
+    captures = graph.capture(params, state, batches[0]).captures
+    graph.freeze()
+    for batch in batches:
+        state, _ = graph(params, state, batch)
+    info = graph.cache_info()
+    covered = [b for b in batches if larger(b.descriptor, tuple(ladder))]
+    if info.captures != captures or captures != len(ladder) or info.replays != len(covered):
+        raise LawViolation(f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered batches")
+
+
+def graphs_module() -> Any:
+    """The module whose `dispatch` graphify calls (the package's attribute of that name is the function)."""
+    return import_module("weft.transforms.graphs")
+
+
+def own_classes_are_dispatched(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
+    """L6 for a user's own descriptor: the least resolution that covers, by its definition; its padding as it is; and
+    once the ladder is captured and frozen, what it covers replays and nothing is captured."""
+    graph, params, state = graphify(scenario.step(), ladder=ladder), scenario.params(device), scenario.state(device)
+    images = scenario.images(device)
+    captures = graph.capture(params, state, images[0]).captures
+    graph.freeze()
+    for image in images:
+        own, decision = image.resolution, graph.explain(params, state, image).decision
+        fitting = [d for d in ladder if d.height >= own.height and d.width >= own.width]
+        chosen = decision.descriptor
+        if decision.mode != ("full" if fitting else "none") or chosen not in (fitting or [own]):
+            raise LawViolation(f"L6 dispatch is least: {decision} for '{own}', where {[str(d) for d in fitting]} cover")
+        if any(d != chosen and d.height <= chosen.height and d.width <= chosen.width for d in fitting):
+            raise LawViolation(f"L6 dispatch is least: '{chosen}' for '{own}', where less would do")
+        padded = {"height": chosen.height - own.height, "width": chosen.width - own.width}
+        if dict(decision.padding) != {name: more for name, more in padded.items() if more}:
+            raise LawViolation(f"L6 dispatch is least: padding {decision.padding} of '{own}' to '{chosen}'")
+        state, _ = graph(params, state, image)
+    info, covered = graph.cache_info(), [r for r in scenario.resolutions if larger(r, ladder)]
+    if (info.captures, captures, info.replays) != (captures, len(ladder), len(covered)):
+        raise LawViolation(f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered images")
+
+
+def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L7: the graph that runs is of the class that dispatch says, its number of LoRAs included; a uniform one only for
+    a batch whose maker declared it uniform, in capture, warm-up and replay; and the tensors have its sizes."""
+    step = whole(scenario)
+
+    def recording(params: Any, state: Any, batch: Batch) -> Any:
+        d = batch.descriptor
+        if (batch.input_ids.shape[0], batch.rows.shape[0]) != (d.num_tokens, d.num_reqs):
+            raise LawViolation(
+                f"L7 class is kept: '{d}' with {batch.input_ids.shape[0]} tokens, {batch.rows.shape[0]} rows"
+            )
+        state, out = step(params, state, batch)
+        ran = torch.full_like(out.logprobs, _code(d))  # frozen at capture: the class that a replay is of
+        return state, attrs.evolve(out, logprobs=ran)
+
+    recording.__weft_donates__ = ("state",)  # type: ignore[attr-defined]
+    graph, params, state = graphify(recording, ladder=ladder), scenario.params(1, device), scenario.state(1, device)
+    for batch in scenario.batches(device):
+        own = batch.descriptor
+        state, out = graph(params, state, batch)
+        expected, seen = dispatch(own, ladder).descriptor, sorted(set(out.logprobs.tolist()))
+        if not own.is_uniform and any(code % 2 for code in seen):
+            raise LawViolation(f"L7 class is kept: a uniform graph ran for '{own}'")
+        if seen != [_code(expected)]:
+            loras = [int(code // 2) for code in seen]
+            raise LawViolation(f"L7 class is kept: a graph of {loras} LoRAs ran for '{own}', not '{expected}'")
+
+
+def _code(descriptor: BatchDescriptor) -> float:
+    """A number that tells the classes of one size apart."""
+    return float(descriptor.is_uniform + 2 * descriptor.num_active_loras)

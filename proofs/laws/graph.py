@@ -1,0 +1,113 @@
+"""L1: a graph is its function, run eagerly."""
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.descriptor import BatchDescriptor
+from weft.donation import clone
+from weft.padding import pad, unpad
+from weft.proofs.laws.compare import LawViolation, assert_equal, larger, whole
+from weft.proofs.strategies.calls import Call, called, worlds
+from weft.proofs.strategies.functions import Function, Rows
+from weft.proofs.strategies.images import ImageScenario, Resolution
+from weft.proofs.strategies.models import Scenario
+from weft.transforms.dispatch import dispatch
+from weft.transforms.graphify import graphify
+from weft.trees import tree_map
+
+
+def graph_is_eager(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L1: at the same padded descriptor a replay gives the outputs and the whole state of an eager run, bitwise.
+
+    Every batch that a class covers replays, and no class is captured twice.
+    """
+    eager, graph = whole(scenario), graphify(whole(scenario), ladder=ladder)
+    params = scenario.params(1, device)
+    state, other = scenario.state(1, device), scenario.state(1, device)
+    chosen = []
+    for batch in scenario.batches(device):
+        decision = graph.explain(params, other, batch).decision
+        chosen += [] if decision.mode == "none" else [decision.descriptor]
+        state, out = eager(params, state, pad(batch, decision.descriptor))
+        other, replayed = graph(params, other, batch)
+        assert_equal("L1 graph is eager: output", replayed, unpad(out, batch.descriptor))
+        assert_equal("L1 graph is eager: state", other, state)
+    info = graph.cache_info()
+    covered = [b for b in scenario.batches() if larger(b.descriptor, ladder)]
+    if (info.replays, info.captures) != (len(covered), len(set(chosen))):
+        raise LawViolation(f"L1 graph is eager: {info} where {len(covered)} of the batches are covered")
+
+
+def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None:
+    """L1 for any pure function: a replay of each signature equals the function itself, its next state included.
+
+    Calls of two worlds alternate: other parameters and another state, in the same shapes.
+    """
+    graph = graphify(function.fn)
+    params = [function.params.to(device), (function.params + 1).to(device)]
+    states = [tree_map(lambda t: t.clone().to(device), function.state) for _ in params]
+    others = clone(states)
+    kept = []
+    for x in (x.to(device) for x in function.inputs):
+        for world, own in enumerate(params):
+            states[world], out = function.fn(own, states[world], x)
+            others[world], replayed = graph(own, others[world], x)
+            assert_equal("L1 graph is eager: output", replayed, out)
+            assert_equal("L1 graph is eager: state", others[world], states[world])
+            kept.append((replayed, out.clone()))
+    for replayed, out in kept:
+        assert_equal("L9 a result does not change under its holder", replayed, out)
+    info = graph.cache_info()
+    if (info.captures, info.replays) != (2 * len({x.shape for x in function.inputs}), 2 * len(function.inputs)):
+        raise LawViolation(f"L1 graph is eager: {info} for inputs {[tuple(x.shape) for x in function.inputs]}, twice")
+
+
+def graph_is_eager_on_padded_functions(function: Function, rungs: Iterable[int], device: str = "cpu") -> None:
+    """L1 and L8 for any pure function under a ladder, one that counts its calls in its state: a capture counts none."""
+
+    def step(params: Tensor, state: dict[str, Tensor], batch: Rows) -> tuple[dict[str, Tensor], Rows]:
+        _, y = function.fn(params, clone(state), batch.x)
+        return {**state, "n": state["n"] + 1}, attrs.evolve(batch, x=y)
+
+    graph = graphify(step, ladder=[BatchDescriptor(n, n) for n in sorted(rungs, reverse=True)], donate_argnames="state")
+    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    for calls, x in enumerate(function.inputs):
+        batch = Rows(BatchDescriptor(x.shape[0], x.shape[0]), x.to(device))
+        graph.capture(params, state, batch)
+        if int(state["n"]) != calls:
+            raise LawViolation(f"L1 graph is eager: {int(state['n'])} steps counted after {calls} and a capture")
+        _, expected = step(params, clone(state), pad(batch, graph.explain(params, state, batch).decision.descriptor))
+        state, seen = graph(params, state, batch)
+        assert_equal("L1 graph is eager: output", seen, unpad(expected, batch.descriptor))
+
+
+def graph_is_eager_on_calls(calls: Sequence[Call], device: str = "cpu") -> None:
+    """L1 for calls that differ in one thing: the place, shape, stride, type, device or value of an argument."""
+    graph = graphify(called, static_argnames="static")
+    own, x = worlds(device), torch.arange(4.0, device=device).reshape(2, 2)
+    for call in calls:
+        arguments = call.arguments(own, x)
+        try:
+            seen = graph(*arguments)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise LawViolation(f"L1 graph is eager: {call} raises {text}, where the function does not") from error
+        assert_equal(f"L1 graph is eager: {call}", seen, called(*arguments))
+
+
+def graph_is_eager_on_images(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
+    """L1 for a user's own descriptor, of two sizes: the image and the state of an eager run at the padded class."""
+    step, graph = scenario.step(), graphify(scenario.step(), ladder=ladder)
+    params, state, other = scenario.params(device), scenario.state(device), scenario.state(device)
+    for image in scenario.images(device):
+        resolution = dispatch(image.resolution, ladder).descriptor
+        state, out = step(params, state, pad(image, resolution))
+        other, seen = graph(params, other, image)
+        assert_equal("L1 graph is eager: image", seen, unpad(out, image.resolution))
+        assert_equal("L1 graph is eager: state", other, state)
+    classes = {dispatch(r, ladder).descriptor for r in scenario.resolutions if larger(r, ladder)}
+    if graph.cache_info().captures != len(classes):
+        raise LawViolation(f"L1 graph is eager: {graph.cache_info()} for the classes {sorted(map(str, classes))}")

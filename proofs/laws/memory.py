@@ -1,0 +1,58 @@
+"""L14, and L9 for graphs that make room for others: what graphs take is known before, and none is dropped in use."""
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.descriptor import BatchDescriptor
+from weft.donation import clone
+from weft.proofs.laws.compare import LawViolation, assert_equal
+from weft.proofs.strategies.functions import Function, Rows
+from weft.transforms.graphify import graphify
+from weft.trees import tree_map
+
+SHARE = 0.1
+"""By how much an estimate may exceed what is used."""
+GRANULE = 2**21
+"""The driver of a GPU takes memory for a graph in granules: so far, a graph, an estimate may be off there."""
+
+
+def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -> None:
+    """L14: `used <= estimate <= used * (1 + SHARE)` for a ladder of so many classes; to estimate changes nothing."""
+
+    def step(params: Tensor, state: dict[str, Tensor], batch: Rows) -> tuple[dict[str, Tensor], Rows]:
+        _, y = function.fn(params, clone(state), batch.x)
+        return {**state, "n": state["n"] + 1}, attrs.evolve(batch, x=y)
+
+    ladder = [BatchDescriptor(n, n) for n in range(classes, 0, -1)]
+    graph = graphify(step, ladder=ladder, donate_argnames="state")
+    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    x = function.inputs[0][:1].to(device)
+    batch, before = Rows(BatchDescriptor(1, 1), x), clone(state)
+    estimate = graph.memory_estimate(params, state, batch).total_bytes
+    assert_equal("L14 memory: an estimate leaves no trace", state, before)
+    if graph.cache_info().currsize or graph.memory_analysis().total_bytes:
+        raise LawViolation(f"L14 memory: an estimate left {graph.memory_analysis()}")
+    graph.capture(params, state, batch)
+    used = graph.memory_analysis().total_bytes
+    slack = 0 if device == "cpu" else GRANULE * classes
+    if not used - slack <= estimate <= used * (1 + SHARE) + slack:
+        raise LawViolation(f"L14 memory: {estimate} bytes estimated, {used} used, for {classes} classes")
+
+
+def dropped_graphs_are_not_in_use(function: Function, most: int, device: str = "cpu") -> None:
+    """L9: with room for few graphs every call gives what the function gives, and no more graphs are held."""
+    graph = graphify(function.fn, max_captures=most)
+    params, state = function.params.to(device), tree_map(lambda t: t.to(device), function.state)
+    other: Any = clone(state)
+    for x in (x.to(device) for x in (*function.inputs, *function.inputs)):
+        state, out = function.fn(params, state, x)
+        other, seen = graph(params, other, x)
+        assert_equal("L9 a dropped graph is not in use: output", seen, out)
+        assert_equal("L9 a dropped graph is not in use: state", other, state)
+        if graph.cache_info().currsize > most:
+            raise LawViolation(f"L9 a dropped graph: {graph.cache_info()} with room for {most}")
+    if device != "cpu":
+        torch.cuda.synchronize()

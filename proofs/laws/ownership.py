@@ -1,0 +1,122 @@
+"""L8 and L9: a capture leaves no trace, and what is held does not change."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.donation import clone, donates
+from weft.errors import CaptureError, DonatedError
+from weft.proofs.laws.compare import LawViolation, assert_equal, whole
+from weft.proofs.strategies.functions import Function
+from weft.proofs.strategies.models import Scenario
+from weft.transforms.graphify import graphify
+from weft.trees import tree_map
+
+
+def capture_leaves_no_trace(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L8: explaining, capturing the whole ladder, and a capture that fails leave the state bitwise as it was."""
+    graph, params, state = (
+        graphify(whole(scenario), ladder=ladder),
+        scenario.params(1, device),
+        scenario.state(1, device),
+    )
+    failing = graphify(_then_fail(whole(scenario)), ladder=ladder)
+    for batch in scenario.batches(device):
+        before = clone(state)
+        graph.explain(params, state, batch)
+        graph.capture(params, state, batch)
+        if ladder:
+            try:
+                failing.capture(params, state, batch)
+            except CaptureError:
+                pass
+            else:
+                raise LawViolation("L8 capture leaves no trace: a host read was captured")
+        assert_equal("L8 capture leaves no trace", state, before)
+        state, _ = graph(params, state, batch)
+
+
+def _then_fail(step: Callable[..., Any]) -> Callable[..., Any]:
+    def failing(params: Any, state: Any, batch: Batch) -> Any:
+        state, out = step(params, state, batch)
+        out.token_ids.sum().item()
+        return state, out
+
+    failing.__weft_donates__ = ("state",)  # type: ignore[attr-defined]
+    return failing
+
+
+def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu") -> None:
+    """L8 for any pure function, which has no inert batch to be captured on."""
+    graph = graphify(function.fn)
+    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    before = clone(state)
+    for x in function.inputs:
+        graph.capture(params, state, x.to(device))
+        assert_equal("L8 capture leaves no trace", state, before)
+
+
+def ownership_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L9: what a call returned never changes, and a donated state refuses to be used again and names its taker."""
+    graph, params, state = (
+        graphify(whole(scenario), ladder=ladder),
+        scenario.params(1, device),
+        scenario.state(1, device),
+    )
+    held: list[tuple[Any, Any]] = []
+    for batch in scenario.batches(device):
+        old = state
+        state, out = graph(params, state, batch)
+        held.append((out, clone(out)))
+        for result, copy in held:
+            assert_equal("L9 a result does not change under its holder", result, copy)
+        try:
+            graph(params, old, batch)
+        except DonatedError as error:
+            if "donated to" not in str(error):
+                raise LawViolation(f"L9 ownership: the error names no taker: {error}") from error
+        else:
+            raise LawViolation("L9 ownership: a donated state was used again")
+
+
+def borrowed_results_are_right(function: Function, device: str = "cpu") -> None:
+    """L9 for borrowed results: right until the next call, and as the inputs of that, though they change places."""
+
+    @donates("state")
+    def step(params: Any, state: Any, pair: tuple[Tensor, Tensor]) -> Any:
+        state, out = function.fn(params, state, pair[0])
+        return state, (pair[1], pair[0], out)
+
+    graph = graphify(step, outputs="borrow")
+    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    other = clone(state)
+    for x in (x.to(device) for x in function.inputs):
+        seen = expected = (x, x + 1, x)
+        for _ in range(3):
+            state, expected = step(params, state, expected[:2])
+            other, seen = graph(params, other, seen[:2])
+            assert_equal("L9 a borrowed result", seen, expected)
+            assert_equal("L9 a borrowed result: state", other, state)
+
+
+def graph_keeps_what_it_reads(code: Sequence[int], device: str = "cpu") -> None:
+    """L9: a tensor that a graph reads lives as long as the graph, even where its owner forgets it: here a cache of one
+    table, which the next size evicts."""
+
+    @lru_cache(maxsize=1)
+    def table(size: int) -> Tensor:
+        return torch.arange(1.0, size + 1, device=device)
+
+    def fn(x: Tensor) -> Tensor:
+        return x * table(x.shape[0])
+
+    graph = graphify(fn)
+    for size in code:
+        x = torch.full((size,), 2.0, device=device)
+        expected = fn(x)  # which makes the table, so that a capture finds it made
+        assert_equal("L9 a graph keeps what it reads", graph(x), expected)

@@ -1,0 +1,91 @@
+"""L2: padding is inert."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.padding import pad, unpad
+from weft.proofs.laws.compare import LawViolation, assert_equal, larger, visible, whole
+from weft.proofs.strategies.images import ImageScenario, Resolution
+from weft.proofs.strategies.models import Scenario
+from weft.state import State
+from weft.trees import tree_map
+
+
+def padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L2: `unpad(f(pad(b, d)))` is `f(b)` for each d that covers b, whatever padding and unwritten memory hold."""
+    step, params = whole(scenario), scenario.params(1, device)
+    for batch_index, batch in enumerate(scenario.batches(device)):
+        for descriptor in larger(batch.descriptor, ladder):
+            before = _run_to(scenario, step, params, batch_index, device, poison=0.0)
+            poisoned = _run_to(scenario, step, params, batch_index, device, poison=float("nan"))
+            state, out = step(params, before, batch)
+            other, padded = step(params, _garbage_scratch(poisoned), _garbage_tail(pad(batch, descriptor), batch))
+            seen = unpad(padded, batch.descriptor)
+            assert_equal("L2 padding is inert: output", seen, out, exact=False)
+            unwritten = tree_map(lambda x: torch.nan_to_num(x) if x.is_floating_point() else x, visible(other))
+            assert_equal("L2 padding is inert: state", unwritten, visible(state), exact=False)
+
+
+def _run_to(scenario: Scenario, step: Any, params: Any, index: int, device: str, *, poison: float) -> Any:
+    state = scenario.state(1, device, poison=poison)
+    for batch in scenario.batches(device)[:index]:
+        state, _ = step(params, state, batch)
+    return state
+
+
+def _garbage_scratch(state: Sequence[State]) -> Sequence[State]:
+    """The state with old data in the row that padding points to."""
+    for s in state:
+        s.positions[-1], s.last_tokens[-1], s.seeds[-1] = 1, 3, 77
+        s.temperature[-1] = float("nan")
+        s.block_table[-1] = s.block_table[0]
+    return state
+
+
+def _garbage_tail(padded: Batch, batch: Batch) -> Batch:
+    """The padded batch with tokens of somebody else where its padding is."""
+    tail = padded.input_ids.clone()
+    tail[batch.descriptor.num_tokens :] = 2
+    return attrs.evolve(padded, input_ids=tail)
+
+
+def stage_padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L2 between stages: NaN in the tail of a received buffer reaches no request and no page."""
+    stages, params = scenario.stages(2), scenario.params(2, device)
+    state, other = list(scenario.state(2, device)), list(scenario.state(2, device))
+    for batch in scenario.batches(device)[:1]:
+        for descriptor in larger(batch.descriptor, ladder)[:1]:
+            state[0], x = stages[0](params[0], state[0], batch, None)
+            state[1], out = stages[1](params[1], state[1], batch, x)
+            wide = pad(x, descriptor)
+            tail = torch.full_like(wide.hidden_states, float("nan"))
+            tail[: x.hidden_states.shape[0]] = x.hidden_states
+            wide = attrs.evolve(wide, hidden_states=tail)
+            other[1], padded = stages[1](params[1], other[1], pad(batch, descriptor), wide)
+            assert_equal("L2 padding is inert: output", unpad(padded, batch.descriptor), out, exact=False)
+            assert_equal("L2 padding is inert: state", visible(other[1:]), visible(state[1:]), exact=False)
+
+
+def image_padding_is_inert(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
+    """L2 for a user's own descriptor: padded on two sides, with NaN there, an image and the state are the same; and
+    unpadding is the inverse of padding."""
+    step, params = scenario.step(), scenario.params(device)
+    for image in scenario.images(device):
+        for resolution in larger(image.resolution, ladder):
+            state, out = step(params, scenario.state(device), image)
+            wide = pad(image, resolution)
+            assert_equal("L2 padding is inert: there and back", unpad(wide, image.resolution), image)
+            pixels = torch.where(wide.valid[..., None], wide.pixels, float("nan"))
+            other, seen = step(params, scenario.state(device), attrs.evolve(wide, pixels=pixels))
+            assert_equal("L2 padding is inert: image", unpad(seen, image.resolution), out, exact=False)
+            assert_equal("L2 padding is inert: state", other, state, exact=False)
+            if seen.resolution != resolution or (seen.pixels.shape[0], seen.pixels.shape[1]) != (
+                resolution.height,
+                resolution.width,
+            ):
+                raise LawViolation(f"L2 padding is inert: {tuple(seen.pixels.shape)} for '{resolution}'")

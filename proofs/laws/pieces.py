@@ -1,0 +1,51 @@
+"""L5: pieces are the whole."""
+
+from collections.abc import Sequence
+
+from weft.descriptor import BatchDescriptor
+from weft.donation import clone
+from weft.padding import pad, unpad
+from weft.proofs.laws.compare import LawViolation, assert_equal, whole
+from weft.proofs.strategies.functions import Function
+from weft.proofs.strategies.models import Scenario
+from weft.transforms.graphify import graphify
+from weft.transforms.piecewise import piecewise
+from weft.trees import tree_map
+
+
+def pieces_are_the_whole(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
+    """L5: captured in pieces, with attention between them, a step gives bitwise what the whole graph and the function
+    itself give at the same padded class; and it is really in pieces, one more than there are layers."""
+    pieces = piecewise(whole(scenario), split_at="weft::paged_attention", ladder=ladder)
+    one, eager, params = graphify(whole(scenario), ladder=ladder), whole(scenario), scenario.params(1, device)
+    states = [scenario.state(1, device) for _ in range(3)]
+    for batch in scenario.batches(device):
+        padded = pad(batch, pieces.explain(params, states[0], batch).decision.descriptor)
+        states[0], seen = pieces(params, states[0], batch)
+        states[1], other = one(params, states[1], batch)
+        states[2], out = eager(params, states[2], padded)
+        assert_equal("L5 pieces are the whole: output", seen, unpad(out, batch.descriptor))
+        assert_equal("L5 pieces are the whole: output", seen, other)
+        assert_equal("L5 pieces are the whole: state", states[0], states[2])
+        assert_equal("L5 pieces are the whole: state", states[0], states[1])
+    if any(n != scenario.config.num_layers + 1 for n in pieces.num_pieces()):
+        raise LawViolation(f"L5 pieces are the whole: {pieces.num_pieces()} for {scenario.config.num_layers} layers")
+
+
+def pieces_are_the_whole_on_functions(function: Function, device: str = "cpu") -> None:
+    """L5 for any pure function, cut at every matrix product, sort and softmax in it."""
+    split_at = {"matmul": "aten::mm", "sort": "aten::sort", "softmax": "aten::_softmax"}
+    split_at["gather"] = split_at["sort"]  # by argsort
+    names = [split_at[name] for name in function.code if name in split_at]
+    if not names:
+        return
+    cut = piecewise(function.fn, split_at=names)
+    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    other = clone(state)
+    for x in (x.to(device) for x in function.inputs):
+        state, out = function.fn(params, state, x)
+        other, seen = cut(params, other, x)
+        assert_equal("L5 pieces are the whole: output", seen, out)
+        assert_equal("L5 pieces are the whole: state", other, state)
+    if any(n != len(names) + 1 for n in cut.num_pieces()):
+        raise LawViolation(f"L5 pieces are the whole: {cut.num_pieces()} pieces for {names}")

@@ -1,0 +1,119 @@
+"""L3, L4 and L13: pipelines and micro-batches are the composition of their stages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from weft.descriptor import BatchDescriptor
+from weft.proofs.laws.compare import assert_equal, visible, whole
+from weft.proofs.strategies.functions import Function
+from weft.proofs.strategies.models import Scenario
+from weft.state import advance
+from weft.transforms.graphify import graphify
+from weft.transforms.microbatch import microbatch
+from weft.transforms.pipeline import compose, pipeline
+from weft.trees import tree_map
+
+
+def pipeline_is_composition(
+    scenario: Scenario,
+    num_stages: int,
+    microbatches: int,
+    ladder: Sequence[BatchDescriptor] | None,
+    device: str = "cpu",
+) -> None:
+    """L3: a pipeline of any split and any number of micro-batches gives the outputs and each stage's state of the
+    hand-written sequence; with a ladder, its stages replay."""
+    stages, params = scenario.stages(num_stages), scenario.params(num_stages, device)
+    plain = compose(stages, advance=advance)
+    parts = stages if ladder is None else [graphify(stage, ladder=ladder) for stage in stages]
+    spanned = pipeline(parts, microbatches=microbatches, advance=advance)
+    state, other = scenario.state(num_stages, device), scenario.state(num_stages, device)
+    exact = microbatches == 1 and ladder is None
+    for batch in scenario.batches(device):
+        state, out = plain(params, state, batch)
+        other, seen = spanned(params, other, batch)
+        assert_equal("L3 pipeline is composition: output", seen, out, exact=exact)
+        assert_equal("L3 pipeline is composition: state", visible(other), visible(state), exact=exact)
+
+
+def pipeline_is_composition_on_functions(
+    functions: Sequence[Function], x: Tensor, microbatches: int, device: str = "cpu"
+) -> None:
+    """L3 for any pure functions as stages."""
+    stages, x = [f.fn for f in functions], x.to(device)
+    params, states = tree_map(lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions]))
+    state, out = compose(stages)(params, states, x)
+    other, seen = pipeline(stages, microbatches=microbatches)(params, states, x)
+    assert_equal("L3 pipeline is composition: output", seen, out, exact=microbatches == 1)
+    assert_equal("L3 pipeline is composition: state", other, state, exact=microbatches == 1)
+
+
+def microbatches_are_one(scenario: Scenario, parts: int, device: str = "cpu") -> None:
+    """L13: `microbatch(f, m)` is `f`, its state included."""
+    step, params = whole(scenario), scenario.params(1, device)
+    cut = microbatch(step, parts)
+    state, other = scenario.state(1, device), scenario.state(1, device)
+    for batch in scenario.batches(device):
+        state, out = step(params, state, batch)
+        other, seen = cut(params, other, batch)
+        assert_equal("L13 micro-batches: output", seen, out, exact=False)
+        assert_equal("L13 micro-batches: state", visible(other), visible(state), exact=False)
+
+
+def transforms_commute(
+    scenario: Scenario,
+    num_stages: int,
+    microbatches: int,
+    ladder: Sequence[BatchDescriptor],
+    device: str = "cpu",
+) -> None:
+    """L4: `graphify(pipeline(s))` is `pipeline(map(graphify, s))` is `compose(s)`: outputs and each stage's state.
+
+    A graph cannot cut a ragged batch, which reads the host: more than one micro-batch goes with uniform classes alone.
+    """
+    stages, params = scenario.stages(num_stages), scenario.params(num_stages, device)
+    steps: dict[str, Any] = {
+        "compose": compose(stages, advance=advance),
+        "pipeline of graphs": pipeline(
+            [graphify(s, ladder=ladder) for s in stages], microbatches=microbatches, advance=advance
+        ),
+        "graph of a pipeline": graphify(pipeline(stages, microbatches=microbatches, advance=advance), ladder=ladder),
+    }
+    states = {name: scenario.state(num_stages, device) for name in steps}
+    for batch in scenario.batches(device):
+        outs = {}
+        for name, step in steps.items():
+            states[name], outs[name] = step(params, states[name], batch)
+        for name in steps:
+            law = f"L4 transforms commute: {name} and compose"
+            assert_equal(f"{law}: output", outs[name], outs["compose"], exact=False)
+            assert_equal(f"{law}: state", visible(states[name]), visible(states["compose"]), exact=False)
+
+
+def transforms_commute_on_functions(
+    functions: Sequence[Function], inputs: Sequence[Tensor], microbatches: int, device: str = "cpu"
+) -> None:
+    """L4 for any pure functions as stages, bitwise where the shapes are the same: all but `compose` cut alike."""
+    stages = [f.fn for f in functions]
+    params, state = tree_map(lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions]))
+    steps: dict[str, Any] = {
+        "compose": compose(stages),
+        "pipeline": pipeline(stages, microbatches=microbatches),
+        "pipeline of graphs": pipeline([graphify(s) for s in stages], microbatches=microbatches),
+        "graph of a pipeline": graphify(pipeline(stages, microbatches=microbatches)),
+    }
+    states = dict.fromkeys(steps, state)
+    for x in (x.to(device) for x in inputs):
+        outs = {}
+        for name, step in steps.items():
+            states[name], outs[name] = step(params, states[name], x)
+        for name, other, exact in (
+            ("pipeline", "compose", microbatches == 1),
+            ("pipeline of graphs", "pipeline", True),
+            ("graph of a pipeline", "pipeline", True),
+        ):
+            law = f"L4 transforms commute: {name} and {other}"
+            assert_equal(f"{law}: output", outs[name], outs[other], exact=exact)
+            assert_equal(f"{law}: state", states[name], states[other], exact=exact)

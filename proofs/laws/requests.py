@@ -1,0 +1,94 @@
+"""L16 and L17: what a request gets depends on the request alone: not on its batch, its order, nor on how it is run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from weft.descriptor import BatchDescriptor
+from weft.ops.sample import sample
+from weft.outputs import Output
+from weft.proofs.laws.compare import LawViolation, assert_equal, visible, whole
+from weft.proofs.strategies.models import Move, Scenario
+from weft.state import advance
+from weft.transforms.graphify import graphify
+from weft.transforms.pipeline import pipeline
+
+WAYS = ("eager", "graph", "pipeline", "pipeline of graphs", "graph of a pipeline")
+
+
+def make_way(
+    scenario: Scenario, way: str, num_stages: int, microbatches: int, ladder: Sequence[BatchDescriptor]
+) -> tuple[Any, int]:
+    """The scenario's model as a step, run in one of `WAYS`, and its number of stages."""
+    if way in ("eager", "graph"):
+        step = whole(scenario)
+        return (step if way == "eager" else graphify(step, ladder=ladder)), 1
+    stages = scenario.stages(num_stages)
+    if way == "pipeline of graphs":
+        stages = [graphify(stage, ladder=ladder) for stage in stages]
+    inside = way == "graph of a pipeline"  # where a ragged batch cannot be cut, which reads the host
+    step = pipeline(stages, microbatches=1 if inside else microbatches, advance=advance)
+    return (graphify(step, ladder=ladder) if inside else step), num_stages
+
+
+def seed_and_position_fix_the_sample(
+    scenario: Scenario,
+    way: str,
+    num_stages: int,
+    microbatches: int,
+    ladder: Sequence[BatchDescriptor],
+    device: str = "cpu",
+) -> None:
+    """L16: in any batch, bucket, order, mode and split, what a request samples is a function of its own logits, seed
+    and position, which the host counts here by itself; and both have an effect."""
+    step, count = make_way(scenario, way, num_stages, microbatches, ladder)
+    params, state = scenario.params(count, device), scenario.state(count, device)
+    done = [0] * len(scenario.prompts)
+    for batch, moves in zip(scenario.batches(device), scenario.moves, strict=True):
+        state, out = step(params, state, batch)
+        for index, move in enumerate(moves):
+            done[move.row] += move.prompt_tokens or 1
+            one = slice(index, index + 1)
+            seed, position = scenario.seed + move.row, done[move.row] - 1
+            expected = sample(out.logits[one], *_drawn(scenario.sampled, seed, position, device))
+            law = f"L16 seed {seed} and position {position} fix the sample"
+            assert_equal(law, out.token_ids[one], expected[0])
+            assert_equal(law, out.logprobs[one], expected[1], exact=False)
+
+
+def _drawn(sampled: bool, seed: int, position: int, device: str) -> tuple[torch.Tensor, ...]:
+    numbers = (torch.tensor([x], dtype=torch.int64, device=device) for x in (seed, position))
+    return torch.tensor([float(sampled)], device=device), *numbers
+
+
+def order_is_free(
+    scenario: Scenario, orders: Sequence[Sequence[int]], ladder: Sequence[BatchDescriptor], device: str = "cpu"
+) -> None:
+    """L17: a batch whose requests stand in another order gives each what it gave, and the same state; eagerly, and
+    through a graph, which is the same one."""
+    moved = attrs.evolve(scenario, moves=tuple(map(_reordered, scenario.moves, orders)))
+    steps: list[Any] = [whole(scenario), whole(scenario), graphify(whole(scenario), ladder=ladder)]
+    params, states = scenario.params(1, device), [scenario.state(1, device) for _ in steps]
+    pairs = zip(scenario.batches(device), moved.batches(device), orders, strict=True)
+    for batch, other, order in pairs:
+        if batch.descriptor != other.descriptor:
+            raise LawViolation(f"L17 order is free: '{batch.descriptor}' became '{other.descriptor}'")
+        outs: list[Any] = [None] * len(steps)
+        for i, given in enumerate((batch, other, other)):
+            states[i], outs[i] = steps[i](params, states[i], given)
+        expected = _ordered(outs[0], order)
+        for way, out, state in zip(("eagerly", "in a graph"), outs[1:], states[1:], strict=True):
+            assert_equal(f"L17 order is free, {way}: output", out, expected, exact=False)
+            assert_equal(f"L17 order is free, {way}: state", visible(state), visible(states[0]), exact=False)
+
+
+def _reordered(moves: tuple[Move, ...], order: Sequence[int]) -> tuple[Move, ...]:
+    return tuple(moves[i] for i in order)
+
+
+def _ordered(out: Output, order: Sequence[int]) -> Output:
+    index = torch.tensor(order, device=out.token_ids.device)
+    logits = None if out.logits is None else out.logits[index]
+    return attrs.evolve(out, token_ids=out.token_ids[index], logprobs=out.logprobs[index], logits=logits)

@@ -1,0 +1,14 @@
+"""Bugs planted on purpose: for each law, versions of weft that break it. A law that misses its mutant is not a law.
+
+Each is a real bug of an engine that patched a mutable runner, or its nearest kin here; while a mutant is planted, weft
+computes wrong results. `python -m weft.proofs.mutants --out FOLDER` says which law caught which, and on what case.
+"""
+
+from weft.proofs.mutants.graphs import GRAPHS
+from weft.proofs.mutants.planted import Mutant
+from weft.proofs.mutants.steps import STEPS
+
+__all__ = ["MUTANTS", "Mutant"]
+
+MUTANTS = tuple(sorted((*GRAPHS, *STEPS), key=lambda mutant: int(mutant.law.number[1:])))
+"""All planted bugs, at least one for each row of `weft.proofs.suite.LAWS`."""

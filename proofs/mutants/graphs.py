@@ -1,0 +1,214 @@
+"""Bugs of graphs: what their keys forget, what their replays leave behind, what their captures disturb."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import attrs
+from torch import Tensor
+
+from weft.padding import inert, pad
+from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.suite import find
+from weft.transforms.backends.tape import Operation, TapeBackend, TapeRecording
+from weft.transforms.call import key_of, signature_of
+from weft.transforms.capture import Entry
+from weft.transforms.graphs import Graphs
+from weft.transforms.memo import LeafKey, leaf_key
+from weft.transforms.results import Outputs
+from weft.transforms.transfer import CopyIn, Handover, hand_over, tails
+from weft.trees import find_descriptors, tree_flatten, tree_unflatten
+
+_GRAPHS, _REPLAY, _MEMORY = "weft.transforms.graphs", "weft.transforms.replay", "weft.transforms.memory"
+_GRAPHIFY, _CAPTURE, _CALL = "weft.transforms.graphify", "weft.transforms.capture", "weft.transforms.call"
+_TRANSFER, _RESULTS, _READY = "weft.transforms.transfer", "weft.transforms.results", "weft.transforms.ready"
+_READER, _TAPE, _PADDING = "weft.transforms.reader", "weft.transforms.backends.tape", "weft.padding"
+
+
+def _nothing(self: CopyIn, leaves: Sequence[Any]) -> None:
+    pass
+
+
+def _stale_tail(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+    return iter(())
+
+
+def _one_stale_row(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+    return (tail[:-1] for tail in tails(buffer, shape))
+
+
+def _first_side(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+    return (tail for tail in tails(buffer, shape) if tail.shape[1:] == buffer.shape[1:])
+
+
+def _padding_of_ones(target: Tensor, value: Tensor, spec: Any) -> None:
+    target.fill_(1)
+    target[tuple(slice(size) for size in value.shape)].copy_(value)
+
+
+def _forgetting(field: str) -> Callable[[], AbstractContextManager[Any]]:
+    """The key of a tensor without one of its fields."""
+
+    def forgetful(leaf: Any, shape: Any, by_reference: bool) -> Any:
+        key, nothing = leaf_key(leaf, shape, by_reference), dict[str, Any]({field: None})
+        return attrs.evolve(key, **nothing) if isinstance(key, LeafKey) else key
+
+    return replace(_CALL, "leaf_key", forgetful)
+
+
+@contextmanager
+def _no_statics() -> Iterator[None]:
+    def blind(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: attrs.evolve(make(*args), statics=())
+
+    with replace(_GRAPHIFY, "signature_of", blind(signature_of))(), replace(_GRAPHS, "key_of", blind(key_of))():
+        yield
+
+
+def _key_without_loras(call: Any, mode: str, descriptor: Any) -> Any:
+    return key_of(call, mode, descriptor and attrs.evolve(descriptor, num_active_loras=0))
+
+
+def _no_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    return lambda *given: len(given) == len(tensors)
+
+
+def _write_no_value(writer: Any, expression: str, value: Any) -> None:
+    pass
+
+
+class _Idle(Operation):
+    """An operator of the tape that does not run again where a capture in pieces is cut."""
+
+    def run(self) -> None:
+        if self.func._schema.name not in ("weft::paged_attention", "aten::mm", "aten::sort", "aten::_softmax"):
+            super().run()
+
+
+@contextmanager
+def _held_weakly() -> Iterator[None]:
+    """The tape does not keep what it reads: once its owner drops it, somebody else writes there."""
+    owners: list[tuple[weakref.ref[Tensor], Tensor]] = []
+
+    def alias(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        owners.append((weakref.ref(value), value.detach()))
+        return owners[-1][1]
+
+    def replay(recording: TapeRecording) -> None:
+        for owner, tensor in owners:
+            if owner() is None and tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+        run(recording)
+
+    run = TapeRecording.replay
+    with replace(_TAPE, "_as_it_is", alias)(), mock.patch.object(TapeRecording, "replay", replay):
+        yield
+
+
+def _live(tree: Any, descriptor: Any) -> Any:
+    own = find_descriptors(tree)[0]
+    return pad(tree, descriptor) if descriptor.covers(own) else inert(tree, descriptor)
+
+
+@contextmanager
+def _live_warm_up() -> Iterator[None]:
+    """As for a state that is too large to be saved; once, or the state would run out of pages before a law looks."""
+    once = replace(_TAPE, "TapeBackend", lambda: TapeBackend(warm=[True]))
+    with replace(_CAPTURE, "inert", _live)(), replace(_CAPTURE, "SAVED_BYTES", -1)(), once():
+        yield
+
+
+def _drop_in_use(self: Graphs, key: Any, entry: Entry) -> None:
+    """A graph is dropped, its memory with it, and calls are still answered by it."""
+    for old in self.memo.values():
+        object.__setattr__(old.recording, "operations", ())
+    self.memo = {key: entry}
+
+
+@contextmanager
+def _unrestored(tensors: list[Tensor]) -> Iterator[None]:
+    yield
+
+
+def _home_without_writing(value: Any, home: Tensor | None) -> Any:
+    return value if home is None else home
+
+
+def _swapped(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
+    def swap(made: Any, references: Any, build: Callable[..., Any]) -> Any:
+        leaves, structure = tree_flatten(build(made, references))
+        return tree_unflatten([*leaves[1:2], *leaves[:1], *leaves[2:]], structure)
+
+    planned = hand_over(outputs, buffers, borrow)
+    return attrs.evolve(planned, build=partial(swap, build=planned.build))
+
+
+def _borrowing(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
+    return hand_over(outputs, buffers, True)
+
+
+def _lending_inputs(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
+    return hand_over(outputs, (), borrow)
+
+
+@contextmanager
+def _blind_to_func() -> Iterator[None]:
+    """A call inside a torch.func transform is taken for a plain one, on both paths."""
+    with ExitStack() as stack:
+        for home, name, value in (
+            (_CALL, "in_functorch_transform", False),
+            (_GRAPHIFY, "in_plain_surroundings", True),
+        ):
+            stack.enter_context(replace(home, name, lambda value=value: value)())
+        yield
+
+
+_FILL_NOTHING = partial(mock.patch.object, CopyIn, "fill", _nothing)
+_CALLS, _IMAGES = find("L1", "calls"), find("L1", "images")
+
+GRAPHS = (
+    Mutant("a replay reads its capture's inputs", find("L1", "models"), _FILL_NOTHING),
+    Mutant("a larger batch's tail stays", find("L1", "models"), replace(_TRANSFER, "tails", _stale_tail)),
+    Mutant("one row of padding is stale", find("L1", "models"), replace(_TRANSFER, "tails", _one_stale_row)),
+    Mutant("new state is not written", find("L1", "pure"), replace(_RESULTS, "_write_back", _home_without_writing)),
+    Mutant("two results change places", find("L1", "pure"), replace(_REPLAY, "hand_over", _swapped)),
+    Mutant("the key forgets addresses", find("L1", "pure"), _forgetting("address")),
+    Mutant("a capture counts as a step", find("L1", "under a ladder"), replace(_CAPTURE, "_restored", _unrestored)),
+    Mutant("the key forgets shapes", _CALLS, _forgetting("shape")),
+    Mutant("the key forgets strides", _CALLS, _forgetting("stride")),
+    Mutant("the key forgets types", _CALLS, _forgetting("dtype")),
+    Mutant("the key forgets devices", _CALLS, _forgetting("device")),
+    Mutant("the key forgets lazy conjugates", _CALLS, _forgetting("flags")),
+    Mutant("the key forgets static values", _CALLS, _no_statics),
+    Mutant("the key takes 1, 1.0 and True for one", _CALLS, replace(_CALL, "alike", lambda value: value)),
+    Mutant("the fast path checks no tensor", _CALLS, replace(_READY, "tensors_check", _no_check)),
+    Mutant("the fast path forgets static values", _CALLS, replace(_READER, "_write_value", _write_no_value)),
+    Mutant("only one side of an image is padded anew", _IMAGES, replace(_TRANSFER, "tails", _first_side)),
+    Mutant("padding counts as pixels", find("L2", "images"), replace(_PADDING, "write_padded", _padding_of_ones)),
+    Mutant("attention is not run again", find("L5", "models"), replace(_TAPE, "Operation", _Idle)),
+    Mutant("a split operator is not run again", find("L5", "pure"), replace(_TAPE, "Operation", _Idle)),
+    Mutant("the key forgets the LoRAs", find("L7"), replace(_GRAPHS, "key_of", _key_without_loras)),
+    Mutant("the warm-up runs on the live batch", find("L8", "models"), _live_warm_up),
+    Mutant("the state is not restored", find("L8", "pure"), replace(_CAPTURE, "_restored", _unrestored)),
+    Mutant("results are borrowed", find("L9", "ownership"), replace(_REPLAY, "hand_over", _borrowing)),
+    Mutant(
+        "donation leaves the old value alive",
+        find("L9", "ownership"),
+        replace(_GRAPHIFY, "donate", lambda tree, to: tree),
+    ),
+    Mutant("input buffers are lent", find("L9", "borrowed"), replace(_REPLAY, "hand_over", _lending_inputs)),
+    Mutant("a live input is held weakly", find("L9", "keeps"), _held_weakly),
+    Mutant(
+        "a graph in use is dropped", find("L9", "dropped"), partial(mock.patch.object, Graphs, "_keep", _drop_in_use)
+    ),
+    Mutant("an estimate forgets classes", find("L14"), replace(_MEMORY, "between", lambda points, size: 0)),
+    Mutant("an estimate leaves its steps in the state", find("L14"), replace(_CAPTURE, "_restored", _unrestored)),
+    Mutant("a torch.func transform is not inlined", find("L15", "functions of graphs"), _blind_to_func),
+    Mutant("a replay reads its capture's inputs", find("L15", "graphs of functions"), _FILL_NOTHING),
+)
+"""Bugs of `graphify`, its back ends and its padding."""

@@ -1,0 +1,125 @@
+"""Bugs of steps: of dispatch, of padding in a model, of pipelines, of sampling and of the order of requests."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.donation import donates
+from weft.effects import Run
+from weft.ops.sample import sample
+from weft.outputs import Output
+from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.suite import find
+from weft.state import State, advance, resolve
+from weft.torchapi import in_dispatch_mode
+from weft.transforms.dispatch import Decision, dispatch
+from weft.transforms.ladder import Ladder, as_ladder
+from weft.transforms.microbatch import join, split
+from weft.transforms.schedule import interleave
+
+_GRAPHS, _LOCAL = "weft.transforms.graphs", "weft.transforms.transports.local"
+_COMPARE, _DECODER = "weft.proofs.laws.compare", "weft.stages.decoder"
+_PIPELINE, _MICROBATCH = "weft.transforms.pipeline", "weft.transforms.microbatch"
+
+
+def _blind_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
+    if isinstance(descriptor, BatchDescriptor) and descriptor.num_tokens == descriptor.num_reqs:
+        descriptor = BatchDescriptor.uniform(descriptor.num_reqs, 1, descriptor.num_active_loras)
+    return dispatch(descriptor, ladder)
+
+
+def _largest(descriptor: Any, ladder: Ladder[Any]) -> Any:
+    covering = [d for d in ladder if d.covers(descriptor)]
+    return Decision("full", covering[0], "the largest") if covering else dispatch(descriptor, ladder)
+
+
+def _by_one_side(descriptor: Any, ladder: Any) -> Any:
+    covering = [d for d in as_ladder(ladder).full if d.covers(descriptor)]
+    if not covering:
+        return dispatch(descriptor, ladder)
+    return attrs.evolve(dispatch(descriptor, ladder), descriptor=min(covering, key=lambda d: d.height))
+
+
+def _lost_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
+    return dispatch(descriptor, ())
+
+
+def _head_reads_the_tail(state: State, batch: Batch) -> Any:
+    found = resolve(state, batch)
+    last = found.last_index
+    return attrs.evolve(found, last_index=torch.where(last == last.max(), found.input_ids.shape[0] - 1, last))
+
+
+@donates("state")
+def _padding_is_row_0(state: State, batch: Batch, out: Output) -> State:
+    return advance(state, attrs.evolve(batch, rows=batch.rows.clamp(min=0)), out)
+
+
+def _rank_0_never_advances(programs: Any) -> Iterator[Any]:
+    return (s for s in interleave(programs) if not (s.rank == 0 and s.effect == Run("advance", s.effect.microbatch)))
+
+
+def _advances_outside_graphs_alone(programs: Any) -> Iterator[Any]:
+    return _rank_0_never_advances(programs) if in_dispatch_mode() else interleave(programs)
+
+
+def _split_backwards(batch: Any, parts: int) -> tuple[Any, ...]:
+    return split(batch, parts)[::-1]
+
+
+def _join_backwards(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
+    return join(outputs[::-1], parts[::-1])
+
+
+def _join_backwards_in_graphs(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
+    return _join_backwards(outputs, parts) if in_dispatch_mode() else join(outputs, parts)
+
+
+def _baked_seed(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Any:
+    """The host gives the kernel its seed as a number, which a capture freezes."""
+    return sample(logits, temperature, torch.full_like(seeds, 77) if in_dispatch_mode() else seeds, positions)
+
+
+def _seed_of_the_place(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Any:
+    return sample(logits, temperature, seeds[:1] + torch.arange(len(seeds), device=seeds.device), positions)
+
+
+def _in_order_of_rows(state: State, batch: Batch) -> Any:
+    """Requests are sorted, as attention back ends like them, and not put back."""
+    found = resolve(state, batch)
+    return attrs.evolve(found, last_index=found.last_index[batch.rows.argsort(descending=True)])
+
+
+STEPS = (
+    Mutant("dispatch finds no graph", find("L1", "models"), replace(_GRAPHS, "dispatch", _lost_dispatch)),
+    Mutant("padding points to row 0", find("L2", "inert"), replace(_COMPARE, "advance", _padding_is_row_0)),
+    Mutant("the head reads the tail", find("L2", "stages"), replace(_DECODER, "resolve", _head_reads_the_tail)),
+    Mutant(
+        "rank 0 does not learn the tokens", find("L3", "models"), replace(_LOCAL, "interleave", _rank_0_never_advances)
+    ),
+    Mutant("outputs are joined backwards", find("L3", "func"), replace(_PIPELINE, "join", _join_backwards)),
+    Mutant(
+        "in a graph, rank 0 does not learn the tokens",
+        find("L4", "models"),
+        replace(_LOCAL, "interleave", _advances_outside_graphs_alone),
+    ),
+    Mutant(
+        "in a graph, outputs are joined backwards",
+        find("L4", "func"),
+        replace(_PIPELINE, "join", _join_backwards_in_graphs),
+    ),
+    Mutant("dispatch takes the largest", find("L6", "least"), replace(_GRAPHS, "dispatch", _largest)),
+    Mutant("dispatch finds no graph", find("L6", "start"), replace(_GRAPHS, "dispatch", _lost_dispatch)),
+    Mutant("dispatch looks at one side alone", find("L6", "images"), replace(_GRAPHS, "dispatch", _by_one_side)),
+    Mutant("equal shape is taken for equal class", find("L7"), replace(_GRAPHS, "dispatch", _blind_dispatch)),
+    Mutant("micro-batches run backwards", find("L13"), replace(_MICROBATCH, "split", _split_backwards)),
+    Mutant("a seed of the host is baked into a graph", find("L16"), replace(_DECODER, "sample", _baked_seed)),
+    Mutant("a seed goes with the place in the batch", find("L16"), replace(_DECODER, "sample", _seed_of_the_place)),
+    Mutant("requests are sorted and not put back", find("L17"), replace(_DECODER, "resolve", _in_order_of_rows)),
+)
+"""Bugs of `dispatch`, `pipeline`, `microbatch`, and of the models' stages."""

@@ -1,0 +1,62 @@
+"""Hypothesis strategies, the shared vocabulary: random models, batches of every class, pure functions; in sequences.
+
+@given(strategies.scenarios())
+def test_my_step(scenario): ...
+"""
+
+from weft.proofs.strategies.calls import PLACES, STATICS, VALUES, Call, call_sequences, called, worlds
+from weft.proofs.strategies.classes import descriptors, ladders, limits
+from weft.proofs.strategies.functions import (
+    OPERATIONS,
+    UPDATES,
+    Function,
+    Mapping,
+    Rows,
+    mappings,
+    pure_functions,
+    stage_lists,
+)
+from weft.proofs.strategies.images import (
+    FILTERS,
+    Image,
+    ImageScenario,
+    Resolution,
+    image_scenarios,
+    resolution_ladders,
+    resolutions,
+)
+from weft.proofs.strategies.models import ARCHITECTURES, ROPES, Move, Scenario, configs, scenarios
+
+__all__ = [
+    "ARCHITECTURES",
+    "FILTERS",
+    "OPERATIONS",
+    "PLACES",
+    "ROPES",
+    "STATICS",
+    "UPDATES",
+    "VALUES",
+    "Call",
+    "Function",
+    "Image",
+    "ImageScenario",
+    "Mapping",
+    "Move",
+    "Resolution",
+    "Rows",
+    "Scenario",
+    "call_sequences",
+    "called",
+    "configs",
+    "descriptors",
+    "image_scenarios",
+    "ladders",
+    "limits",
+    "mappings",
+    "pure_functions",
+    "resolution_ladders",
+    "resolutions",
+    "scenarios",
+    "stage_lists",
+    "worlds",
+]

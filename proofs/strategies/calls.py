@@ -1,0 +1,73 @@
+"""Sequences of calls in which one differs from the next in a single thing that a graph must not be blind to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda z: z,
+    "transposed": lambda z: z.t(),
+    "conjugate": lambda z: z.conj(),
+    "imaginary": lambda z: z.imag,
+    "negative": lambda z: z.conj().imag,
+    "as real": lambda z: torch.view_as_real(z).flatten(1),
+    "one row": lambda z: z[:1],
+}
+"""Views of one storage: what is captured by reference is told apart by more than its address."""
+
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "float32": lambda x: x,
+    "float64": lambda x: x.double(),
+    "int32": lambda x: x.int(),
+    "one row": lambda x: x[:1],
+    "transposed": lambda x: x.t(),
+    "meta": lambda x: x.to("meta"),
+}
+"""What is copied in."""
+
+STATICS: tuple[bool | int | float, ...] = (1, 2, True, 1.0)
+
+
+@attrs.frozen
+class Call:
+    """A call of `called`: whose parameter (of `worlds`) and which view of it, which input, and a static value."""
+
+    world: int
+    place: str
+    value: str
+    static: bool | int | float
+
+    def arguments(self, worlds: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, Tensor, bool | int | float]:
+        """The arguments themselves."""
+        return PLACES[self.place](worlds[self.world]), VALUES[self.value](x), self.static
+
+
+def called(params: Tensor, x: Tensor, static: float) -> tuple[Tensor, Tensor, Tensor]:
+    """A pure function whose result shows each property of its arguments."""
+    return params.sum(-1) * static, torch.cumsum(x, 0) * static, torch.full((2,), static, device=x.device)
+
+
+def worlds(device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+    """Two complex matrices [2, 2] of the same shape."""
+    z = torch.tensor([[1 + 2j, 3 - 1j], [-2 + 5j, 4 + 7j]], device=device)
+    return z, z + 1
+
+
+@st.composite
+def call_sequences(draw: st.DrawFn) -> tuple[Call, ...]:
+    """Two to six calls; each differs from the one before in at most one thing."""
+    kinds: dict[str, st.SearchStrategy[Any]] = {
+        "world": st.integers(0, 1),
+        "place": st.sampled_from(sorted(PLACES)),
+        "value": st.sampled_from(sorted(VALUES)),
+        "static": st.sampled_from(STATICS),
+    }
+    calls = [Call(0, "plain", "float32", 1)]
+    for _ in range(draw(st.integers(1, 5))):
+        name = draw(st.sampled_from(sorted(kinds)))
+        calls.append(attrs.evolve(calls[-1], **{name: draw(kinds[name])}))
+    return tuple(calls)

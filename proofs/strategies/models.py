@@ -1,0 +1,198 @@
+"""Random small models, and sequences of batches that their state can serve."""
+
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.batch import LAST_TOKEN, Batch
+from weft.stages.checkpoint import random_params
+from weft.stages.config import ModelConfig, parse_config
+from weft.stages.decoder import decoder_stage
+from weft.stages.layout import StageLayout, split_layers
+from weft.stages.params import slice_params
+from weft.state import State, admit
+from weft.trees import tree_map
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@st.composite
+def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelConfig:
+    """Small decoders of the three architectures: any ratio of grouped queries, any rope scaling, tied and untied."""
+    architecture = draw(st.sampled_from(ARCHITECTURES))
+    kv_heads = draw(st.sampled_from((1, 2)))
+    head_dim = draw(st.sampled_from((4, 6, 8)))
+    heads = kv_heads * draw(st.sampled_from((1, 2, 3)))
+    raw: dict[str, Any] = {
+        "architectures": [architecture],
+        "vocab_size": draw(st.sampled_from((11, 32))),
+        "hidden_size": heads * head_dim,
+        "intermediate_size": draw(st.sampled_from((8, 20))),
+        "num_hidden_layers": draw(st.integers(min_layers, max_layers)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": draw(st.booleans()),
+        "rope_parameters": draw(st.sampled_from(ROPES)),
+    }
+    if architecture == "Qwen3ForCausalLM":
+        raw["head_dim"] = head_dim
+    if architecture != "Qwen2ForCausalLM":
+        raw["attention_bias"] = draw(st.booleans())
+    return parse_config(raw, source="a drawn configuration")
+
+
+ROPES = (
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 32},
+    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+)  # fmt: skip
+
+
+@attrs.frozen
+class Move:
+    """What one step does with one row: so many prompt tokens, or (0) one decode token."""
+
+    row: int
+    prompt_tokens: int
+
+
+@attrs.frozen(eq=False, repr=False)
+class Scenario:
+    """A random model and a sequence of batches that its state can serve, one after the other.
+
+    Args:
+        config: of the model.
+        prompts: token ids, one a row.
+        moves: for each step, what it does with which rows; no row twice.
+        uniform: for each step, whether its maker declares it a uniform decode (only ever true for all-decode steps).
+        page_size: of the state.
+        sampled: the temperature is 1 and not 0.
+        seed: of the weights.
+        loras: for each step, the number of active LoRAs that its descriptor tells; all 0 if empty.
+    """
+
+    config: ModelConfig
+    prompts: tuple[tuple[int, ...], ...]
+    moves: tuple[tuple[Move, ...], ...]
+    uniform: tuple[bool, ...]
+    page_size: int
+    sampled: bool
+    seed: int
+    loras: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        steps = [[(m.row, m.prompt_tokens) for m in step] for step in self.moves]
+        return (
+            f"Scenario({self.config.architecture}, {self.config.num_layers} layers, prompts={self.prompts}, "
+            f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size}"
+            + (f", LoRAs a step={self.loras})" if self.loras else ")")
+        )
+
+    def batches(self, device: torch.device | str = "cpu") -> list[Batch]:
+        """The batch of each step."""
+        done = [0] * len(self.prompts)
+        made = []
+        for step, uniform in zip(self.moves, self.uniform, strict=True):
+            tokens, samples = [], []
+            for move in step:
+                chunk = self.prompts[move.row][done[move.row] : done[move.row] + move.prompt_tokens]
+                tokens.append(chunk or (LAST_TOKEN,))
+                done[move.row] += len(chunk)
+                samples.append(done[move.row] == len(self.prompts[move.row]))
+            rows = [move.row for move in step]
+            made.append(
+                Batch.decode(rows, device=device)
+                if uniform
+                else Batch.ragged(rows, tokens, samples=samples, device=device)
+            )
+        for index, loras in enumerate(self.loras):
+            descriptor = attrs.evolve(made[index].descriptor, num_active_loras=loras)
+            made[index] = attrs.evolve(made[index], descriptor=descriptor)
+        return made
+
+    def layouts(self, num_stages: int) -> tuple[StageLayout, ...]:
+        """The split of the model's layers."""
+        return split_layers(self.config.num_layers, num_stages)
+
+    def stages(self, num_stages: int) -> list[Any]:
+        """The model's stages, which keep their logits."""
+        return [decoder_stage(self.config, layout, keep_logits=True) for layout in self.layouts(num_stages)]
+
+    def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
+        """The weights of each stage, of deviation 0.3, so that differences show."""
+        (whole,) = self.layouts(1)
+        made = random_params(self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3)
+        made = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
+        return tuple(slice_params(made, layout) for layout in self.layouts(num_stages))
+
+    def state(self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0) -> tuple[State, ...]:
+        """A fresh state for each stage, with the prompts admitted; `poison` is what unwritten pages hold."""
+        decodes = sum(1 for step in self.moves for move in step if move.prompt_tokens == 0)
+        pages = [-(-(len(p) + decodes) // self.page_size) for p in self.prompts]
+        ends = [sum(pages[: i + 1]) for i in range(len(pages))]
+        rows = range(len(self.prompts))
+
+        def one(layout: StageLayout) -> State:
+            empty = State.zeros(
+                num_layers=len(layout.layers),
+                num_kv_heads=self.config.num_kv_heads,
+                head_dim=self.config.head_dim,
+                max_num_reqs=len(self.prompts),
+                num_pages=ends[-1],
+                max_pages=max(pages),
+                page_size=self.page_size,
+                device=device,
+            )
+            empty.kv_pages.fill_(poison)
+            own = [range(end - n, end) for end, n in zip(ends, pages, strict=True)]
+            return admit(empty, rows, own, float(self.sampled), [self.seed + r for r in rows])
+
+        return tuple(one(layout) for layout in self.layouts(num_stages))
+
+
+@st.composite
+def scenarios(
+    draw: st.DrawFn,
+    min_layers: int = 1,
+    max_layers: int = 3,
+    max_steps: int = 5,
+    loras: bool = False,
+    sampled: bool = False,
+) -> Scenario:
+    """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts, decodes, both at once;
+    with `loras`, of different numbers of active LoRAs; with `sampled`, never greedy."""
+    config = draw(configs(min_layers, max_layers))
+    token = st.integers(0, config.vocab_size - 1)
+    length = st.sampled_from((1, 1, 2, 3, 5, 9))
+    prompt = length.flatmap(lambda n: st.lists(token, min_size=n, max_size=n))
+    prompts = draw(st.lists(prompt, min_size=1, max_size=4))
+    done = [0] * len(prompts)
+    moves: list[tuple[Move, ...]] = []
+    uniform: list[bool] = []
+    for _ in range(draw(st.integers(1, max_steps))):
+        rows = draw(st.lists(st.sampled_from(range(len(prompts))), min_size=1, unique=True))
+        step = []
+        for row in rows:
+            left = len(prompts[row]) - done[row]
+            taken = draw(st.one_of(st.just(1), st.integers(1, left))) if left else 0
+            done[row] += taken
+            step.append(Move(row, taken))
+        moves.append(tuple(step))
+        # A one-token prefill has a decode's shape; only the maker of the batch knows, and says so.
+        uniform.append(all(move.prompt_tokens == 0 for move in step) and draw(st.booleans()))
+    return Scenario(
+        config,
+        tuple(map(tuple, prompts)),
+        tuple(moves),
+        tuple(uniform),
+        draw(st.sampled_from((2, 4, 16))),
+        sampled or draw(st.booleans()),
+        draw(st.integers(0, 999)),
+        tuple(draw(st.integers(0, 2)) for _ in moves) if loras else (),
+    )

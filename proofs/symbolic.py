@@ -1,0 +1,208 @@
+"""A small symbolic executor: it runs a Python function once for each path that unknown integers can take through it.
+
+An unknown is an object whose arithmetic makes z3 terms. Where the function asks for a truth value (`if`, `and`, `any`,
+`min`), the path decides it, both ways if both are possible: the function is run again for the other. So what is proved
+is proved of the very code that runs in production, and of nothing typed a second time.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import z3
+
+
+class Path:
+    """One run of a function: the branches that it took so far, which it and its unknowns ask.
+
+    Args:
+        prefix: what to decide at the first branches, which an earlier run has explored.
+        solver: holds what is assumed of the unknowns.
+    """
+
+    def __init__(self, prefix: Sequence[bool], solver: z3.Solver) -> None:
+        self._prefix = tuple(prefix)
+        self._solver = solver
+        self._known: dict[int, bool] = {}
+        self._terms: list[z3.BoolRef] = []  # holds the terms, so that no other gets the id of one
+        self.taken: list[bool] = []
+        self.untried: list[tuple[bool, ...]] = []
+
+    def assume(self, condition: z3.BoolRef) -> None:
+        """Let a condition hold from here on."""
+        self._solver.add(condition)
+
+    def branch(self, condition: Any) -> bool:
+        """Decide a condition: as the path already implies, or else as true, and leave the other way to a later run."""
+        key = condition.get_id()
+        if (known := self._known.get(key)) is not None:
+            return known
+        if len(self.taken) < len(self._prefix):
+            value = self._prefix[len(self.taken)]
+        else:
+            value = self._possible(condition)
+            if value and self._possible(z3.Not(condition)):
+                self.untried.append((*self.taken, False))
+        self.taken.append(value)
+        self._known[key] = value
+        self._terms.append(condition)
+        self._solver.add(condition if value else z3.Not(condition))
+        return value
+
+    def _possible(self, condition: Any) -> bool:
+        """Whether the path can go on with it; where z3 cannot say, yes, which explores more and proves no less."""
+        return bool(self._solver.check(condition) != z3.unsat)
+
+    def counterexample(self, claim: Any) -> str | None:
+        """Values of the unknowns on this path for which `claim` is false, in words; None if there are none.
+
+        Raises:
+            ArithmeticError: z3 cannot say.
+        """
+        verdict = self._solver.check(z3.Not(claim) if z3.is_expr(claim) else z3.BoolVal(not claim))
+        if verdict == z3.unsat:
+            return None
+        if verdict == z3.unknown:
+            raise ArithmeticError(f"z3 cannot decide {claim}: {self._solver.reason_unknown()}")
+        model = self._solver.model()
+        return ", ".join(sorted(f"{name} = {model[name]}" for name in model.decls())) or "always"
+
+
+class Integer:
+    """An unknown integer, unbounded. It passes for an int, and whatever it is not made for raises a TypeError."""
+
+    __slots__ = ("path", "term")
+
+    def __init__(self, path: Path, term: Any) -> None:
+        self.path = path
+        self.term = term
+
+    @property
+    def __class__(self) -> type:
+        return int
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError("an unknown stays one")
+
+    def __hash__(self) -> int:
+        return 0  # so that sets and dicts ask `==`
+
+    def __repr__(self) -> str:
+        return str(self.term)
+
+    def __bool__(self) -> bool:
+        return self.path.branch(self.term != 0)
+
+    def __neg__(self) -> "Integer":
+        return Integer(self.path, -self.term)
+
+    def __floordiv__(self, other: int) -> "Integer":
+        if type(other) is not int or other < 1:
+            raise TypeError(f"{self} // {other}: only by a known positive number")  # where z3 divides as Python does
+        return Integer(self.path, self.term / other)
+
+
+def _term(value: Any) -> Any:
+    """The z3 term of an unknown or of a number; None for anything else."""
+    if type(value) is Integer:
+        return value.term
+    return z3.IntVal(value) if type(value) is int else None
+
+
+def _arithmetic(make: Callable[[Any, Any], Any]) -> Callable[[Integer, Any], Any]:
+    def operator(self: Integer, other: Any) -> Any:
+        term = _term(other)
+        return NotImplemented if term is None else Integer(self.path, make(self.term, term))
+
+    return operator
+
+
+def _comparison(make: Callable[[Any, Any], Any]) -> Callable[[Integer, Any], Any]:
+    def operator(self: Integer, other: Any) -> Any:
+        term = _term(other)
+        return NotImplemented if term is None else self.path.branch(make(self.term, term))
+
+    return operator
+
+
+for _name, _make in {
+    "add": lambda a, b: a + b, "radd": lambda a, b: b + a, "sub": lambda a, b: a - b, "rsub": lambda a, b: b - a,
+    "mul": lambda a, b: a * b, "rmul": lambda a, b: b * a,
+}.items():  # fmt: skip
+    setattr(Integer, f"__{_name}__", _arithmetic(_make))
+for _name, _make in {
+    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
+}.items():  # fmt: skip
+    setattr(Integer, f"__{_name}__", _comparison(_make))
+
+
+def unknown(path: Path, name: str) -> Any:
+    """An unknown integer."""
+    return Integer(path, z3.Int(name))
+
+
+def flag(path: Path, name: str) -> bool:
+    """An unknown truth value, decided here."""
+    return path.branch(z3.Bool(name))
+
+
+@attrs.frozen
+class Verdict:
+    """What became of a claim: proved on so many paths, or refuted by a counterexample."""
+
+    claim: str
+    paths: int
+    seconds: float
+    counterexample: str | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was proved."""
+        return self.counterexample is None
+
+    def __str__(self) -> str:
+        said = "proved" if self.holds else f"REFUTED: {self.counterexample}"
+        return f"{self.claim:<72}{self.paths:>8} paths {self.seconds:>6.1f} s  {said}"
+
+
+def prove(claim: str, run: Callable[[Path], Any], assumptions: Sequence[z3.BoolRef] = ()) -> Verdict:
+    """Run `run(path)` on every path that its unknowns can take; what it returns must be true on each.
+
+    Args:
+        claim: in words.
+        run: makes unknowns on the path, calls the code under proof, and returns a dict: for each part of the claim, a
+            truth value or a z3 term. An exception refutes the claim too.
+        assumptions: what holds of the unknowns.
+    """
+    start, count = time.perf_counter(), 0
+    for path, result in explore(run, assumptions):
+        count += 1
+        if isinstance(result, Exception):
+            result = {f"raises {type(result).__name__}: {result}".splitlines()[0]: False}
+        for part, truth in result.items():
+            if (found := path.counterexample(truth)) is not None:
+                return Verdict(claim, count, time.perf_counter() - start, f"{part}: {found}")
+    return Verdict(claim, count, time.perf_counter() - start)
+
+
+def explore(run: Callable[[Path], Any], assumptions: Sequence[z3.BoolRef] = ()) -> Iterator[tuple[Path, Any]]:
+    """Each path through `run`, with what it returned, or the exception that it raised."""
+    solver = z3.Solver()
+    solver.add(*assumptions)
+    if solver.check() == z3.unsat:
+        raise ArithmeticError("the assumptions contradict each other, so that anything would follow")
+    waiting: list[tuple[bool, ...]] = [()]
+    while waiting:
+        solver.push()
+        path = Path(waiting.pop(), solver)
+        result: Any
+        try:
+            result = run(path)
+        except Exception as error:  # the claim's to judge
+            result = error
+        waiting += path.untried
+        yield path, result
+        solver.pop()

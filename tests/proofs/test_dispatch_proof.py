@@ -1,0 +1,209 @@
+"""Dispatch is proved by z3, and each bug that is planted in it is refuted with a counterexample."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import attrs
+import pytest
+
+pytest.importorskip("z3")
+
+from weft.descriptor import BatchDescriptor
+from weft.proofs import dispatch_exhaustive, dispatch_proof
+from weft.proofs.symbolic import Path, Verdict, explore, prove, unknown
+from weft.transforms import ladder
+from weft.transforms.dispatch import Decision, dispatch
+from weft.transforms.ladder import Ladder, as_ladder
+
+PROOFS: dict[str, Callable[[], Iterator[Verdict]]] = {
+    "order": dispatch_proof.prove_order,
+    "valid": dispatch_proof.prove_valid,
+    "dispatch": lambda: dispatch_proof.prove_dispatch(4, 1),
+    "ladders": dispatch_proof.prove_ladders,
+}
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_it_is_proved(name: str) -> None:
+    verdicts = list(PROOFS[name]())
+    assert verdicts
+    assert [str(v) for v in verdicts if not v.holds] == []
+    assert all(v.paths > 1 for v in verdicts)
+
+
+def test_it_holds_for_all_small_limits() -> None:
+    counts = [dispatch_exhaustive.check_dispatch(2, 6), dispatch_exhaustive.check_capabilities(2, 6)]
+    assert all(count.number > 1000 for count in counts)
+    assert dispatch_exhaustive.check_rungs(600).number == 601
+
+
+def replaced(home: str, name: str, value: Any) -> AbstractContextManager[Any]:
+    return mock.patch.object(import_module(home), name, value)
+
+
+def covering(covers: Callable[[Any, Any], bool]) -> AbstractContextManager[Any]:
+    return mock.patch.object(BatchDescriptor, "covers", covers)
+
+
+def dispatching(fn: Callable[..., Any]) -> AbstractContextManager[Any]:
+    return replaced("weft.proofs.dispatch_proof", "dispatch", fn)
+
+
+COVERS = BatchDescriptor.covers
+
+
+def forgets_loras(a: Any, b: Any) -> bool:
+    return COVERS(attrs.evolve(a, num_active_loras=0) if type(a.num_active_loras) is int else _without(a), b)
+
+
+def _without(a: Any) -> Any:
+    made = object.__new__(BatchDescriptor)
+    for field in attrs.fields(BatchDescriptor):
+        object.__setattr__(made, field.name, getattr(a, field.name))
+    object.__setattr__(made, "num_active_loras", 1 << 62)
+    return made
+
+
+def fits(a: Any, b: Any) -> bool:
+    """Shape alone, whatever the query length."""
+    return bool(a.num_tokens >= b.num_tokens and a.num_reqs >= b.num_reqs and a.num_active_loras >= b.num_active_loras)
+
+
+def nearly(a: Any, b: Any) -> bool:
+    """Lets one token more through: an order no longer."""
+    tokens = a.num_tokens + 1 >= b.num_tokens
+    return bool(tokens and a.num_reqs >= b.num_reqs and a.query_len in (None, b.query_len))
+
+
+ORDER = {
+    "forgets the LoRAs": (forgets_loras, "antisymmetric: ", "a.num_active_loras = "),
+    "forgets the query length": (fits, "antisymmetric: ", "a.query_len"),
+    "lets one token more through": (nearly, "antisymmetric: ", "a.num_tokens = "),
+    "is strict": (lambda a, b: COVERS(a, b) and a != b, "reflexive: ", "a.query_len given = "),
+    "covers what it doubles": (lambda a, b: b.num_tokens <= 2 * a.num_tokens, "transitive", "c.num_tokens = "),
+}
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_bug_in_covers_is_refuted(name: str) -> None:
+    covers, part, shown = ORDER[name]
+    with covering(covers):
+        found = [v.counterexample for v in dispatch_proof.prove_order() if v.counterexample is not None]
+    assert any(text.startswith(part) and shown in text for text in found), found
+
+
+def first_covering(own: Any, given: Any) -> Any:
+    decision = dispatch(own, given)
+    classes = as_ladder(given).full if decision.mode == "full" else as_ladder(given).piecewise
+    found = [d for d in classes if d.covers(own)]
+    return attrs.evolve(decision, descriptor=found[0]) if found else decision
+
+
+def pieces_first(own: Any, given: Any) -> Any:
+    whole, pieces = as_ladder(given).full, as_ladder(given).piecewise
+    decision = dispatch(own, Ladder(pieces, whole))
+    return attrs.evolve(decision, mode={"full": "piecewise", "piecewise": "full"}.get(decision.mode, "none"))
+
+
+def blind(own: Any, given: Any) -> Any:
+    """Takes a batch of one token a request for a uniform one."""
+    if isinstance(own, BatchDescriptor) and own.num_tokens == own.num_reqs and own.query_len is None:
+        uniform = _without(own)
+        object.__setattr__(uniform, "num_active_loras", own.num_active_loras)
+        object.__setattr__(uniform, "query_len", 1)
+        decision = dispatch(uniform, given)
+        return attrs.evolve(decision, descriptor=own) if decision.mode == "none" else decision
+    return dispatch(own, given)
+
+
+def later(own: Any, given: Any) -> Any:
+    """Of incomparable classes the later one, whatever it pads."""
+    with replaced("weft.transforms.dispatch", "excess", lambda larger, own: {}):
+        return dispatch(own, given)
+
+
+def lost(own: Any, given: Any) -> Any:
+    return Decision("none", own, "lost")
+
+
+def forgetful(own: Any, given: Any, seen: list[Any] = []) -> Any:  # noqa: B006  # that is the bug
+    decision = dispatch(own, given)
+    seen.append(own)
+    return decision if len(seen) % 2 else lost(own, given)
+
+
+DISPATCH = {
+    "takes the first": (first_covering, "least: "),
+    "prefers pieces": (pieces_first, "total, by mode: "),
+    "is blind to prefill": (blind, "sound: "),
+    "pads for nothing": (later, "pads least: "),
+    "finds nothing": (lost, "total, by mode: "),
+    "remembers": (forgetful, "deterministic: "),
+}
+
+
+@pytest.mark.parametrize("name", DISPATCH)
+def test_a_bug_in_dispatch_is_refuted(name: str) -> None:
+    fn, part = DISPATCH[name]
+    with dispatching(fn):
+        found = [v.counterexample for v in dispatch_proof.prove_dispatch(2, 1) if v.counterexample is not None]
+    assert any(text.startswith(part) for text in found), found
+
+
+def cut_by_requests(limits: Any, most: Any, sizes: Any) -> list[BatchDescriptor]:
+    """Pieces bounded by the number of requests, as whole graphs are."""
+    return RAGGED(limits, min(most, limits.max_num_reqs), sizes)
+
+
+def unbounded(limits: Any, sizes: Any) -> list[BatchDescriptor]:
+    return [BatchDescriptor.uniform(n, q, limits.active_loras[0]) for q in limits.query_lens for n in sizes]
+
+
+RAGGED = ladder._ragged
+LADDER: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "cuts the pieces too": ("_ragged", cut_by_requests, "max_num_reqs cuts no pieces: "),
+    "is not cut": ("_uniform", unbounded, "full within max_num_reqs*q: "),
+}
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_a_bug_in_make_ladder_is_refuted(name: str) -> None:
+    attribute, fn, part = LADDER[name]
+    with replaced("weft.transforms.ladder", attribute, fn):
+        refuted = (v.counterexample for v in dispatch_proof.prove_ladders() if v.counterexample is not None)
+        assert any(text.startswith(part) for text in refuted)
+
+
+@pytest.mark.parametrize("fn", [first_covering, pieces_first, lost], ids=lambda f: f.__name__)
+def test_the_exhaustive_check_finds_them_too(fn: Callable[..., Any]) -> None:
+    wrong = replaced("weft.proofs.dispatch_exhaustive", "dispatch", fn)
+    with wrong, pytest.raises(dispatch_exhaustive.CaseError, match=r"covering class, by mode|reachable"):
+        dispatch_exhaustive.check_dispatch(2, 4)
+
+
+def test_the_executor_takes_every_path() -> None:
+    def run(path: Path) -> Any:
+        x: Any = unknown(path, "x")
+        return {"x": -1 if x < 0 else 1 if x > 0 and x // 2 == 3 else 0}
+
+    assert sorted(result["x"] for _, result in explore(run)) == [-1, 0, 0, 1]
+
+
+def test_an_exception_on_one_path_refutes() -> None:
+    def run(path: Path) -> dict[str, Any]:
+        x: Any = unknown(path, "x")
+        return {"whole": 1 / 0 if x == 7 else True}
+
+    assert prove("no zero", run).counterexample == "raises ZeroDivisionError: division by zero: x = 7"
+
+
+def test_what_an_unknown_cannot_do_it_refuses() -> None:
+    path, _ = next(explore(lambda path: None))
+    x: Any = unknown(path, "x")
+    assert isinstance(x, int)
+    for attempt in (lambda: range(x), lambda: x % 2, lambda: x // x, lambda: [1, 2][x], lambda: 1.0 + x):
+        with pytest.raises(TypeError):
+            attempt()
