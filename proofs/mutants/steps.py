@@ -27,6 +27,10 @@ _COMPARE, _DECODER = "weft.proofs.laws.compare", "weft.stages.decoder"
 _PIPELINE, _MICROBATCH = "weft.transforms.pipeline", "weft.transforms.microbatch"
 
 
+def _in_capture() -> bool:
+    return in_dispatch_mode() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
 def _blind_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
     if isinstance(descriptor, BatchDescriptor) and descriptor.num_tokens == descriptor.num_reqs:
         descriptor = BatchDescriptor.uniform(descriptor.num_reqs, 1, descriptor.num_active_loras)
@@ -65,7 +69,7 @@ def _rank_0_never_advances(programs: Any) -> Iterator[Any]:
 
 
 def _advances_outside_graphs_alone(programs: Any) -> Iterator[Any]:
-    return _rank_0_never_advances(programs) if in_dispatch_mode() else interleave(programs)
+    return _rank_0_never_advances(programs) if _in_capture() else interleave(programs)
 
 
 def _split_backwards(batch: Any, parts: int) -> tuple[Any, ...]:
@@ -77,12 +81,12 @@ def _join_backwards(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
 
 
 def _join_backwards_in_graphs(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
-    return _join_backwards(outputs, parts) if in_dispatch_mode() else join(outputs, parts)
+    return _join_backwards(outputs, parts) if _in_capture() else join(outputs, parts)
 
 
 def _baked_seed(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Any:
     """The host gives the kernel its seed as a number, which a capture freezes."""
-    return sample(logits, temperature, torch.full_like(seeds, 77) if in_dispatch_mode() else seeds, positions)
+    return sample(logits, temperature, torch.full_like(seeds, 77) if _in_capture() else seeds, positions)
 
 
 def _seed_of_the_place(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Any:
