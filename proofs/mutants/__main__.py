@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from weft.proofs.mutants import MUTANTS, Mutant
+from weft.proofs.mutants import MUTANTS
 from weft.proofs.mutants.catch import catch
+from weft.proofs.mutants.planted import Mutant
 
 HEADER = ("law", "planted bug", "example", "smallest case", "what was different")
 
