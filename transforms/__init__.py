@@ -4,7 +4,11 @@ from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.dispatch_table import DispatchTable, dispatch_table
 from weft.transforms.generate import Runner, make_runner, make_state
 from weft.transforms.graphify import Graphified, graphify
+from weft.transforms.graphs import Explanation
 from weft.transforms.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
+from weft.transforms.lower import Compiled, Lowered
+from weft.transforms.memo import CacheInfo
+from weft.transforms.memory import MemoryAnalysis, MemoryEstimate
 from weft.transforms.microbatch import join, microbatch, split
 from weft.transforms.piecewise import piecewise
 from weft.transforms.pipeline import Pipelined, compose, pipeline
@@ -12,11 +16,17 @@ from weft.transforms.schedule import check, streaming
 
 __all__ = [
     "MODES",
+    "CacheInfo",
+    "Compiled",
     "Decision",
     "DispatchTable",
+    "Explanation",
     "Graphified",
     "Ladder",
     "Limits",
+    "Lowered",
+    "MemoryAnalysis",
+    "MemoryEstimate",
     "Pipelined",
     "Runner",
     "check",

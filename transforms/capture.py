@@ -108,12 +108,14 @@ def prepare(of: Graphable, call: Call, descriptor: Any, device: torch.device) ->
     return Prepared(run, names, references, buffers, axes, tuple(donated), untouched)
 
 
-def audit_of(of: Graphable, prepared: Prepared) -> Audit:
+def audit_of(of: Graphable, prepared: Prepared, device: torch.device) -> Audit:
     """The audit of one run."""
     own = {id(x) for x in prepared.donated}
     inputs = zip(prepared.names, (*prepared.references, *prepared.buffers), strict=True)
     others = [(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) not in own]
-    return Audit(f"graphify({of.name})", prepared.donated, others, collectives=of.collectives)
+    return Audit(
+        f"graphify({of.name})", prepared.donated, others, collectives=of.collectives, on_device=device.type == "cuda"
+    )
 
 
 def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Backend) -> Entry:
@@ -127,7 +129,7 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
     """
     prepared = prepare(of, call, descriptor, backend.device)
     split_at = of.split_at if mode == "piecewise" else frozenset()
-    audit = audit_of(of, prepared)
+    audit = audit_of(of, prepared, backend.device)
     with prepared.untouched(audit):
         recording = backend.capture(prepared.run, audit, split_at)
         audit.refuse_leaks(recording.outputs.leaves)

@@ -28,7 +28,7 @@ from weft.transforms.memo import CacheInfo, Key, check_hashable, check_plain
 from weft.transforms.memory import MemoryAnalysis, MemoryEstimate, analysis_of, estimate
 from weft.transforms.options import Graphable, GraphifyOptions, make_graphable
 from weft.transforms.ready import Reader, remember
-from weft.transforms.replay import Plan, Replay, make_replay
+from weft.transforms.replay import Plan, Replay, keep_in_place, make_replay
 from weft.trees import tree_leaves
 
 P = ParamSpec("P")
@@ -95,7 +95,7 @@ class Graphified(Generic[P, R]):
             replay = plan.replay if MAY_REPLAY.get() else None
             if replay is None:
                 self._graphs.eager += 1
-                return self._fn(*args, **kwargs)
+                return keep_in_place(self._fn(*args, **kwargs), self._of.roles, call)
             if replay.entry.needs_autograd and torch.is_grad_enabled():
                 return self._fn(*args, **kwargs)
             if in_plain_surroundings() and signature in self._plans:
@@ -147,9 +147,9 @@ class Graphified(Generic[P, R]):
         refuse_shared(call, self._of.roles, self._of.name)
 
     def _replay_of(self, entry: Entry, call: Call, decision: Decision[Any]) -> Replay:
-        padded, backend = decision.descriptor, self._graphs.backend
+        padded = decision.descriptor
         own = None if padded is None else self._graphs.descriptor(call)
-        return make_replay(entry, call, padded, own, self._of.borrow, backend.enter if backend else None)
+        return make_replay(entry, call, padded, own, self._of.borrow, self._graphs.backend_for(call).enter)
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call whose arguments serve as examples: nothing in it is donated."""
@@ -193,7 +193,7 @@ class Graphified(Generic[P, R]):
             instead = "a ladder with a class that covers it, or call the function itself"
             raise CaptureError(f"{self._of.name}.lower(...)", decision.reason, instead)
         with self._lock:
-            backend = self._graphs.backend or self._graphs.new_backend(call)
+            backend = self._graphs.backend_for(call)
             return lower(self._of, call, decision, backend.device, functools.partial(self._compile, call, decision))
 
     def _compile(self, call: Call, decision: Decision[Any], lowered: "Lowered[R]") -> "Compiled[R]":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.errors import CacheMissError, CaptureError
 from weft.settings import config, count_capture, may_capture
-from weft.transforms.backends import Backend, make_backend
+from weft.transforms.backends import Backend, cuda_device, make_backend
 from weft.transforms.call import Call, check_sizes, key_of
 from weft.transforms.capture import Entry, capture
 from weft.transforms.dispatch import Decision, dispatch
@@ -39,14 +39,14 @@ class Explanation:
 
 
 class Graphs:
-    """The memo of a graphified function, its back end, and its counts.
+    """The memo of a graphified function, its back ends (one a device), and its counts.
 
     Args:
         of: the function.
         forget: told of a graph that was dropped, so that nobody keeps it alive.
     """
 
-    backend: Backend | None
+    backends: dict[torch.device | None, Backend]
     memo: dict[Key, Entry]
     exhausted: str
     """Why nothing more is captured: the device's memory was full. Empty as long as it was not."""
@@ -58,7 +58,7 @@ class Graphs:
 
     def clear(self) -> None:
         """Drop all graphs, their memory and the counts; thaw."""
-        self.backend = None
+        self.backends = {}
         self.memo = {}
         self.exhausted = ""
         self.frozen = False
@@ -167,7 +167,7 @@ class Graphs:
         if config.explain_cache_misses and self.memo:
             _LOG.warning("%s: no graph for this call: %s", name, difference())
         start = time.perf_counter()
-        entry = capture(self.of, call, decision.mode, decision.descriptor, self._backend_for(call))
+        entry = capture(self.of, call, decision.mode, decision.descriptor, self.backend_for(call))
         if config.log_captures:
             seconds, size = time.perf_counter() - start, (entry.recording.nbytes + entry.buffer_bytes) / 2**20
             _LOG.warning("captured %s, %s: %.3f s, %.2f MiB", what, decision.mode, seconds, size)
@@ -194,12 +194,17 @@ class Graphs:
         )
         return self.exhausted
 
-    def _backend_for(self, call: Call) -> Backend:
-        if self.backend is None:
-            self.backend = self.new_backend(call)
-        return self.backend
+    def backend_for(self, call: Call) -> Backend:
+        """The back end for calls with tensors on this call's device."""
+        device = cuda_device(_tensors(call))
+        if device not in self.backends:
+            self.backends[device] = self.new_backend(call)
+        return self.backends[device]
 
     def new_backend(self, call: Call) -> Backend:
         """A back end where the tensors of a call are, with a pool of its own."""
-        leaves = (*call.reference_leaves, *call.copied_leaves)
-        return make_backend(self.of.backend, [x for x in leaves if isinstance(x, Tensor)])
+        return make_backend(self.of.backend, _tensors(call))
+
+
+def _tensors(call: Call) -> list[Tensor]:
+    return [x for x in (*call.reference_leaves, *call.copied_leaves) if isinstance(x, Tensor)]

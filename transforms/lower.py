@@ -113,7 +113,7 @@ def lower(
     own = {id(x) for x in prepared.references}
     inputs = [(x, _origin(name, x, donated, own)) for name, x in given if isinstance(x, Tensor)]
     writer = Writer(inputs, of.split_at if decision.mode == "piecewise" else frozenset())
-    audit = audit_of(of, prepared)
+    audit = audit_of(of, prepared, device)
     with prepared.untouched(audit):
         with writer, audit:
             outputs = prepared.run()

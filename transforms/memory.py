@@ -28,26 +28,28 @@ class MemoryAnalysis:
     Args:
         num_graphs: how many they are.
         buffer_bytes: their input buffers.
-        graph_bytes: everything else: on a GPU what its free memory fell by at the captures (the pool that they share,
-            with outputs and intermediate tensors, and the driver's own); on the CPU the tensors that the tapes hold.
+        graph_bytes: outputs and intermediate tensors: on a GPU the pool that the graphs share, on the CPU what tapes
+            hold.
         output_bytes: the part of that which is outputs.
+        driver_bytes: what the free memory of a GPU fell by beside that. Its driver keeps what a dropped graph took for
+            later ones, so that this is less where there was another graph before.
     """
 
     num_graphs: int
     buffer_bytes: int
     graph_bytes: int
     output_bytes: int
+    driver_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Buffers and graphs."""
-        return self.buffer_bytes + self.graph_bytes
+        """Buffers, tensors of the graphs, and the driver's own."""
+        return self.buffer_bytes + self.graph_bytes + self.driver_bytes
 
     def __str__(self) -> str:
-        rest = f"{_size(self.graph_bytes)}, of which outputs {_size(self.output_bytes)}"
-        return (
-            f"{self.num_graphs} graphs, {_size(self.total_bytes)}: buffers {_size(self.buffer_bytes)}, the rest {rest}"
-        )
+        rest = f"tensors {_size(self.graph_bytes)}, of which outputs {_size(self.output_bytes)}"
+        rest += f", driver {_size(self.driver_bytes)}" if self.driver_bytes else ""
+        return f"{self.num_graphs} graphs, {_size(self.total_bytes)}: buffers {_size(self.buffer_bytes)}, {rest}"
 
 
 @attrs.frozen
@@ -57,22 +59,24 @@ class MemoryEstimate:
     Args:
         num_graphs: how many there will be.
         buffer_bytes: their input buffers, which follow from the classes alone.
-        graph_bytes: everything else.
+        graph_bytes: their outputs and intermediate tensors.
+        driver_bytes: what a GPU's driver takes for them; estimated well only where no graph was dropped before.
         num_measured: classes that were captured, and dropped, to know.
     """
 
     num_graphs: int
     buffer_bytes: int
     graph_bytes: int
+    driver_bytes: int
     num_measured: int
 
     @property
     def total_bytes(self) -> int:
-        """Buffers and graphs."""
-        return self.buffer_bytes + self.graph_bytes
+        """Buffers, tensors of the graphs, and the driver's own."""
+        return self.buffer_bytes + self.graph_bytes + self.driver_bytes
 
     def __str__(self) -> str:
-        return f"{self.num_graphs} graphs: {_size(self.total_bytes)}, estimated from {self.num_measured} of them"
+        return f"{self.num_graphs} graphs, {_size(self.total_bytes)}: estimated from {self.num_measured} of them"
 
 
 def analysis_of(entries: Iterable[Entry]) -> MemoryAnalysis:
@@ -84,6 +88,7 @@ def analysis_of(entries: Iterable[Entry]) -> MemoryAnalysis:
         sum(e.buffer_bytes for e in entries),
         sum(e.recording.nbytes for e in entries),
         sum(x.nbytes for x in outputs),
+        sum(e.recording.driver_bytes for e in entries),
     )
 
 
@@ -96,7 +101,7 @@ def estimate(
     of a process also loads kernels, which stay: so the first class is captured twice, and the second time counts.
     """
     capture(of, call, rungs[0].mode, rungs[0].descriptor, new_backend())
-    backend, graph_bytes = new_backend(), 0
+    backend, graph_bytes, driver_bytes = new_backend(), 0, 0
     entries: list[Entry] = []  # kept until the end: what one leaves in the pool the next may use, as in the ladder
     for mode in dict.fromkeys(rung.mode for rung in rungs):
         group = [rung for rung in rungs if rung.mode == mode]
@@ -106,8 +111,9 @@ def estimate(
         points = [(sizes[i], entry.recording.nbytes) for i, entry in found.items() if i > 0]
         for i, size in enumerate(sizes):
             graph_bytes += found[i].recording.nbytes if i in found else between(points, size)
+        driver_bytes += sum(e.recording.driver_bytes for e in found.values()) * len(group) // len(found)
     buffer_bytes = sum(_with_blanks(call, rung.descriptor) for rung in rungs)
-    return MemoryEstimate(len(rungs), buffer_bytes, graph_bytes, len(entries))
+    return MemoryEstimate(len(rungs), buffer_bytes, graph_bytes, driver_bytes, len(entries))
 
 
 def spread(count: int) -> tuple[int, ...]:

@@ -1,17 +1,20 @@
 """Plans: how calls of one signature are answered, by the replay of a graph or by the function itself."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
+import torch
 
 from weft.padding import unpad
-from weft.transforms.call import Call
+from weft.transforms.call import Call, Roles
 from weft.transforms.capture import Entry
 from weft.transforms.dispatch import Decision
-from weft.transforms.results import Outputs
+from weft.transforms.results import Outputs, settle
 from weft.transforms.transfer import Handover, hand_over, plan_copies
 from weft.trees import tree_flatten, tree_unflatten
+
+R = TypeVar("R")
 
 
 @attrs.frozen(eq=False)
@@ -50,6 +53,23 @@ def make_replay(
     outputs = entry.outputs if padded == own else _cut(entry.outputs, own)
     handover = hand_over(outputs, entry.buffers, borrow)
     return Replay(entry, enter, copies.fill if copies else None, entry.recording.replay, handover)
+
+
+def keep_in_place(result: R, roles: Roles, call: Call) -> R:
+    """The result of an eager call, with each donated argument's next value in the storage of the old one, as a replay
+    leaves it: a graph that was captured there finds it."""
+    if not roles.donated:
+        return result
+    with torch.no_grad():
+        homes = tree_unflatten(call.reference_leaves, call.reference_tree)
+        found = settle(result, [homes[n] for n in roles.donated if n in homes], call.reference_leaves)
+        return tree_unflatten(  # type: ignore[no-any-return]
+            [
+                leaf if index is None else call.reference_leaves[index].detach()
+                for leaf, index in zip(found.leaves, found.references, strict=True)
+            ],
+            found.structure,
+        )
 
 
 def _cut(outputs: Outputs, own: Any) -> Outputs:

@@ -15,8 +15,6 @@ from weft.trees import tree_map
 
 SHARE = 0.1
 """By how much an estimate may exceed what is used."""
-GRANULE = 2**21
-"""The driver of a GPU takes memory for a graph in granules: so far, a graph, an estimate may be off there."""
 
 
 def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -> None:
@@ -31,15 +29,16 @@ def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -
     params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
     x = function.inputs[0][:1].to(device)
     batch, before = Rows(BatchDescriptor(1, 1), x), clone(state)
-    estimate = graph.memory_estimate(params, state, batch).total_bytes
+    estimate = graph.memory_estimate(params, state, batch)
     assert_equal("L14 memory: an estimate leaves no trace", state, before)
     if graph.cache_info().currsize or graph.memory_analysis().total_bytes:
         raise LawViolation(f"L14 memory: an estimate left {graph.memory_analysis()}")
     graph.capture(params, state, batch)
-    used = graph.memory_analysis().total_bytes
-    slack = 0 if device == "cpu" else GRANULE * classes
-    if not used - slack <= estimate <= used * (1 + SHARE) + slack:
-        raise LawViolation(f"L14 memory: {estimate} bytes estimated, {used} used, for {classes} classes")
+    used = graph.memory_analysis()
+    if estimate.buffer_bytes != used.buffer_bytes:
+        raise LawViolation(f"L14 memory: {estimate.buffer_bytes} bytes of buffers estimated, {used.buffer_bytes} used")
+    if not used.graph_bytes <= estimate.graph_bytes <= used.graph_bytes * (1 + SHARE):
+        raise LawViolation(f"L14 memory: {estimate} where {used} is used, for {classes} classes")
 
 
 def dropped_graphs_are_not_in_use(function: Function, most: int, device: str = "cpu") -> None:

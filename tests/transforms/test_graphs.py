@@ -12,7 +12,7 @@ from torch import Tensor
 
 import weft
 from weft.descriptor import BatchDescriptor
-from weft.errors import CacheMissError, CaptureError, TooManyCapturesError
+from weft.errors import CacheMissError, CaptureError, DonatedError, TooManyCapturesError
 from weft.proofs.strategies import Rows
 from weft.transforms.backends.tape import TapeBackend
 from weft.transforms.graphify import Graphified, clear_caches, graphify
@@ -302,6 +302,28 @@ def test_a_frozen_function_says_what_it_missed_and_does_not_fall_back() -> None:
         check(g, 2)
     with weft.no_capture():
         check(g, 2)
+
+
+def test_a_batch_that_no_class_covers_leaves_the_state_where_it_was() -> None:
+    def step(state: dict[str, Tensor], batch: Rows) -> tuple[dict[str, Tensor], Rows]:
+        return {"n": state["n"] + 1}, Rows(batch.descriptor, batch.x * 2)
+
+    g = graphify(step, ladder=[BatchDescriptor(2, 2)], donate_argnames="state")
+    state = {"n": torch.zeros(())}
+    g.capture(state, rows(2))
+    g.freeze()
+    for turn, n in enumerate((2, 3, 2, 3, 3, 2), 1):
+        old = state
+        state, out = g(state, rows(n))
+        assert int(state["n"]) == turn
+        assert torch.equal(out.x, rows(n).x * 2)
+        with pytest.raises(DonatedError):
+            g(old, rows(n))
+    assert counts(g) == (1, 3, 3, 1)
+    with weft.no_capture(replay=False):
+        state, _ = g(state, rows(2))
+    state, _ = g(state, rows(2))
+    assert int(state["n"]) == 8
 
 
 # Threads -------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def test_a_tape_takes_what_its_tensors_take() -> None:
     g(torch.ones(100))
     assert g.memory_analysis() == MemoryAnalysis(1, buffer_bytes=400, graph_bytes=1200, output_bytes=400)
     assert g.memory_analysis().total_bytes == 1600
-    text = "1 graphs, 1.56 KiB: buffers 400 bytes, the rest 1.17 KiB, of which outputs 400 bytes"
+    text = "1 graphs, 1.56 KiB: buffers 400 bytes, tensors 1.17 KiB, of which outputs 400 bytes"
     assert str(g.memory_analysis()) == text
     assert g.lower(torch.ones(100)).compile().memory_analysis() == g.memory_analysis()
 
@@ -64,7 +64,7 @@ def test_an_estimate_without_a_ladder_is_of_one_graph() -> None:
     g = piecewise(lambda x: torch.sort(x * 2).values, split_at="aten::sort")
     estimate = g.memory_estimate(torch.ones(100))
     assert (estimate.num_graphs, estimate.buffer_bytes, estimate.graph_bytes) == (1, 400, 400 + 400 + 800)
-    assert str(estimate) == "1 graphs: 1.95 KiB, estimated from 1 of them"
+    assert str(estimate) == "1 graphs, 1.95 KiB: estimated from 1 of them"
 
 
 def test_which_classes_are_captured_for_an_estimate() -> None:

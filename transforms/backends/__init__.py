@@ -23,7 +23,12 @@ class Recording(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the capture took and that the record holds, beside the buffers it was given."""
+        """Bytes of tensor memory that the capture took, beside the buffers it was given."""
+
+    @property
+    def driver_bytes(self) -> int:
+        """Bytes that the device's driver took for the graphs themselves. It keeps those of a dropped graph for a later
+        one, so that they are counted once."""
 
     def replay(self) -> None:
         """Run the record again on whatever the input buffers hold now."""
@@ -60,12 +65,17 @@ class Backend(Protocol):
         """
 
 
+def cuda_device(tensors: Iterable[Tensor]) -> torch.device | None:
+    """The CUDA device of the first of these tensors that is on one."""
+    return next((t.device for t in tensors if t.device.type == "cuda"), None)
+
+
 def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
     """The back end called `name`, or, for None, `cuda` if any of the tensors is on a CUDA device and `tape` if not."""
     from weft.transforms.backends.cuda import CudaBackend
     from weft.transforms.backends.tape import TapeBackend
 
-    on_cuda = next((t.device for t in tensors if t.device.type == "cuda"), None)
+    on_cuda = cuda_device(tensors)
     if name is None:
         name = "cuda" if on_cuda is not None else "tape"
     if name == "tape":

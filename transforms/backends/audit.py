@@ -39,6 +39,7 @@ class Audit(DispatchMode):
         writable: tensors whose storage the function may write (donated arguments).
         names: the other arguments, by name, for the error about a write to one.
         collectives: whether operations of torch.distributed are let through.
+        on_device: whether it is a GPU that repeats the function, so that nothing on the CPU may be read.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class Audit(DispatchMode):
         names: Iterable[tuple[str, Tensor]],
         *,
         collectives: bool = False,
+        on_device: bool = False,
     ) -> None:
         super().__init__()
         self.call = call
+        self.on_device = on_device
         self.collectives = collectives
         self._writable = {storage_id(t) for t in writable}
         self.own = set(self._writable)
@@ -92,10 +95,12 @@ class Audit(DispatchMode):
         """Raise CaptureError if a replay could not repeat this operation."""
         if kwargs:
             self._check_keywords(func, kwargs)
-        if len(inputs) > 1 and len({t.is_cpu for t in inputs.values()}) > 1:
+        if not _is_harmless(func):
+            self._check_suspect(func, args, kwargs)
+        if self.on_device:
             self._refuse_host_arguments(inputs)
-        if _is_harmless(func):
-            return
+
+    def _check_suspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if fault := _data_dependence(func, args, kwargs):
             raise refusal(self.call, fault, _REMEDY)
         if func._schema.name in _PINS:
@@ -151,11 +156,11 @@ class Audit(DispatchMode):
             generator.set_state(state)
 
     def _refuse_host_arguments(self, inputs: dict[int, Tensor]) -> None:
-        """An argument on the CPU that meets a CUDA tensor is a scalar to its kernel, with the value of the capture."""
+        """In a graph of a GPU nothing that the CPU does runs again: what is read there would be frozen."""
         for place, tensor in inputs.items():
-            name = self.names.get(place)
-            if name is not None and tensor.device.type == "cpu":
-                fault = f"{name} is on the CPU and meets a tensor on another device, so that its value would be frozen"
+            if tensor.is_cpu and (place in self._writable or place not in self.own):
+                name = self.names.get(place, "a tensor from outside it")
+                fault = f"{name} is on the CPU, in a call with tensors on a GPU, so that its value would be frozen"
                 raise refusal(self.call, fault, f"move {name} to the device before the call")
 
 

@@ -57,6 +57,7 @@ class CudaRecording:
     external: tuple[Tensor, ...]
     replay: Callable[[], None]
     nbytes: int
+    driver_bytes: int
 
     @property
     def num_pieces(self) -> int:
@@ -144,7 +145,7 @@ class CudaBackend:
     def _record(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
         for generator in self._generators:
             audit.generators.setdefault(generator, generator.get_state())
-        free, _ = torch.cuda.mem_get_info(self.device)
+        free, reserved = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_reserved(self.device)
         session = _Session(self.device, self.pool, split_at, audit)
         try:
             outputs = session.run(fn)
@@ -152,9 +153,11 @@ class CudaBackend:
             # The allocator may hold the pool of a void capture for one that is still going on.
             self.pool = torch.cuda.graph_pool_handle()
             raise
-        taken = max(free - torch.cuda.mem_get_info(self.device)[0], 0)
+        tensors = max(torch.cuda.memory_reserved(self.device) - reserved, 0)
+        driver = max(free - torch.cuda.mem_get_info(self.device)[0] - tensors, 0)
         pieces = tuple(session.pieces)
-        return CudaRecording(pieces, outputs, tuple(audit.external.values()), _replay_of(pieces), taken)
+        external = tuple(audit.external.values())
+        return CudaRecording(pieces, outputs, external, _replay_of(pieces), tensors, driver)
 
 
 @contextlib.contextmanager

@@ -91,6 +91,7 @@ class TapeRecording:
     outputs: Any
     num_pieces: int
     nbytes: int
+    driver_bytes: int = 0
 
     def replay(self) -> None:
         with torch.no_grad():
