@@ -16,6 +16,7 @@ from torch import Tensor
 from weft.errors import DeviceError
 from weft.ops.sample import sample
 from weft.ops.splitmix import _mix, exponential, random_bits
+from weft.ops.table import backends
 from weft.transforms.graphify import graphify
 
 FAST = settings(deadline=None, max_examples=60)
@@ -283,3 +284,9 @@ def test_padding_draws_some_token() -> None:
     temperature = torch.tensor([torch.nan, 1.0], device="cuda")
     token_ids, _ = sample(logits, temperature, torch.arange(2, device="cuda"), torch.arange(2, device="cuda"))
     assert bool(((token_ids >= 0) & (token_ids < 5000)).all())
+
+
+def test_the_table_says_how_tokens_are_drawn() -> None:
+    assert [row.implementation for row in backends("cpu") if row.op == "sample"] == ["reference"]
+    (row,) = [row for row in backends("cuda") if row.op == "sample"]
+    assert row.implementation.startswith(("triton ", "missing"))
