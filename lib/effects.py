@@ -7,6 +7,7 @@ rank 0 of 2
   run advance [mb 0]
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -86,45 +87,62 @@ class Run:
 
 @attrs.frozen
 class Send:
-    """Send what the stage made of a micro-batch to rank `to`."""
+    """Start to send what the stage made of a micro-batch to rank `to`. Its buffer is in use until a fence."""
 
     to: int
     microbatch: int
     schema: Schema | None = None
 
     def __str__(self) -> str:
-        return f"send to {self.to} [mb {self.microbatch}]" + (f": {self.schema}" if self.schema is not None else "")
+        return f"send to {self.to} [mb {self.microbatch}]{_suffix(self.schema)}"
 
 
 @attrs.frozen
 class Recv:
-    """Receive the stage's input for a micro-batch from rank `source`."""
+    """Wait for the stage's input for a micro-batch from rank `source`."""
 
     source: int
     microbatch: int
     schema: Schema | None = None
 
     def __str__(self) -> str:
-        return f"recv from {self.source} [mb {self.microbatch}]" + (
-            f": {self.schema}" if self.schema is not None else ""
-        )
+        return f"recv from {self.source} [mb {self.microbatch}]{_suffix(self.schema)}"
 
 
 @attrs.frozen
 class Broadcast:
-    """Give the last stage's output for a micro-batch, on rank `root`, to all ranks."""
+    """The last stage's output for a micro-batch goes from rank `root` to all ranks: there, start to send it; on the
+    others, wait for it. Not a barrier."""
 
     root: int
     microbatch: int
+    schema: Schema | None = None
 
     def __str__(self) -> str:
-        return f"broadcast from {self.root} [mb {self.microbatch}]"
+        return f"broadcast from {self.root} [mb {self.microbatch}]{_suffix(self.schema)}"
 
 
-Effect = Run | Send | Recv | Broadcast
+@attrs.frozen
+class Fence:
+    """Wait until all that this rank sent of a micro-batch has left its buffer, which may then be overwritten."""
 
-_LINE = re.compile(r"(run (?P<what>.+)|send to (?P<to>\d+)|recv from (?P<source>\d+)|broadcast from (?P<root>\d+)) "
-                   r"\[mb (?P<mb>\d+)\](: (?P<schema>.+))?")  # fmt: skip
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"fence [mb {self.microbatch}]"
+
+
+Effect = Run | Send | Recv | Broadcast | Fence
+
+
+def _suffix(schema: Schema | None) -> str:
+    return "" if schema is None else f": {schema}"
+
+
+_LINE = re.compile(
+    r"(run (?P<what>.+)|send to (?P<to>\d+)|recv from (?P<source>\d+)|broadcast from (?P<root>\d+)|(?P<fence>fence)) "
+    r"\[mb (?P<mb>\d+)\](: (?P<schema>.+))?"
+)
 
 
 def parse_effect(line: str) -> Effect:
@@ -135,30 +153,42 @@ def parse_effect(line: str) -> Effect:
     """
     match = _LINE.fullmatch(line.strip())
     if match is None:
-        raise ProgramError(f"parse_effect({line!r})", "no effect", "run|send to|recv from|broadcast from ... [mb N]")
+        instead = "run|send to|recv from|broadcast from|fence ... [mb N]"
+        raise ProgramError(f"parse_effect({line!r})", "no effect", instead)
     microbatch = int(match["mb"])
-    if match["schema"] and not (match["to"] or match["source"]):
-        raise ProgramError(f"parse_effect({line!r})", "a schema on what sends nothing", "leave it to send and recv")
+    if match["schema"] and (match["what"] or match["fence"]):
+        instead = "leave it to send, recv and broadcast"
+        raise ProgramError(f"parse_effect({line!r})", "a schema on what sends nothing", instead)
     schema = Schema.parse(match["schema"]) if match["schema"] else None
     if match["what"]:
         return Run(match["what"], microbatch)
+    if match["fence"]:
+        return Fence(microbatch)
     if match["to"]:
         return Send(int(match["to"]), microbatch, schema)
     if match["source"]:
         return Recv(int(match["source"]), microbatch, schema)
-    return Broadcast(int(match["root"]), microbatch)
+    return Broadcast(int(match["root"]), microbatch, schema)
 
 
 @attrs.frozen
 class Program:
-    """What one rank does in a step, in order."""
+    """What one rank does in a step, in order.
+
+    Args:
+        rank, num_ranks: whose it is, and of how many.
+        effects: in order.
+        classes: the class of each micro-batch, as its descriptor prints; empty where the schedule is for any.
+    """
 
     rank: int
     num_ranks: int
     effects: tuple[Effect, ...]
+    classes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([f"rank {self.rank} of {self.num_ranks}", *(f"  {effect}" for effect in self.effects)])
+        classes = (f"  mb {index}: {text}" for index, text in enumerate(self.classes))
+        return "\n".join([f"rank {self.rank} of {self.num_ranks}", *classes, *(f"  {e}" for e in self.effects)])
 
     @classmethod
     def parse(cls, text: str) -> "Program":
@@ -167,7 +197,11 @@ class Program:
         match = re.fullmatch(r"rank (\d+) of (\d+)", title.strip())
         if match is None:
             raise ProgramError("Program.parse(...)", f"a first line {title!r}", "rank R of N")
-        return cls(int(match[1]), int(match[2]), tuple(parse_effect(line) for line in lines))
+        classes = list(itertools.takewhile(bool, (re.fullmatch(r"mb (\d+): (.+)", line.strip()) for line in lines)))
+        if any(found and int(found[1]) != index for index, found in enumerate(classes)):
+            raise ProgramError("Program.parse(...)", "classes of micro-batches out of order", "mb 0: ..., mb 1: ...")
+        effects = tuple(parse_effect(line) for line in lines[len(classes) :])
+        return cls(int(match[1]), int(match[2]), effects, tuple(found[2] for found in classes if found))
 
 
 def listing(programs: Sequence[Program]) -> str:

@@ -1,5 +1,6 @@
 """Transforms, functions to functions: `graphify`, `pipeline`, `microbatch`, and what they are made of."""
 
+from weft.transforms.checker import check
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.dispatch_table import DispatchTable, dispatch_table
 from weft.transforms.generate import Runner, make_runner, make_state
@@ -12,7 +13,7 @@ from weft.transforms.memory import MemoryAnalysis, MemoryEstimate
 from weft.transforms.microbatch import join, microbatch, split
 from weft.transforms.piecewise import piecewise
 from weft.transforms.pipeline import Pipelined, compose, pipeline
-from weft.transforms.schedule import check, streaming
+from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
 
 __all__ = [
     "MODES",
@@ -22,6 +23,7 @@ __all__ = [
     "DispatchTable",
     "Explanation",
     "Graphified",
+    "Job",
     "Ladder",
     "Limits",
     "Lowered",
@@ -31,12 +33,15 @@ __all__ = [
     "Runner",
     "check",
     "compose",
+    "decode_jobs",
     "dispatch",
     "dispatch_table",
     "graphify",
+    "jobs_for",
     "join",
     "lora_rungs",
     "make_ladder",
+    "make_programs",
     "make_runner",
     "make_state",
     "microbatch",

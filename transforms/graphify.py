@@ -63,6 +63,11 @@ class Graphified(Generic[P, R]):
         """The operators that stay outside the graphs of mode piecewise."""
         return self._of.split_at
 
+    @property
+    def lends(self) -> bool:
+        """Whether results are the graph's own buffers, which the next replay overwrites."""
+        return self._of.borrow
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The fast path: a call like an earlier one is answered as that one was; any other by `_call`."""
         if in_plain_surroundings() and MAY_REPLAY.get():

@@ -1,19 +1,26 @@
 """`pipeline`: stages as one step. Each rank's part is a program of effects, checked before the first tensor moves."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
+
+from weft.batch import Batch
 from weft.donation import donated_argnames, refuse_donated
 from weft.effects import Program, Schema, listing
 from weft.errors import ProgramError
+from weft.transforms.checker import check
 from weft.transforms.microbatch import join, split
-from weft.transforms.schedule import check, streaming
-from weft.transforms.transports.local import call_stage, run_local
+from weft.transforms.schedule import Job, jobs_for, make_programs
+from weft.transforms.transports import Transport
+from weft.transforms.transports.local import Local
+from weft.transforms.transports.worker import Worker, call_stage
 from weft.trees import tree_leaves
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
+
+_MAX_PLANS = 1024
 
 
 def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
@@ -79,37 +86,99 @@ def _donations(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, .
     return ("state",) if any("state" in donated_argnames(f) for f in functions) else ()
 
 
-@functools.cache
-def _programs(num_stages: int, microbatches: int, schema: Schema | None, feedback: bool) -> tuple[Program, ...]:
-    made = streaming(num_stages, microbatches, schema=schema, feedback=feedback)
-    check(made)
-    return made
+@attrs.frozen(eq=False)
+class Plan:
+    """Checked programs, and what a run of them is compared by on other ranks."""
+
+    programs: tuple[Program, ...]
+    buffers: int | None
+
+    def __attrs_post_init__(self) -> None:
+        check(self.programs, buffers=self.buffers)
 
 
 class Pipelined:
     """What `pipeline` returns: a step, and the programs that it runs. `print` it to read them."""
 
     def __init__(
-        self, stages: Sequence[Stage], microbatches: int, advance: Advance | None, schema: Schema | None
+        self,
+        stages: Sequence[Stage],
+        microbatches: int,
+        advance: Advance | None,
+        schema: Schema | None,
+        transport: Transport,
     ) -> None:
         self.stages = tuple(stages)
         self.microbatches = microbatches
+        self.transport = transport
         self._advance = advance
         self._schema = schema
+        self._ranks = transport.ranks(len(self.stages))
+        self._returns = advance is not None or len(self._ranks) < len(self.stages)
+        # A stage that lends its results overwrites them when it runs again.
+        self._buffers = 1 if any(getattr(stage, "lends", False) for stage in self.stages) else None
+        self._plans: dict[Any, Plan] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
         self.programs(microbatches)
 
     def programs(self, microbatches: int) -> tuple[Program, ...]:
         """Each rank's program for so many micro-batches, checked."""
-        return _programs(len(self.stages), microbatches, self._schema, self._advance is not None)
+        return self._plan([Job(feeds=self._returns)] * microbatches, ()).programs
+
+    def _plan(self, jobs: Sequence[Job], classes: Sequence[str]) -> Plan:
+        key = (tuple(jobs), tuple(classes))
+        if key not in self._plans:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            advances = self._advance is not None
+            made = make_programs(len(self.stages), jobs, schema=self._schema, advances=advances, buffers=self._buffers)
+            programs = tuple(attrs.evolve(program, classes=tuple(classes)) for program in made)
+            self._plans[key] = Plan(programs, self._buffers)
+        return self._plans[key]
 
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
-        _check_entries("pipeline", len(self.stages), params, state)
         batches = split(batch, self.microbatches)
-        programs = self.programs(len(batches))
-        states, outputs = run_local(programs, self.stages, self._advance, params, state, batches)
+        states, outputs = self._run(params, state, batches, [Job(feeds=self._returns)] * len(batches))
         return states, join(outputs, batches)
+
+    def stream(
+        self, params: Sequence[Any], state: Sequence[Any], batches: Sequence[Any], jobs: Sequence[Job] | None = None
+    ) -> tuple[Any, list[Any]]:
+        """Run batches one after the other, as calls in a row would, but so that stages overlap: each batch is a
+        micro-batch, and waits only for the tokens of its own requests.
+
+        Args:
+            params, state: as a call takes them.
+            batches: in order: prefills, chunks of prompts and decodes in any mixture.
+            jobs: what each waits for (`jobs_for`, `decode_jobs`). None: found by reading the batches on the host.
+
+        Returns:
+            The new state, and for each batch the output; None for one whose job does not feed.
+        """
+        found = self._jobs(batches) if jobs is None else jobs
+        if len(found) != len(batches):
+            seen = f"{len(batches)} batches and {len(found)} jobs"
+            raise ProgramError(f"{self.__name__}.stream(...)", seen, "a job for each batch")
+        return self._run(params, state, batches, found)
+
+    def _jobs(self, batches: Sequence[Any]) -> Sequence[Job]:
+        if not all(isinstance(batch, Batch) for batch in batches):
+            return [Job(feeds=self._returns, after=i - 1 if i and self._returns else None) for i in range(len(batches))]
+        return jobs_for([frozenset(b.rows.tolist()) for b in batches], [bool(b.samples.any()) for b in batches])
+
+    def _run(
+        self, params: Sequence[Any], state: Sequence[Any], batches: Sequence[Any], jobs: Sequence[Job]
+    ) -> tuple[tuple[Any, ...], list[Any]]:
+        _check_entries("pipeline", len(self._ranks), params, state)
+        plan = self._plan(jobs, [str(class_of(batch)) for batch in batches])
+        workers = [
+            Worker(rank, self.stages[rank], p, s, self._advance, batches)
+            for rank, p, s in zip(self._ranks, params, state, strict=True)
+        ]
+        self.transport.run(plan.programs, workers)
+        returned = workers[0].outputs if self._returns else workers[-1].results
+        return tuple(worker.state for worker in workers), [returned.get(mb) for mb in range(len(batches))]
 
     def __str__(self) -> str:
         return listing(self.programs(self.microbatches))
@@ -118,10 +187,20 @@ class Pipelined:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
 
 
+def class_of(batch: Any) -> Any:
+    """What all ranks must agree on of a batch: its descriptor, or of plain tensors the schema."""
+    return batch.descriptor if isinstance(batch, Batch) else Schema.of(batch)
+
+
 def pipeline(
-    stages: Sequence[Stage], *, microbatches: int = 1, advance: Advance | None = None, schema: Schema | None = None
+    stages: Sequence[Stage],
+    *,
+    microbatches: int = 1,
+    advance: Advance | None = None,
+    schema: Schema | None = None,
+    transport: Transport | None = None,
 ) -> Pipelined:
-    """Span a step over stages: one program of Send, Recv and Run a rank, executed in this process (transport `local`).
+    """Span a step over stages: one program of Send, Recv and Run a rank, checked, and executed by a transport.
 
     Args:
         stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y of the one before. A
@@ -130,9 +209,12 @@ def pipeline(
         advance: `(state, batch, out) -> state`; where given, the last stage's output goes back to every rank, and each
             advances its state with it.
         schema: what travels between two stages; where given, every value is held against it.
+        transport: where the ranks run; None: `Local()`, in this process and thread.
 
     Returns:
-        A step `(params, state, batch) -> (state, out)` over tuples with one entry a stage. Its `programs(m)` are data.
+        A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage that runs in this
+        process: with `Local` and `Threads` all, with `Distributed` and `Peer` this rank's alone. Its `programs(m)` are
+        data.
 
     Raises:
         ProgramError: no stage, fewer than one micro-batch, or a program that the check refuses.
@@ -150,4 +232,4 @@ def pipeline(
         raise ProgramError(
             f"pipeline(<{len(stages)} stages>, microbatches={microbatches!r})", "no number of parts", "an int >= 1"
         )
-    return Pipelined(stages, microbatches, advance, schema)
+    return Pipelined(stages, microbatches, advance, schema, transport or Local())

@@ -1,16 +1,116 @@
-"""Schedules: pure functions from the number of stages and micro-batches to each rank's program; and their check."""
+"""Schedules: pure functions from the stages and the micro-batches' needs to each rank's program.
 
-from collections import deque
+A schedule is a list of jobs, one a micro-batch, that every rank takes in the same order. What differs between
+schedules is what a job waits for: streaming waits for nothing, a decode loop for the tokens of the step before.
+"""
+
 from collections.abc import Iterator, Sequence
 
 import attrs
 
-from weft.effects import Broadcast, Effect, Program, Recv, Run, Schema, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send
 from weft.errors import ProgramError
 
 
+@attrs.frozen
+class Job:
+    """One micro-batch of a schedule.
+
+    Args:
+        feeds: whether its output returns to all ranks, which then advance their states with it. A micro-batch that
+            samples nothing (a chunk of a prompt) need not: the ranks advance without it.
+        after: the job whose output must have returned before this one runs: the last that feeds one of its requests.
+    """
+
+    feeds: bool = True
+    after: int | None = None
+
+
+def make_programs(
+    num_stages: int,
+    jobs: Sequence[Job],
+    *,
+    schema: Schema | None = None,
+    advances: bool = True,
+    buffers: int | None = None,
+) -> tuple[Program, ...]:
+    """The programs that take `jobs` through the stages in order: each rank receives, runs and sends one after the
+    other, and takes in what returns no sooner than a job needs it.
+
+    Args:
+        num_stages: ranks; stage r runs on rank r.
+        jobs: one a micro-batch.
+        schema: what travels between stages, where it is declared.
+        advances: whether the ranks advance a state.
+        buffers: results that a stage holds before it overwrites the oldest, for which a fence waits; None: each
+            result is a value of its own.
+
+    >>> print(make_programs(2, [Job(), Job(after=0)])[0])
+    rank 0 of 2
+      run stage 0 [mb 0]
+      send to 1 [mb 0]
+      broadcast from 1 [mb 0]
+      run advance [mb 0]
+      run stage 0 [mb 1]
+      send to 1 [mb 1]
+      broadcast from 1 [mb 1]
+      run advance [mb 1]
+    """
+    for index, job in enumerate(jobs):
+        if job.after is not None and not (0 <= job.after < index and jobs[job.after].feeds):
+            raise ProgramError(
+                f"make_programs({num_stages}, <{len(jobs)} jobs>)",
+                f"job {index} runs after job {job.after}",
+                "an earlier job, whose output returns",
+            )
+    programs = (_effects(rank, num_stages, jobs, schema, advances, buffers) for rank in range(num_stages))
+    return tuple(Program(rank, num_stages, tuple(effects)) for rank, effects in enumerate(programs))
+
+
+def _effects(
+    rank: int, num_stages: int, jobs: Sequence[Job], schema: Schema | None, advances: bool, buffers: int | None
+) -> Iterator[Effect]:
+    last = num_stages - 1
+    feeding = [index for index, job in enumerate(jobs) if job.feeds]
+    taken = 0  # of those, how many have returned
+    # The most jobs that a rank can be ahead of what returned, one message an edge: one more and it could block the last
+    # rank, which it waits for.
+    ahead = 2 * (last - rank) + 1
+    for mb, job in enumerate(jobs):
+        due = mb - ahead if job.after is None else max(mb - ahead, job.after)
+        while taken < len(feeding) and feeding[taken] <= due:
+            yield from _take_in(rank, last, feeding[taken], advances)
+            taken += 1
+        if rank > 0:
+            yield Recv(rank - 1, mb, schema)
+        if buffers is not None and mb >= buffers and (rank < last or jobs[mb - buffers].feeds):
+            yield Fence(mb - buffers)
+        yield Run(f"stage {rank}", mb)
+        if rank < last:
+            yield Send(rank + 1, mb, schema)
+        elif job.feeds:
+            yield Broadcast(last, mb)
+        if advances and not job.feeds:
+            yield Run("advance", mb)
+    for mb in feeding[taken:]:
+        yield from _take_in(rank, last, mb, advances)
+
+
+def _take_in(rank: int, last: int, mb: int, advances: bool) -> Iterator[Effect]:
+    """Learn what the last stage made of a micro-batch, and advance."""
+    if rank != last:
+        yield Broadcast(last, mb)
+    if advances:
+        yield Run("advance", mb)
+
+
 def streaming(
-    num_stages: int, num_microbatches: int, *, schema: Schema | None = None, feedback: bool = False
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    schema: Schema | None = None,
+    feedback: bool = False,
+    buffers: int | None = None,
 ) -> tuple[Program, ...]:
     """Forward-only streaming: each rank receives, runs and sends one micro-batch after the other.
 
@@ -19,6 +119,7 @@ def streaming(
         num_microbatches: parts of the batch.
         schema: what travels between stages, where it is declared.
         feedback: whether the last stage's output returns to all ranks, which then advance their states with it.
+        buffers: as `make_programs` takes it.
 
     >>> print(streaming(2, 1, feedback=True)[0])
     rank 0 of 2
@@ -27,144 +128,35 @@ def streaming(
       broadcast from 1 [mb 0]
       run advance [mb 0]
     """
-
-    def effects(rank: int) -> Iterator[Effect]:
-        for mb in range(num_microbatches):
-            if rank > 0:
-                yield Recv(rank - 1, mb, schema)
-            yield Run(f"stage {rank}", mb)
-            if rank < num_stages - 1:
-                yield Send(rank + 1, mb, schema)
-        for mb in range(num_microbatches if feedback else 0):
-            yield Broadcast(num_stages - 1, mb)
-            yield Run("advance", mb)
-
-    return tuple(Program(rank, num_stages, tuple(effects(rank))) for rank in range(num_stages))
+    jobs = [Job(feeds=feedback)] * num_microbatches
+    return make_programs(num_stages, jobs, schema=schema, advances=feedback, buffers=buffers)
 
 
-@attrs.frozen
-class Step:
-    """One effect about to run on one rank."""
+def decode_jobs(num_cohorts: int, num_steps: int) -> tuple[Job, ...]:
+    """A decode loop: `num_steps` steps of each of `num_cohorts` cohorts of requests, in turn; a cohort's step waits for
+    its tokens of the one before. With as many cohorts as stages, all stages are busy.
 
-    rank: int
-    effect: Effect
-
-
-def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[Step]:
-    """The effects of all ranks in an order in which one process can run them.
-
-    Each edge is a queue of `capacity` messages: a send waits while it is full, a receive while it is empty. A broadcast
-    waits for all ranks, and is yielded once for each.
-
-    Raises:
-        ProgramError: a receive meets a message of another micro-batch or schema, ranks differ in a broadcast, no rank
-            can go on, or a message is left over.
+    >>> [job.after for job in decode_jobs(2, 3)]
+    [None, None, 0, 1, 2, 3]
     """
-    at = [0] * len(programs)
-    queues: dict[tuple[int, int], deque[Send]] = {}
-    while any(at[p.rank] < len(p.effects) for p in programs):
-        ready = [step for step in _next(programs, at) if _can_run(step, programs, at, queues, capacity)]
-        if not ready:
-            raise _deadlock(programs, at)
-        for step in ready:
-            _move(step, queues)
-            at[step.rank] += 1
-            yield step
-    for (source, to), queue in queues.items():
-        if queue:
-            raise ProgramError(
-                f"check of {len(programs)} programs",
-                f"rank {source}: '{queue[0]}' is never received",
-                f"a recv on rank {to}",
-            )
-
-
-def check(programs: Sequence[Program]) -> None:
-    """Raise ProgramError unless every receive meets its send, in order and schema, and all ranks reach their end even
-    where an edge holds one message."""
-    for index, program in enumerate(programs):
-        if (program.rank, program.num_ranks) != (index, len(programs)):
-            raise ProgramError(
-                f"check of {len(programs)} programs",
-                f"program {index} says it is of rank {program.rank} of {program.num_ranks}",
-                "give the programs of all ranks, in order",
-            )
-    for _ in interleave(programs, capacity=1):
-        pass
-    for program in programs:
-        _check_values(program)
-
-
-def _check_values(program: Program) -> None:
-    """Raise ProgramError unless each effect finds what it needs on its rank: an input, a result, an output."""
-    received: set[int] = set()
-    results: set[int] = set()
-    outputs: set[int] = set()
-    for effect in program.effects:
-        mb = effect.microbatch
-        match effect:
-            case Recv():
-                ok, held = mb not in received, received
-            case Run("advance"):
-                ok, held = mb in outputs, outputs
-                outputs.discard(mb)
-            case Run():
-                ok, held = program.rank == 0 or mb in received, results
-                received.discard(mb)
-            case Send():
-                ok, held = mb in results, set()
-                results.discard(mb)
-            case Broadcast(root):
-                ok, held = root < program.num_ranks and (root != program.rank or mb in results), outputs
-        if not ok:
-            raise ProgramError(
-                f"check of rank {program.rank}'s program",
-                f"'{effect}', for which it does not hold what that needs",
-                "recv, then run, then send or broadcast, then advance, each once a micro-batch",
-            )
-        held.add(mb)
-
-
-def _next(programs: Sequence[Program], at: Sequence[int]) -> list[Step]:
-    return [Step(p.rank, p.effects[at[p.rank]]) for p in programs if at[p.rank] < len(p.effects)]
-
-
-def _can_run(
-    step: Step,
-    programs: Sequence[Program],
-    at: Sequence[int],
-    queues: dict[tuple[int, int], deque[Send]],
-    capacity: int,
-) -> bool:
-    effect = step.effect
-    if isinstance(effect, Send):
-        return len(queues.get((step.rank, effect.to), ())) < capacity
-    if isinstance(effect, Recv):
-        return bool(queues.get((effect.source, step.rank)))
-    if isinstance(effect, Broadcast):
-        waiting = _next(programs, at)
-        return len(waiting) == len(programs) and all(other.effect == effect for other in waiting)
-    return True
-
-
-def _move(step: Step, queues: dict[tuple[int, int], deque[Send]]) -> None:
-    if isinstance(step.effect, Send):
-        queues.setdefault((step.rank, step.effect.to), deque()).append(step.effect)
-    elif isinstance(step.effect, Recv):
-        send = queues[step.effect.source, step.rank].popleft()
-        if (send.microbatch, send.schema) != (step.effect.microbatch, step.effect.schema):
-            raise ProgramError(
-                "check of a pipeline's programs",
-                f"rank {step.effect.source}: '{send}' meets rank {step.rank}: '{step.effect}'",
-                "the same micro-batches in the same order, and one schema, on both ends of an edge",
-            )
-
-
-def _deadlock(programs: Sequence[Program], at: Sequence[int]) -> ProgramError:
-    waiting = "; ".join(f"rank {step.rank}: '{step.effect}'" for step in _next(programs, at))
-    ended = [p.rank for p in programs if at[p.rank] == len(p.effects)]
-    return ProgramError(
-        f"check of {len(programs)} programs",
-        f"no rank can go on. Waiting: {waiting}" + (f". At their end: ranks {ended}" if ended else ""),
-        "give every send a recv, and order them so that one message an edge is enough",
+    return tuple(
+        Job(after=None if index < num_cohorts else index - num_cohorts) for index in range(num_cohorts * num_steps)
     )
+
+
+def jobs_for(rows: Sequence[frozenset[int]], samples: Sequence[bool]) -> tuple[Job, ...]:
+    """The jobs of any micro-batches, chunks of prompts and decodes in any mixture: each waits for the last earlier
+    one that sampled a token of one of its requests.
+
+    Args:
+        rows: the requests of each micro-batch.
+        samples: whether it samples a token of any.
+
+    >>> [job.after for job in jobs_for([{0}, {1}, {0}, {0, 1}], [False, True, True, True])]
+    [None, None, None, 2]
+    """
+    jobs: list[Job] = []
+    for own, feeds in zip(rows, samples, strict=True):
+        earlier = (i for i in range(len(jobs) - 1, -1, -1) if jobs[i].feeds and own & rows[i])
+        jobs.append(Job(feeds, next(earlier, None)))
+    return tuple(jobs)

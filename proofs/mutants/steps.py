@@ -17,10 +17,10 @@ from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
 from weft.state import State, advance, resolve
 from weft.torchapi import in_dispatch_mode
+from weft.transforms.checker import interleave
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.ladder import Ladder, as_ladder
 from weft.transforms.microbatch import join, split
-from weft.transforms.schedule import interleave
 
 _GRAPHS, _LOCAL = "weft.transforms.graphs", "weft.transforms.transports.local"
 _COMPARE, _DECODER = "weft.proofs.laws.compare", "weft.stages.decoder"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.batch import Batch
-from weft.effects import Broadcast, Program, Recv, Run, Schema, Send, TensorSchema, listing, parse_effect
+from weft.effects import Broadcast, Fence, Program, Recv, Run, Schema, Send, TensorSchema, listing, parse_effect
 from weft.errors import ProgramError
 from weft.outputs import IntermediateTensors, Output
 
@@ -28,9 +28,11 @@ EFFECTS = st.one_of(
     st.builds(Run, WHATS, MICROBATCHES),
     st.builds(Send, RANKS, MICROBATCHES, st.none() | SCHEMAS),
     st.builds(Recv, RANKS, MICROBATCHES, st.none() | SCHEMAS),
-    st.builds(Broadcast, RANKS, MICROBATCHES),
+    st.builds(Broadcast, RANKS, MICROBATCHES, st.none() | SCHEMAS),
+    st.builds(Fence, MICROBATCHES),
 )
-PROGRAMS = st.builds(Program, RANKS, RANKS, st.lists(EFFECTS, max_size=5).map(tuple))
+CLASSES = st.lists(st.sampled_from(("uniform x1, 3 reqs", "h[num_tokens, 4] float32")), max_size=2).map(tuple)
+PROGRAMS = st.builds(Program, RANKS, RANKS, st.lists(EFFECTS, max_size=5).map(tuple), CLASSES)
 
 
 @FAST
@@ -113,11 +115,11 @@ def test_lines_that_are_no_effect(line: str) -> None:
     with pytest.raises(ProgramError) as error:
         parse_effect(line)
     assert str(error.value) == (
-        f"parse_effect({line!r})\n  saw: no effect\n  instead: run|send to|recv from|broadcast from ... [mb N]"
+        f"parse_effect({line!r})\n  saw: no effect\n  instead: run|send to|recv from|broadcast from|fence ... [mb N]"
     )
 
 
-@pytest.mark.parametrize("line", ["run stage 0 [mb 0]: h[2] float32", "broadcast from 1 [mb 0]: h[2] float32"])
+@pytest.mark.parametrize("line", ["run stage 0 [mb 0]: h[2] float32", "fence [mb 0]: h[2] float32"])
 def test_a_schema_on_an_effect_that_has_none_is_not_dropped(line: str) -> None:
     with pytest.raises(ProgramError):
         parse_effect(line)

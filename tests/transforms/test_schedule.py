@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from weft.effects import Broadcast, Effect, Program, Recv, Run, Schema, Send, TensorSchema
 from weft.errors import ProgramError
-from weft.transforms.schedule import Step, check, interleave, streaming
+from weft.transforms.checker import Step, check, interleave
+from weft.transforms.schedule import streaming
 
 SCHEMA = Schema((TensorSchema("h", ("num_tokens", 4), torch.float32),))
 OTHER = Schema((TensorSchema("h", ("num_tokens", 8), torch.float32),))

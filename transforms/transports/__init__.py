@@ -1,1 +1,29 @@
-"""Transports: what executes a pipeline's programs."""
+"""Transports: what executes a pipeline's programs. One protocol, and a worker for each rank."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from weft.effects import Program
+from weft.transforms.transports.worker import Worker
+
+
+class Transport(Protocol):
+    """Where the ranks of a pipeline run, and how their messages travel."""
+
+    def ranks(self, num_ranks: int) -> Sequence[int]:
+        """The ranks of a pipeline of `num_ranks` that run in this process, in order.
+
+        Raises:
+            ProgramError: there is no place for so many.
+        """
+
+    def run(self, programs: Sequence[Program], workers: Sequence[Worker]) -> None:
+        """Execute checked programs, those of `ranks(...)` here.
+
+        Args:
+            programs: of all ranks.
+            workers: of the ranks that run here; each is left with its rank's new state and results.
+
+        Raises:
+            RankError: on the ranks that wait for one that raised, exited or stalled. That one raises what it raised.
+        """

@@ -1,70 +1,62 @@
-"""The local transport: all ranks in one process, their effects interleaved, values handed over as they are."""
+"""The local transport: all ranks in one process and one thread, their effects interleaved."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
-from weft.effects import Broadcast, Program, Recv, Run, Schema, Send
-from weft.errors import ProgramError
-from weft.transforms.schedule import interleave
+import attrs
+from torch import Tensor
+
+from weft.effects import Broadcast, Fence, Program, Recv, Send
+from weft.transforms.checker import Edge, Step, interleave, puts, takes
+from weft.transforms.transports.worker import Worker
+from weft.trees import tree_map
 
 
-def run_local(
-    programs: Sequence[Program],
-    stages: Sequence[Callable[..., Any]],
-    advance: Callable[..., Any] | None,
-    params: Sequence[Any],
-    state: Sequence[Any],
-    batches: Sequence[Any],
-) -> tuple[tuple[Any, ...], list[Any]]:
-    """Execute checked programs.
+@attrs.frozen(eq=False)
+class Queues:
+    """What is on each edge of ranks that share their memory: values are handed over as they are."""
 
-    Args:
-        programs: one a rank.
-        stages, params, state: one a rank.
-        advance: what `run advance` calls.
-        batches: the micro-batches.
+    num_ranks: int
+    waiting: dict[Edge, deque[Any]] = attrs.field(factory=dict)
 
-    Returns:
-        The new states, and the last stage's output for each micro-batch.
+
+@attrs.frozen(eq=False)
+class LocalLink:
+    """One rank's ends of the queues.
+
+    A value that is lent must be copied before its sender runs again, which a fence waits for; it is copied when it is
+    received, so that a fence has nothing left to wait for.
     """
-    states, last = list(state), len(programs) - 1
-    inputs: dict[tuple[int, int], Any] = {}  # (rank, micro-batch) -> what the stage there gets
-    results: dict[tuple[int, int], Any] = {}  # (rank, micro-batch) -> what it made
-    for step in interleave(programs):
-        rank, effect = step.rank, step.effect
-        mb = effect.microbatch
-        match effect:
-            case Run("advance"):
-                assert advance is not None, "the schedule has feedback only where there is an advance"
-                states[rank] = advance(states[rank], batches[mb], results[rank, mb])
-            case Run():
-                x = inputs.pop((rank, mb), None)
-                made = call_stage(rank, stages[rank], params[rank], states[rank], batches[mb], x)
-                states[rank], results[rank, mb] = made
-            case Send(to, _, schema):
-                _match(rank, effect, schema, results[rank, mb])
-                inputs[to, mb] = results.pop((rank, mb))
-            case Recv(_, _, schema):
-                _match(rank, effect, schema, inputs[rank, mb])
-            case Broadcast(root):
-                results[rank, mb] = results[root, mb]
-    return tuple(states), [results[last, mb] for mb in range(len(batches))]
+
+    rank: int
+    queues: Queues
+    lent: bool
+
+    def send(self, effect: Send | Broadcast, value: Any) -> None:
+        for edge in puts(Step(self.rank, effect), self.queues.num_ranks):
+            self.queues.waiting.setdefault(edge, deque()).append(value)
+
+    def recv(self, effect: Recv | Broadcast) -> Any:
+        edge = takes(Step(self.rank, effect))
+        assert edge is not None, "only an effect that takes is received"
+        value = self.queues.waiting[edge].popleft()
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value) if self.lent else value
+
+    def fence(self, effect: Fence) -> None:
+        pass  # `interleave` lets it through once all was received
 
 
-def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, batch: Any, x: Any) -> tuple[Any, Any]:
-    """The stage's `(state, y)`; an error from inside it gets a note that says which stage it was."""
-    try:
-        made = stage(params, state, batch, x)
-    except Exception as error:
-        error.add_note(f"in stage {index} ({getattr(stage, '__name__', stage)})")
-        raise
-    if not isinstance(made, tuple) or len(made) != 2:
-        name = getattr(stage, "__name__", stage)
-        raise ProgramError(f"stage {index} ({name})", f"it returned a {type(made).__name__}", "return (state, y)")
-    return made
+@attrs.frozen
+class Local:
+    """All ranks here, one effect after the other, in an order that the programs allow."""
 
+    def ranks(self, num_ranks: int) -> Sequence[int]:
+        return range(num_ranks)
 
-def _match(rank: int, effect: Send | Recv, schema: Schema | None, value: Any) -> None:
-    """Raise unless the value that travels is of the schema declared for its edge."""
-    if schema is not None and (seen := Schema.of(value)) != schema:
-        raise ProgramError(f"rank {rank}: '{effect}'", f"a value of schema {seen}", f"return {schema} from the stage")
+    def run(self, programs: Sequence[Program], workers: Sequence[Worker]) -> None:
+        queues = Queues(len(programs))
+        lent = any(isinstance(effect, Fence) for program in programs for effect in program.effects)
+        links = [LocalLink(worker.rank, queues, lent) for worker in workers]
+        for step in interleave(programs):
+            workers[step.rank].perform(step.effect, links[step.rank])

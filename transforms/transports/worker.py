@@ -1,0 +1,90 @@
+"""A worker: one rank under way. It performs the effects of its program, whatever carries its messages."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import attrs
+
+from weft.effects import Broadcast, Effect, Fence, Recv, Run, Schema, Send
+from weft.errors import ProgramError
+
+
+class Link(Protocol):
+    """One rank's ends of the edges: it starts to send, waits to receive, and waits until what it sent has left."""
+
+    def send(self, effect: Send | Broadcast, value: Any) -> None:
+        """Start to send `value` where `effect` says."""
+
+    def recv(self, effect: Recv | Broadcast) -> Any:
+        """The value sent from where `effect` says. It is the receiver's: nothing overwrites it."""
+
+    def fence(self, effect: Fence) -> None:
+        """Return when all that was sent of the micro-batch has left its buffer."""
+
+
+@attrs.define(eq=False)
+class Worker:
+    """One rank of a run.
+
+    Args:
+        rank: which.
+        stage, params, state: its own; the state is the next one after each `run`.
+        advance: what `run advance` calls.
+        batches: the micro-batches.
+        inputs: what it received and has not yet run, by micro-batch.
+        results: what its stage made, and then what the last one made, by micro-batch.
+    """
+
+    rank: int
+    stage: Callable[..., Any]
+    params: Any
+    state: Any
+    advance: Callable[..., Any] | None
+    batches: Sequence[Any]
+    inputs: dict[int, Any] = attrs.field(factory=dict)
+    results: dict[int, Any] = attrs.field(factory=dict)
+    outputs: dict[int, Any] = attrs.field(factory=dict)
+
+    def perform(self, effect: Effect, link: Link) -> None:
+        """Do what the next effect of the program says."""
+        mb = effect.microbatch
+        match effect:
+            case Run("advance"):
+                assert self.advance is not None, "a program advances only where there is an advance"
+                self.state = self.advance(self.state, self.batches[mb], self.outputs.get(mb))
+            case Run():
+                x = self.inputs.pop(mb, None)
+                made = call_stage(self.rank, self.stage, self.params, self.state, self.batches[mb], x)
+                self.state, self.results[mb] = made
+            case Send(_, _, schema):
+                match_schema(self.rank, effect, schema, self.results[mb])
+                link.send(effect, self.results.pop(mb))
+            case Recv(_, _, schema):
+                self.inputs[mb] = link.recv(effect)
+                match_schema(self.rank, effect, schema, self.inputs[mb])
+            case Broadcast(root) if root == self.rank:
+                self.outputs[mb] = self.results.pop(mb)
+                link.send(effect, self.outputs[mb])
+            case Broadcast():
+                self.outputs[mb] = link.recv(effect)
+            case Fence():
+                link.fence(effect)
+
+
+def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, batch: Any, x: Any) -> tuple[Any, Any]:
+    """The stage's `(state, y)`; an error from inside it gets a note that says which stage it was."""
+    try:
+        made = stage(params, state, batch, x)
+    except Exception as error:
+        error.add_note(f"in stage {index} ({getattr(stage, '__name__', stage)})")
+        raise
+    if not isinstance(made, tuple) or len(made) != 2:
+        name = getattr(stage, "__name__", stage)
+        raise ProgramError(f"stage {index} ({name})", f"it returned a {type(made).__name__}", "return (state, y)")
+    return made
+
+
+def match_schema(rank: int, effect: Effect, schema: Schema | None, value: Any) -> None:
+    """Raise ProgramError unless the value that travels is of the schema declared for its edge."""
+    if schema is not None and (seen := Schema.of(value)) != schema:
+        raise ProgramError(f"rank {rank}: '{effect}'", f"a value of schema {seen}", f"return {schema} from the stage")
