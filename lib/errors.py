@@ -74,5 +74,24 @@ class ProgramError(WeftError, ValueError):
     """A pipeline program that could not be built, or that the check refused."""
 
 
+class RankError(WeftError, RuntimeError):
+    """A rank of a pipeline that raised, exited or stalled, as the others see it.
+
+    Args:
+        call, seen, instead: as for any WeftError.
+        rank: whose fault it is.
+        instruction: what it was about to do, as its program prints it.
+        cause: what happened there.
+    """
+
+    def __init__(
+        self, call: str, seen: str, instead: str, rank: int | None = None, instruction: str = "", cause: str = ""
+    ) -> None:
+        super().__init__(call, seen, instead)
+        self.rank = rank
+        self.instruction = instruction
+        self.cause = cause
+
+
 class DeviceError(WeftError, RuntimeError):
     """A device or a back end that this machine does not have."""

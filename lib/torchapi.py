@@ -2,10 +2,13 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
@@ -25,11 +28,14 @@ __all__ = [
     "empty_strided_on",
     "function_modes",
     "global_state_check",
+    "host_store",
     "in_dispatch_mode",
     "in_functorch_transform",
     "in_plain_surroundings",
     "is_capturing",
+    "process_group",
     "pytree",
+    "rendezvous_store",
     "replayer",
     "stop_allocating_to_pool",
     "storage_id",
@@ -176,3 +182,36 @@ def stop_allocating_to_pool(device: torch.device, pool: tuple[int, int]) -> None
 def storage_id(tensor: torch.Tensor) -> int:
     """An identity of the storage that `tensor` is a view of, as long as the storage lives; a resize keeps it."""
     return int(tensor.untyped_storage()._cdata)
+
+
+_RUNS = itertools.count()
+
+
+def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> Any:
+    """A `torch.distributed.Store` that all processes of a launcher share, and that no earlier call returned; of the
+    default process group where there is one, else found by the launcher's variables (`env://`)."""
+    if dist.is_initialized():
+        whole = dist.distributed_c10d._get_default_store()
+    else:
+        whole, _, _ = next(dist.rendezvous("env://", rank, num_ranks, timeout=timedelta(seconds=timeout)))  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"weft/{next(_RUNS)}", whole)  # type: ignore[attr-defined]
+
+
+def host_store(address: str, timeout: float) -> Any:
+    """A store that this process hosts, at a free `port`, for a launcher's ranks to find."""
+    return dist.TCPStore(address, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def process_group(backend: str, name: str, store: Any, rank: int, num_ranks: int, timeout: float) -> Any:
+    """A process group of torch.distributed for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else.
+
+    Args:
+        backend: `gloo` or `nccl`.
+        name: different for each of a store.
+    """
+    own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(own, rank, num_ranks, timedelta(seconds=timeout))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    return dist.ProcessGroupNCCL(own, rank, num_ranks, options)
