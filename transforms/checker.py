@@ -8,7 +8,7 @@ is sent and whether all reach their end do not depend on the order in which rank
 `weft.proofs.programs` holds that against all interleavings.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -66,6 +66,19 @@ class Machine:
         self.capacity = capacity
         self.at = [0] * len(programs)
         self.queues: dict[Edge, deque[Step]] = {}
+
+    def place(self, at: Sequence[int]) -> None:
+        """Put each rank where it has performed so many of its effects: on an edge is what was sent and not received."""
+        self.at = list(at)
+        done = [Step(p.rank, e) for p, count in zip(self.programs, at, strict=True) for e in p.effects[:count]]
+        received = Counter(edge for step in done if (edge := takes(step)) is not None)
+        self.queues = {}
+        for step in done:
+            for edge in puts(step, len(self.programs)):
+                self.queues.setdefault(edge, deque()).append(step)
+        for edge, count in received.items():
+            for _ in range(min(count, len(self.queues.get(edge, ())))):
+                self.queues[edge].popleft()
 
     def next(self, rank: int) -> Step | None:
         """What a rank is about to do; None at its end."""

@@ -65,9 +65,11 @@ class Distributed:
         try:
             self.watch.begin(plan)
             self._link.begin(plan)
-            for effect in plan.programs[self.rank].effects:
-                self.watch.at(str(effect))
+            effects = plan.programs[self.rank].effects
+            for index, effect in enumerate(effects):
+                self.watch.at(index, effect)
                 worker.perform(effect, self._link)
+            self.watch.at(len(effects), "its end")
         except BaseException as error:
             self.watch.fail(str(effect or "the start of a step"), error)
             self._close.detach()

@@ -1,11 +1,12 @@
 """What went wrong on a rank, and how the others find out which one it was."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import attrs
 
-from weft.effects import Broadcast, Effect, Recv, Send
+from weft.effects import Program
 from weft.errors import RankError
+from weft.transforms.checker import Machine
 
 
 @attrs.frozen(eq=False)
@@ -31,27 +32,18 @@ class Failure:
         return RankError(f"rank {rank}: '{waiting}'", seen, instead, self.rank, self.instruction, self.cause)
 
 
-def waits_for(rank: int, effect: Effect | None) -> int | None:
-    """The rank that an effect may be waiting for; None where it waits for nobody."""
-    match effect:
-        case Recv(source):
-            return source
-        case Broadcast(root) if root != rank:
-            return root
-        case Send(to):
-            return to
-    return None
-
-
-def culprit(rank: int, at: Callable[[int], Effect | None]) -> int:
-    """From a rank that others wait for, along who waits for whom, to one that waits for nobody; or into a cycle.
+def culprit(programs: Sequence[Program], at: Sequence[int], rank: int, capacity: int) -> int:
+    """Whom a rank waits for in the end: along who waits for whom, to one that nothing keeps from going on.
 
     Args:
+        programs: of all ranks.
+        at: how many of its effects each has performed.
         rank: where to begin.
-        at: what each rank is about to do; None at its end.
+        capacity: messages that an edge holds.
     """
-    seen = {rank}
-    while (following := waits_for(rank, at(rank))) is not None and following not in seen:
-        rank = following
+    machine, seen = Machine(programs, capacity), set[int]()
+    machine.place(at)
+    while rank not in seen and (step := machine.next(rank)) is not None and (blockers := machine.blockers(step)):
         seen.add(rank)
+        rank = blockers[0]
     return rank

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from weft.errors import ProgramError, RankError
 from weft.torchapi import process_group
-from weft.transforms.transports.watch import Watch
-
-IN_FLIGHT = 2
-"""Messages to a peer that may be under way; the next one waits for the oldest."""
+from weft.transforms.transports.watch import CAPACITY, Watch
 
 
 class GlooEnd:
@@ -28,8 +25,8 @@ class GlooEnd:
         self._received: dict[int, int] = defaultdict(int)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        if len(self._under_way[peer]) >= IN_FLIGHT:
-            self.drain(peer, self.sent[peer] - IN_FLIGHT + 1)
+        if len(self._under_way[peer]) >= CAPACITY:
+            self.drain(peer, self.sent[peer] - CAPACITY + 1)
         head = torch.tensor([self.sent[peer], tag])
         try:
             works = [self._group.send([part], peer, 0) for part in (head, *map(_bytes, tensors))]

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.effects import Broadcast, Effect, Fence, Recv, Send
+from weft.effects import Broadcast, Fence, Program, Recv, Send
 from weft.errors import CaptureError, ProgramError, RankError
 from weft.torchapi import in_dispatch_mode
 from weft.transforms.checker import Edge, Step, puts, takes
@@ -41,12 +41,12 @@ def _holds_none(queue: Queue, microbatch: int) -> bool:
 class Exchange:
     """What the threads of one run share: the edges, where each rank is, and the first failure."""
 
-    def __init__(self, num_ranks: int, timeout: float) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, programs: Sequence[Program], timeout: float) -> None:
+        self.programs = programs
+        self.num_ranks = self.left = len(programs)
         self.timeout = timeout
         self.failure: Failure | None = None
-        self.at: list[Effect | None] = [None] * num_ranks
-        self.left = num_ranks
+        self.at = [0] * self.num_ranks
         self._edges: dict[Edge, Queue] = {}
         self._changed = threading.Condition()
 
@@ -110,9 +110,14 @@ class Exchange:
                 raise self.failure.for_rank(step.rank, str(step.effect))
             self._changed.wait(left)
 
+    def instruction(self, rank: int) -> str:
+        """What a rank is about to do."""
+        effects, index = self.programs[rank].effects, self.at[rank]
+        return str(effects[index]) if index < len(effects) else "its end"
+
     def _stalled(self, peer: int) -> Failure:
-        rank = culprit(peer, lambda rank: self.at[rank])
-        return Failure(rank, str(self.at[rank] or "its end"), f"no progress for {self.timeout:g} s")
+        rank = culprit(self.programs, self.at, peer, CAPACITY)
+        return Failure(rank, self.instruction(rank), f"no progress for {self.timeout:g} s")
 
 
 @attrs.frozen(eq=False)
@@ -184,7 +189,7 @@ class Threads:
         with self._lock:
             if self._broken is not None:
                 raise self._broken.for_rank(0, "the next step")
-            exchange = Exchange(len(workers), self.timeout)
+            exchange = Exchange(plan.programs, self.timeout)
             self._start(len(workers))
             for worker in workers:
                 self._tasks[worker.rank].put(self._task(plan, worker, exchange))
@@ -232,18 +237,17 @@ class Threads:
             if device is not None:
                 worker.batches = [tree_map(lambda x: to_device(x, device), batch) for batch in worker.batches]
             for effect in plan.programs[rank].effects:
-                exchange.at[rank] = effect
                 worker.perform(effect, link)
-            exchange.at[rank] = None
+                exchange.at[rank] += 1
 
         def task() -> None:
             try:
                 with surroundings():
                     context.run(perform)
             except RankError as error:
-                exchange.fail(Failure(rank, str(exchange.at[rank]), str(error), error))
+                exchange.fail(Failure(rank, exchange.instruction(rank), str(error), error))
             except BaseException as error:
-                exchange.fail(Failure(rank, str(exchange.at[rank]), f"{type(error).__name__}: {error}", error))
+                exchange.fail(Failure(rank, exchange.instruction(rank), f"{type(error).__name__}: {error}", error))
             finally:
                 exchange.end()
 

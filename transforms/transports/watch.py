@@ -6,18 +6,18 @@ waits in vain reads both, and can say which rank, at which instruction, and what
 
 import json
 import time
-from datetime import timedelta
 from typing import Any, Protocol
 
 import attrs
 
-from weft.effects import Effect, parse_effect
 from weft.errors import ProgramError, RankError
 from weft.transforms.transports.failures import Failure, culprit
 from weft.transforms.transports.plan import Plan
 
+CAPACITY = 2
+"""Messages that an edge between processes holds: of more, a sender waits."""
 _POLL = 0.1
-"""Seconds between two looks at the store by a rank that waits for it."""
+"""The most seconds between two looks at the store by a rank that waits for it."""
 _GRACE = 1.0
 """Seconds to wait for a rank that failed to say why, after its connections closed."""
 _SAME = "the same code, configuration and batches on every rank: batches by a pure function of what all know"
@@ -29,25 +29,26 @@ class Store(Protocol):
     def set(self, key: str, value: Any, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 @attrs.frozen
 class Position:
-    """What a rank is about to do, in which of its steps, by which plan."""
+    """Where a rank is: in which of its steps, by which plan, how many effects it has performed, and what comes next."""
 
     step: int
     digest: str
+    index: int
     instruction: str
 
-    @property
-    def effect(self) -> Effect | None:
-        """The instruction as an effect; None where it is none."""
-        try:
-            return parse_effect(self.instruction)
-        except ProgramError:
-            return None
+    def __str__(self) -> str:
+        return f"{self.step} {self.digest} {self.index} {self.instruction}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Position":
+        """The inverse of `str`."""
+        step, digest, index, instruction = text.split(" ", 3)
+        return cls(int(step), digest, int(index), instruction)
 
 
 class Watch:
@@ -65,7 +66,8 @@ class Watch:
         self.num_ranks = num_ranks
         self.timeout = timeout
         self.failure: Failure | None = None
-        self._step, self._digest, self._now = 0, "-", "-"
+        self._plan: Plan | None = None
+        self._here = Position(0, "-", 0, "its start")
         self._agreed: set[str] = set()
 
     def begin(self, plan: Plan) -> None:
@@ -77,10 +79,11 @@ class Watch:
         """
         if self.failure is not None:
             raise self.failure.for_rank(self.rank, "the next step")
-        self._step, self._digest = self._step + 1, plan.digest
+        self._plan = plan
+        self._here = Position(self._here.step + 1, plan.digest, 0, "agree on the programs")
         if plan.digest in self._agreed:
             return
-        self.at("agree on the programs")
+        self.at(0, self._here.instruction)
         key = f"plan/{len(self._agreed)}"
         self.store.set(f"{key}/{self.rank}", plan.text)
         for peer in range(self.num_ranks):
@@ -95,23 +98,22 @@ class Watch:
         lines = zip(mine.splitlines(), theirs.splitlines(), strict=False)
         a, b = next((pair for pair in lines if pair[0] != pair[1]), ("(all its lines)", "(more lines)"))
         raise ProgramError(
-            f"step {self._step} of rank {self.rank}",
+            f"step {self._here.step} of rank {self.rank}",
             f"'{a.strip()}', where rank {peer} has '{b.strip()}'",
             _SAME,
         )
 
-    def at(self, instruction: str) -> None:
+    def at(self, index: int, instruction: object) -> None:
         """Say what this rank is about to do."""
-        self._now = instruction
-        self.store.set(f"at/{self.rank}", f"{self._step} {self._digest} {instruction}")
+        self._here = attrs.evolve(self._here, index=index, instruction=str(instruction))
+        self.store.set(f"at/{self.rank}", str(self._here))
 
     def position(self, rank: int) -> Position:
-        """What a rank last said that it is about to do."""
+        """Where a rank last said that it is."""
         key = f"at/{rank}"
-        if rank == self.rank or not self.store.check([key]):
-            return Position(self._step, self._digest, self._now if rank == self.rank else "its start")
-        step, digest, instruction = self.store.get(key).decode().split(" ", 2)
-        return Position(int(step), digest, instruction)
+        if rank == self.rank:
+            return self._here
+        return Position.parse(self.store.get(key).decode()) if self._has(key) else Position(0, "-", 0, "its start")
 
     def wait(self, key: str, peer: int) -> bytes:
         """The value that `peer` sets for a key.
@@ -119,23 +121,30 @@ class Watch:
         Raises:
             RankError: it does not come.
         """
-        end = time.monotonic() + self.timeout
-        while time.monotonic() < end:
-            try:
-                self.store.wait([key], timedelta(seconds=_POLL))
-                return self.store.get(key)
-            except RuntimeError:  # not yet, or the store is gone
-                self.raise_failure()
-                self._compare_positions(peer)
-        raise self.explain(peer, f"no progress for {self.timeout:g} s")
+        start, pause = time.monotonic(), _POLL / 64
+        while not self._has(key):
+            if time.monotonic() - start > self.timeout:
+                raise self.explain(peer, f"no progress for {self.timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL)
+            self.raise_failure()
+            self._compare_positions(peer)
+        return self.store.get(key)
+
+    def _has(self, key: str) -> bool:
+        try:
+            return self.store.check([key])
+        except RuntimeError as error:
+            text = f"the store of the run is gone ({str(error).splitlines()[0]:.80}): the process that hosts it ended"
+            raise Failure(0, "its part of the run", text).for_rank(self.rank, self._here.instruction) from error
 
     def _compare_positions(self, peer: int) -> None:
         """A rank that is in the same step by another plan, which it need not agree on, will never come."""
         theirs = self.position(peer)
-        if theirs.step == self._step and theirs.digest not in ("-", self._digest):
+        if theirs.step == self._here.step and theirs.digest != self._here.digest:
             raise ProgramError(
-                f"step {self._step} of rank {self.rank}: '{self._now}'",
-                f"rank {peer} is at '{theirs.instruction}' of another program ({theirs.digest}, not {self._digest})",
+                f"step {self._here.step} of rank {self.rank}: '{self._here.instruction}'",
+                f"rank {peer} is at '{theirs.instruction}' of another program",
                 _SAME,
             )
 
@@ -157,44 +166,48 @@ class Watch:
 
     def raise_failure(self) -> None:
         """Raise RankError if some rank wrote down that it failed."""
-        try:
-            found = self.store.check(["failure"]) and self.store.get("failure")
-        except RuntimeError as error:
-            text = f"the store of the run is gone ({str(error).splitlines()[0][:80]}): the process that hosts it ended"
-            raise Failure(0, "its part of the run", text).for_rank(self.rank, self._now) from error
-        if found:
-            rank, instruction, cause = json.loads(found)
+        if self._has("failure"):
+            rank, instruction, cause = json.loads(self.store.get("failure"))
             self.failure = Failure(rank, instruction, cause)
-            raise self.failure.for_rank(self.rank, self._now)
+            raise self.failure.for_rank(self.rank, self._here.instruction)
 
-    def explain(self, peer: int, cause: str, grace: float = 0.0) -> RankError:
+    def explain(self, peer: int, cause: str, *, closed: bool = False) -> RankError:
         """The error of this rank, which waited for `peer` in vain.
 
         Args:
             peer: for whom it waited.
-            cause: what it saw: a time-out, or a closed connection.
-            grace: seconds to wait for the one that failed to say why.
+            cause: what it saw.
+            closed: that was a connection to it that broke: then it is its fault, unless it soon says why it is not.
         """
-        end = time.monotonic() + grace
+        end = time.monotonic() + (_GRACE if closed else 0.0)
         try:
             while True:
                 self.raise_failure()
                 if time.monotonic() >= end:
                     break
                 time.sleep(_POLL / 4)
-            rank = culprit(peer, lambda rank: None if rank == self.rank else self.position(rank).effect)
+            rank = peer if closed else self._blame(peer)
             where = self.position(rank).instruction
         except RankError as error:
             return error
         failure = Failure(rank, where, cause)
         self._post(failure)
-        return failure.for_rank(self.rank, self._now)
+        return failure.for_rank(self.rank, self._here.instruction)
+
+    def _blame(self, peer: int) -> int:
+        """Whom the rank that this one waits for waits for in the end."""
+        if self._plan is None:
+            return peer
+        programs, at = self._plan.programs, []
+        for program in programs:
+            found, count = self.position(program.rank), len(program.effects)
+            ahead = found.step - self._here.step
+            at.append(0 if ahead < 0 else count if ahead > 0 else min(found.index, count))
+        return culprit(programs, at, peer, CAPACITY)
 
     def closed(self, peer: int, error: BaseException) -> RankError:
-        """The error for a connection to `peer` that broke."""
+        """The error for a wait on a connection to `peer` that ended in an error."""
         text = str(error).splitlines()[0]
-        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
-        cause = (
-            f"no progress for {self.timeout:g} s" if timed_out else f"its process ended, or was cut off ({text:.120})"
-        )
-        return self.explain(peer, cause, grace=0.0 if timed_out else _GRACE)
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return self.explain(peer, f"no progress for {self.timeout:g} s")
+        return self.explain(peer, f"its process ended, or was cut off ({text:.120})", closed=True)
