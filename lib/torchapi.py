@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._C._functorch import peek_interpreter_stack
@@ -39,6 +40,7 @@ __all__ = [
     "replayer",
     "stop_allocating_to_pool",
     "storage_id",
+    "symmetric_memory",
     "tensors_check",
 ]
 
@@ -215,3 +217,28 @@ def process_group(backend: str, name: str, store: Any, rank: int, num_ranks: int
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
     return dist.ProcessGroupNCCL(own, rank, num_ranks, options)
+
+
+def symmetric_memory(
+    name: str, store: Any, rank: int, num_ranks: int, nbytes: int, device: torch.device
+) -> list[Tensor]:
+    """`nbytes` bytes of zeros on every rank's GPU, and a view of each rank's from here: [nbytes] uint8, one a rank.
+
+    Collective: every rank calls it with the same size. The memory lives as long as the views.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    _SymmetricMemory.set_group_info(name, rank, num_ranks, dist.PrefixStore(name, store))  # type: ignore[attr-defined]
+    own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, name)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    handle = _SymmetricMemory.rendezvous(own)
+    views = [handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(num_ranks)]
+    handle.barrier()
+    torch.cuda.synchronize(device)
+    return [_with_owner(view, (own, handle)) for view in views]
+
+
+def _with_owner(view: Tensor, owner: Any) -> Tensor:
+    view.__weft_owner__ = owner  # type: ignore[attr-defined]
+    return view

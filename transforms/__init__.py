@@ -13,7 +13,13 @@ from weft.transforms.memory import MemoryAnalysis, MemoryEstimate
 from weft.transforms.microbatch import join, microbatch, split
 from weft.transforms.piecewise import piecewise
 from weft.transforms.pipeline import Pipelined, compose, pipeline
+from weft.transforms.scan import scan
 from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
+from weft.transforms.transports import Transport
+from weft.transforms.transports.distributed import Distributed
+from weft.transforms.transports.launch import launch
+from weft.transforms.transports.local import Local
+from weft.transforms.transports.threads import Threads
 
 __all__ = [
     "MODES",
@@ -21,16 +27,20 @@ __all__ = [
     "Compiled",
     "Decision",
     "DispatchTable",
+    "Distributed",
     "Explanation",
     "Graphified",
     "Job",
     "Ladder",
     "Limits",
+    "Local",
     "Lowered",
     "MemoryAnalysis",
     "MemoryEstimate",
     "Pipelined",
     "Runner",
+    "Threads",
+    "Transport",
     "check",
     "compose",
     "decode_jobs",
@@ -39,6 +49,7 @@ __all__ = [
     "graphify",
     "jobs_for",
     "join",
+    "launch",
     "lora_rungs",
     "make_ladder",
     "make_programs",
@@ -47,6 +58,7 @@ __all__ = [
     "microbatch",
     "piecewise",
     "pipeline",
+    "scan",
     "split",
     "streaming",
 ]

@@ -10,7 +10,7 @@ from weft.donation import donated_argnames, refuse_donated
 from weft.effects import Program, Schema, listing
 from weft.errors import ProgramError
 from weft.transforms.microbatch import join, split
-from weft.transforms.schedule import Job, jobs_for, make_programs
+from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 from weft.transforms.transports.plan import Plan, fingerprint
@@ -151,6 +151,21 @@ class Pipelined:
             seen = f"{len(batches)} batches and {len(found)} jobs"
             raise ProgramError(f"{self.__name__}.stream(...)", seen, "a job for each batch")
         return self._run(params, state, batches, found)
+
+    def repeat(self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int) -> tuple[Any, list[Any]]:
+        """Run the same batch `length` times, as calls in a row would, but so that stages overlap: the micro-batches are
+        cohorts, each of which waits only for its own tokens of the step before. What `scan` does.
+
+        Returns:
+            The new state, and the output of each step.
+        """
+        cohorts = split(batch, self.microbatches)
+        jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
+        if self._advance is None:
+            jobs = [Job(feeds=self._returns)] * len(jobs)
+        state, outputs = self._run(params, state, cohorts * length, jobs)
+        starts = range(0, len(outputs), len(cohorts))
+        return state, [join(outputs[i : i + len(cohorts)], cohorts) for i in starts]
 
     def _jobs(self, batches: Sequence[Any]) -> Sequence[Job]:
         if not all(isinstance(batch, Batch) for batch in batches):

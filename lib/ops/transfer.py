@@ -17,11 +17,11 @@ from weft.errors import ProgramError
 class End(Protocol):
     """What starts to send tensors to a peer, and receives into tensors from one, in order."""
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         """Start to send; the tensors' memory must stay as it is until a fence, or on a device until the stream is
         there."""
 
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         """Fill the tensors with what the peer sent under `tag`; on a device in the order of the stream."""
 
 

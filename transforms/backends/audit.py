@@ -24,6 +24,8 @@ _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 _NEW_TENSORS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 _PINS = {"aten::pin_memory", "aten::_pin_memory"}
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+TRANSFERS = {"weft::send", "weft::recv"}
+"""Between ranks: collective, and repeated although they compute nothing."""
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 _REMEDY = (
     "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
@@ -105,7 +107,7 @@ class Audit(DispatchMode):
             raise refusal(self.call, fault, _REMEDY)
         if func._schema.name in _PINS:
             raise self._pinned(func)
-        if func.namespace in _COLLECTIVES and not self.collectives:
+        if _is_collective(func) and not self.collectives:
             instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
             raise refusal(self.call, f"{func} is a collective operation, which waits for other ranks", instead)
         for tensor in written(func, args, kwargs):
@@ -253,8 +255,12 @@ def _is_harmless(func: Any) -> bool:
     copies = (aten._to_copy.default, aten.copy_.default)
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     suspect = func.overloadpacket in (*watched, *_BATCH_NORMS) or func in copies or any(t in func.tags for t in tags)
-    suspect = suspect or func._schema.name in _PINS or func.namespace in _COLLECTIVES
+    suspect = suspect or func._schema.name in _PINS or _is_collective(func)
     return not suspect and not _written_arguments(func)
+
+
+def _is_collective(func: Any) -> bool:
+    return func.namespace in _COLLECTIVES or func._schema.name in TRANSFERS
 
 
 def _data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

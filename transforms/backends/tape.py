@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.torchapi import DispatchMode, storage_id
-from weft.transforms.backends.audit import Audit, tensors_in, written
+from weft.transforms.backends.audit import TRANSFERS, Audit, tensors_in, written
 from weft.trees import tree_map
 
 _CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ class _Recorder(DispatchMode):
         inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
         fresh = [(i, _as_it_is(t)) for i, t in enumerate(tensors_in(result)) if _is_fresh(t, inputs)]
         self._made.update(storage_id(t) for _, t in fresh)
-        writes = any(True for _ in written(func, args, kwargs))
+        writes = func._schema.name in TRANSFERS or any(True for _ in written(func, args, kwargs))
         if (fresh or writes) and func.overloadpacket not in _NOT_REPEATED and torch.Tag.inplace_view not in func.tags:
             args, kwargs = tree_map(_as_it_is, (args, kwargs))
             self.tape.append(Operation(func, args, kwargs, tuple(fresh)))

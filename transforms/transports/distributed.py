@@ -11,7 +11,8 @@ from weft.effects import Effect
 from weft.errors import DeviceError, ProgramError
 from weft.torchapi import rendezvous_store
 from weft.transforms.transports.gloo import GlooEnd
-from weft.transforms.transports.messages import DrainableEnd, ProcessLink
+from weft.transforms.transports.messages import ProcessEnd, ProcessLink
+from weft.transforms.transports.nccl import NcclEnd
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.watch import Watch
 from weft.transforms.transports.worker import Worker
@@ -104,8 +105,15 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", local) if on_gpu else torch.device("cpu")
 
 
-def _make_end(backend: str, watch: Watch, device: torch.device) -> DrainableEnd:
+def _make_end(backend: str, watch: Watch, device: torch.device) -> ProcessEnd:
     if (backend, device.type) == ("gloo", "cpu"):
         return GlooEnd(watch)
+    if backend in ("nccl", "peer") and device.type == "cuda":
+        torch.cuda.set_device(device)
+        if backend == "nccl":
+            return NcclEnd(watch, device)
+        from weft.transforms.transports.peer import PeerEnd  # it imports triton
+
+        return PeerEnd(watch, device)
     instead = "gloo with the CPU, or nccl or peer with a GPU"
     raise DeviceError("Distributed(...)", f"backend={backend!r}, device='{device}'", instead)

@@ -15,35 +15,33 @@ from weft.transforms.transports.watch import CAPACITY, Watch
 
 
 class GlooEnd:
-    """Sends in the background, and receives in order. Each message has a head: its number on the edge, and its tag."""
+    """Sends copies in the background, and receives in order. Each message has a head: its number on the edge, and its
+    tag."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self._group = process_group("gloo", "gloo", watch.store, watch.rank, watch.num_ranks, watch.timeout)
         self._under_way: dict[int, deque[tuple[list[Any], Sequence[Tensor]]]] = defaultdict(deque)
-        self.sent: dict[int, int] = defaultdict(int)
+        self._sent: dict[int, int] = defaultdict(int)
         self._received: dict[int, int] = defaultdict(int)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         if len(self._under_way[peer]) >= CAPACITY:
-            self.drain(peer, self.sent[peer] - CAPACITY + 1)
-        head = torch.tensor([self.sent[peer], tag])
+            self._wait(self._under_way[peer].popleft()[0], peer)
+        parts = torch.tensor([self._sent[peer], tag]), torch.cat([_bytes(tensor) for tensor in tensors])
         try:
-            works = [self._group.send([part], peer, 0) for part in (head, *map(_bytes, tensors))]
+            works = [self._group.send([part], peer, 0) for part in parts]
         except RuntimeError as error:
             raise self.watch.closed(peer, error) from error
-        self.sent[peer] += 1
-        self._under_way[peer].append((works, (head, *tensors)))
+        self._sent[peer] += 1
+        self._under_way[peer].append((works, parts))
 
-    def drain(self, peer: int, count: int) -> None:
-        """Wait until the first `count` messages to a peer have left their buffers."""
-        while self.sent[peer] - len(self._under_way[peer]) < count:
-            works, _ = self._under_way[peer].popleft()
-            self._wait(works, peer)
+    def drain(self) -> None:
+        """Nothing to wait for: what is under way are copies."""
 
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         head = torch.empty(2, dtype=torch.int64)
-        self._fill([head], peer)
+        self._fill(head, peer)
         number, seen = head.tolist()
         if (number, seen) != (self._received[peer], tag):
             raise ProgramError(
@@ -52,11 +50,14 @@ class GlooEnd:
                 "the same batches, in the same order, on every rank",
             )
         self._received[peer] += 1
-        self._fill([_bytes(tensor) for tensor in tensors], peer)
+        body = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+        self._fill(body, peer)
+        for tensor, part in zip(tensors, body.split([tensor.nbytes for tensor in tensors]), strict=True):
+            _bytes(tensor).copy_(part)
 
-    def _fill(self, parts: Sequence[Tensor], peer: int) -> None:
+    def _fill(self, part: Tensor, peer: int) -> None:
         try:
-            works = [self._group.recv([part], peer, 0) for part in parts]
+            works = [self._group.recv([part], peer, 0)]
         except RuntimeError as error:
             raise self.watch.closed(peer, error) from error
         self._wait(works, peer)
@@ -73,8 +74,8 @@ class GlooEnd:
         of it."""
         if not failed:
             with contextlib.suppress(RankError):  # who waits for it has learned the reason
-                for peer, count in list(self.sent.items()):
-                    self.drain(peer, count)
+                for peer, under_way in self._under_way.items():
+                    self._wait([work for works, _ in under_way for work in works], peer)
         self._under_way.clear()
         self._group = None
 

@@ -44,7 +44,7 @@ class LocalLink:
         value = self.queues.waiting[edge].popleft()
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value) if self.lent else value
 
-    def fence(self, effect: Fence) -> None:
+    def fence(self, effect: Fence, /) -> None:
         pass  # `interleave` lets it through once all was received
 
 

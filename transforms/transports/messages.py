@@ -2,7 +2,6 @@
 
 import hashlib
 import pickle
-from collections import defaultdict
 from typing import Any, Protocol
 
 import attrs
@@ -74,13 +73,11 @@ def _rebuilt(value: Any, schema: Schema) -> Layout:
     return Layout(structure, tuple(leaves), schema)
 
 
-class DrainableEnd(transfer.End, Protocol):
-    """An end that knows how much of what it sent has left."""
+class ProcessEnd(transfer.End, Protocol):
+    """An end between processes."""
 
-    sent: dict[int, int]
-
-    def drain(self, peer: int, count: int) -> None:
-        """Return when the first `count` messages to a peer have left their buffers."""
+    def drain(self) -> None:
+        """Return when all that was sent may be overwritten by what follows on this rank."""
 
     def close(self, failed: bool = False) -> None:
         """Break the connections."""
@@ -89,19 +86,17 @@ class DrainableEnd(transfer.End, Protocol):
 class ProcessLink:
     """One rank's ends of the edges between processes."""
 
-    def __init__(self, end: DrainableEnd, watch: Watch, device: torch.device) -> None:
+    def __init__(self, end: ProcessEnd, watch: Watch, device: torch.device) -> None:
         self.end = end
         self.watch = watch
         self.device = device
         self.plan: Plan | None = None
         self._number = transfer.register(end)
         self._layouts: dict[str, Layout] = {}
-        self._sent: dict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def begin(self, plan: Plan) -> None:
         """A step begins."""
         self.plan = plan
-        self._sent.clear()
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
         leaves = [x.contiguous() for x in tree_flatten(value)[0] if isinstance(x, Tensor) and x.numel()]
@@ -110,7 +105,6 @@ class ProcessLink:
         for edge in puts(Step(self.watch.rank, effect), self.watch.num_ranks):
             if leaves:
                 transfer.send(leaves, self._number, edge.to, _tag(key, effect))
-                self._sent[effect.microbatch].append((edge.to, self.end.sent[edge.to]))
 
     def recv(self, effect: Recv | Broadcast) -> Any:
         source = effect.source if isinstance(effect, Recv) else effect.root
@@ -123,9 +117,8 @@ class ProcessLink:
             transfer.recv(filled, self._number, source, _tag(key, effect))
         return layout.build(tensors)
 
-    def fence(self, effect: Fence) -> None:
-        for peer, count in self._sent.pop(effect.microbatch, ()):
-            self.end.drain(peer, count)
+    def fence(self, _: Fence, /) -> None:
+        self.end.drain()
 
     def _key(self, effect: Send | Recv | Broadcast, source: int) -> str:
         """The name of a message's layout: the same for all of the same class from the same place."""

@@ -139,7 +139,7 @@ class ThreadLink:
     def recv(self, effect: Recv | Broadcast) -> Any:
         return self.exchange.take(Step(self.rank, effect), self._own)
 
-    def fence(self, effect: Fence) -> None:
+    def fence(self, effect: Fence, /) -> None:
         self.exchange.drained(Step(self.rank, effect))
 
     def _own(self, message: tuple[Any, torch.cuda.Event | None]) -> Any:
