@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weft.transforms.microbatch import microbatch
     from weft.transforms.piecewise import piecewise
     from weft.transforms.pipeline import compose, pipeline
-    from weft.trees import axes, pytree, static
+    from weft.trees import axes, descriptor_field, pytree, static
 
 __version__ = "0.1.0"
 
@@ -50,7 +50,7 @@ _HOMES = {
     "weft.transforms.microbatch": ("microbatch",),
     "weft.transforms.piecewise": ("piecewise",),
     "weft.transforms.pipeline": ("compose", "pipeline"),
-    "weft.trees": ("axes", "pytree", "static"),
+    "weft.trees": ("axes", "descriptor_field", "pytree", "static"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _SUBPACKAGES = ("errors", "proofs", "stages", "transforms")
@@ -80,6 +80,7 @@ __all__ = [
     "clone",
     "compose",
     "config",
+    "descriptor_field",
     "dispatch",
     "dispatch_table",
     "donate",

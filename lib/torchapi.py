@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._C._functorch import peek_interpreter_stack
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,11 +30,14 @@ __all__ = [
     "in_functorch_transform",
     "in_plain_surroundings",
     "is_capturing",
+    "is_higher_order",
+    "operator_name",
     "pytree",
     "replayer",
     "stop_allocating_to_pool",
     "storage_id",
     "tensors_check",
+    "unnamed_children",
 ]
 
 
@@ -68,6 +72,24 @@ class FunctionMode(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         TorchFunctionMode.__exit__(self, *error)
+
+
+def is_higher_order(func: Any) -> bool:
+    """Whether an operator takes functions, as torch.cond does."""
+    return isinstance(func, HigherOrderOperator)
+
+
+def operator_name(operator: Any) -> str | None:
+    """`aten::sort` for `torch.ops.aten.sort` and its overloads; None for what is no operator."""
+    if isinstance(operator, OpOverload):
+        return str(operator.name()).partition(".")[0]
+    return str(operator).replace(".", "::", 1) if isinstance(operator, OpOverloadPacket) else None
+
+
+def unnamed_children(node: Any) -> list[Any] | None:
+    """The children of a node whose class was registered with torch's pytree without names for them; None for others."""
+    known = pytree.SUPPORTED_NODES.get(type(node))
+    return None if known is None or known.flatten_with_keys_fn is not None else list(known.flatten_fn(node)[0])
 
 
 def in_dispatch_mode() -> bool:

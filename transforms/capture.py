@@ -43,6 +43,10 @@ class Entry:
     blanks: tuple[Tensor | None, ...]
     last_use: int = 0
 
+    def runs_itself(self) -> bool:
+        """Whether the function itself must run here, for autograd to see its operators."""
+        return self.needs_autograd and torch.is_grad_enabled()
+
     @property
     def outputs(self) -> Outputs:
         """Its outputs, and where each leaf of a result comes from."""
@@ -134,12 +138,12 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
         recording = backend.capture(prepared.run, audit, split_at)
         audit.refuse_leaks(recording.outputs.leaves)
     if split_at and recording.num_pieces == 1:
+        called = sorted(audit.called)
+        shown = ", ".join(called[:10]) + (", ..." if len(called) > 10 else "")
         seen = f"no call of {', '.join(sorted(split_at))}, where it was to be cut into pieces"
-        raise CaptureError(
-            f"graphify({of.name})", seen, "name an operator that it calls, as in 'weft::paged_attention'"
-        )
+        raise CaptureError(f"graphify({of.name})", seen, f"name an operator that it calls: {shown or 'it calls none'}")
     if descriptor is not None:
-        _refuse_unsized(of.name, recording.outputs, descriptor)
+        _refuse_unsized(of.name, recording.outputs, descriptor, prepared.axes)
     needs_autograd = any(x.requires_grad for x in audit.external.values())
     blanks = tuple(_blank(buffer, spec) for buffer, spec in zip(prepared.buffers, prepared.axes, strict=True))
     return Entry(recording, prepared.buffers, prepared.axes, needs_autograd, blanks)
@@ -186,8 +190,10 @@ def _alias(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any) -> None:
+def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any, of_buffers: tuple[Axes | None, ...]) -> None:
+    """Raise if a result does not say how it is unpadded; `of_buffers` are the axes of the arguments, for an example."""
     result = tree_unflatten(list(outputs.leaves), outputs.structure)
+    own = next((name for spec in of_buffers if spec for name in spec.dims if name), "num_reqs")
     leaves = zip(leaves_with_names(result), leaf_axes(result), outputs.references, strict=True)
     for (path, leaf), spec, reference in leaves:
         if leaf is None or reference is not None:
@@ -198,7 +204,7 @@ def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any) -> None:
             raise CaptureError(
                 f"graphify({name}, ladder=...)",
                 f"{seen} does not say which of its dimensions follow the batch, so it cannot be unpadded",
-                "return it in a sized class: @weft.pytree, with attrs.field(metadata=weft.axes('num_reqs'))",
+                f"return it in a sized class: @weft.pytree, with attrs.field(metadata=weft.axes({own!r}))",
             )
         if (expected := padded_shape(leaf, spec, descriptor)) != tuple(leaf.shape):
             raise CaptureError(

@@ -68,8 +68,8 @@ CHANGES: dict[str, tuple[tuple[Any, ...], str]] = {
     "None": ((X, None), "k: None, captured 1"),
     "tensor for value": ((X, torch.tensor(1)), "k: a tensor, captured 1"),
     "value for tensor": ((2.0, 1), "x: 2.0, captured a tensor"),
-    "structure": (({"x": X},), "tree structure: "),
-    "list": (([X],), "tree structure: "),
+    "structure": (({"x": X},), "x: structure {'x': *}, captured *"),
+    "list": (([X],), "x: structure [*], captured *"),
 }
 
 
@@ -82,9 +82,10 @@ def test_a_changed_field_is_a_miss_and_a_frozen_function_names_it(change: str) -
     with pytest.raises(CacheMissError) as error:
         g(*other)
     assert str(error.value).startswith("twice(...)\n  saw: a miss after freeze(): " + text)
-    assert (
-        error.value.instead == "capture this signature before freeze(), or call with arguments like the captured ones"
-    )
+    instead = "capture this signature before freeze(), or call with arguments like the captured ones"
+    remedy = {"value": ": pass k as a 0-dim tensor: torch.tensor(2)"}
+    remedy["float for int"] = remedy["value"].replace("2", "1.0")
+    assert error.value.instead == instead + remedy.get(change, "")
     assert_equal(LAW, g(X + 1), twice(X + 1))
     assert counts(g) == (1, 2, 0)
 
@@ -483,7 +484,7 @@ def test_explain_says_what_a_call_would_do_and_does_nothing() -> None:
     g(X)
     seen = g.explain(X + 1)
     assert (seen.captured, str(seen)) == (True, "replays: no ladder, so each signature has a graph of its own")
-    assert str(g.explain(X, 2)).endswith("; k: 2, captured 1")
+    assert str(g.explain(X, 2)).endswith("; k: 2, captured 1; pass k as a 0-dim tensor: torch.tensor(2)")
     assert str(g.freeze().explain(X, 2)).startswith("would raise, being frozen: ")
     assert counts(g) == (1, 1, 0)
     wants = torch.ones(2, requires_grad=True)
