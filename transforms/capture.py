@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.errors import CaptureError
+from weft.errors import CaptureError, WeftError
 from weft.padding import inert, padded_shape
 from weft.transforms.backends import Backend, Recording
 from weft.transforms.backends.audit import Audit
@@ -134,7 +134,7 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
     prepared = prepare(of, call, descriptor, backend.device)
     split_at = of.split_at if mode == "piecewise" else frozenset()
     audit = audit_of(of, prepared, backend.device)
-    with prepared.untouched(audit):
+    with prepared.untouched(audit), _noted(of.name, descriptor):
         recording = backend.capture(prepared.run, audit, split_at)
         audit.refuse_leaks(recording.outputs.leaves)
     if split_at and recording.num_pieces == 1:
@@ -153,6 +153,17 @@ def _blank(buffer: Any, spec: Axes | None) -> Tensor | None:
     if spec is None or isinstance(spec.pad, str) or buffer.nbytes > BLANK_BYTES:
         return None
     return torch.full_like(buffer, spec.pad)
+
+
+@contextmanager
+def _noted(name: str, descriptor: Any) -> Iterator[None]:
+    """Tell an error of the function's own that it ran on padded arguments."""
+    try:
+        yield
+    except Exception as error:
+        if descriptor is not None and not isinstance(error, WeftError):
+            error.add_note(f"in {name}, captured for '{descriptor}': only fields with weft.axes(...) are padded to it")
+        raise
 
 
 @contextmanager

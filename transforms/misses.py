@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from weft.transforms.backends.audit import user_line
 from weft.transforms.memo import Key, LeafKey
 from weft.transforms.structures import structure_differences
 from weft.trees import TreeSpec
@@ -105,8 +106,9 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
     if new.ambient != old.ambient:
         yield f"inference mode, autocast, default dtype, modes: {new.ambient}, captured {old.ambient}"
     if new.structure != old.structure:
-        for one, other in zip(new.structure, old.structure, strict=True):
-            yield from _of_arguments(one, other)
+        if new.descriptor == old.descriptor:  # which is part of the structure
+            for one, other in zip(new.structure, old.structure, strict=True):
+                yield from _of_arguments(one, other)
         return
     for name, a, b in zip(names, new.leaves, old.leaves, strict=True):
         if a == b:
@@ -155,7 +157,11 @@ def nearest_miss(key: Key, memo: Mapping[Key, Any], names: Sequence[str], donate
     """In what `key` differs from the captured key that is most like it."""
     if not memo:
         return Miss("nothing is captured yet")
-    nearest = min(memo, key=lambda old: sum(1 for _ in differences(key, old, names)))
+
+    def distance(old: Key) -> tuple[bool, int]:
+        return key.descriptor != old.descriptor, sum(1 for _ in differences(key, old, names))
+
+    nearest = min(memo, key=distance)
     return miss_between(key, nearest, names, donated)
 
 
@@ -190,7 +196,7 @@ class Recaptures:
         if self._row == ENDLESS:
             warnings.warn(
                 f"{self.name}: the last {ENDLESS} calls captured a graph each, and replayed none that was there. They "
-                f"differ only in {changed}. Instead: {changed.remedy()}.",
+                f"differ only in {changed}. Instead: {changed.remedy()}. The last call: {user_line()}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -121,7 +121,7 @@ def operators_in(call: str, given: Operators) -> Iterator[str]:
 
 def _check_function(call: str, fn: Any) -> None:
     if not callable(fn):
-        raise CaptureError(call, f"a {type(fn).__name__}, no function", "a function over tensors")
+        raise CaptureError(call, f"{fn!r:.60}, which is no function", "a function over tensors")
     if any(test(fn) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)):
         seen = "a function that yields or awaits, of which a call runs nothing"
         raise CaptureError(call, seen, "a function that returns all its results")

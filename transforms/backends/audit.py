@@ -44,8 +44,6 @@ class Audit(DispatchMode):
         on_device: whether it is a GPU that repeats the function, so that nothing on the CPU may be read.
     """
 
-    supports_higher_order_operators = True  # they come here, to be refused in words
-
     def __init__(
         self,
         call: str,
@@ -81,9 +79,6 @@ class Audit(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_higher_order(func):
-            instead = f"torch.where, with both branches computed; or call {func} outside the function"
-            raise refusal(self.call, f"{func} chooses on the host what runs", instead)
         self.called.add(func._schema.name)
         inputs = {storage_id(t): t for t in _flat_tensors(args, kwargs)}
         self._check(func, args, kwargs, inputs)
@@ -197,7 +192,13 @@ class _HostReads(FunctionMode):
             raise refusal(
                 self.call, f"{name} of tensors reads them on the host", f"torch.stack or torch.cat; or {_REMEDY}"
             )
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except NotImplementedError as error:
+            if not is_higher_order(func) or "HigherOrderOperator" not in str(error):
+                raise
+            instead = f"torch.where, with both branches computed; or call torch.{func} outside the function"
+            raise refusal(self.call, f"torch.{func} chooses what runs, which a graph cannot", instead) from None
 
 
 def _holds(value: Any, tensors: Sequence[Tensor]) -> bool:
