@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weft.transforms.piecewise import piecewise
     from weft.transforms.pipeline import compose, pipeline
     from weft.transforms.scan import scan
-    from weft.trees import axes, pytree, static
+    from weft.trees import axes, descriptor_field, pytree, static
 
 __version__ = "0.1.0"
 
@@ -52,7 +52,7 @@ _HOMES = {
     "weft.transforms.piecewise": ("piecewise",),
     "weft.transforms.pipeline": ("compose", "pipeline"),
     "weft.transforms.scan": ("scan",),
-    "weft.trees": ("axes", "pytree", "static"),
+    "weft.trees": ("axes", "descriptor_field", "pytree", "static"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _SUBPACKAGES = ("errors", "proofs", "stages", "transforms")
@@ -82,6 +82,7 @@ __all__ = [
     "clone",
     "compose",
     "config",
+    "descriptor_field",
     "dispatch",
     "dispatch_table",
     "donate",

@@ -10,7 +10,8 @@ from weft.errors import DescriptorError
 @runtime_checkable
 class Descriptor(Protocol):
     """What `graphify` asks of a shape class: hashable, ordered by `covers`, with one int attribute for each axis name
-    that the sized classes of its batches mention (see `weft.trees.axes`)."""
+    that the sized classes of its batches mention. Any `@attrs.frozen` class of ints with a `covers` will do; the class
+    of its batches holds it in a `weft.descriptor_field()`. `weft.axes` shows both."""
 
     def covers(self, other: Self, /) -> bool:
         """Whether a batch of class `other`, padded, may run under this one. A partial order."""
@@ -18,6 +19,13 @@ class Descriptor(Protocol):
     def __hash__(self) -> int: ...
 
     def __eq__(self, other: Any, /) -> bool: ...
+
+
+def check_descriptor(value: Any, call: str) -> None:
+    """Raise DescriptorError for a value that is no descriptor."""
+    if not isinstance(value, Descriptor):
+        instead = "a hashable value with a method covers(other): a weft.BatchDescriptor, or an @attrs.frozen class"
+        raise DescriptorError(call, f"{value!r:.60} where a descriptor should be", instead)
 
 
 def _counts(value: int) -> str | None:

@@ -31,6 +31,10 @@ class DescriptorError(WeftError, ValueError):
     """A batch or a descriptor that contradicts itself, or that does not cover what it should."""
 
 
+class TreeError(WeftError, TypeError):
+    """A class that cannot be a pytree."""
+
+
 class DonatedError(WeftError, RuntimeError):
     """A value used after its storage was donated."""
 

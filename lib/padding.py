@@ -4,6 +4,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from weft.descriptor import check_descriptor
 from weft.errors import DescriptorError
 from weft.trees import Axes, find_descriptors, leaf_axes, map_sized
 
@@ -52,7 +53,6 @@ def pad(tree: T, descriptor: Any) -> T:
 
     >>> from weft.batch import Batch
     >>> from weft.descriptor import BatchDescriptor
-    >>> from weft.descriptor import BatchDescriptor
     >>> pad(Batch.decode([4, 7]), BatchDescriptor.uniform(4)).rows.tolist()
     [4, 7, -1, -1]
     """
@@ -71,9 +71,10 @@ def pad(tree: T, descriptor: Any) -> T:
         raise DescriptorError(
             f"weft.pad({type(tree).__name__}, {descriptor})",
             "nothing in it that says which of its dimensions follow the batch",
-            "pass a weft.Batch, or a class with attrs.field(metadata=weft.axes('num_tokens'))",
+            f"pass a weft.Batch, or a class with attrs.field(metadata=weft.axes({_first_size(descriptor)!r}))",
         )
     for own in find_descriptors(tree):
+        check_descriptor(own, f"weft.pad({type(tree).__name__}, {descriptor})")
         if not descriptor.covers(own):
             raise DescriptorError(
                 f"weft.pad(batch, {descriptor})",
@@ -120,6 +121,11 @@ def inert(tree: T, descriptor: Any) -> T:
         return target
 
     return map_sized(blank, tree, descriptor)  # type: ignore[no-any-return]
+
+
+def _first_size(descriptor: Any) -> str:
+    """The name of the first size of a descriptor, for an example."""
+    return str(next(iter(getattr(type(descriptor), "__match_args__", ())), "num_tokens"))
 
 
 def _too_small(tree: Any, descriptor: Any, value: Tensor) -> DescriptorError:

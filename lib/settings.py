@@ -6,7 +6,7 @@ from contextvars import ContextVar
 
 import attrs
 
-from weft.errors import TooManyCapturesError
+from weft.errors import CaptureError, TooManyCapturesError
 
 
 @attrs.define
@@ -75,6 +75,7 @@ def assert_max_captures(most: int) -> Iterator[None]:
     that should replay.
 
     Raises:
+        CaptureError: `most` is no number of captures.
         TooManyCapturesError: an AssertionError that names the captures, and in what the last one differs.
 
     >>> import torch, weft
@@ -83,6 +84,8 @@ def assert_max_captures(most: int) -> Iterator[None]:
     ...     for _ in range(3):
     ...         y = f(torch.zeros(2))
     """
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        raise CaptureError(f"weft.assert_max_captures({most!r})", "no number of captures", "an int >= 0")
     token = _COUNTS.set((*_COUNTS.get(), _Count(most)))
     try:
         yield
@@ -95,18 +98,19 @@ def may_capture() -> bool:
     return _MAY_CAPTURE.get()
 
 
-def count_capture(what: str, difference: Callable[[], str]) -> None:
-    """Tell the contexts about a capture that is about to begin; `difference` says what it is for, if that is asked.
+def count_capture(what: str, miss: Callable[[], tuple[str, str]]) -> None:
+    """Tell the contexts about a capture that is about to begin; `miss` says what it is for, and what would avoid it.
 
     Raises:
         TooManyCapturesError: there is one more than one of them allows.
     """
     for count in _COUNTS.get():
         if len(count.seen) >= count.most:
+            difference, remedy = miss()
             raise TooManyCapturesError(
                 f"with weft.assert_max_captures({count.most}): {what}",
-                f"one capture more ({difference()}), after: {'; '.join(count.seen) or 'none'}",
-                "call with arguments like the captured ones, or allow more captures",
+                f"one capture more ({difference}), after: {'; '.join(count.seen) or 'none'}",
+                f"{remedy or 'call with arguments like the captured ones'}, or allow more captures",
             )
     for count in _COUNTS.get():
         count.seen.append(what)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._C._functorch import peek_interpreter_stack
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +35,8 @@ __all__ = [
     "in_functorch_transform",
     "in_plain_surroundings",
     "is_capturing",
+    "is_higher_order",
+    "operator_name",
     "process_group",
     "pytree",
     "rendezvous_store",
@@ -42,6 +45,7 @@ __all__ = [
     "storage_id",
     "symmetric_memory",
     "tensors_check",
+    "unnamed_children",
 ]
 
 
@@ -76,6 +80,24 @@ class FunctionMode(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         TorchFunctionMode.__exit__(self, *error)
+
+
+def is_higher_order(func: Any) -> bool:
+    """Whether an operator takes functions, as torch.cond does."""
+    return isinstance(func, HigherOrderOperator)
+
+
+def operator_name(operator: Any) -> str | None:
+    """`aten::sort` for `torch.ops.aten.sort` and its overloads; None for what is no operator."""
+    if isinstance(operator, OpOverload):
+        return str(operator.name()).partition(".")[0]
+    return str(operator).replace(".", "::", 1) if isinstance(operator, OpOverloadPacket) else None
+
+
+def unnamed_children(node: Any) -> list[Any] | None:
+    """The children of a node whose class was registered with torch's pytree without names for them; None for others."""
+    known = pytree.SUPPORTED_NODES.get(type(node))
+    return None if known is None or known.flatten_with_keys_fn is not None else list(known.flatten_fn(node)[0])
 
 
 def in_dispatch_mode() -> bool:

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import attrs
 from torch import Tensor
 
+from weft.errors import DescriptorError, TreeError
 from weft.torchapi import pytree as _pytree
+from weft.torchapi import unnamed_children
 
 C = TypeVar("C", bound=type)
 
@@ -50,12 +52,43 @@ class Axes:
         if name is None:
             return None
         base, plus, constant = name.partition("+")
-        return int(getattr(descriptor, base)) + (int(constant) if plus else 0)
+        size: Any = getattr(descriptor, base, None)
+        if not hasattr(size, "__index__"):
+            raise self._no_size(base, descriptor)
+        return int(size) + (int(constant) if plus else 0)
+
+    def _no_size(self, name: str, descriptor: Any) -> DescriptorError:
+        kind = type(descriptor).__name__
+        has = f"{name}={getattr(descriptor, name)!r}" if hasattr(descriptor, name) else f"no attribute {name!r}"
+        instead = f"an int attribute {name!r} of {kind}, or in axes(...) the name of one that it has"
+        return DescriptorError(f"weft.axes({_listed(self.dims)})", f"a descriptor {descriptor!r}, with {has}", instead)
 
 
 def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
-    """Metadata for a tensor field of a sized class: `attrs.field(metadata=axes("num_tokens", pad=-1))`."""
+    """Metadata for a tensor field of a sized class: `attrs.field(metadata=axes("num_tokens", pad=-1))`.
+
+    The names are attributes of the class's descriptor, which may be of your own type:
+
+    >>> import torch, weft
+    >>> @attrs.frozen
+    ... class Length:
+    ...     steps: int
+    ...     def covers(self, other):
+    ...         return self.steps >= other.steps
+    >>> @weft.pytree
+    ... @attrs.frozen(eq=False)
+    ... class Signal:
+    ...     length: Length = attrs.field(metadata=weft.descriptor_field())
+    ...     x: Tensor = attrs.field(metadata=weft.axes("steps"))
+    >>> running = weft.graphify(lambda s: Signal(s.length, s.x.cumsum(0)), ladder=[Length(8), Length(4)])
+    >>> running(Signal(Length(3), torch.ones(3))).x  # runs under Length(4)
+    tensor([1., 2., 3.])
+    """
     return {_AXES: Axes(dims, pad)}
+
+
+def _listed(dims: Iterable[str | None]) -> str:
+    return ", ".join(map(repr, dims))
 
 
 def static() -> dict[str, Any]:
@@ -64,7 +97,7 @@ def static() -> dict[str, Any]:
 
 
 def descriptor_field() -> dict[str, Any]:
-    """Metadata for the static field that holds a sized value's own descriptor."""
+    """Metadata for the static field that holds a sized value's own descriptor (see `axes` for an example)."""
     return {_STATIC: True, _DESCRIPTOR: True}
 
 
@@ -111,7 +144,14 @@ def pytree(cls: C) -> C:
     ...     right: Any
     >>> tree_leaves(Pair(1, (2, 3)))
     [1, 2, 3]
+
+    Raises:
+        TreeError: it is no attrs class.
     """
+    name = getattr(cls, "__name__", str(cls))
+    if not hasattr(cls, "__attrs_attrs__"):
+        kind = "a dataclass" if hasattr(cls, "__dataclass_fields__") else "no attrs class"
+        raise TreeError(f"weft.pytree({name})", kind, f"@weft.pytree, then @attrs.frozen, then class {name}: ...")
     fields = [f for f in attrs.fields(cls) if f.init]
     children = tuple(f.name for f in fields if not f.metadata.get(_STATIC))
     statics = tuple(f.name for f in fields if f.metadata.get(_STATIC))
@@ -139,9 +179,17 @@ def pytree(cls: C) -> C:
 
 
 def leaves_with_names(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves with their paths as text (`.kv_pages`, `[0]['w']`), in flattening order."""
-    pairs, _ = _pytree.tree_flatten_with_path(tree)
-    return [(keystr(path), leaf) for path, leaf in pairs]
+    """The leaves with their paths as text (`.kv_pages`, `[0]['w']`), in flattening order. Children whose class names
+    none are numbered."""
+    pairs, _ = _pytree.tree_flatten_with_path(tree, is_leaf=lambda node: unnamed_children(node) is not None)
+    found: list[tuple[str, Any]] = []
+    for path, part in pairs:
+        if (children := unnamed_children(part)) is None:
+            found.append((keystr(path), part))
+            continue
+        for index, child in enumerate(children):
+            found += [(f"{keystr(path)}[{index}]{name}", leaf) for name, leaf in leaves_with_names(child)]
+    return found
 
 
 def sized_fields(node: Any) -> Mapping[str, Axes]:
@@ -169,6 +217,8 @@ def map_sized(fn: Callable[[Tensor, Axes], Any], tree: Any, descriptor: Any = No
         specs = sized_fields(node)
         if not specs:
             return node
+        for name, spec in specs.items():
+            _check_field(node, name, spec)
         changes = {k: fn(getattr(node, k), spec) for k, spec in specs.items() if getattr(node, k) is not None}
         changes |= {name: map_sized(fn, part, descriptor) for name, part in _parts(node).items()}
         if descriptor is not None:
@@ -176,6 +226,16 @@ def map_sized(fn: Callable[[Tensor, Axes], Any], tree: Any, descriptor: Any = No
         return attrs.evolve(node, **changes)
 
     return tree_map(visit, tree, is_leaf=_is_sized)
+
+
+def _check_field(node: Any, name: str, spec: Axes) -> None:
+    value = getattr(node, name)
+    if isinstance(value, list | tuple | dict | int | float):
+        raise DescriptorError(
+            f"{type(node).__name__}({name}={value!r:.60})",
+            f"a {type(value).__name__} in a field with axes({_listed(spec.dims)})",
+            "a tensor (torch.tensor), or a field without axes",
+        )
 
 
 def leaf_axes(tree: Any) -> list[Axes | None]:

@@ -13,7 +13,7 @@ from weft.errors import DescriptorError, DonatedError
 from weft.padding import padded_shape
 from weft.torchapi import function_modes, in_dispatch_mode, in_functorch_transform, storage_id
 from weft.transforms.borrowing import refuse_stale
-from weft.transforms.memo import Key, leaf_key
+from weft.transforms.memo import Key, check_hashable, check_plain, check_statics, leaf_key
 from weft.trees import (
     TreeSpec,
     alike,
@@ -150,7 +150,8 @@ def _ambient() -> tuple[Any, ...]:
 
 def check_sizes(call: Call, descriptor: Any, name: str) -> None:
     """Raise DescriptorError for a sized leaf that has not the size that the call's descriptor says."""
-    for (path, leaf), spec in zip(leaves_with_names(call.copied), leaf_axes(call.copied), strict=True):
+    names = call.leaf_names()[len(call.reference_leaves) :]
+    for path, leaf, spec in zip(names, call.copied_leaves, leaf_axes(call.copied), strict=True):
         if spec is not None and tuple(leaf.shape) != (expected := padded_shape(leaf, spec, descriptor)):
             raise DescriptorError(
                 f"{name}(...)",
@@ -165,6 +166,29 @@ def signature_of(call: Call) -> Key:
     leaves += [leaf_key(x, None, False) for x in call.copied_leaves]
     statics = tuple((name, alike(value)) for name, value in call.statics.items())
     return Key(_ambient(), "", (call.reference_tree, call.copied_tree), statics, None, tuple(leaves))
+
+
+def hashable_signature(call: Call, name: str) -> Key:
+    """The key before dispatch.
+
+    Raises:
+        CaptureError: a part of it cannot be hashed.
+    """
+    signature = signature_of(call)
+    check_hashable(signature, f"{name}(...)", call.leaf_names)
+    return signature
+
+
+def check_call(call: Call, roles: Roles, name: str) -> None:
+    """Refuse arguments that no graph could be captured for.
+
+    Raises:
+        CaptureError: an argument that is neither tensors nor plain values, or a static one that holds a tensor.
+        DonatedError: a donated argument shares its storage with another.
+    """
+    check_plain((*call.reference_leaves, *call.copied_leaves), f"{name}(...)", call.leaf_names)
+    check_statics(call.statics, f"{name}(...)")
+    refuse_shared(call, roles, name)
 
 
 def key_of(call: Call, mode: str, descriptor: Any) -> Key:

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.errors import CaptureError
+from weft.errors import CaptureError, WeftError
 from weft.padding import inert, padded_shape
 from weft.transforms.backends import Backend, Recording
 from weft.transforms.backends.audit import Audit
@@ -42,6 +42,10 @@ class Entry:
     needs_autograd: bool
     blanks: tuple[Tensor | None, ...]
     last_use: int = 0
+
+    def runs_itself(self) -> bool:
+        """Whether the function itself must run here, for autograd to see its operators."""
+        return self.needs_autograd and torch.is_grad_enabled()
 
     @property
     def outputs(self) -> Outputs:
@@ -130,16 +134,16 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
     prepared = prepare(of, call, descriptor, backend.device)
     split_at = of.split_at if mode == "piecewise" else frozenset()
     audit = audit_of(of, prepared, backend.device)
-    with prepared.untouched(audit):
+    with prepared.untouched(audit), _noted(of.name, descriptor):
         recording = backend.capture(prepared.run, audit, split_at)
         audit.refuse_leaks(recording.outputs.leaves)
     if split_at and recording.num_pieces == 1:
+        called = sorted(audit.called)
+        shown = ", ".join(called[:10]) + (", ..." if len(called) > 10 else "")
         seen = f"no call of {', '.join(sorted(split_at))}, where it was to be cut into pieces"
-        raise CaptureError(
-            f"graphify({of.name})", seen, "name an operator that it calls, as in 'weft::paged_attention'"
-        )
+        raise CaptureError(f"graphify({of.name})", seen, f"name an operator that it calls: {shown or 'it calls none'}")
     if descriptor is not None:
-        _refuse_unsized(of.name, recording.outputs, descriptor)
+        _refuse_unsized(of.name, recording.outputs, descriptor, prepared.axes)
     needs_autograd = any(x.requires_grad for x in audit.external.values())
     blanks = tuple(_blank(buffer, spec) for buffer, spec in zip(prepared.buffers, prepared.axes, strict=True))
     return Entry(recording, prepared.buffers, prepared.axes, needs_autograd, blanks)
@@ -149,6 +153,17 @@ def _blank(buffer: Any, spec: Axes | None) -> Tensor | None:
     if spec is None or isinstance(spec.pad, str) or buffer.nbytes > BLANK_BYTES:
         return None
     return torch.full_like(buffer, spec.pad)
+
+
+@contextmanager
+def _noted(name: str, descriptor: Any) -> Iterator[None]:
+    """Tell an error of the function's own that it ran on padded arguments."""
+    try:
+        yield
+    except Exception as error:
+        if descriptor is not None and not isinstance(error, WeftError):
+            error.add_note(f"in {name}, captured for '{descriptor}': only fields with weft.axes(...) are padded to it")
+        raise
 
 
 @contextmanager
@@ -186,8 +201,10 @@ def _alias(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any) -> None:
+def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any, of_buffers: tuple[Axes | None, ...]) -> None:
+    """Raise if a result does not say how it is unpadded; `of_buffers` are the axes of the arguments, for an example."""
     result = tree_unflatten(list(outputs.leaves), outputs.structure)
+    own = next((name for spec in of_buffers if spec for name in spec.dims if name), "num_reqs")
     leaves = zip(leaves_with_names(result), leaf_axes(result), outputs.references, strict=True)
     for (path, leaf), spec, reference in leaves:
         if leaf is None or reference is not None:
@@ -198,7 +215,7 @@ def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any) -> None:
             raise CaptureError(
                 f"graphify({name}, ladder=...)",
                 f"{seen} does not say which of its dimensions follow the batch, so it cannot be unpadded",
-                "return it in a sized class: @weft.pytree, with attrs.field(metadata=weft.axes('num_reqs'))",
+                f"return it in a sized class: @weft.pytree, with attrs.field(metadata=weft.axes({own!r}))",
             )
         if (expected := padded_shape(leaf, spec, descriptor)) != tuple(leaf.shape):
             raise CaptureError(

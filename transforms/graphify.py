@@ -18,15 +18,17 @@ from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY, may_capture
 from weft.torchapi import in_plain_surroundings
 from weft.transforms.borrowing import lend, lending
-from weft.transforms.call import Call, inline_reason, refuse_shared, signature_of, take_apart
+from weft.transforms.call import Call, check_call, hashable_signature, inline_reason, take_apart
 from weft.transforms.capture import Entry
 from weft.transforms.dispatch import Decision
 from weft.transforms.graphs import Explanation, Graphs
 from weft.transforms.ladder import Ladder
 from weft.transforms.lower import Compiled, Lowered, lower
-from weft.transforms.memo import CacheInfo, Key, check_hashable, check_plain
+from weft.transforms.memo import CacheInfo, Key
 from weft.transforms.memory import MemoryAnalysis, MemoryEstimate, analysis_of, estimate
-from weft.transforms.options import Graphable, GraphifyOptions, make_graphable
+from weft.transforms.method import Method
+from weft.transforms.misses import miss_between
+from weft.transforms.options import Graphable, GraphifyOptions, Operators, make_graphable
 from weft.transforms.ready import Reader, remember
 from weft.transforms.replay import Plan, Replay, keep_in_place, make_replay
 from weft.trees import tree_leaves
@@ -95,18 +97,19 @@ class Graphified(Generic[P, R]):
         if inline_reason(call):
             return self._fn(*args, **kwargs)
         with self._lock:
-            signature = self._signature(call)
+            signature = hashable_signature(call, self._of.name)
             plan = self._plans.get(signature) or self._plan(call, signature)
-            replay = plan.replay if MAY_REPLAY.get() else None
-            if replay is None:
-                self._graphs.eager += 1
-                return keep_in_place(self._fn(*args, **kwargs), self._of.roles, call)
-            if replay.entry.needs_autograd and torch.is_grad_enabled():
-                return self._fn(*args, **kwargs)
-            if in_plain_surroundings() and signature in self._plans:
-                remember(self._readers, self._of.roles, self._of.name, args, kwargs, call, replay)
-            result = self._replay(replay, (*self._moved(call), *call.copied_leaves))
-            return lend(result, replay.entry.outputs, self._of.name, self._graphs) if lending() else result
+            if plan.replay and plan.replay.may_run() and in_plain_surroundings() and signature in self._plans:
+                remember(self._readers, self._of.roles, self._of.name, args, kwargs, call, plan.replay)
+            return self._answer(plan.replay, call, args, kwargs)
+
+    def _answer(self, replay: Replay | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """Replay; or run the function itself where there is no graph, or one that may not run here."""
+        if replay is None or not replay.may_run():
+            self._graphs.eager += 1
+            return keep_in_place(self._fn(*args, **kwargs), self._of.roles, call)
+        result = self._replay(replay, (*self._moved(call), *call.copied_leaves))
+        return lend(result, replay.entry.outputs, self._of.name, self._graphs) if lending() else result
 
     def _moved(self, call: Call) -> list[Any]:
         """The leaves by reference, after the donated ones changed hands."""
@@ -125,18 +128,13 @@ class Graphified(Generic[P, R]):
             for reader in readers:
                 reader.forget(lambda replay: replay.entry is entry)
 
-    def _signature(self, call: Call) -> Key:
-        signature = signature_of(call)
-        check_hashable(signature, f"{self._of.name}(...)", call.leaf_names)
-        return signature
-
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method: the instance is the first argument, and a value of the key."""
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else Method(self, instance)
 
     def _plan(self, call: Call, signature: Key) -> Plan:
         """Dispatch a signature seen for the first time, and capture what it needs."""
-        self._check(call)
+        check_call(call, self._of.roles, self._of.name)
         decision, entry = self._graphs.obtain(call)
         replay = None if entry is None else self._replay_of(entry, call, decision)
         plan = Plan(decision, replay)
@@ -146,11 +144,6 @@ class Graphified(Generic[P, R]):
             self._plans[signature] = plan
         return plan
 
-    def _check(self, call: Call) -> None:
-        leaves = (*call.reference_leaves, *call.copied_leaves)
-        check_plain(leaves, f"{self._of.name}(...)", call.leaf_names)
-        refuse_shared(call, self._of.roles, self._of.name)
-
     def _replay_of(self, entry: Entry, call: Call, decision: Decision[Any]) -> Replay:
         padded = decision.descriptor
         own = None if padded is None else self._graphs.descriptor(call)
@@ -159,8 +152,8 @@ class Graphified(Generic[P, R]):
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call whose arguments serve as examples: nothing in it is donated."""
         call = take_apart(self._of.roles, self._of.name, args, kwargs)
-        self._signature(call)
-        self._check(call)
+        hashable_signature(call, self._of.name)
+        check_call(call, self._of.roles, self._of.name)
         return call
 
     def capture(self, *args: P.args, **kwargs: P.kwargs) -> CacheInfo:
@@ -205,14 +198,16 @@ class Graphified(Generic[P, R]):
         with self._lock:
             entry = self._graphs.find(call, decision) or self._graphs.capture(call, decision)
             replay = self._replay_of(entry, call, decision)
-        signature = signature_of(call)
+        signature = hashable_signature(call, self._of.name)
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
             given = take_apart(self._of.roles, self._of.name, args, kwargs)
-            if (other := self._signature(given)) != signature:
-                lowered.refuse(other, signature, given.leaf_names())
+            if inline_reason(given):
+                return self._fn(*args, **kwargs)
+            if (other := hashable_signature(given, self._of.name)) != signature:
+                lowered.refuse(miss_between(other, signature, given.leaf_names(), self._of.roles.donated))
             with self._lock:
-                return self._replay(replay, (*self._moved(given), *given.copied_leaves))
+                return self._answer(replay, given, args, kwargs)
 
         return Compiled(lowered, entry, run)
 
@@ -221,11 +216,13 @@ class Graphified(Generic[P, R]):
         call = take_apart(self._of.roles, self._of.name, args, kwargs)
         if reason := inline_reason(call):
             return Explanation(Decision("none", None, reason), False, f"runs inline: {reason}")
-        self._signature(call)
+        hashable_signature(call, self._of.name)
         return self._graphs.explain(call)
 
     def freeze(self) -> "Graphified[P, R]":
-        """From now on a miss raises CacheMissError, which names the field that differed, instead of capturing."""
+        """From now on a miss raises CacheMissError, which names the field that differed, instead of capturing.
+
+        A batch that no class of the ladder covers is no miss: it runs eagerly, as before (`cache_info().eager`)."""
         self._graphs.frozen = True
         return self
 
@@ -274,7 +271,7 @@ def graphify(
     fn: Callable[P, R] | None = None,
     *,
     ladder: Ladder[Any] | Sequence[Any] | None = None,
-    split_at: str | Iterable[str] = (),
+    split_at: Operators = (),
     donate_argnames: str | Iterable[str] = (),
     static_argnames: str | Iterable[str] = (),
     reference_argnames: str | Iterable[str] | None = None,
@@ -298,7 +295,8 @@ def graphify(
         split_at: operators by name (`weft::paged_attention`) that stay outside the graphs in mode piecewise: the
             classes of the ladder's `piecewise` part, or without a ladder all, are captured as pieces between them.
         donate_argnames: arguments whose storage the function takes, such as the state (beside those that `weft.donates`
-            declares). A part of the result with their structure is their next value, and is kept in their storage.
+            declares). The first part of the result with their structure is their next value, and is kept in their
+            storage. They are captured by reference: pass on what the call returned; a new state is a miss.
         static_argnames: arguments of hashable values that are no tensors and are part of the key.
         reference_argnames: captured by reference, not copied: a call with tensors elsewhere is a miss. None: `params`,
             if there is such an argument.

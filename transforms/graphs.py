@@ -11,14 +11,16 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.descriptor import check_descriptor
 from weft.errors import CacheMissError, CaptureError
-from weft.settings import config, count_capture, may_capture
+from weft.settings import MAY_REPLAY, config, count_capture, may_capture
 from weft.transforms.backends import Backend, cuda_device, make_backend
 from weft.transforms.call import Call, check_sizes, key_of
 from weft.transforms.capture import Entry, capture
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.ladder import Ladder
-from weft.transforms.memo import CacheInfo, Key, nearest_difference
+from weft.transforms.memo import CacheInfo, Key
+from weft.transforms.misses import Miss, Recaptures, nearest_miss
 from weft.transforms.options import Graphable
 from weft.trees import find_descriptors
 
@@ -63,6 +65,7 @@ class Graphs:
         self.exhausted = ""
         self.frozen = False
         self.captures = self.replays = self.eager = 0
+        self._recaptures = Recaptures(self.of.name, self.of.roles.donated)
 
     def info(self) -> CacheInfo:
         """The counts."""
@@ -81,10 +84,10 @@ class Graphs:
         """Why nothing may be captured now; empty if something may."""
         return self.exhausted if may_capture() else "inside weft.no_capture()"
 
-    def missed(self, call: Call, decision: Decision[Any]) -> str:
+    def missed(self, call: Call, decision: Decision[Any]) -> Miss:
         """In what a call differs from those that have a graph."""
         key = key_of(call, decision.mode, decision.descriptor)
-        return nearest_difference(key, self.memo, call.leaf_names())
+        return nearest_miss(key, self.memo, call.leaf_names(), self.of.roles.donated)
 
     def obtain(self, call: Call) -> tuple[Decision[Any], Entry | None]:
         """The decision about a call, and the graph that it needs: there, or captured now, or another that is there."""
@@ -115,6 +118,7 @@ class Graphs:
         """The class of the call's batch."""
         found = find_descriptors(call.copied)
         if len(found) == 1:
+            check_descriptor(found[0], f"{self.of.name}(...)")
             check_sizes(call, found[0], self.of.name)
             return found[0]
         raise CaptureError(
@@ -122,7 +126,8 @@ class Graphs:
             f"arguments of more than one descriptor: {', '.join(map(str, found))}"
             if found
             else "a ladder, but no argument that holds a descriptor",
-            "pass a weft.Batch (or a sized class of your own) of one class, or leave the ladder out",
+            "pass a weft.Batch (or a class of your own with a weft.descriptor_field()) of one class, or leave the "
+            "ladder out",
         )
 
     def rungs(self, call: Call) -> list[Decision[Any]]:
@@ -135,8 +140,16 @@ class Graphs:
 
     def explain(self, call: Call) -> Explanation:
         """What would be done about a call, and why."""
+        if not MAY_REPLAY.get():
+            why = "inside weft.no_capture(replay=False)"
+            return Explanation(Decision("none", None, why), False, f"runs eagerly: {why}")
         decision = self.decide(call)
-        missing = decision.mode != "none" and self.find(call, decision) is None
+        entry = None if decision.mode == "none" else self.find(call, decision)
+        if entry is not None and entry.runs_itself():
+            why = "it reads a tensor from outside that requires grad, and autograd must see the operators"
+            instead = "torch.no_grad() around the call, or requires_grad_(False) before its capture, lets it replay"
+            return Explanation(Decision("none", None, why), False, f"runs inline: {why}; {instead}")
+        missing = decision.mode != "none" and entry is None
         if missing and (why := self.closed()):
             decision, missing = self._decide_at_hand(call, why), False
         if decision.mode == "none":
@@ -155,24 +168,25 @@ class Graphs:
             CaptureError: the function cannot be captured.
             torch.OutOfMemoryError: there is no room.
         """
-        name, difference = self.of.name, functools.partial(self.missed, call, decision)
+        name, missed = self.of.name, functools.partial(self.missed, call, decision)
         if self.frozen:
-            raise CacheMissError(
-                f"{name}(...)",
-                f"a miss after freeze(): {difference()}",
-                "capture this signature before freeze(), or call with arguments like the captured ones",
-            )
+            miss = missed()
+            instead = "capture this signature before freeze(), or call with arguments like the captured ones"
+            seen = f"a miss after freeze(): {miss.differs}"
+            raise CacheMissError(f"{name}(...)", seen, f"{instead}: {miss.remedy}" if miss.remedy else instead)
         what = name if decision.descriptor is None else f"{name} for '{decision.descriptor}'"
-        count_capture(what, difference)
+        count_capture(what, lambda: attrs.astuple(missed()))
         if config.explain_cache_misses and self.memo:
-            _LOG.warning("%s: no graph for this call: %s", name, difference())
+            _LOG.warning("%s: no graph for this call: %s", name, missed())
         start = time.perf_counter()
         entry = capture(self.of, call, decision.mode, decision.descriptor, self.backend_for(call))
         if config.log_captures:
             seconds, size = time.perf_counter() - start, (entry.recording.nbytes + entry.buffer_bytes) / 2**20
             _LOG.warning("captured %s, %s: %.3f s, %.2f MiB", what, decision.mode, seconds, size)
         self.captures += 1
-        self._keep(key_of(call, decision.mode, decision.descriptor), entry)
+        key = key_of(call, decision.mode, decision.descriptor)
+        self._keep(key, entry)
+        self._recaptures.note(key, call.leaf_names(), self.replays)
         return entry
 
     def _keep(self, key: Key, entry: Entry) -> None:

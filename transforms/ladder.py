@@ -25,12 +25,22 @@ class Limits:
         max_num_tokens: tokens in a batch, prefill included.
         query_lens: the query lengths of uniform decode batches, each with graphs of its own.
         active_loras: the numbers of active LoRAs that have graphs of their own (`lora_rungs`).
+
+    Raises:
+        DescriptorError: not even a batch of one token is within them.
     """
 
     max_num_reqs: int
     max_num_tokens: int
     query_lens: tuple[int, ...] = (1,)
     active_loras: tuple[int, ...] = (0,)
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("max_num_reqs", "max_num_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                call = f"weft.Limits({self.max_num_reqs!r}, {self.max_num_tokens!r})"
+                raise DescriptorError(call, f"{name}={value!r}", "whole numbers of requests and tokens, at least 1")
 
 
 @attrs.frozen
@@ -96,8 +106,8 @@ def make_ladder(
         capability: what the attention back end can do inside a whole graph, one of `CAPABILITIES`.
 
     Raises:
-        DescriptorError: an unknown mode or capability, limits that no batch meets, or a mode whose whole graphs the
-            attention back end cannot be in.
+        DescriptorError: an unknown mode or capability, limits that no batch meets, sizes that are all beyond the
+            limits, or a mode whose whole graphs the attention back end cannot be in.
 
     >>> [str(d) for d in make_ladder("full", Limits(max_num_reqs=2, max_num_tokens=64))]
     ['ragged 2 tokens, 2 reqs', 'uniform x1, 2 reqs', 'ragged 1 tokens, 1 reqs', 'uniform x1, 1 reqs']
@@ -107,6 +117,9 @@ def make_ladder(
     most = min(limits.max_num_reqs * max(limits.query_lens), limits.max_num_tokens)
     mixed = _ragged(limits, most, sizes) if mode == "full" else []
     pieces = _ragged(limits, limits.max_num_tokens, sizes) if "piecewise" in mode else []
+    if sizes and mode != "none" and not (uniform or mixed or pieces):
+        call, instead = f"make_ladder({mode!r}, {limits}, sizes={sizes})", "sizes within the limits, or sizes=None"
+        raise DescriptorError(call, "no size that a batch within the limits can have", instead)
     return Ladder(_largest_first([*uniform, *mixed]), _largest_first(pieces))
 
 
@@ -142,6 +155,8 @@ def _check(mode: str, limits: Any, sizes: Sequence[int] | None, capability: str)
         raise DescriptorError(call, "an unknown capability", f"one of {', '.join(CAPABILITIES)}")
     if not isinstance(limits, Limits):
         raise DescriptorError(call, "limits that are no weft.Limits", "weft.Limits(max_num_reqs, max_num_tokens)")
+    if isinstance(sizes, int | str) or (sizes is not None and not all(isinstance(size, int) for size in sizes)):
+        raise DescriptorError(call, "sizes that are no list of ints", "sizes=[1, 2, 4], or None for the usual rungs")
     if not limits.query_lens or min(limits.query_lens) < 1 or (sizes is not None and min(sizes, default=1) < 1):
         seen = "no query length, or a size or query length that is not at least 1"
         raise DescriptorError(call, seen, "query_lens=(1,) for plain decode; sizes=None for the usual rungs")

@@ -1,6 +1,6 @@
 """The states of a graphified call, as in JAX: `Graphified` is lowered, a `Lowered` is compiled, a `Compiled` runs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import attrs
@@ -12,8 +12,8 @@ from weft.transforms.call import Call
 from weft.transforms.capture import Entry, audit_of, prepare
 from weft.transforms.dispatch import Decision
 from weft.transforms.listing import Listing, Writer
-from weft.transforms.memo import Key, differences
 from weft.transforms.memory import MemoryAnalysis, analysis_of
+from weft.transforms.misses import Miss
 from weft.transforms.options import Graphable
 from weft.trees import TreeSpec, leaves_with_names, tree_structure, tree_unflatten
 
@@ -50,11 +50,15 @@ class Lowered(Generic[R]):
             raise ValueError(f"as_text({form!r})\n  saw: no such form\n  instead: 'text' or 'dot'")
         return str(self.listing) if form == "text" else self.listing.as_dot()
 
-    def refuse(self, new: Key, own: Key, names: Iterable[str]) -> NoReturn:
+    def refuse(self, miss: Miss) -> NoReturn:
         """Raise the error for a call of another signature."""
-        differing = "; ".join(differences(new, own, names))
+        instead = f"call {self.name} itself, which captures what it needs; or arguments like the lowered ones: of what "
+        instead += "is captured by reference those very tensors, or what a call returned in their place"
         call = f"{self.name}.lower(...).compile()(...)"
-        raise CacheMissError(call, f"arguments unlike the lowered ones: {differing}", f"call {self.name} itself")
+        raise CacheMissError(call, f"arguments unlike the lowered ones: {miss.differs}", instead)
+
+    def __str__(self) -> str:
+        return self.as_text()
 
     def __repr__(self) -> str:
         return f"<Lowered {self.name}: {len(self.listing.lines)} operators, {self.decision.mode}>"
@@ -62,7 +66,9 @@ class Lowered(Generic[R]):
 
 @attrs.frozen(eq=False, repr=False)
 class Compiled(Generic[R]):
-    """A captured graph, and the way to call it. It takes calls of the lowered signature only."""
+    """A captured graph, and the way to call it. It takes calls of the lowered signature only, with what is captured by
+    reference (donated arguments, params) where the lowered call had it; where the graphified function would run inline
+    (under autograd, torch.func, another capture) it does too."""
 
     lowered: Lowered[R]
     _entry: Entry

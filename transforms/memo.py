@@ -1,7 +1,8 @@
-"""The memo of graphify: keys that name their parts, so that a miss can say which field differed."""
+"""The memo of graphify: keys that name their parts (so that `weft.transforms.misses` can say which field differed), and
+what may be in them."""
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.trees import alike
+from weft.trees import alike, tree_leaves
 
 
 @attrs.frozen
@@ -53,52 +54,6 @@ def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> An
     return LeafKey(tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.device, flags, None)
 
 
-def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
-    """Each field in which two keys differ, in words: the new value, then the captured one."""
-    if new.descriptor != old.descriptor:
-        yield f"descriptor: '{new.descriptor}', captured '{old.descriptor}'"
-    for (name, value), (_, captured) in zip(new.statics, old.statics, strict=False):
-        if value != captured:
-            yield f"static argument {name}: {_brief(value)}, captured {_brief(captured)}"
-    if new.ambient != old.ambient:
-        yield f"inference mode, autocast, default dtype, modes: {new.ambient}, captured {old.ambient}"
-    if new.structure != old.structure:
-        yield f"tree structure: {new.structure}, captured {old.structure}"
-        return
-    for name, a, b in zip(names, new.leaves, old.leaves, strict=True):
-        if a == b:
-            continue
-        if isinstance(a, LeafKey) and isinstance(b, LeafKey):
-            for field in ("shape", "dtype", "stride", "device", "flags", "address"):
-                value, captured = getattr(a, field), getattr(b, field)
-                if value != captured and field != "address":
-                    yield f"{name}: {field} {value}, captured {captured}"
-                elif value != captured:
-                    yield f"{name}: another tensor than the captured one (captured by reference)"
-        else:
-            yield f"{name}: {_brief(a)}, captured {_brief(b)}"
-
-
-def _brief(key: Any) -> str:
-    """A key of one leaf as the value that it stands for."""
-    if isinstance(key, LeafKey):
-        return "a tensor"
-    kind, value = key
-    if issubclass(kind, float):
-        return repr(kind.fromhex(value))
-    return "(" + ", ".join(_brief(v) for v in value) + ")" if issubclass(kind, tuple) else repr(value)
-
-
-def nearest_difference(key: Key, memo: Mapping[Key, Any], names: Iterable[str]) -> str:
-    """In what `key` differs from the captured key that is most like it."""
-    names = list(names)
-    if not memo:
-        return "nothing is captured yet"
-    found: list[list[str]] = [list(differences(key, old, names)) for old in memo]
-    _, fewest = min((len(texts), texts) for texts in found)
-    return "; ".join(fewest)
-
-
 def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> None:
     """Raise an error that names the part of `key` that cannot be hashed, if one cannot."""
     try:
@@ -108,11 +63,10 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
             try:
                 hash(value)
             except TypeError as error:
-                raise CaptureError(
-                    call,
-                    f"{name} is no tensor and cannot be hashed ({error})",
-                    "pass a tensor, or a hashable value (a tuple for a list)",
-                ) from None
+                seen = f"{name} is no tensor and cannot be hashed ({error})"
+                instead = "pass a tensor, or a hashable value (a tuple for a list)"
+                numpy = isinstance(value, tuple) and _is_numpy(value[-1])
+                raise CaptureError(call, seen, _instead_of(value[-1]) if numpy else instead) from None
         raise
 
 
@@ -128,11 +82,29 @@ def check_plain(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[s
     if all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
         return
     name, leaf = next(p for p in zip(names(), leaves, strict=True) if not isinstance(p[1], (Tensor, *_PLAIN)))
-    raise CaptureError(
-        call,
-        f"{name} is a {type(leaf).__name__}, which is neither a tensor, a plain value nor a pytree",
-        "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes",
-    )
+    seen = f"{name} is a {type(leaf).__name__}, which is neither a tensor, a plain value nor a pytree"
+    raise CaptureError(call, seen, _instead_of(leaf))
+
+
+def _is_numpy(leaf: Any) -> bool:
+    return type(leaf).__module__.split(".")[0] == "numpy"
+
+
+def _instead_of(leaf: Any) -> str:
+    """What to pass for an object that is no leaf."""
+    if _is_numpy(leaf):
+        return "torch.from_numpy(array)" if hasattr(leaf, "shape") and leaf.shape else "float(...) or int(...) of it"
+    if isinstance(leaf, torch.nn.Module):
+        return "its parameters, with torch.func.functional_call, or a stage of it (weft.stages.from_module)"
+    return "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes"
+
+
+def check_statics(statics: Mapping[str, Any], call: str) -> None:
+    """Raise an error for a static argument that holds a tensor, whose value no key could hold."""
+    for name, value in statics.items():
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            seen = f"{name}, a static argument, holds a tensor"
+            raise CaptureError(call, seen, f"take {name} out of static_argnames: tensors are read at each call")
 
 
 @attrs.frozen

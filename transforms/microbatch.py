@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donated_argnames
-from weft.errors import CaptureError, DescriptorError
+from weft.errors import CaptureError, DescriptorError, ProgramError
 from weft.torchapi import in_dispatch_mode
 from weft.trees import (
     Axes,
@@ -43,8 +43,9 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
     >>> [str(b.descriptor) for b in split(Batch.decode([5, 6, 7]), 2)]
     ['uniform x1, 1 reqs', 'uniform x1, 2 reqs']
     """
-    if parts < 1:
-        raise DescriptorError(f"split(batch, {parts})", "fewer than one part", "a number of micro-batches >= 1")
+    if not _is_number(parts):
+        seen = "fewer than one part" if isinstance(parts, int) else "no number of parts"
+        raise DescriptorError(f"split(batch, {parts!r})", seen, "a number of micro-batches >= 1")
     if not isinstance(batch, Batch) and find_descriptors(batch):
         raise DescriptorError(
             f"split({type(batch).__name__}, {parts})",
@@ -108,13 +109,16 @@ def _common_length(tree: Any) -> int:
 def join(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
     """Put the parts' outputs together again: sized fields along their named dimension, other tensors along the first.
 
+    Every tensor must hold one entry a request (of plain tensors, a row) or a token of its part. Sizes are all that is
+    checked: a sum over 2 rows of 2 columns has the size of a result of 2 rows, and is joined as one.
+
     Args:
         outputs: what the step returned for each part.
         parts: the batches that it was for.
 
     Raises:
         DescriptorError: the outputs have different structures, hold a descriptor other than their part's, or a leaf
-            that is not one entry a request or a token of its part: a sum over the batch, a parameter, a Python value.
+            of another size than its part's requests or tokens: a loss, a parameter, a Python value.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -161,9 +165,27 @@ def _batch_dim(axes: Axes | None) -> int:
     return 0 if axes is None else next((d for d in range(len(axes.dims)) if axes.name(d)), 0)
 
 
+def _is_number(parts: Any) -> bool:
+    return isinstance(parts, int) and not isinstance(parts, bool) and parts >= 1
+
+
 def microbatch(step: F, parts: int) -> F:
     """The step `(params, state, batch) -> (state, out)` run on at most `parts` parts of its batch, the state threaded
     through.
+
+    It changes nothing if the step is separable by rows: what it returns for a request (of plain tensors, a row) depends
+    on that request, the params and the state of that request alone, and every output tensor holds one entry a request
+    or a token. The state must be one a request, or a sum over requests: not a mean over the batch, or a running mean
+    that is updated once a step, since the step runs once a part. Sizes are checked (`join`), separability cannot be: a
+    `batch.sum(0)` of as many columns as a part has rows is joined, and wrong.
+
+    Args:
+        step: such a function.
+        parts: at least 1. A batch of fewer requests is cut into one part a request.
+
+    Raises:
+        ProgramError: `parts` is no such number, or the step returns anything but `(state, out)`.
+        DescriptorError: a batch that cannot be cut, or outputs that cannot be joined.
 
     >>> import torch
     >>> double = microbatch(lambda params, state, batch: (state + len(batch), 2 * batch), 2)
@@ -171,12 +193,21 @@ def microbatch(step: F, parts: int) -> F:
     (3, tensor([0, 2, 4]))
     """
 
+    name = getattr(step, "__name__", step)
+    if not callable(step) or not _is_number(parts):
+        seen = "no number of parts" if callable(step) else "no function"
+        raise ProgramError(f"microbatch({name!s:.60}, {parts!r})", seen, "a step and an int >= 1")
+
     @functools.wraps(step)
     def run(params: Any, state: Any, batch: Any) -> Any:
         outputs = []
         batches = split(batch, parts)
         for part in batches:
-            state, out = step(params, state, part)
+            made = step(params, state, part)
+            if not isinstance(made, tuple) or len(made) != 2:
+                seen = f"it returned a {type(made).__name__}"
+                raise ProgramError(f"microbatch({name}, {parts})", seen, "return (state, out)")
+            state, out = made
             outputs.append(out)
         return state, join(outputs, batches)
 

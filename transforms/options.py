@@ -1,7 +1,7 @@
 """What `graphify` was asked for: its options, checked against the function's signature."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypedDict
 
 import attrs
@@ -9,17 +9,20 @@ import attrs
 from weft.descriptor import Descriptor
 from weft.donation import donated_argnames, donates
 from weft.errors import CaptureError
+from weft.torchapi import operator_name
 from weft.transforms.call import Roles
 from weft.transforms.ladder import Ladder, as_ladder
 
 Names = str | Iterable[str]
 
 
-class GraphifyOptions(TypedDict, total=False):
-    """The keyword arguments of `graphify`, for type checkers."""
+Operators = str | Any | Iterable[str | Any]
+"""Operators by name, or as `torch.ops.aten.sort`."""
 
-    ladder: Ladder[Any] | Sequence[Any] | None
-    split_at: Names
+
+class CommonOptions(TypedDict, total=False):
+    """The keyword arguments of `graphify` and `piecewise`, for type checkers."""
+
     donate_argnames: Names
     static_argnames: Names
     reference_argnames: Names | None
@@ -27,6 +30,13 @@ class GraphifyOptions(TypedDict, total=False):
     outputs: Literal["safe", "borrow"]
     max_captures: int | None
     collectives: bool
+
+
+class GraphifyOptions(CommonOptions, total=False):
+    """All keyword arguments of `graphify`."""
+
+    ladder: Ladder[Any] | Sequence[Any] | None
+    split_at: Operators
 
 
 @attrs.frozen(eq=False)
@@ -63,7 +73,9 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
         CaptureError: one of them says what cannot be, or names what `fn` does not have.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
-    _check(f"graphify({getattr(fn, '__name__', fn)}, ...)", options)
+    call = f"graphify({getattr(fn, '__name__', fn)}, ...)"
+    _check_function(call, fn)
+    _check(call, options)
     signature, declared = inspect.signature(fn), donated_argnames(fn)
     static = names_in(options["static_argnames"])
     extra = tuple(n for n in names_in(options["donate_argnames"]) if n not in declared)
@@ -72,7 +84,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     for argument in (*extra, *static, *references):
         if argument not in signature.parameters:
             raise CaptureError(
-                f"graphify({name}, ...)",
+                call,
                 f"donate_argnames, static_argnames or reference_argnames hold {argument!r}, which is no argument of it",
                 f"one of {', '.join(signature.parameters)}",
             )
@@ -84,7 +96,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
         name=name,
         roles=Roles(signature, static, donated, by_reference),
         ladder=None if ladder is None else as_ladder(ladder),
-        split_at=frozenset(names_in(options["split_at"])),
+        split_at=frozenset(operators_in(call, options["split_at"])),
         backend=options["backend"],
         borrow=options["outputs"] == "borrow",
         max_captures=options["max_captures"],
@@ -97,13 +109,36 @@ def names_in(given: Names) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
+def operators_in(call: str, given: Operators) -> Iterator[str]:
+    """The names of operators, as `namespace::name`."""
+    for operator in given if isinstance(given, list | tuple | set | frozenset) else (given,):
+        name = operator if isinstance(operator, str) else operator_name(operator)
+        if name is None or "::" not in name:
+            instead = "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort"
+            raise CaptureError(call, f"split_at={operator!r}", instead)
+        yield name.partition(".")[0]
+
+
+def _check_function(call: str, fn: Any) -> None:
+    if not callable(fn):
+        raise CaptureError(call, f"{fn!r:.60}, which is no function", "a function over tensors")
+    if any(test(fn) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)):
+        seen = "a function that yields or awaits, of which a call runs nothing"
+        raise CaptureError(call, seen, "a function that returns all its results")
+
+
 def _check(call: str, options: GraphifyOptions) -> None:
     ladder, outputs, most = options["ladder"], options["outputs"], options["max_captures"]
     if outputs not in ("safe", "borrow"):
         raise CaptureError(call, f"outputs={outputs!r}", "outputs='safe' or 'borrow'")
     if ladder is not None and (isinstance(ladder, str) or not all(isinstance(d, Descriptor) for d in ladder)):
-        instead = "a sequence of descriptors, as from weft.make_ladder(mode, limits)"
+        instead = "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable class (such as "
+        instead += "an @attrs.frozen one) with a method covers(other)"
         raise CaptureError(call, f"ladder={ladder!r}", instead)
+    for rung in ladder or ():
+        if (covers := rung.covers(rung)) is not True:
+            seen, instead = f"{rung!r}.covers(itself) is {covers!r}", "a covers(other) that returns True or False"
+            raise CaptureError(call, seen, instead)
     if isinstance(ladder, Ladder) and ladder.piecewise and not options["split_at"]:
         seen = "a ladder with classes for pieces, and no split_at"
         raise CaptureError(call, seen, "split_at='weft::paged_attention'")

@@ -1,25 +1,32 @@
 """`piecewise`: a function as graphs between named operators, which run by themselves at every call."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
+from weft.errors import CaptureError
 from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.ladder import Ladder
+from weft.transforms.options import CommonOptions, Operators
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@overload
 def piecewise(
-    fn: Callable[P, R],
+    fn: Callable[P, R], *, split_at: Operators, ladder: Sequence[Any] | None = ..., **options: Unpack[CommonOptions]
+) -> Graphified[P, R]: ...
+@overload
+def piecewise(
+    fn: None = ..., *, split_at: Operators, ladder: Sequence[Any] | None = ..., **options: Unpack[CommonOptions]
+) -> Callable[[Callable[P, R]], Graphified[P, R]]: ...
+def piecewise(
+    fn: Callable[P, R] | None = None,
     *,
-    split_at: str | Iterable[str],
+    split_at: Operators,
     ladder: Sequence[Any] | None = None,
-    donate_argnames: str | Iterable[str] = (),
-    static_argnames: str | Iterable[str] = (),
-    reference_argnames: str | Iterable[str] | None = None,
-    backend: str | None = None,
-) -> Graphified[P, R]:
+    **options: Unpack[CommonOptions],
+) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
     """`graphify` in pieces: the capture is interrupted at each operator of `split_at`, which stays outside the graphs.
 
     For what cannot be captured, or should see the host's values (an attention kernel that plans its launch), inside a
@@ -27,10 +34,10 @@ def piecewise(
     one memory pool, and between two of them runs nothing but the operator.
 
     Args:
-        fn: a pure function over pytrees of tensors.
-        split_at: names of operators, as in `weft::paged_attention` or `aten::sort`.
+        fn: a pure function over pytrees of tensors. Left out, `piecewise` is a decorator.
+        split_at: operators by name, as in `weft::paged_attention` or `aten::sort`, or as `torch.ops.aten.sort`.
         ladder: the classes that may be captured in pieces; None: every signature is captured as it is.
-        donate_argnames, static_argnames, reference_argnames, backend: as `graphify` takes them.
+        options: the rest, as `graphify` takes them.
 
     Raises:
         CaptureError: at the first call, if the function never calls a split operator; and all that `graphify` refuses.
@@ -40,12 +47,10 @@ def piecewise(
     >>> f(torch.tensor([3.0, 1.0])), f(torch.tensor([0.0, -1.0]))
     (tensor([3., 7.]), tensor([-1.,  1.]))
     """
-    return graphify(
-        fn,
-        ladder=None if ladder is None else Ladder(piecewise=tuple(ladder)),
-        split_at=split_at,
-        donate_argnames=donate_argnames,
-        static_argnames=static_argnames,
-        reference_argnames=reference_argnames,
-        backend=backend,
-    )
+    if isinstance(split_at, list | tuple | set | frozenset) and not split_at:
+        instead = "the operators to cut at, as in split_at='aten::sort'; or weft.graphify, for one graph"
+        raise CaptureError(f"weft.piecewise({getattr(fn, '__name__', '...')})", f"split_at={split_at!r}", instead)
+    pieces = None if ladder is None else Ladder(piecewise=tuple(ladder))
+    if fn is None:
+        return graphify(split_at=split_at, ladder=pieces, **options)
+    return graphify(fn, split_at=split_at, ladder=pieces, **options)

@@ -211,6 +211,9 @@ def pipeline(
         stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y of the one before. A
             graphified stage is a stage.
         microbatches: parts that the batch is cut into, at most (a batch of fewer requests is cut into one a request).
+            With more than one, the stages must be separable by rows: what they return for a request depends on that
+            request, the params and its own part of the state alone, and every output holds one entry a request or a
+            token (only sizes are checked: `batch.sum(0)` of as many columns as a part has rows is joined, and wrong).
         advance: `(state, batch, out) -> state`; where given, the last stage's output goes back to every rank, and each
             advances its state with it.
         schema: what travels between two stages; where given, every value is held against it.

@@ -7,12 +7,13 @@ import attrs
 import torch
 
 from weft.padding import unpad
+from weft.settings import MAY_REPLAY
 from weft.transforms.call import Call, Roles
 from weft.transforms.capture import Entry
 from weft.transforms.dispatch import Decision
 from weft.transforms.results import Outputs, settle
 from weft.transforms.transfer import Handover, hand_over, plan_copies
-from weft.trees import tree_flatten, tree_unflatten
+from weft.trees import tree_flatten, tree_leaves, tree_unflatten
 
 R = TypeVar("R")
 
@@ -34,6 +35,10 @@ class Replay:
     fill: Callable[[Sequence[Any]], None] | None
     run: Callable[[], None]
     handover: Handover
+
+    def may_run(self) -> bool:
+        """Whether it may answer a call here: not inside `no_capture(replay=False)`, nor where autograd would record."""
+        return MAY_REPLAY.get() and not self.entry.runs_itself()
 
 
 @attrs.frozen(eq=False)
@@ -57,8 +62,8 @@ def make_replay(
 
 def keep_in_place(result: R, roles: Roles, call: Call) -> R:
     """The result of an eager call, with each donated argument's next value in the storage of the old one, as a replay
-    leaves it: a graph that was captured there finds it."""
-    if not roles.donated:
+    leaves it: a graph that was captured there finds it. A result that autograd recorded is left as it is."""
+    if not roles.donated or (torch.is_grad_enabled() and any(_recorded(leaf) for leaf in tree_leaves(result))):
         return result
     with torch.no_grad():
         homes = tree_unflatten(call.reference_leaves, call.reference_tree)
@@ -70,6 +75,10 @@ def keep_in_place(result: R, roles: Roles, call: Call) -> R:
             ],
             found.structure,
         )
+
+
+def _recorded(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 def _cut(outputs: Outputs, own: Any) -> Outputs:

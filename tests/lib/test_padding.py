@@ -247,5 +247,5 @@ def test_padded_shape() -> None:
     spec = Axes((None, "height+2"), 0)
     assert padded_shape(torch.ones(3, 4, 5), spec, Size(7, 8)) == (3, 9, 5)
     assert padded_shape(torch.ones(3), spec, Size(7, 8)) == (3,)
-    with pytest.raises(AttributeError, match="depth"):
+    with pytest.raises(DescriptorError, match="depth"):
         padded_shape(torch.ones(3), Axes(("depth",), 0), Size(7, 8))

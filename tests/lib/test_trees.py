@@ -1,10 +1,12 @@
 """attrs classes as pytrees: under torch.func, with statics in the structure, with readable paths."""
 
+import dataclasses
 from typing import Any
 
 import attrs
 import pytest
 import torch
+import torch.utils._pytree as torch_pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.func import grad, jvp, vmap
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
+from weft.errors import DescriptorError, TreeError
 from weft.outputs import Output
 from weft.proofs.laws import assert_equal
 from weft.trees import (
@@ -145,8 +148,12 @@ def grid() -> Grid:
 def test_extents() -> None:
     spec = Axes(("rows", None, "columns+12"))
     assert [spec.extent(i, Shape(2, 3)) for i in range(5)] == [2, None, 15, None, None]
-    with pytest.raises(AttributeError, match="'Shape' object has no attribute 'depth'"):
-        Axes(("depth",)).extent(0, Shape(2, 3))
+    with pytest.raises(DescriptorError) as error:
+        Axes(("depth", None)).extent(0, Shape(2, 3))
+    assert error.value.call == "weft.axes('depth', None)"
+    assert error.value.seen == "a descriptor Shape(rows=2, columns=3), with no attribute 'depth'"
+    with pytest.raises(DescriptorError, match="with rows='2'"):
+        Axes(("rows",)).extent(0, Shape("2", 3))  # type: ignore[arg-type]
 
 
 def test_sized_fields_and_axes_follow_the_leaves() -> None:
@@ -181,5 +188,30 @@ def test_find_descriptor_finds_the_first_in_order() -> None:
 
 
 def test_a_class_that_is_no_attrs_class_is_refused() -> None:
-    with pytest.raises(attrs.exceptions.NotAnAttrsClassError):
-        pytree(type("Plain", (), {}))
+    data = dataclasses.make_dataclass("Data", ["x"], frozen=True)
+    for cls, kind in ((type("Plain", (), {}), "no attrs class"), (data, "a dataclass")):
+        with pytest.raises(TreeError) as error:
+            pytree(cls)
+        name = cls.__name__
+        assert str(error.value) == (
+            f"weft.pytree({name})\n  saw: {kind}\n  instead: @weft.pytree, then @attrs.frozen, then class {name}: ..."
+        )
+
+
+def test_children_without_names_are_numbered() -> None:
+    class Foreign:
+        def __init__(self, *parts: Any) -> None:
+            self.parts = parts
+
+    torch_pytree.register_pytree_node(Foreign, lambda f: (list(f.parts), None), lambda parts, _: Foreign(*parts))
+    tree = {"a": [Foreign(1, {"b": Foreign(2)})], "c": 3}
+    assert leaves_with_names(tree) == [("['a'][0][0]", 1), ("['a'][0][1]['b'][0]", 2), ("['c']", 3)]
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], 2, (torch.ones(1),)])
+def test_a_sized_field_that_holds_no_tensor_is_named(value: Any) -> None:
+    wrong = attrs.evolve(grid(), maybe=value)
+    with pytest.raises(DescriptorError) as error:
+        leaf_axes({"g": wrong})
+    assert error.value.call.startswith("Grid(maybe=")
+    assert error.value.seen == f"a {type(value).__name__} in a field with axes('rows')"

@@ -7,14 +7,14 @@ import linecache
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, FunctionMode, storage_id
+from weft.torchapi import DispatchMode, FunctionMode, is_higher_order, storage_id
 
 _HOST_READS = {
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
@@ -27,6 +27,7 @@ _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_m
 TRANSFERS = {"weft::send", "weft::recv"}
 """Between ranks: collective, and repeated although they compute nothing."""
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
+_SHOWN = {"__repr__", "__format__"}
 _REMEDY = (
     "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
 )
@@ -34,7 +35,8 @@ _REMEDY = (
 
 class Audit(DispatchMode):
     """A dispatch mode that lets through what a replay can repeat, refuses the rest, and keeps what it must keep alive:
-    `external`, tensors from outside, and `generators`, with the states that they had.
+    `external`, tensors from outside, and `generators`, with the states that they had. It notes which operators were
+    `called`.
 
     Args:
         call: how the function is called in error messages.
@@ -62,6 +64,7 @@ class Audit(DispatchMode):
         self._results: list[weakref.ref[Tensor]] = []
         self.names = {storage_id(t): name for name, t in names}
         self.external: dict[int, Tensor] = {}
+        self.called: set[str] = set()
         self.generators: dict[torch.Generator, Tensor] = {}
         self._reads = _HostReads(call)
 
@@ -78,6 +81,7 @@ class Audit(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.called.add(func._schema.name)
         inputs = {storage_id(t): t for t in _flat_tensors(args, kwargs)}
         self._check(func, args, kwargs, inputs)
         if func is torch.ops.aten.lift_fresh.default:
@@ -113,11 +117,10 @@ class Audit(DispatchMode):
         for tensor in written(func, args, kwargs):
             if (place := storage_id(tensor)) not in self.own:
                 name = self.names.get(place, "a tensor from outside it")
-                raise refusal(
-                    self.call,
-                    f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own",
-                    "return a new tensor, or donate the argument (donate_argnames=...)",
-                )
+                fault = f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own"
+                how = "" if place in self.names else "pass it in (a module's: weft.stages.from_module) and "
+                instead = f"return a new tensor, or {how}donate the argument (donate_argnames=...)"
+                raise refusal(self.call, fault, instead)
 
     def _check_keywords(self, func: Any, kwargs: dict[str, Any]) -> None:
         if (generator := kwargs.get("generator")) is not None and generator not in self.generators:
@@ -140,6 +143,10 @@ class Audit(DispatchMode):
         if self._leaked(returned):
             gc.collect()  # a cycle of references is no leak
         if found := self._leaked(returned):
+            if holder := next((x for x in outputs if _holds(x, found)), None):
+                seen = f"it returns a {type(holder).__name__}, which is no pytree and holds a tensor that it made"
+                instead = "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+                raise CaptureError(self.call, seen, instead)
             shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in found[:3])
             raise CaptureError(
                 self.call,
@@ -179,14 +186,27 @@ class _HostReads(FunctionMode):
         name = getattr(func, "__name__", "")
         if name in _HOST_READS and getattr(torch.Tensor, name, None) is func:
             what = "a branch on a tensor's value" if name == "__bool__" else f"Tensor.{name} reads a tensor on the host"
-            raise refusal(self.call, what, _REMEDY)
+            show = "call it inside weft.no_capture(replay=False), where it may print; or " if name in _SHOWN else ""
+            raise refusal(self.call, what, show + _REMEDY)
         if func in _SPLITS and any(True for _ in tensors_in(args[1:], kwargs)):
             raise refusal(self.call, f"{name} at places that a tensor holds reads them on the host", _REMEDY)
         if func in _NEW_TENSORS and any(True for _ in tensors_in(args[func is torch.Tensor.new_tensor :], kwargs)):
             raise refusal(
                 self.call, f"{name} of tensors reads them on the host", f"torch.stack or torch.cat; or {_REMEDY}"
             )
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except NotImplementedError as error:
+            if not is_higher_order(func) or "HigherOrderOperator" not in str(error):
+                raise
+            instead = f"torch.where, with both branches computed; or call torch.{func} outside the function"
+            raise refusal(self.call, f"torch.{func} chooses what runs, which a graph cannot", instead) from None
+
+
+def _holds(value: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether an object that is no tensor holds one of these tensors in an attribute."""
+    held = tensors_in(*getattr(value, "__dict__", {}).values()) if not isinstance(value, Tensor) else ()
+    return not {storage_id(t) for t in held}.isdisjoint(storage_id(t) for t in tensors)
 
 
 def refusal(call: str, fault: str, instead: str) -> CaptureError:

@@ -1,0 +1,31 @@
+"""A graphified function as a method."""
+
+import functools
+import inspect
+from typing import Any
+
+_TAKE_CALLS = ("capture", "explain", "lower", "memory_estimate")
+
+
+class Method:
+    """A graphified function bound to an instance, its first argument. All else is the function's."""
+
+    def __init__(self, function: Any, instance: Any) -> None:
+        self.__func__ = function
+        self.__self__ = instance
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__func__, name)
+        return functools.partial(found, self.__self__) if name in _TAKE_CALLS else found
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.__func__)
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+    def __repr__(self) -> str:
+        return f"<{self.__func__!r} of {self.__self__!r}>"
