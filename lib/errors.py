@@ -76,3 +76,7 @@ class ProgramError(WeftError, ValueError):
 
 class DeviceError(WeftError, RuntimeError):
     """A device or a back end that this machine does not have."""
+
+
+class CostError(WeftError, ValueError):
+    """A cost or a moment that cannot be: negative, not finite, or missing for a stage."""
