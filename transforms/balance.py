@@ -17,8 +17,8 @@ def balance(
     stages end, in exact arithmetic, so that equal sums are ties whatever their rounding.
 
     Of the splits that are as good, it is the one nearest to `split_layers`: of the least sum, over the stages, of
-    layers more or fewer than there; of those as near, the one whose first stage that differs is the smaller. So it is
-    `split_layers` itself wherever that is as good as any.
+    layers more or fewer than there; of those as near, of the least sum of squares of the stages' costs; and then the
+    one whose first stage that differs is the smaller. So it is `split_layers` itself wherever that is as good as any.
 
     Args:
         layer_costs: of each layer, in any unit.
@@ -54,6 +54,10 @@ def _prefix_sums(layer_costs: Sequence[float], first: float, last: float) -> tup
     return tuple(sums), extra_first, extra_last
 
 
+_Rank = tuple[int, int, tuple[int, ...]]
+"""Of stages, what the nearest has least of: layers more or fewer than even, the sum of squared costs, where they end."""
+
+
 @attrs.frozen
 class _Split:
     """The problem: `sums[i]` is the cost of the first i layers; `even` holds the sizes of the even split."""
@@ -85,17 +89,17 @@ class _Split:
 
     def nearest(self, most: int) -> tuple[int, ...]:
         """Where the stages end in the split nearest to the even one whose slowest stage costs at most `most`."""
-        best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # where they end: how far from it, and all ends
+        best: dict[int, _Rank] = {0: (0, 0, ())}  # by where the stages so far end
         for stage, size in enumerate(self.even):
-            found: dict[int, tuple[int, tuple[int, ...]]] = {}
+            found: dict[int, _Rank] = {}
             for stop in self.stops(stage):
                 ways = [
-                    (far + abs(stop - start - size), (*stops, stop))
-                    for start, (far, stops) in best.items()
+                    (far + abs(stop - start - size), squares + self.cost(stage, start, stop) ** 2, (*stops, stop))
+                    for start, (far, squares, stops) in best.items()
                     if start < stop and self.cost(stage, start, stop) <= most
                 ]
                 if ways:
                     found[stop] = min(ways)
             best = found
-        ((_, stops),) = best.values()
+        ((_, _, stops),) = best.values()
         return stops

@@ -78,11 +78,11 @@ def plan_cohorts(
         ProgramError: numbers that are less than 1, or more cohorts than requests.
         CostError: costs of another number of stages.
 
-    >>> print(plan_cohorts(lambda size: [0.01] * 2, 8, 2))
+    >>> print(plan_cohorts(lambda size: [0.008 + 0.001 * size] * 2, 8, 2))
     cohorts  of requests       step   tokens/s  bubble
-          1            8      20 ms        400     50%
-          2            4      20 ms        400      0%
-          3            3      30 ms        267      0%
+          1            8      32 ms        250     50%
+          2            4      24 ms        333      0%  best
+          3            3      33 ms        242      0%
           4            2      40 ms        200      0%
     """
     tried = range(1, min(2 * num_stages, num_requests) + 1) if cohorts is None else sorted(set(cohorts))
