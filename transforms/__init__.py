@@ -1,8 +1,11 @@
 """Transforms, functions to functions: `graphify`, `pipeline`, `microbatch`, and what they are made of."""
 
+from weft.transforms.balance import balance
 from weft.transforms.checker import check
+from weft.transforms.cohorts import CohortPlan, CohortRow, plan_cohorts
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.dispatch_table import DispatchTable, dispatch_table
+from weft.transforms.events import Event
 from weft.transforms.generate import Runner, make_runner, make_state
 from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.graphs import Explanation
@@ -14,13 +17,20 @@ from weft.transforms.microbatch import join, microbatch, split
 from weft.transforms.piecewise import piecewise
 from weft.transforms.pipeline import Pipelined, compose, pipeline
 from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
+from weft.transforms.simulate import Costs, simulate
+from weft.transforms.timeline import Comparison, Timeline, compare
 
 __all__ = [
     "MODES",
     "CacheInfo",
+    "CohortPlan",
+    "CohortRow",
+    "Comparison",
     "Compiled",
+    "Costs",
     "Decision",
     "DispatchTable",
+    "Event",
     "Explanation",
     "Graphified",
     "Job",
@@ -31,7 +41,10 @@ __all__ = [
     "MemoryEstimate",
     "Pipelined",
     "Runner",
+    "Timeline",
+    "balance",
     "check",
+    "compare",
     "compose",
     "decode_jobs",
     "dispatch",
@@ -47,6 +60,8 @@ __all__ = [
     "microbatch",
     "piecewise",
     "pipeline",
+    "plan_cohorts",
+    "simulate",
     "split",
     "streaming",
 ]

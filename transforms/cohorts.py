@@ -61,7 +61,7 @@ def plan_cohorts(
     *,
     cohorts: Iterable[int] | None = None,
     num_steps: int = 8,
-    capacity: int = 1,
+    capacity: int = 2,
 ) -> CohortPlan:
     """Simulate the decode loop (`decode_jobs`) for each number of cohorts, each of `ceil(num_requests / cohorts)`
     requests: few large ones leave stages idle, many small ones read all the weights for few tokens.

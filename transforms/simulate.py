@@ -167,13 +167,13 @@ def _peak(changes: Sequence[tuple[float, float]]) -> float:
     return most
 
 
-def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 1) -> Timeline:
+def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) -> Timeline:
     """When each rank would do what.
 
     Args:
         programs: of all ranks, in order.
         costs: of their effects.
-        capacity: messages that an edge holds; the check proves programs right for 1, so that any transport runs them.
+        capacity: messages that an edge holds: 2 in the transport `threads`; the check proves programs right for 1.
 
     Raises:
         ProgramError: programs that do not run to their end.
