@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import attrs
 
-from weft.errors import CostError, ProgramError
+from weft.errors import CostError
 from weft.stages.layout import StageLayout, split_layers
 
 
@@ -34,7 +34,8 @@ def balance(
     [8, 8, 8, 6]
     """
     even = split_layers(len(layer_costs), num_stages)
-    for name, value in (*((f"layer {i}", cost) for i, cost in enumerate(layer_costs)), ("first", first), ("last", last)):
+    layers = ((f"layer {index}", cost) for index, cost in enumerate(layer_costs))
+    for name, value in (*layers, ("first", first), ("last", last)):
         if not 0 <= value < math.inf:
             call = f"balance(<{len(layer_costs)} layers>, {num_stages}, first={first!r}, last={last!r})"
             raise CostError(call, f"{name} costs {value!r}", "a finite number >= 0")
@@ -55,7 +56,7 @@ def _prefix_sums(layer_costs: Sequence[float], first: float, last: float) -> tup
 
 
 _Rank = tuple[int, int, tuple[int, ...]]
-"""Of stages, what the nearest has least of: layers more or fewer than even, the sum of squared costs, where they end."""
+"""Of stages, what the nearest has least of: layers more or fewer than even, the squares of the costs, the ends."""
 
 
 @attrs.frozen
@@ -81,7 +82,9 @@ class _Split:
         best = {0: 0}  # where the stages so far end: the slowest of them
         for stage in range(len(self.even)):
             best = {
-                stop: min(max(slowest, self.cost(stage, start, stop)) for start, slowest in best.items() if start < stop)
+                stop: min(
+                    max(slowest, self.cost(stage, start, stop)) for start, slowest in best.items() if start < stop
+                )
                 for stop in self.stops(stage)
             }
         (slowest,) = best.values()

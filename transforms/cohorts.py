@@ -43,8 +43,8 @@ class CohortPlan:
 
     @property
     def best(self) -> CohortRow:
-        """Of the most tokens a second; of those as fast, the one of the fewest cohorts."""
-        return max(self.rows, key=lambda row: (row.tokens_per_second, -row.cohorts))
+        """Of the most tokens a second; of those as fast to nine digits, the one of the fewest cohorts."""
+        return max(self.rows, key=lambda row: (float(f"{row.tokens_per_second:.9g}"), -row.cohorts))
 
     def __str__(self) -> str:
         lines = ["cohorts  of requests       step   tokens/s  bubble"]
@@ -88,17 +88,22 @@ def plan_cohorts(
     tried = range(1, min(2 * num_stages, num_requests) + 1) if cohorts is None else sorted(set(cohorts))
     call = f"plan_cohorts(stage_seconds, {num_requests}, {num_stages}, cohorts={cohorts}, num_steps={num_steps})"
     if min(num_requests, num_stages, num_steps, *tried) < 1 or max(tried, default=0) > num_requests or not tried:
-        raise ProgramError(call, f"numbers of cohorts {list(tried)}", "each number >= 1, and at most a cohort a request")
+        seen, instead = f"numbers of cohorts {list(tried)}", "each number >= 1, and at most a cohort a request"
+        raise ProgramError(call, seen, instead)
     rows = []
     for number in tried:
         size = math.ceil(num_requests / number)
-        costs = stage_seconds(size)
-        costs = costs if isinstance(costs, Costs) else Costs(costs)
-        if not callable(costs.stages) and len(costs.stages) != num_stages:
-            raise CostError(call, f"{len(costs.stages)} costs of {num_stages} stages", "a cost for each stage")
+        costs = _costs(stage_seconds(size), num_stages, call)
         step_time, bubbles = _steady(costs, num_stages, number, num_steps, capacity)
         rows.append(CohortRow(number, size, step_time, num_requests / step_time if step_time else math.inf, bubbles))
     return CohortPlan(tuple(rows))
+
+
+def _costs(found: Sequence[float] | Costs, num_stages: int, call: str) -> Costs:
+    costs = found if isinstance(found, Costs) else Costs(found)
+    if not callable(costs.stages) and len(costs.stages) != num_stages:
+        raise CostError(call, f"{len(costs.stages)} costs of {num_stages} stages", "a cost for each stage")
+    return costs
 
 
 def _steady(

@@ -1,10 +1,10 @@
-"""A timeline as an inline SVG: one row a rank, a box for each run, coloured by its micro-batch; hover for each event."""
+"""A timeline as an inline SVG: a row a rank, a box a run, coloured by its micro-batch; each event says what it is."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
 
 from weft.effects import Broadcast, Fence, Recv, Run
-from weft.transforms.events import ADVANCE, Event, duration, last_end, num_ranks, ticks, unit_of
+from weft.transforms.events import ADVANCE, Event, duration, how_many, last_end, num_ranks, ticks, unit_of
 
 # Light enough for black digits, and neighbours apart for eyes that tell red from green or not.
 COLOURS = ("#8ecae6", "#ffb703", "#b7e4c7", "#f4a6c0", "#cdb4db", "#f6e27a", "#8fb8a8", "#f08a5d", "#a9b8f0", "#d9d2c5")
@@ -25,7 +25,7 @@ def draw_svg(events: Sequence[Event], bubbles: Sequence[float]) -> str:
         'role="img" aria-label="timeline of a pipeline" style="max-width:100%" '
         'font-family="system-ui, sans-serif" font-size="11">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        _text(_LEFT, 18, f"{ranks} ranks, {duration(span)}", "start", bold=True),
+        _text(_LEFT, 18, f"{how_many(ranks)}, {duration(span)}", "start", bold=True),
         _text(_WIDTH - 6, 18, "bubble", "end"),
         *_axis(span, bottom),
     ]

@@ -33,7 +33,7 @@ class Event:
     waited: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        if not (self.rank >= 0 and 0 <= self.end - self.start < math.inf and 0 <= self.waited):
+        if not (self.rank >= 0 and 0 <= self.end - self.start < math.inf and self.waited >= 0):
             instead = "a rank >= 0, and finite seconds with start <= end and waited >= 0"
             raise CostError(f"Event(rank={self.rank}, '{self.effect}', …)", self._moments(), instead)
         if self.waited > self.end - self.start:
@@ -85,6 +85,11 @@ def duration(seconds: float) -> str:
     """
     size, name = unit_of(seconds)
     return f"{float(f'{seconds / size:.3g}'):g} {name}"
+
+
+def how_many(ranks: int) -> str:
+    """A number of ranks in words."""
+    return f"{ranks} rank{'s' * (ranks != 1)}"
 
 
 def ticks(span: float, most: int) -> list[float]:

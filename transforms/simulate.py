@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Run, Send
 from weft.errors import CostError, ProgramError
 from weft.transforms.checker import Edge, Step, interleave, puts, takes
 from weft.transforms.events import ADVANCE, Event
@@ -186,7 +186,8 @@ def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) ->
     rank 1 ......0000000111111222222     25%
     0-9 runs that micro-batch (its last
     digit); . waits
-    2 ranks, 4 ms; most bytes of messages a rank holds: 0
+    2 ranks, 4 ms; most bytes of messages a
+    rank holds: 0
     """
     if not isinstance(capacity, int) or capacity < 1:
         call = f"simulate(<{len(programs)} programs>, costs, capacity={capacity!r})"

@@ -1,5 +1,6 @@
 """`Timeline`: what each rank did when, simulated or measured; it prints, draws itself in a notebook, and compares."""
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 import attrs
@@ -8,7 +9,7 @@ from weft.effects import Run
 from weft.errors import ProgramError
 from weft.transforms.draw_svg import draw_svg
 from weft.transforms.draw_text import draw_text
-from weft.transforms.events import Event, busy_seconds, duration, last_end, num_ranks
+from weft.transforms.events import Event, busy_seconds, duration, how_many, last_end, num_ranks
 
 
 @attrs.frozen
@@ -67,8 +68,13 @@ class Timeline:
 
     def as_text(self, width: int = 80) -> str:
         """One row a rank, in lines of at most `width` characters."""
-        held = "" if self.peak_bytes is None else f"; most bytes of messages a rank holds: {max(self.peak_bytes):,.0f}"
-        return f"{draw_text(self.events, self.bubble, width)}\n{self.num_ranks} ranks, {duration(self.step_time)}{held}"
+        held = (
+            ""
+            if self.peak_bytes is None
+            else f"; most bytes of messages a rank holds: {max(self.peak_bytes, default=0):,.0f}"
+        )
+        summary = f"{how_many(self.num_ranks)}, {duration(self.step_time)}{held}"
+        return "\n".join([draw_text(self.events, self.bubble, width), *textwrap.wrap(summary, width)])
 
     def __str__(self) -> str:
         return self.as_text()

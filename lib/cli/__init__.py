@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -124,7 +125,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bandwidth", type=float, default=4800.0, metavar="GB/s", help="of memory (default 4800, an H200's data sheet)"
     )
-    parser.add_argument("--link", type=float, default=float("inf"), metavar="GB/s", help="between ranks (default: free)")
+    parser.add_argument(
+        "--link", type=float, default=math.inf, metavar="GB/s", help="between ranks (default: no limit)"
+    )
     parser.add_argument("--latency", type=float, default=0.0, metavar="US", help="of a transfer (default 0)")
     parser.add_argument("--capacity", type=int, default=2, metavar="M", help="messages that an edge holds (default 2)")
     parser.add_argument("--json", action="store_true", help="one JSON object")

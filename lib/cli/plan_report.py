@@ -15,9 +15,9 @@ from weft.transforms.draw_text import LEAST_WIDTH
 from weft.transforms.events import duration
 
 NOTE = (
-    "Predicted, not measured: the costs are bytes over bandwidth. A stage takes as long as its device needs to read the "
-    "weights and the KV cache once; arithmetic, activations, kernels' launches and the host take no time here, so a "
-    "real step is slower, and much slower where it is bound by any of these."
+    "Predicted, not measured: the costs are bytes over bandwidth. A stage takes as long as its device needs to read "
+    "the weights and the KV cache once; arithmetic, activations, kernels' launches and the host take no time here, so "
+    "a real step is slower, and much slower where it is bound by any of these."
 )
 
 
