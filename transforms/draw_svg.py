@@ -11,7 +11,7 @@ COLOURS = ("#8ecae6", "#ffb703", "#b7e4c7", "#f4a6c0", "#cdb4db", "#f6e27a", "#8
 _WIDTH, _LEFT, _RIGHT, _TOP = 920, 70, 70, 34
 _ROW, _BOX = 34, 24
 _DIGIT = 7  # pixels, a little more than a digit of 11 px takes
-_MARK, _WAIT, _WORK = "#333", "#ececec", "#9a9a9a"
+_MARK, _WAIT, _WORK = "#333", "#e2e2e2", "#9a9a9a"
 _MARKS = {"received": -4, "sent": _BOX - 1, "fence": _BOX // 2 - 2}  # pixels below the top of a box
 
 

@@ -153,9 +153,8 @@ class _Clocks:
         changes: list[list[tuple[float, float]]] = [[] for _ in self.now]
         for edge, queue in self.messages.items():
             for message, received in zip(queue, self.received[edge], strict=True):
-                if message.sent < received:
-                    for rank in (edge.source, edge.to):
-                        changes[rank] += [(message.sent, message.size), (received, -message.size)]
+                for rank in (edge.source, edge.to):
+                    changes[rank] += [(message.sent, message.size), (received, -message.size)]
         return [_peak(sorted(found)) for found in changes]  # sorted: at one moment, first what goes
 
 
