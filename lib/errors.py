@@ -74,6 +74,10 @@ class RequestError(WeftError, ValueError):
     """A prompt or a generation argument that no model could serve."""
 
 
+class CostError(WeftError, ValueError):
+    """A cost or a moment that cannot be: negative, not finite, or missing for a stage."""
+
+
 class ProgramError(WeftError, ValueError):
     """A pipeline program that could not be built, or that the check refused."""
 
