@@ -26,9 +26,20 @@ from weft.proofs.strategies.images import (
     resolutions,
 )
 from weft.proofs.strategies.models import ARCHITECTURES, ROPES, Move, Scenario, configs, scenarios
+from weft.proofs.strategies.programs import (
+    EDITS,
+    FAULTS,
+    Scheduled,
+    broken_programs,
+    edited_programs,
+    job_lists,
+    programs,
+)
 
 __all__ = [
     "ARCHITECTURES",
+    "EDITS",
+    "FAULTS",
     "FILTERS",
     "OPERATIONS",
     "PLACES",
@@ -45,14 +56,19 @@ __all__ = [
     "Resolution",
     "Rows",
     "Scenario",
+    "Scheduled",
+    "broken_programs",
     "call_sequences",
     "called",
     "configs",
     "descriptors",
+    "edited_programs",
     "image_scenarios",
+    "job_lists",
     "ladders",
     "limits",
     "mappings",
+    "programs",
     "pure_functions",
     "resolution_ladders",
     "resolutions",
