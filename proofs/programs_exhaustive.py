@@ -160,8 +160,10 @@ def explore(programs: Sequence[Program], capacity: int, buffers: int | None = No
         seen.update(ahead)
         if not ahead:
             stuck = [i for i, (rank, p) in enumerate(zip(ranks, programs, strict=True)) if rank.at < len(p.effects)]
-            if stuck or flying:
-                raise Wrong(f"ranks {stuck} wait for ever, with {len(flying)} wires in use")
+            if stuck:
+                raise Wrong(f"ranks {stuck} wait for ever")
+            if flying:
+                raise Wrong(f"nobody receives micro-batch {flying[0][1][0][0]} from rank {flying[0][0][1]}")
     return len(seen)
 
 

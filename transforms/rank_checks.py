@@ -1,5 +1,5 @@
-"""What the checker asks of one rank's program by itself: whom it talks to, that each effect finds what it needs, and that
-no buffer is written while it is in use.
+"""What the checker asks of one rank's program by itself: whom it talks to, that each effect finds what it needs, and
+that no buffer is written while it is in use.
 """
 
 from collections.abc import Iterator
@@ -88,7 +88,11 @@ def check_buffers(program: Program, buffers: int) -> None:
     rank knows: only a fence says that it is not. Of a program whose values were checked."""
     effects, last = [_bare(effect) for effect in program.effects], program.num_ranks - 1
     first = {effect: place for place, effect in reversed(list(enumerate(effects)))}
-    runs = [(place, effect) for place, effect in enumerate(effects) if effect == Run(f"stage {program.rank}", effect.microbatch)]
+    runs = [
+        (place, effect)
+        for place, effect in enumerate(effects)
+        if effect == Run(f"stage {program.rank}", effect.microbatch)
+    ]
     for (_, old), (place, new) in zip(runs, runs[buffers:], strict=False):
         mb = old.microbatch
         out: Effect = Send(program.rank + 1, mb) if program.rank < last else Broadcast(last, mb)

@@ -12,7 +12,7 @@ from weft.effects import Broadcast, Program, Run
 from weft.errors import ProgramError
 from weft.proofs.laws.compare import LawViolation
 from weft.proofs.programs_exhaustive import fault, fenced
-from weft.proofs.strategies.programs import Scheduled
+from weft.proofs.strategies.programs import Broken, Scheduled
 from weft.transforms.checker import check
 
 WORLDS = 5_000
@@ -34,14 +34,18 @@ def checker_is_right(case: Scheduled) -> None:
     if wrong is None and not fenced(case.programs, case.buffers):
         wrong = "a fence is missing"
     if (wrong is None) != (refused is None):
-        said = "accepts" if refused is None else f"refuses ({refused})"
-        raise LawViolation(f"L10 the checker is right: it {said} programs that are {wrong or 'right'}")
+        said = f"accepts what goes wrong: {wrong}" if refused is None else f"refuses what is right: {refused}"
+        raise LawViolation(f"L10 the checker is right: it {said}")
 
 
-def broken_programs_are_refused(case: Scheduled) -> None:
-    """L10: the checker refuses programs that are wrong."""
-    if refusal(case) is None:
-        raise LawViolation(f"L10 broken programs are refused: it accepts '{fault(case.programs, buffers=case.buffers)}'")
+def broken_programs_are_refused(case: Broken) -> None:
+    """L10: the checker accepts right programs, and refuses them with any fault."""
+    if (refused := refusal(case.right)) is not None:
+        raise LawViolation(f"L10 broken programs are refused: and right ones: {refused}")
+    for name, wrong in case.wrong.items():
+        if refusal(wrong) is None:
+            seen = fault(wrong.programs, buffers=wrong.buffers)
+            raise LawViolation(f"L10 broken programs are refused: {name}: the checker accepts what goes wrong: {seen}")
 
 
 def schedules_are_right(case: Scheduled) -> None:

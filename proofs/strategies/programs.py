@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import attrs
 import torch
-from hypothesis import assume
 from hypothesis import strategies as st
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send, TensorSchema
@@ -28,21 +27,21 @@ class Scheduled:
 
 
 @st.composite
-def job_lists(draw: st.DrawFn, max_jobs: int = 8) -> tuple[Job, ...]:
+def job_lists(draw: st.DrawFn, max_jobs: int = 8, min_jobs: int = 0) -> tuple[Job, ...]:
     """Any jobs: each feeds or not, and runs after any earlier one that feeds, or after none."""
     jobs: list[Job] = []
-    for _ in range(draw(st.integers(0, max_jobs))):
+    for _ in range(draw(st.integers(min_jobs, max_jobs))):
         feeding = [index for index, job in enumerate(jobs) if job.feeds]
-        jobs.append(Job(draw(st.booleans()), draw(st.sampled_from((None, *reversed(feeding))))))
+        jobs.append(Job(draw(st.sampled_from((True, True, False))), draw(st.sampled_from((None, *reversed(feeding))))))
     return tuple(jobs)
 
 
 @st.composite
-def programs(draw: st.DrawFn, max_stages: int = 4, max_jobs: int = 8) -> Scheduled:
+def programs(draw: st.DrawFn, max_stages: int = 4, max_jobs: int = 8, min_jobs: int = 0) -> Scheduled:
     """What `make_programs` makes of any jobs, with schemas and classes or not."""
-    jobs, buffers = draw(job_lists(max_jobs)), draw(st.sampled_from((None, 1, 2)))
+    jobs, buffers = draw(job_lists(max_jobs, min_jobs)), draw(st.sampled_from((None, 1, 2)))
     schema, advances = draw(st.sampled_from((None, SCHEMAS[0]))), draw(st.booleans())
-    stages, classed = draw(st.integers(1, max_stages)), draw(st.booleans())
+    stages, classed = draw(st.sampled_from((*range(2, max_stages + 1), 1))), draw(st.booleans())
     made = make_programs(stages, jobs, schema=schema, advances=advances, buffers=buffers)
     classes = tuple(f"class {index % 2}" for index in range(len(jobs) * classed))
     return Scheduled(jobs, tuple(attrs.evolve(program, classes=classes) for program in made), buffers)
@@ -78,8 +77,7 @@ def _move_forward(draw: st.DrawFn, effects: list[Effect], at: Place, case: Sched
 
 
 def _swap_alike(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
-    alike = [i for i, e in enumerate(effects) if type(e) is type(at.effect) and i != at.index]
-    assume(alike)
+    alike = [i for i, e in enumerate(effects) if type(e) is type(at.effect)]
     other = draw(st.sampled_from(alike))
     effects[at.index], effects[other] = effects[other], effects[at.index]
 
@@ -90,6 +88,19 @@ def _swap_neighbours(draw: st.DrawFn, effects: list[Effect], at: Place, case: Sc
 
 def _omit(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
     effects[:] = [e for e in effects if e.microbatch != at.effect.microbatch]
+
+
+def _take_in_last(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    effects.sort(key=lambda e: isinstance(e, Broadcast) or e == Run("advance", e.microbatch))
+
+
+def _drop_last(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    del effects[max(i for i, e in enumerate(effects) if isinstance(e, Broadcast))]
+
+
+def _run_before_a_send(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    sends = [i for i, e in enumerate(effects[: at.index]) if isinstance(e, Send | Broadcast)]
+    effects.insert(sends[-1] if sends else 0, effects.pop(at.index))
 
 
 def _rewrite(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
@@ -140,6 +151,10 @@ def _advances(at: Place, case: Scheduled) -> bool:
     return isinstance(at.effect, Run) and at.effect.what == "advance"
 
 
+def _takes(at: Place, case: Scheduled) -> bool:
+    return isinstance(at.effect, Broadcast) and at.rank != at.effect.root
+
+
 _MESSAGES = _of(Send, Recv, Broadcast)
 
 FAULTS: dict[str, tuple[Where, Edit]] = {
@@ -158,6 +173,10 @@ FAULTS: dict[str, tuple[Where, Edit]] = {
     "another micro-batch": (_of(Send, Recv, Broadcast, Fence, Run), _other_microbatch),
     "another stage": (_stages, _other_stage),
     "twice": (_of(Send, Recv, Broadcast, Run), _double),
+    "advanced before it returned": (_of(Broadcast), _swap_neighbours),
+    "run before the last was sent": (_stages, _run_before_a_send),
+    "what returned taken in too late": (_takes, _take_in_last),
+    "what returned last not taken in": (_takes, _drop_last),
     "too early": (_of(Send, Recv, Broadcast, Fence, Run), _move_forward),
     "a micro-batch omitted on one rank": (_stages, _omit),
 }
@@ -189,44 +208,66 @@ def _other_class(draw: st.DrawFn, case: Scheduled) -> Scheduled:
     return _with(case, rank, attrs.evolve(case.programs[rank], classes=(*case.programs[rank].classes[:-1], "another")))
 
 
-def _everywhere(draw: st.DrawFn, case: Scheduled) -> Scheduled:
-    """One change on all ranks, which is mostly harmless: micro-batches renamed, a schema more, or one less."""
+def _other_root(draw: st.DrawFn, case: Scheduled) -> Scheduled:
+    return _mapped(case, lambda e: Broadcast(0, e.microbatch) if isinstance(e, Broadcast) else e)
+
+
+def _mapped(case: Scheduled, change: Callable[[Effect], Effect]) -> Scheduled:
+    made = (attrs.evolve(p, effects=tuple(map(change, p.effects))) for p in case.programs)
+    return attrs.evolve(case, programs=tuple(made))
+
+
+def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
+    """Micro-batches of other numbers, and another schema on all edges: nothing that matters, mostly."""
     names, schema = draw(st.permutations(range(len(case.jobs)))), draw(st.sampled_from((None, *SCHEMAS)))
 
-    def changed(effect: Effect) -> Effect:
+    def change(effect: Effect) -> Effect:
         mb = names[effect.microbatch] if effect.microbatch < len(names) else effect.microbatch
         new = attrs.evolve(effect, microbatch=mb)
         return attrs.evolve(new, schema=schema) if isinstance(new, Send | Recv) else new
 
-    made = (attrs.evolve(p, effects=tuple(map(changed, p.effects))) for p in case.programs)
-    return attrs.evolve(case, programs=tuple(made))
+    return _mapped(case, change)
+
+
+def small_programs() -> st.SearchStrategy[Scheduled]:
+    """Programs small enough to try every order: few jobs, or two stages, of which one can be far ahead."""
+    return st.one_of(programs(2, 6, min_jobs=4), programs(3, 3))
+
+
+@attrs.frozen(repr=False)
+class Broken:
+    """Right programs, and what becomes of them with one fault, by its name: programs that are wrong."""
+
+    right: Scheduled
+    wrong: dict[str, Scheduled]
+
+    def __repr__(self) -> str:
+        return f"{self.right} with one of {len(self.wrong)} faults"
 
 
 @st.composite
-def broken_programs(draw: st.DrawFn, max_stages: int = 3, max_jobs: int = 3) -> Scheduled:
-    """Right programs with one fault from `FAULTS`, or with another class on one rank, that are wrong by
-    `weft.proofs.programs_exhaustive`."""
-    case = draw(programs(max_stages, max_jobs))
-    places = _places(case)
-    able = {name: at for name, (where, _) in FAULTS.items() if (at := [p for p in places if where(p, case)])}
-    name = draw(st.sampled_from((*able, "another class")))
-    if name == "another class":
-        case = _other_class(draw, case)
-    else:
-        case = _edited(draw, case, draw(st.sampled_from(able[name])), FAULTS[name][1])
-    assume(fault(case.programs, buffers=case.buffers) is not None)
-    return case
+def broken_programs(draw: st.DrawFn) -> Broken:
+    """Right programs with one fault, for each that `FAULTS` names and that `weft.proofs.programs_exhaustive` calls
+    wrong where it is put; with another class on one rank, and with another root on all."""
+    case = draw(small_programs())
+    made = {"another class": _other_class(draw, case), "another root": _other_root(draw, case)}
+    for name, (where, edit) in FAULTS.items():
+        if places := [place for place in _places(case) if where(place, case)]:
+            made[name] = _edited(draw, case, draw(st.sampled_from(places)), edit)
+    wrong = {name: new for name, new in made.items() if fault(new.programs, buffers=new.buffers) is not None}
+    return Broken(case, wrong)
 
 
 @st.composite
-def edited_programs(draw: st.DrawFn, max_stages: int = 3, max_jobs: int = 3) -> Scheduled:
-    """Right programs with up to three edits of any kind, some of which change nothing that matters."""
-    case = draw(programs(max_stages, max_jobs))
-    for _ in range(draw(st.integers(0, 3))):
+def edited_programs(draw: st.DrawFn) -> Scheduled:
+    """Right programs with up to three faults or edits of any kind, some of which change nothing that matters."""
+    case = draw(small_programs())
+    for _ in range(draw(st.sampled_from((1, 1, 0, 2, 3)))):
         places = _places(case)
-        if places and draw(st.integers(0, 4)):
-            case = _edited(draw, case, draw(st.sampled_from(places)), draw(st.sampled_from(EDITS)))
-        else:
-            case = draw(st.sampled_from((_everywhere, _other_class)))(draw, case)
+        if not places or draw(st.booleans()):
+            case = draw(st.sampled_from((_renamed, _other_class)))(draw, case)
+            continue
+        place = draw(st.sampled_from(places))
+        fitting = (edit for where, edit in FAULTS.values() if where(place, case))
+        case = _edited(draw, case, place, draw(st.sampled_from((*EDITS, *fitting))))
     return case
-
