@@ -172,8 +172,9 @@ def accepted(programs: Sequence[Program], buffers: int | None) -> bool:
 
 def right(programs: tuple[Program, ...], buffers: int | None) -> dict[str, Any]:
     """What is claimed of any programs, each part by its name."""
-    claims: dict[str, Any] = {"edges agree": edges_agree(programs), "passes the checker": accepted(programs, buffers)}
-    return claims | ({"never stuck": never_stuck(programs)} if claims["edges agree"] else {})
+    if not edges_agree(programs):
+        return {"edges agree": False}
+    return {"never stuck": never_stuck(programs), "passes the checker": accepted(programs, buffers)}
 
 
 def taken_in(programs: Sequence[Program], mb: int, earlier: int) -> bool:
