@@ -1,17 +1,21 @@
 """The transport `distributed`: a process for each rank, under torchrun or `weft.transforms.launch`."""
 
 import os
+import time
 import weakref
 from collections.abc import Sequence
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Literal
 
 import torch
 
 from weft.effects import Effect
-from weft.errors import DeviceError, ProgramError
-from weft.torchapi import rendezvous_store
+from weft.errors import DeviceError, ProgramError, RankError
+from weft.torchapi import rendezvous_store, root_store
+from weft.transforms.transports.board import Board
 from weft.transforms.transports.gloo import GlooEnd
-from weft.transforms.transports.messages import ProcessEnd, ProcessLink
+from weft.transforms.transports.guard import Guard
+from weft.transforms.transports.messages import DeviceEnd, ProcessEnd, ProcessLink
 from weft.transforms.transports.nccl import NcclEnd
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.watch import Watch
@@ -19,6 +23,8 @@ from weft.transforms.transports.worker import Worker
 
 _START = 30.0
 """Seconds that the processes have, at least, to find each other."""
+_PAUSE = 2e-5
+"""Seconds between two looks at an event by a host that waits for it."""
 
 
 class Distributed:
@@ -49,10 +55,26 @@ class Distributed:
         self.device = _device(device)
         self.backend = backend or ("gloo" if self.device.type == "cpu" else "nccl")
         self.timeout = timeout
-        store = rendezvous_store(self.rank, self.num_ranks, max(timeout, _START))
-        self.watch = Watch(store, self.rank, self.num_ranks, timeout)
-        self._link = ProcessLink(_make_end(self.backend, self.watch, self.device), self.watch, self.device)
-        self._close = weakref.finalize(self, self._link.end.close)
+        start = max(timeout, _START)
+        store = rendezvous_store(self.rank, self.num_ranks, start)
+        self.watch = Watch(Board(store, self.rank, root_store(store), _host()), self.num_ranks, timeout)
+        end = _make_end(self.backend, self.watch, self.device)
+        end = _make_end(self.backend, self.watch, self.device)
+        self._link = ProcessLink(end, self.watch, self.device)
+        self._guard = _make_guard(end, self.watch, store)
+        self._close = weakref.finalize(self, _shut, end, self._guard, self.watch)
+        self._connect(start)
+
+    def _connect(self, timeout: float) -> None:
+        try:
+            self.watch.meet(timeout)
+            self.watch.at(0, "connect")
+            with _guarded(self._guard, self.watch):
+                self._link.end.connect()
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise self.watch.lost(error) from error
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if num_ranks != self.num_ranks:
@@ -64,18 +86,42 @@ class Distributed:
         (worker,) = workers
         effect: Effect | None = None
         try:
+            if self._guard is not None:
+                self._guard.check()
             self.watch.begin(plan)
             self._link.begin(plan)
             effects = plan.programs[self.rank].effects
             for index, effect in enumerate(effects):
                 self.watch.at(index, effect)
                 worker.perform(effect, self._link)
+                if self._guard is not None:
+                    self._guard.launched(self.watch.here)
             self.watch.at(len(effects), "its end")
         except BaseException as error:
             self.watch.fail(str(effect or "the start of a step"), error)
-            self._close.detach()
             self._link.end.close(failed=True)
+            if self._guard is not None:
+                self._guard.stand_down(error)
             raise
+
+    def check(self) -> None:
+        """Raise RankError if a rank has failed, as far as is known now."""
+        if self._guard is not None:
+            self._guard.check()
+        self.watch.raise_failure()
+
+    def synchronize(self) -> None:
+        """Wait until this rank's device has done what it was told, replays of graphs included: only then is what it
+        computed to be believed.
+
+        Raises:
+            RankError: a rank has failed, so that it never will, or that it did not receive what it computed with.
+        """
+        if self._guard is not None and (event := self._guard.launched(self.watch.here)) is not None:
+            while not event.query():
+                self._guard.check()
+                time.sleep(_PAUSE)
+        self.check()
 
     def close(self) -> None:
         """Close the connections."""
@@ -103,6 +149,32 @@ def _device(device: torch.device | str | None) -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available() and local < torch.cuda.device_count()
     return torch.device("cuda", local) if on_gpu else torch.device("cpu")
+
+
+def _host() -> int | None:
+    """The rank whose process hosts the store; None: its launcher's."""
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+
+
+def _make_guard(end: ProcessEnd, watch: Watch, store: Any) -> Guard | None:
+    """The guard of an end whose work runs on a device; it asks the store by a connection of its own, for one is held as
+    long as somebody waits on it."""
+    if not isinstance(end, DeviceEnd):
+        return None
+    apart = store.clone()
+    return Guard(watch.beside(Board(apart, watch.rank, root_store(apart), watch.board.host)), end)
+
+
+def _guarded(guard: Guard | None, watch: Watch) -> AbstractContextManager[None]:
+    return nullcontext() if guard is None else guard.during(watch.here)
+
+
+def _shut(end: ProcessEnd, guard: Guard | None, watch: Watch) -> None:
+    """Close the connections; where a guard knows better, in vain, and then it says so."""
+    with suppress(RankError), _guarded(guard, watch):
+        end.close()
+    if guard is not None:
+        guard.close()
 
 
 def _make_end(backend: str, watch: Watch, device: torch.device) -> ProcessEnd:

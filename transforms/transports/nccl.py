@@ -4,11 +4,24 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from weft.torchapi import process_group
+from weft.transforms.transports.messages import Marked
 from weft.transforms.transports.watch import Watch
+
+
+@attrs.frozen(eq=False)
+class Launched:
+    """What the stream got to do, and the sends beside it."""
+
+    event: torch.cuda.Event
+    sends: tuple[Any, ...]
+
+    def query(self) -> bool:
+        return self.event.query() and all(work.is_completed() for work in self.sends)
 
 
 class NcclEnd:
@@ -21,20 +34,21 @@ class NcclEnd:
     def __init__(self, watch: Watch, device: torch.device) -> None:
         self.watch = watch
         self.device = device
-        names = ("up", "down")
-        self._groups = {
-            name: process_group("nccl", name, watch.store, watch.rank, watch.num_ranks, watch.timeout) for name in names
-        }
+        self._groups: dict[str, Any] = {}
         self._under_way: deque[tuple[Any, Tensor]] = deque()
-        self._connect()
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
         """Make the communicator of every pair, all ranks in the same order: the first message of a pair blocks."""
-        last, token = self.watch.num_ranks - 1, torch.zeros(1, dtype=torch.uint8, device=self.device)
+        watch = self.watch
+        for name in ("up", "down"):
+            self._groups[name] = process_group(
+                "nccl", name, watch.board.store, watch.rank, watch.num_ranks, watch.timeout
+            )
+        last, token = watch.num_ranks - 1, torch.zeros(1, dtype=torch.uint8, device=self.device)
         for source, to in (*((r, r + 1) for r in range(last)), *((last, r) for r in range(last))):
-            if self.watch.rank == source:
+            if watch.rank == source:
                 self._group(to).send([token], to, 0).wait()
-            elif self.watch.rank == to:
+            elif watch.rank == to:
                 self._group(source, sending=False).recv([token], source, 0).wait()
         torch.cuda.synchronize(self.device)
 
@@ -62,12 +76,26 @@ class NcclEnd:
         for work, _ in self._under_way:
             work.wait()
 
+    def mark(self) -> Marked | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return Launched(event, tuple(work for work, _ in self._under_way))
+
+    def abort(self) -> None:
+        for group in list(self._groups.values()):
+            group.abort()
+
     def close(self, failed: bool = False) -> None:
         """End the communicators: aborted if a rank failed, so that no kernel waits for it any more."""
-        groups, self._groups = self._groups, {}
+        if failed:
+            self.abort()
+        else:
+            for group in self._groups.values():
+                group.shutdown()
+        self._groups.clear()
         self._under_way.clear()
-        for group in groups.values():
-            group.abort() if failed else group.shutdown()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from weft.ops import peer_triton
 from weft.ops.peer_triton import PROGRAMS, SLOTS
 from weft.torchapi import symmetric_memory
+from weft.transforms.transports.messages import Marked
 from weft.transforms.transports.watch import Watch
 
 SLOT_BYTES = 2**24
@@ -38,13 +39,20 @@ class PeerEnd:
         self.watch = watch
         self.device = device
         self.slot_bytes = slot_bytes
-        edge = SLOTS * slot_bytes + _FLAG_BYTES
-        nbytes = 2 * edge + watch.num_ranks * _FLAG_BYTES
-        self._views = symmetric_memory("peer", watch.store, watch.rank, watch.num_ranks, nbytes, device)
         self._abort = torch.zeros(1, dtype=torch.int32, device=device)
         self._aside = torch.cuda.Stream(device)
-        self._sends = {peer: self._channel(watch.rank, peer) for peer in range(watch.num_ranks) if peer != watch.rank}
-        self._recvs = {peer: self._channel(peer, watch.rank) for peer in range(watch.num_ranks) if peer != watch.rank}
+        self._views: list[Tensor] = []
+        self._sends: dict[int, Channel] = {}
+        self._recvs: dict[int, Channel] = {}
+
+    def connect(self) -> None:
+        watch = self.watch
+        nbytes = 2 * (SLOTS * self.slot_bytes + _FLAG_BYTES) + watch.num_ranks * _FLAG_BYTES
+        self._views = symmetric_memory("peer", watch.board.store, watch.rank, watch.num_ranks, nbytes, self.device)
+        for peer in range(watch.num_ranks):
+            if peer != watch.rank:
+                self._sends[peer] = self._channel(watch.rank, peer)
+                self._recvs[peer] = self._channel(peer, watch.rank)
 
     def _channel(self, source: int, to: int) -> Channel:
         """The edge from one rank to another: a rank has one from below, and one from above."""
@@ -79,6 +87,13 @@ class PeerEnd:
 
     def drain(self) -> None:
         """Nothing to wait for: a send has left its buffer when its kernel ends."""
+
+    def mark(self) -> Marked | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def abort(self) -> None:
         """End every kernel that waits here, from a stream of its own."""

@@ -18,7 +18,7 @@ from weft.effects import Broadcast, Fence, Program, Recv, Send
 from weft.errors import CaptureError, ProgramError, RankError
 from weft.torchapi import in_dispatch_mode
 from weft.transforms.checker import Edge, Step, puts, takes
-from weft.transforms.transports.failures import Failure, culprit
+from weft.transforms.transports.failures import Failure, blockers, culprit
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker
 from weft.trees import tree_map
@@ -91,24 +91,34 @@ class Exchange:
     def join(self) -> None:
         """Wait for all ranks; after a failure no longer than the time-out, for one may never end."""
         with self._changed:
-            self._changed.wait_for(lambda: self.left == 0 or self.failure is not None)
+            self._progress(lambda: self.left == 0, self._unfinished)
             if self.failure is not None:
                 self._changed.wait_for(lambda: self.left == 0, self.timeout if self.failure.error is not None else 0.1)
 
     def _wait(self, step: Step, ready: Callable[[], bool], peer: int) -> None:
-        """Wait until `ready()`; a rank that shows no progress for the time-out has stalled."""
+        """Wait until `ready()`, which `peer` sees to."""
+        self._progress(ready, lambda: peer)
+        if not ready():
+            assert self.failure is not None, "without one it waits"
+            raise self.failure.for_rank(step.rank, str(step.effect))
+
+    def _progress(self, ready: Callable[[], bool], peer: Callable[[], int]) -> None:
+        """Wait until `ready()`, or a failure: where no rank shows progress for the time-out, one has stalled."""
         start, seen = time.monotonic(), list(self.at)
-        while not ready():
-            if self.failure is not None:
-                raise self.failure.for_rank(step.rank, str(step.effect))
+        while not ready() and self.failure is None:
             if self.at != seen:
                 start, seen = time.monotonic(), list(self.at)
             left = start + self.timeout - time.monotonic()
             if left <= 0:
-                self.failure = self._stalled(peer)
+                self.failure = self._stalled(peer())
                 self._changed.notify_all()
-                raise self.failure.for_rank(step.rank, str(step.effect))
-            self._changed.wait(left)
+            else:
+                self._changed.wait(left)
+
+    def _unfinished(self) -> int:
+        """A rank that is not at its end."""
+        counts = (len(program.effects) for program in self.programs)
+        return next((rank for rank, count in enumerate(counts) if self.at[rank] < count), 0)
 
     def instruction(self, rank: int) -> str:
         """What a rank is about to do."""
@@ -116,7 +126,7 @@ class Exchange:
         return str(effects[index]) if index < len(effects) else "its end"
 
     def _stalled(self, peer: int) -> Failure:
-        rank = culprit(self.programs, self.at, peer, CAPACITY)
+        rank = culprit(peer, lambda waiting: blockers(self.programs, self.at, waiting, CAPACITY))
         return Failure(rank, self.instruction(rank), f"no progress for {self.timeout:g} s")
 
 
