@@ -244,7 +244,9 @@ def process_group(backend: str, name: str, store: Any, rank: int, num_ranks: int
         name: different for each of a store.
         timeout: seconds; of gloo, for the connections too.
     """
-    own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    apart = store.clone()  # it may wait for as long, and nobody else's wait on the store is cut short
+    apart.set_timeout(timedelta(seconds=timeout))
+    own = dist.PrefixStore(name, apart)  # type: ignore[attr-defined]
     if backend == "gloo":
         return dist.ProcessGroupGloo(own, rank, num_ranks, timedelta(seconds=timeout))
     options = dist.ProcessGroupNCCL.Options()

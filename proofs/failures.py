@@ -4,8 +4,9 @@
 
 Each run starts a process for every rank of a pipeline of 2, 3 or 4 stages, lets one of them raise, exit, be killed,
 stall or be stopped at one instruction of its program, and asks: did every other rank raise a RankError that names that
-rank and that instruction, in time; did the launcher; and have all processes ended. A run of 200 takes each place in
-turn, and the ways to fail in turn; more runs take what is left.
+rank and that instruction, in time; did the launcher; and have all processes ended. The runs take each place in turn,
+and the ways to fail in turn. A quarter as many again kill a rank at any time, while it starts and connects too: then
+all must name it, and the same instruction.
 """
 
 import argparse
@@ -13,9 +14,11 @@ import itertools
 import json
 import os
 import platform
+import random
 import signal
 import statistics
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +47,8 @@ TIMEOUT = 1.5
 """Seconds that a rank may keep another one waiting."""
 LIMIT = 5.0
 """Seconds beyond the time-out in which all must be over."""
+LATEST = 0.4
+"""Seconds after which a rank is killed at the latest, where it is killed at any time."""
 HANG = 60.0
 """Seconds after which a run is given up."""
 
@@ -75,7 +80,8 @@ class Case:
         index: at which of its effects; after the last: at its end.
         way: one of WAYS.
         step: in which step, from 0.
-        instruction: as its program prints the effect.
+        instruction: as its program prints the effect; empty: any.
+        delay: seconds after which it fails, wherever it then is; None: at that place.
     """
 
     num_ranks: int
@@ -84,8 +90,11 @@ class Case:
     way: str
     step: int
     instruction: str
+    delay: float | None = None
 
     def __str__(self) -> str:
+        if self.delay is not None:
+            return f"{self.way} rank {self.rank} of {self.num_ranks} after {self.delay:.3f} s"
         return f"{self.way} at '{self.instruction}' of rank {self.rank} of {self.num_ranks}, step {self.step}"
 
 
@@ -112,7 +121,7 @@ class Failing(Worker):
         if self.count == self.case.index:
             fail(self.case, self.folder)
         self.count += 1
-        super(Failing, self).perform(effect, link)
+        super().perform(effect, link)
 
 
 def fail(case: Case, folder: Path) -> None:
@@ -164,16 +173,18 @@ def make_pipeline(num_ranks: int, transport: Transport | None = None) -> Pipelin
 def run_rank(case: Case, folder: Path) -> None:
     """A rank's part: steps, until one raises."""
     torch.set_num_threads(1)
-    transport = Distributed(timeout=TIMEOUT)
-    step = make_pipeline(case.num_ranks, Sabotaged(transport, case, folder))
-    state: Any = (torch.zeros(()),)
+    rank = int(os.environ["RANK"])
+    if rank == case.rank and case.delay is not None:
+        threading.Timer(case.delay, fail, (case, folder)).start()
     try:
-        for _ in range(STEPS):
+        step = make_pipeline(case.num_ranks, Sabotaged(Distributed(timeout=TIMEOUT), case, folder))
+        state: Any = (torch.zeros(()),)
+        for _ in range(STEPS) if case.delay is None else itertools.count():
             state, _ = step((torch.tensor(2.0),), state, torch.arange(4.0))
     except BaseException as error:
         about = (error.rank, error.instruction) if isinstance(error, RankError) else (None, repr(error))
         record = {"pid": os.getpid(), "about": about, "error": str(error), "time": time.monotonic()}
-        (folder / f"rank{transport.rank}").write_text(json.dumps(record))
+        (folder / f"rank{rank}").write_text(json.dumps(record))
         raise
 
 
@@ -206,6 +217,15 @@ def no_longer_than(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def cases_at_any_time() -> Iterator[Case]:
+    """A rank killed some time after it started: before it has met the others, until it is at its steps."""
+    chance = random.Random(0)
+    while True:
+        num_ranks = chance.choice(NUM_RANKS)
+        rank = chance.randrange(num_ranks)
+        yield Case(num_ranks, rank, -1, "kill", -1, "", delay=chance.random() * LATEST)
+
+
 def run_case(case: Case) -> Outcome:
     """Start the ranks, wait for their end, and see what they said."""
     with tempfile.TemporaryDirectory() as name:
@@ -228,7 +248,8 @@ def run_case(case: Case) -> Outcome:
 
 def _wrong(case: Case, records: dict[int, Any], heard: Exception | None, seconds: float) -> str | None:
     """What is not as it should be."""
-    wanted = [case.rank, case.instruction]
+    others = [record["about"] for rank, record in records.items() if rank != case.rank]
+    wanted = [case.rank, case.instruction or (others[0][1] if others else "")]
     for rank in range(case.num_ranks):
         if rank != case.rank and rank not in records:
             return f"rank {rank} raised nothing"
@@ -259,8 +280,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "environment": {"torch": torch.__version__, "python": platform.python_version(), "cpus": os.cpu_count()},
         "timeout": TIMEOUT,
         "runs": len(outcomes),
-        "places": len({(o.case.num_ranks, o.case.rank, o.case.index) for o in outcomes}),
-        "instructions": Counter(o.case.instruction.split()[0] for o in outcomes),
+        "at any time": sum(o.case.delay is not None for o in outcomes),
+        "places": len({(o.case.num_ranks, o.case.rank, o.case.index) for o in outcomes if o.case.delay is None}),
+        "instructions": Counter(o.case.instruction.split()[0] for o in outcomes if o.case.delay is None),
         "ways": ways,
         "wrong": [f"{outcome.case}: {outcome.wrong}" for outcome in outcomes if outcome.wrong],
     }
@@ -276,7 +298,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--runs", type=int, default=200)
     given = parser.parse_args()
-    outcomes = [run_case(case) for case in tqdm(list(itertools.islice(cases(), given.runs)), unit="run")]
+    chosen = [*itertools.islice(cases(), given.runs), *itertools.islice(cases_at_any_time(), given.runs // 4)]
+    outcomes = [run_case(case) for case in tqdm(chosen, unit="run")]
     report = summary(outcomes)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "failures.json").write_text(json.dumps(report, indent=1) + "\n")

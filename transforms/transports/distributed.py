@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -68,13 +69,11 @@ class Distributed:
     def _connect(self, timeout: float) -> None:
         try:
             self.watch.meet(timeout)
-            self.watch.at(0, "connect")
-            with _guarded(self._guard, self.watch):
-                self._link.end.connect()
-        except RankError:
+            self.watch.attend(partial(_connect, self._link.end, self._guard, self.watch))
+        except RankError as error:
+            if self._guard is not None:
+                self._guard.stand_down(error)
             raise
-        except RuntimeError as error:
-            raise self.watch.lost(error) from error
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if num_ranks != self.num_ranks:
@@ -167,6 +166,11 @@ def _make_guard(end: ProcessEnd, watch: Watch, store: Any) -> Guard | None:
 
 def _guarded(guard: Guard | None, watch: Watch) -> AbstractContextManager[None]:
     return nullcontext() if guard is None else guard.during(watch.here)
+
+
+def _connect(end: ProcessEnd, guard: Guard | None, watch: Watch) -> None:
+    with _guarded(guard, watch):
+        end.connect()
 
 
 def _shut(end: ProcessEnd, guard: Guard | None, watch: Watch) -> None:

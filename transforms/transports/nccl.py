@@ -40,6 +40,7 @@ class NcclEnd:
     def connect(self) -> None:
         """Make the communicator of every pair, all ranks in the same order: the first message of a pair blocks."""
         watch = self.watch
+        torch.cuda.set_device(self.device)
         for name in ("up", "down"):
             self._groups[name] = process_group(
                 "nccl", name, watch.board.store, watch.rank, watch.num_ranks, watch.timeout

@@ -47,6 +47,7 @@ class PeerEnd:
 
     def connect(self) -> None:
         watch = self.watch
+        torch.cuda.set_device(self.device)
         nbytes = 2 * (SLOTS * self.slot_bytes + _FLAG_BYTES) + watch.num_ranks * _FLAG_BYTES
         self._views = symmetric_memory("peer", watch.board.store, watch.rank, watch.num_ranks, nbytes, self.device)
         for peer in range(watch.num_ranks):

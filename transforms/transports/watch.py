@@ -1,17 +1,22 @@
 """A rank's view of the others, beside the messages: whether they run the same programs, and who keeps it waiting."""
 
+import itertools
+import queue
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
 from weft.errors import ProgramError, RankError
-from weft.transforms.transports.board import Board, Position
+from weft.transforms.transports.board import START, Board, Position
 from weft.transforms.transports.failures import Failure, blockers, culprit
 from weft.transforms.transports.plan import Plan
 
 CAPACITY = 2
 """Messages that an edge between processes holds: of more, a sender waits."""
+CONNECT = "connect"
+"""What ranks do before their first step."""
 AGREE = "agree on the programs"
 """What ranks do before the first step by a plan."""
 _POLL = 0.1
@@ -229,13 +234,51 @@ class Watch:
             return self.explain(peer, f"no progress for {self.timeout:g} s")
         return self.explain(peer, f"its process ended, or was cut off ({text:.120})", closed=True)
 
-    def lost(self, error: BaseException) -> RankError:
-        """The error for a call in which all ranks should have met, and did not."""
-        others = [peer for peer in range(self.num_ranks) if peer != self.rank]
+    def attend(self, meeting: Callable[[], None]) -> None:
+        """Run what all ranks take part in: in a thread beside, for it may not return where one has gone.
+
+        Raises:
+            RankError: one has gone, or does not come, or the meeting failed.
+        """
+        self.at(0, CONNECT)
+        errors: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        threading.Thread(target=lambda: errors.put(_attempt(meeting)), name=CONNECT, daemon=True).start()
+        end = time.monotonic() + self.timeout
+        for count in itertools.count():
+            self.board.beat(count, None)
+            try:
+                error = errors.get(timeout=_POLL / 4)
+            except queue.Empty:
+                self.raise_failure()
+                if time.monotonic() < end and not any(self.board.exit(peer) for peer in self._others()):
+                    continue
+                error = TimeoutError(f"no progress for {self.timeout:g} s")
+            if error is not None:
+                raise self._lost(error) from error
+            return
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.num_ranks) if peer != self.rank]
+
+    def _lost(self, error: Exception) -> RankError:
+        """The error for a meeting that failed: of a rank that has gone, or else one that no longer moves, or this."""
+        cause = f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
         try:
-            found = self._gone(
-                others, Failure(self.rank, "", f"{type(error).__name__}: {str(error).splitlines()[0]:.120}")
-            )
+            still = [peer for peer in self._others() if self.board.position(peer).instruction in (START, CONNECT)]
+            before = [self.board.heard(peer) for peer in still]
+            found = self._gone(self._others(), Failure(self.rank, "", cause))
+            silent = [peer for peer, beat in zip(still, before, strict=True) if self.board.heard(peer) == beat]
+            if found.rank == self.rank and silent:
+                found = Failure(silent[0], self.board.position(silent[0]).instruction, cause)
         except RankError as gone:
             return gone
         return self.post(found).for_rank(self.rank, self.here.instruction)
+
+
+def _attempt(fn: Callable[[], None]) -> Exception | None:
+    """What `fn()` raises."""
+    try:
+        fn()
+    except Exception as error:
+        return error
+    return None
