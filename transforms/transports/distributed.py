@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from weft.effects import Effect
 from weft.errors import DeviceError, ProgramError, RankError
 from weft.torchapi import rendezvous_store, root_store
 from weft.transforms.transports.board import Board
 from weft.transforms.transports.gloo import GlooEnd
 from weft.transforms.transports.guard import Guard
+from weft.transforms.transports.meeting import attend, gather
 from weft.transforms.transports.messages import DeviceEnd, ProcessEnd, ProcessLink
 from weft.transforms.transports.nccl import NcclEnd
 from weft.transforms.transports.plan import Plan
@@ -56,6 +56,7 @@ class Distributed:
         self.device = _device(device)
         self.backend = backend or ("gloo" if self.device.type == "cpu" else "nccl")
         self.timeout = timeout
+        _check(self.backend, self.device)
         start = max(timeout, _START)
         store = rendezvous_store(self.rank, self.num_ranks, start)
         self.watch = Watch(Board(store, self.rank, root_store(store), _host()), self.num_ranks, timeout)
@@ -68,8 +69,8 @@ class Distributed:
 
     def _connect(self, timeout: float) -> None:
         try:
-            self.watch.meet(timeout)
-            self.watch.attend(partial(_connect, self._link.end, self._guard, self.watch))
+            gather(self.watch, timeout)
+            attend(self.watch, partial(_connect, self._link.end, self._guard, self.watch))
         except RankError as error:
             if self._guard is not None:
                 self._guard.stand_down(error)
@@ -83,7 +84,6 @@ class Distributed:
 
     def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
         (worker,) = workers
-        effect: Effect | None = None
         try:
             if self._guard is not None:
                 self._guard.check()
@@ -97,7 +97,7 @@ class Distributed:
                     self._guard.launched(self.watch.here)
             self.watch.at(len(effects), "its end")
         except BaseException as error:
-            self.watch.fail(str(effect or "the start of a step"), error)
+            self.watch.fail(error)
             self._link.end.close(failed=True)
             if self._guard is not None:
                 self._guard.stand_down(error)
@@ -181,15 +181,22 @@ def _shut(end: ProcessEnd, guard: Guard | None, watch: Watch) -> None:
         guard.close()
 
 
-def _make_end(backend: str, watch: Watch, device: torch.device) -> ProcessEnd:
-    if (backend, device.type) == ("gloo", "cpu"):
-        return GlooEnd(watch)
-    if backend in ("nccl", "peer") and device.type == "cuda":
-        torch.cuda.set_device(device)
-        if backend == "nccl":
-            return NcclEnd(watch, device)
-        from weft.transforms.transports.peer import PeerEnd  # it imports triton
+def _check(backend: str, device: torch.device) -> None:
+    """Raise DeviceError unless the back end can serve the device, and the device is there."""
+    call = f"Distributed(backend={backend!r}, device='{device}')"
+    if (backend, device.type) not in (("gloo", "cpu"), ("nccl", "cuda"), ("peer", "cuda")):
+        seen = f"backend={backend!r} for a device of type {device.type}"
+        raise DeviceError(call, seen, "gloo with the CPU, or nccl or peer with a GPU")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(call, f"{torch.cuda.device_count()} GPUs", "a device for each process of the machine")
 
-        return PeerEnd(watch, device)
-    instead = "gloo with the CPU, or nccl or peer with a GPU"
-    raise DeviceError("Distributed(...)", f"backend={backend!r}, device='{device}'", instead)
+
+def _make_end(backend: str, watch: Watch, device: torch.device) -> ProcessEnd:
+    if backend == "gloo":
+        return GlooEnd(watch)
+    torch.cuda.set_device(device)
+    if backend == "nccl":
+        return NcclEnd(watch, device)
+    from weft.transforms.transports.peer import PeerEnd  # it imports triton
+
+    return PeerEnd(watch, device)

@@ -1,22 +1,17 @@
 """A rank's view of the others, beside the messages: whether they run the same programs, and who keeps it waiting."""
 
-import itertools
-import queue
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import attrs
 
 from weft.errors import ProgramError, RankError
-from weft.transforms.transports.board import START, Board, Position
+from weft.transforms.transports.board import Board, Position
 from weft.transforms.transports.failures import Failure, blockers, culprit
 from weft.transforms.transports.plan import Plan
 
 CAPACITY = 2
 """Messages that an edge between processes holds: of more, a sender waits."""
-CONNECT = "connect"
-"""What ranks do before their first step."""
 AGREE = "agree on the programs"
 """What ranks do before the first step by a plan."""
 _POLL = 0.1
@@ -52,16 +47,6 @@ class Watch:
         other = Watch(board, self.num_ranks, self.timeout)
         other._plans = self._plans
         return other
-
-    def meet(self, timeout: float) -> None:
-        """Wait until all ranks are here.
-
-        Raises:
-            RankError: one does not come.
-        """
-        self.board.place(self.here)
-        for peer in range(self.num_ranks):
-            self.wait(f"at/{peer}", peer, timeout)
 
     def begin(self, plan: Plan) -> None:
         """A step begins: all ranks must run the same plan, which they compare the first time that they do.
@@ -118,14 +103,18 @@ class Watch:
         """
         limit = self.timeout if timeout is None else timeout
         end, pause = time.monotonic() + limit, _POLL / 64
-        while not self.board.has(key):
+        while True:
+            failure = self.board.failure()
+            if self.board.has(key):  # asked after: what a rank wrote before it failed counts
+                return self.board.read(key)
+            if failure is not None:
+                self.failure = failure
+                raise failure.for_rank(self.rank, self.here.instruction)
             if time.monotonic() > end:
                 raise self.explain(peer, f"no progress for {limit:g} s")
+            self._refuse_hopeless(key, peer)
             time.sleep(pause)
             pause = min(2 * pause, _POLL)
-            self.raise_failure()
-            self._refuse_hopeless(key, peer)
-        return self.board.read(key)
 
     def _refuse_hopeless(self, key: str, peer: int) -> None:
         """Raise if `peer` will never write the key: its process ended, or it is in the same step by another plan, which
@@ -142,12 +131,12 @@ class Watch:
             _SAME,
         )
 
-    def fail(self, instruction: str, error: BaseException) -> None:
-        """Write down that this rank failed, for the others; the first to write is believed."""
+    def fail(self, error: BaseException) -> None:
+        """Write down that this rank failed, where it is, for the others; the first to write is believed."""
         if isinstance(error, RankError) and error.rank is not None:
             failure = Failure(error.rank, error.instruction, error.cause)
         else:
-            failure = Failure(self.rank, instruction, f"{type(error).__name__}: {error}")
+            failure = Failure(self.rank, self.here.instruction, f"{type(error).__name__}: {error}")
         self.post(failure)
 
     def post(self, failure: Failure) -> Failure:
@@ -180,7 +169,7 @@ class Watch:
         waits = self.here.instruction if waiting is None else waiting
         try:
             found = (
-                self._gone([peer], Failure(peer, "", cause))
+                self.gone([peer], Failure(peer, "", cause))
                 if closed
                 else self.board.failure() or self._stalled(peer, cause, silent)
             )
@@ -188,7 +177,7 @@ class Watch:
             return error
         return self.post(found).for_rank(self.rank, waits)
 
-    def _gone(self, peers: Sequence[int], otherwise: Failure) -> Failure:
+    def gone(self, peers: Sequence[int], otherwise: Failure) -> Failure:
         """Why some of `peers` have gone: what one wrote about it in the end, or how its process ended."""
         end = time.monotonic() + _GRACE
         while time.monotonic() < end:
@@ -233,52 +222,3 @@ class Watch:
         if "timed out" in text.lower() or "timeout" in text.lower():
             return self.explain(peer, f"no progress for {self.timeout:g} s")
         return self.explain(peer, f"its process ended, or was cut off ({text:.120})", closed=True)
-
-    def attend(self, meeting: Callable[[], None]) -> None:
-        """Run what all ranks take part in: in a thread beside, for it may not return where one has gone.
-
-        Raises:
-            RankError: one has gone, or does not come, or the meeting failed.
-        """
-        self.at(0, CONNECT)
-        errors: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        threading.Thread(target=lambda: errors.put(_attempt(meeting)), name=CONNECT, daemon=True).start()
-        end = time.monotonic() + self.timeout
-        for count in itertools.count():
-            self.board.beat(count, None)
-            try:
-                error = errors.get(timeout=_POLL / 4)
-            except queue.Empty:
-                self.raise_failure()
-                if time.monotonic() < end and not any(self.board.exit(peer) for peer in self._others()):
-                    continue
-                error = TimeoutError(f"no progress for {self.timeout:g} s")
-            if error is not None:
-                raise self._lost(error) from error
-            return
-
-    def _others(self) -> list[int]:
-        return [peer for peer in range(self.num_ranks) if peer != self.rank]
-
-    def _lost(self, error: Exception) -> RankError:
-        """The error for a meeting that failed: of a rank that has gone, or else one that no longer moves, or this."""
-        cause = f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
-        try:
-            still = [peer for peer in self._others() if self.board.position(peer).instruction in (START, CONNECT)]
-            before = [self.board.heard(peer) for peer in still]
-            found = self._gone(self._others(), Failure(self.rank, "", cause))
-            silent = [peer for peer, beat in zip(still, before, strict=True) if self.board.heard(peer) == beat]
-            if found.rank == self.rank and silent:
-                found = Failure(silent[0], self.board.position(silent[0]).instruction, cause)
-        except RankError as gone:
-            return gone
-        return self.post(found).for_rank(self.rank, self.here.instruction)
-
-
-def _attempt(fn: Callable[[], None]) -> Exception | None:
-    """What `fn()` raises."""
-    try:
-        fn()
-    except Exception as error:
-        return error
-    return None
