@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -45,8 +45,8 @@ STEPS = 4
 """Steps that a run would take."""
 TIMEOUT = 1.5
 """Seconds that a rank may keep another one waiting."""
-LIMIT = 5.0
-"""Seconds beyond the time-out in which all must be over."""
+LIMIT = 6.0
+"""Seconds beyond the time-out in which all must be over: a process that is stopped is asked to end first."""
 LATEST = 0.4
 """Seconds after which a rank is killed at the latest, where it is killed at any time."""
 HANG = 60.0
@@ -82,6 +82,8 @@ class Case:
         step: in which step, from 0.
         instruction: as its program prints the effect; empty: any.
         delay: seconds after which it fails, wherever it then is; None: at that place.
+        backend: of the transport.
+        timeout: seconds that a rank may keep another one waiting.
     """
 
     num_ranks: int
@@ -91,6 +93,8 @@ class Case:
     step: int
     instruction: str
     delay: float | None = None
+    backend: Literal["gloo", "nccl", "peer"] = "gloo"
+    timeout: float = TIMEOUT
 
     def __str__(self) -> str:
         if self.delay is not None:
@@ -177,15 +181,23 @@ def run_rank(case: Case, folder: Path) -> None:
     if rank == case.rank and case.delay is not None:
         threading.Timer(case.delay, fail, (case, folder)).start()
     try:
-        step = make_pipeline(case.num_ranks, Sabotaged(Distributed(timeout=TIMEOUT), case, folder))
-        state: Any = (torch.zeros(()),)
-        for _ in range(STEPS) if case.delay is None else itertools.count():
-            state, _ = step((torch.tensor(2.0),), state, torch.arange(4.0))
+        take_steps(case, folder)
     except BaseException as error:
         about = (error.rank, error.instruction) if isinstance(error, RankError) else (None, repr(error))
         record = {"pid": os.getpid(), "about": about, "error": str(error), "time": time.monotonic()}
         (folder / f"rank{rank}").write_text(json.dumps(record))
         raise
+
+
+def take_steps(case: Case, folder: Path) -> None:
+    """Take steps in which one rank fails, and wait for what they compute."""
+    transport = Distributed(timeout=case.timeout, backend=case.backend)
+    step = make_pipeline(case.num_ranks, Sabotaged(transport, case, folder))
+    state: Any = (torch.zeros((), device=transport.device),)
+    param, batch = (torch.tensor(x, device=transport.device) for x in (2.0, [0.0, 1.0, 2.0, 3.0]))
+    for _ in range(STEPS) if case.delay is None else itertools.count():
+        state, _ = step((param,), state, batch)
+    transport.synchronize()
 
 
 def cases() -> Iterator[Case]:
@@ -226,13 +238,13 @@ def cases_at_any_time() -> Iterator[Case]:
         yield Case(num_ranks, rank, -1, "kill", -1, "", delay=chance.random() * LATEST)
 
 
-def run_case(case: Case) -> Outcome:
-    """Start the ranks, wait for their end, and see what they said."""
+def run_case(case: Case, target: Callable[[Case, Path], None] = run_rank) -> Outcome:
+    """Start the ranks, each with `target`, wait for their end, and see what they said."""
     with tempfile.TemporaryDirectory() as name:
         folder, heard = Path(name), None
         try:
-            with no_longer_than(HANG):
-                launch(run_rank, case.num_ranks, case, folder, timeout=TIMEOUT)
+            with no_longer_than(HANG + 2 * case.timeout):
+                launch(target, case.num_ranks, case, folder, timeout=case.timeout)
         except Exception as error:
             heard = error
         ended = time.monotonic()
@@ -263,7 +275,7 @@ def _wrong(case: Case, records: dict[int, Any], heard: Exception | None, seconds
         return f"the launcher said {said}"
     if any(Path(f"/proc/{record['pid']}").exists() for record in records.values()):
         return "a process is left"
-    return f"it took {seconds:.1f} s" if seconds > TIMEOUT + LIMIT else None
+    return f"it took {seconds:.1f} s" if seconds > case.timeout + LIMIT else None
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ how a process ended. Whoever waits in vain reads all three.
 """
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 import attrs
@@ -142,6 +143,27 @@ class Board:
             cause = f"{host}, which hosts the store of the run, has ended ({str(error).splitlines()[0]:.80})"
             instead = "look there for the reason"
             raise RankError(f"rank {self.rank}", cause, instead, self.host, "its part of the run", cause) from error
+
+
+class Pulse:
+    """Since when each rank has not beaten, as far as this one has felt."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self._last: dict[int, tuple[Beat | None, float]] = {}
+
+    def feel(self, ranks: Iterable[int]) -> None:
+        """Look at the beats of some ranks; the first look begins to count."""
+        now = time.monotonic()
+        for rank in ranks:
+            beat = self.board.heard(rank)
+            if rank not in self._last or self._last[rank][0] != beat:
+                self._last[rank] = (beat, now)
+
+    def silent(self, seconds: float) -> list[int]:
+        """The ranks that have not beaten for so long."""
+        now = time.monotonic()
+        return [rank for rank, (_, since) in self._last.items() if now - since > seconds]
 
 
 def note_exit(store: Store, rank: int, ended: Exit) -> None:

@@ -4,7 +4,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ class Distributed:
     def _connect(self, timeout: float) -> None:
         try:
             gather(self.watch, timeout)
-            attend(self.watch, partial(_connect, self._link.end, self._guard, self.watch))
+            attend(self.watch, partial(self._link.end.connect, timeout), timeout)
         except RankError as error:
             if self._guard is not None:
                 self._guard.stand_down(error)
@@ -164,21 +164,14 @@ def _make_guard(end: ProcessEnd, watch: Watch, store: Any) -> Guard | None:
     return Guard(watch.beside(Board(apart, watch.rank, root_store(apart), watch.board.host)), end)
 
 
-def _guarded(guard: Guard | None, watch: Watch) -> AbstractContextManager[None]:
-    return nullcontext() if guard is None else guard.during(watch.here)
-
-
-def _connect(end: ProcessEnd, guard: Guard | None, watch: Watch) -> None:
-    with _guarded(guard, watch):
-        end.connect()
-
-
 def _shut(end: ProcessEnd, guard: Guard | None, watch: Watch) -> None:
     """Close the connections; where a guard knows better, in vain, and then it says so."""
-    with suppress(RankError), _guarded(guard, watch):
+    if guard is None:
         end.close()
-    if guard is not None:
-        guard.close()
+        return
+    with suppress(RankError), guard.during(watch.here):
+        end.close()
+    guard.close()
 
 
 def _check(backend: str, device: torch.device) -> None:

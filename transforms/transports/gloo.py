@@ -25,9 +25,9 @@ class GlooEnd:
         self._sent: dict[int, int] = defaultdict(int)
         self._received: dict[int, int] = defaultdict(int)
 
-    def connect(self) -> None:
+    def connect(self, timeout: float, /) -> None:
         watch = self.watch
-        self._group = process_group("gloo", "gloo", watch.board.store, watch.rank, watch.num_ranks, watch.timeout)
+        self._group = process_group("gloo", "gloo", watch.board.store, watch.rank, watch.num_ranks, timeout)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         if len(self._under_way[peer]) >= CAPACITY:

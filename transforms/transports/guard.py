@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import attrs
 
 from weft.errors import RankError
-from weft.transforms.transports.board import Beat, Position
+from weft.transforms.transports.board import Position, Pulse
 from weft.transforms.transports.failures import Failure
 from weft.transforms.transports.messages import DeviceEnd, Marked
 from weft.transforms.transports.watch import Watch
@@ -79,7 +79,7 @@ class Guard:
         self.end = end
         self._poll, self._grace, self._last = poll, grace, last
         self._marks: deque[Mark] = deque()
-        self._heard: dict[int, tuple[Beat | None, float]] = {}
+        self._pulse = Pulse(watch.board)
         self._count, self._since = 0, time.monotonic()
         self._closed, self._told = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"weft guard of rank {watch.rank}", daemon=True)
@@ -174,19 +174,11 @@ class Guard:
                 return self.watch.explain(peer, "its process ended", closed=True, waiting=waiting)
         late = time.monotonic() - self._since
         if oldest is None or late < self.watch.timeout / 2:
-            self._heard.clear()
+            self._pulse = Pulse(self.watch.board)
             return None
-        silent = self._silent()
+        self._pulse.feel(range(self.watch.num_ranks))
         if late < self.watch.timeout:
             return None
+        silent = self._pulse.silent(min(_SILENT, self.watch.timeout / 4))
         cause = f"no progress for {self.watch.timeout:g} s"
         return self.watch.explain(self.watch.rank, cause, silent=silent, waiting=waiting)
-
-    def _silent(self) -> set[int]:
-        """The ranks whose guards no longer look."""
-        now, limit = time.monotonic(), min(_SILENT, self.watch.timeout / 4)
-        for peer in range(self.watch.num_ranks):
-            beat = self.watch.board.heard(peer)
-            if peer not in self._heard or self._heard[peer][0] != beat:
-                self._heard[peer] = (beat, now)
-        return {peer for peer, (_, since) in self._heard.items() if now - since > limit}

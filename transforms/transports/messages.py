@@ -83,7 +83,7 @@ class Marked(Protocol):
 class ProcessEnd(transfer.End, Protocol):
     """An end between processes."""
 
-    def connect(self) -> None:
+    def connect(self, timeout: float, /) -> None:
         """Meet the other ranks: all of them call it."""
 
     def drain(self) -> None:

@@ -37,14 +37,12 @@ class NcclEnd:
         self._groups: dict[str, Any] = {}
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
-    def connect(self) -> None:
+    def connect(self, timeout: float, /) -> None:
         """Make the communicator of every pair, all ranks in the same order: the first message of a pair blocks."""
         watch = self.watch
         torch.cuda.set_device(self.device)
         for name in ("up", "down"):
-            self._groups[name] = process_group(
-                "nccl", name, watch.board.store, watch.rank, watch.num_ranks, watch.timeout
-            )
+            self._groups[name] = process_group("nccl", name, watch.board.store, watch.rank, watch.num_ranks, timeout)
         last, token = watch.num_ranks - 1, torch.zeros(1, dtype=torch.uint8, device=self.device)
         for source, to in (*((r, r + 1) for r in range(last)), *((last, r) for r in range(last))):
             if watch.rank == source:

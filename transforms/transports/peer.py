@@ -45,7 +45,7 @@ class PeerEnd:
         self._sends: dict[int, Channel] = {}
         self._recvs: dict[int, Channel] = {}
 
-    def connect(self) -> None:
+    def connect(self, _: float, /) -> None:
         watch = self.watch
         torch.cuda.set_device(self.device)
         nbytes = 2 * (SLOTS * self.slot_bytes + _FLAG_BYTES) + watch.num_ranks * _FLAG_BYTES

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import scale
 
@@ -53,7 +52,7 @@ class Device:
 
     def send(self, *_: Any) -> None: ...
     def recv(self, *_: Any) -> None: ...
-    def connect(self) -> None: ...
+    def connect(self, _: float, /) -> None: ...
     def drain(self) -> None: ...
     def close(self, failed: bool = False) -> None: ...
 
@@ -118,12 +117,12 @@ def error_of(guard: Guard, seconds: float = 5.0) -> RankError:
 
 
 def test_what_is_done_in_time_is_no_failure(runs: Callable[..., Run]) -> None:
-    run = runs(timeout=0.2)
+    run = runs(timeout=0.6)
     for index in (0, 1):
         event = run.launch(0, index)
-        time.sleep(0.12)
+        time.sleep(0.4)
         event.done = True
-    time.sleep(0.3)
+    time.sleep(0.7)
     for guard in run.guards:
         guard.check()
     assert not any(device.aborted.is_set() for device in run.devices)
@@ -170,7 +169,9 @@ def test_a_failure_that_is_written_down_is_heard_at_once(runs: Callable[..., Run
     run.launch(1, 0)
     run.watches[0].board.post(Failure(0, "run stage 0 [mb 0]", "ValueError: no"))
     error = error_of(run.guards[1])
-    assert str(error).startswith("rank 1: 'recv from 0 [mb 0]'\n  saw: rank 0 failed at 'run stage 0 [mb 0]': ValueError: no")
+    assert str(error).startswith(
+        "rank 1: 'recv from 0 [mb 0]'\n  saw: rank 0 failed at 'run stage 0 [mb 0]': ValueError: no"
+    )
     assert run.devices[1].aborted.wait(1)
 
 
@@ -229,8 +230,6 @@ def test_a_call_that_does_not_return_is_watched(runs: Callable[..., Run]) -> Non
     with pytest.raises(RankError) as error, run.guards[1].during(Position(instruction="connect")):
         assert run.devices[1].aborted.wait(5)
     assert error.value.call == "rank 1: 'connect'"
-    with run.guards[0].during(Position(instruction="connect")) if run.guards[0].error is None else pytest.raises(RankError):
-        run.guards[0].check()
 
 
 def test_a_device_that_hangs_to_the_end_ends_the_process(runs: Callable[..., Run]) -> None:
@@ -255,4 +254,3 @@ def test_a_board_that_is_gone_is_an_error_too(runs: Callable[..., Run], monkeypa
     run.guards[1].watch.board = Board(Gone(), 1, Gone())
     error = error_of(run.guards[1])
     assert "the launcher, which hosts the store of the run, has ended (Connection reset by peer)" in str(error)
-    assert torch.is_tensor(torch.ones(1))
