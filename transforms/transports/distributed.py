@@ -61,7 +61,6 @@ class Distributed:
         store = rendezvous_store(self.rank, self.num_ranks, start)
         self.watch = Watch(Board(store, self.rank, root_store(store), _host()), self.num_ranks, timeout)
         end = _make_end(self.backend, self.watch, self.device)
-        end = _make_end(self.backend, self.watch, self.device)
         self._link = ProcessLink(end, self.watch, self.device)
         self._guard = _make_guard(end, self.watch, store)
         self._close = weakref.finalize(self, _shut, end, self._guard, self.watch)

@@ -84,7 +84,7 @@ def _used(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
     for instruction in dis.get_instructions(code):
         name = instruction.argval
         value = names.get(name) if instruction.opname == "LOAD_GLOBAL" else None
-        own = isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in _KNOWN
+        own = isinstance(value, FunctionType) and str(value.__module__).partition(".")[0] not in _KNOWN
         if own or (value is not None and name.isupper()):
             yield value
     for inner in code.co_consts:

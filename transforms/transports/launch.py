@@ -1,5 +1,6 @@
 """`launch`: start a process for each rank, wait for all, and end them all when one fails."""
 
+import atexit
 import math
 import multiprocessing as mp
 import os
@@ -9,9 +10,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
@@ -58,21 +60,26 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     context = mp.get_context("forkserver")  # one process imports torch; the ranks are forks of it
     context.set_forkserver_preload(["weft.transforms.transports.distributed", "weft.transforms.generate"])
     started: list[tuple[BaseProcess, Connection]] = []
-    for rank in range(num_ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        environment = _environment(rank, num_ranks, store.port)
-        process: BaseProcess = context.Process(
-            target=_run_rank, args=(theirs, environment, fn, args), name=f"weft rank {rank}"
-        )
-        process.start()
-        theirs.close()
-        started.append((process, ours))
     try:
+        for rank in range(num_ranks):
+            started.append(_start(context, _environment(rank, num_ranks, store.port), fn, args))
         ended = _collect(started, timeout + _GRACE, store)
     finally:
         for process, _ in started:
             _end(process)
     return _results(ended, started)
+
+
+def _start(
+    context: Any, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[BaseProcess, Connection]:
+    """A rank's process, and what it will write its result into."""
+    ours, theirs = context.Pipe(duplex=False)
+    name = f"weft rank {environment['RANK']}"
+    process: BaseProcess = context.Process(target=_run_rank, args=(theirs, environment, fn, args), name=name)
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -93,6 +100,7 @@ def _run_rank(pipe: Connection, environment: dict[str, str], fn: Callable[..., A
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         message = pickle.dumps(Ended(fn(*args)))
+        atexit._run_exitfuncs()  # transports close, once what they sent has left; multiprocessing would not call them
     except SystemExit:
         raise
     except BaseException as error:
@@ -182,7 +190,11 @@ def _results(ended: dict[int, Ended], started: list[tuple[BaseProcess, Connectio
 def _end(process: BaseProcess) -> None:
     """End a process that we started, if it has not ended."""
     process.join(0.1 if process.exitcode is None else 0)
-    for stop in (process.terminate, process.kill):
-        if process.exitcode is None:
-            stop()
-            process.join(2.0)
+    if process.exitcode is None:
+        process.terminate()
+        with suppress(ProcessLookupError):
+            os.kill(cast("int", process.pid), signal.SIGCONT)  # one that was stopped does not hear it otherwise
+        process.join(2.0)
+    if process.exitcode is None:
+        process.kill()
+        process.join(2.0)

@@ -14,6 +14,7 @@ from ranks import scale, told
 
 from weft.errors import RankError
 from weft.transforms.pipeline import pipeline
+from weft.transforms.schedule import Job
 from weft.transforms.transports.distributed import Distributed
 from weft.transforms.transports.launch import launch
 
@@ -136,6 +137,28 @@ def both_fail() -> None:
 def test_of_several_errors_the_first_ranks_is_raised() -> None:
     with pytest.raises(ValueError, match="on 0"):
         launch(both_fail, 2)
+
+
+KEPT: list[Distributed] = []
+
+
+def send_much_and_leave() -> float | None:
+    """Rank 0 is at its end long before rank 1 takes what it sent."""
+    transport = Distributed(timeout=10)
+    KEPT.append(transport)
+
+    def stage(p: Any, s: Any, batch: Any, x: Any) -> Any:
+        return s, torch.ones(10_000_000) if x is None else x.sum()[None]
+
+    made = pipeline([stage, stage], transport=transport)
+    if transport.rank == 1:
+        time.sleep(0.7)
+    _, outs = made.stream([None], [None], [torch.ones(1)], [Job(feeds=False)])
+    return None if outs[0] is None else float(outs[0])
+
+
+def test_what_a_rank_sent_arrives_though_it_has_returned() -> None:
+    launch(send_much_and_leave, 2)
 
 
 def silent() -> None:
