@@ -34,6 +34,9 @@ class Distributed:
     Made by every rank, in the same order. Under `torchrun`, or a launcher that sets its variables (RANK, WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT), on any number of nodes. It keeps to itself: no default process group is needed, or made.
 
+    With a GPU a step returns before it is done, and a rank that fails leaves the others' results unfilled: call
+    `synchronize()` before results are read on the host. Where nobody asks, the process ends with the named error.
+
     Args:
         device: where this rank's tensors are; None: `cuda:LOCAL_RANK` where there is one, else the CPU.
         backend: `gloo` for the CPU, `nccl` or `peer` for GPUs; None: by the device. `peer` stores into the neighbour's
@@ -115,8 +118,10 @@ class Distributed:
         Raises:
             RankError: a rank has failed, so that it never will, or that it did not receive what it computed with.
         """
-        if self._guard is not None and (event := self._guard.launched(self.watch.here)) is not None:
-            while not event.query():
+        if self._guard is not None:
+            self.watch.at_sync()
+            event = self._guard.launched(self.watch.here)
+            while event is not None and not event.query():
                 self._guard.check()
                 time.sleep(_PAUSE)
         self.check()

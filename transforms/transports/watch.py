@@ -14,6 +14,8 @@ CAPACITY = 2
 """Messages that an edge between processes holds: of more, a sender waits."""
 AGREE = "agree on the programs"
 """What ranks do before the first step by a plan."""
+SYNC = "synchronize"
+"""What a host does that waits for its device; before it, the device may replay steps of which nothing is written."""
 _POLL = 0.1
 """The most seconds between two looks at the board by a rank that waits for it."""
 _GRACE = 1.0
@@ -93,6 +95,10 @@ class Watch:
         """Say what this rank is about to do."""
         self.here = attrs.evolve(self.here, index=index, instruction=str(instruction))
         self.board.place(self.here)
+
+    def at_sync(self) -> None:
+        """Say that this rank waits for its device, and for which time since its last step."""
+        self.at(self.here.index + 1 if self.here.instruction == SYNC else 0, SYNC)
 
     def wait(self, key: str, peer: int, timeout: float | None = None) -> bytes:
         """The value that `peer` writes under a key.
@@ -206,12 +212,15 @@ class Watch:
         here = places[rank]
         if here.instruction == AGREE:
             return [r for r, place in enumerate(places) if place.step < here.step]
+        if here.instruction == SYNC:
+            behind = [r for r, place in enumerate(places) if _reached(place) < _reached(here)]
+            return sorted(behind, key=lambda r: _reached(places[r]))
         if (plan := self._plans.get(here.digest)) is None:
             return ()
         counts = [len(program.effects) for program in plan.programs]
         ahead = [place.step - here.step for place in places]
         at = [
-            0 if a < 0 else count if a > 0 else min(place.index, count)
+            0 if a < 0 else count if a > 0 or place.instruction == SYNC else min(place.index, count)
             for a, place, count in zip(ahead, places, counts, strict=True)
         ]
         return blockers(plan.programs, at, rank, CAPACITY)
@@ -222,3 +231,8 @@ class Watch:
         if "timed out" in text.lower() or "timeout" in text.lower():
             return self.explain(peer, f"no progress for {self.timeout:g} s")
         return self.explain(peer, f"its process ended, or was cut off ({text:.120})", closed=True)
+
+
+def _reached(place: Position) -> tuple[int, int]:
+    """How far a rank is: in steps, and in waits for its device since."""
+    return place.step, place.index + 1 if place.instruction == SYNC else 0

@@ -15,7 +15,7 @@ from weft.transforms.transports.board import Board, Exit, Position, note_exit
 from weft.transforms.transports.failures import Failure
 from weft.transforms.transports.guard import Guard
 from weft.transforms.transports.plan import Plan
-from weft.transforms.transports.watch import AGREE, Watch
+from weft.transforms.transports.watch import AGREE, SYNC, Watch
 
 PLAN = Plan(pipeline([scale] * 2).programs(1))
 
@@ -162,6 +162,20 @@ def test_a_rank_whose_guard_is_gone_is_blamed_where_its_host_was(runs: Callable[
     error = error_of(run.guards[1])
     assert (error.rank, error.instruction) == (0, "send to 1 [mb 0]")
     assert error.cause == "no progress for 0.8 s: its process ended, or was stopped"
+
+
+def test_of_replays_the_rank_that_waits_less_often_for_its_device_is_blamed(runs: Callable[..., Run]) -> None:
+    """Nothing of a replay is written down; rank 0 stalls before its second."""
+    run = runs()
+    for rank, times in ((0, 1), (1, 2)):
+        for count in range(times):
+            run.watches[rank].at_sync()
+            event = run.guards[rank].launched(run.watches[rank].here)
+            assert isinstance(event, Event)
+            event.done = count == 0
+    for guard in run.guards:
+        error = error_of(guard)
+        assert (error.rank, error.instruction) == (0, SYNC)
 
 
 def test_a_failure_that_is_written_down_is_heard_at_once(runs: Callable[..., Run]) -> None:
