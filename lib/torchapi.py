@@ -1,6 +1,7 @@
 """The one module that imports torch's private names, so that a new torch breaks one file."""
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -13,18 +14,22 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DispatchMode",
     "FunctionMode",
+    "backend_switches",
     "borrowed",
+    "children_of",
     "clone_all",
     "copy_all",
     "current_device",
     "current_stream_id",
     "empty_strided_on",
     "function_modes",
+    "generator_bytes",
     "global_state_check",
     "in_dispatch_mode",
     "in_functorch_transform",
@@ -36,6 +41,7 @@ __all__ = [
     "replayer",
     "stop_allocating_to_pool",
     "storage_id",
+    "switches",
     "tensors_check",
     "unnamed_children",
 ]
@@ -172,7 +178,48 @@ def function_modes() -> tuple[Any, ...]:
     if _len_torch_function_stack() == 0:
         return ()
     modes = [mode for mode in _get_current_function_mode_stack() if not getattr(mode, "only_looks", False)]
-    return tuple(str(getattr(mode, "device", mode)) for mode in modes)
+    return tuple(str(mode.device) if isinstance(mode, DeviceContext) else mode for mode in modes)
+
+
+def switches() -> tuple[tuple[str, Any], ...]:
+    """What a result depends on beside the arguments, by name: autograd's mode, autocast, defaults, and the switches by
+    which torch chooses among its kernels. `global_state_check` sees a change of any but those of `backend_switches`."""
+    devices = ("cpu", "cuda")
+    return (
+        ("inference mode", torch.is_inference_mode_enabled()),
+        ("grad mode", torch.is_grad_enabled()),
+        ("autocast", tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in devices)),
+        ("default dtype", torch.get_default_dtype()),
+        ("deterministic algorithms", torch.get_deterministic_debug_mode()),
+        ("float32 precision", torch._C._get_fp32_precision_getter("cuda", "matmul")),
+        ("reduced precision of float16", torch._C._get_cublas_allow_fp16_reduced_precision_reduction()),
+        ("reduced precision of bfloat16", torch._C._get_cublas_allow_bf16_reduced_precision_reduction()),
+        *backend_switches(),
+    )
+
+
+def backend_switches() -> tuple[tuple[str, Any], ...]:
+    """The switches, by name, that attention, convolutions and recurrent layers consult."""
+    c: Any = torch._C
+    attention = (c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(), c._get_math_sdp_enabled())
+    attention += (c._get_cudnn_sdp_enabled(), *c._get_sdp_priority_order(), torch.backends.mha.get_fastpath_enabled())
+    cudnn = (c._get_cudnn_enabled(), c._get_cudnn_benchmark(), c._get_cudnn_deterministic())
+    return (
+        ("kernels of attention", attention),
+        ("cudnn", (*cudnn, c._get_fp32_precision_getter("cuda", "conv"), c._get_fp32_precision_getter("cuda", "rnn"))),
+    )
+
+
+def generator_bytes(generator: torch.Generator) -> bytes:
+    """The state of a random generator, read without any dispatch."""
+    with torch._C.DisableTorchFunction():
+        state = generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def children_of(spec: Any) -> list[Any]:
+    """The children of a tree's structure."""
+    return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
 
 
 def borrowed(tensor: torch.Tensor) -> torch.Tensor:

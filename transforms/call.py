@@ -8,15 +8,16 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.alike import alike
 from weft.donation import refuse_donated
 from weft.errors import DescriptorError, DonatedError
 from weft.padding import padded_shape
-from weft.torchapi import function_modes, in_dispatch_mode, in_functorch_transform, storage_id
+from weft.torchapi import function_modes, in_dispatch_mode, in_functorch_transform, storage_id, switches
 from weft.transforms.borrowing import refuse_stale
-from weft.transforms.memo import Key, check_hashable, check_plain, check_statics, leaf_key
+from weft.transforms.memo import Key, check_hashable, check_plain, check_statics, check_tensors, leaf_key
 from weft.trees import (
     TreeSpec,
-    alike,
+    keys_in,
     leaf_axes,
     leaves_with_names,
     map_sized,
@@ -142,10 +143,27 @@ def inline_reason(call: Call) -> str | None:
     return None
 
 
-def _ambient() -> tuple[Any, ...]:
+def _ambient() -> tuple[tuple[str, Any], ...]:
     """What a result depends on beside the arguments: a replay must be of a capture in the same surroundings."""
-    casts = tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
-    return (torch.is_inference_mode_enabled(), *casts, torch.get_default_dtype(), function_modes())
+    return (*switches(), ("function modes", tuple(_Itself(mode) for mode in function_modes())))
+
+
+@attrs.frozen(eq=False)
+class _Itself:
+    """An object in a key: the same only as itself, however it is compared. A name is compared as such."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Itself):
+            return NotImplemented
+        return self.value == other.value if isinstance(self.value, str) else self.value is other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value) if isinstance(self.value, str) else id(self.value)
+
+    def __repr__(self) -> str:
+        return str(self.value)
 
 
 def check_sizes(call: Call, descriptor: Any, name: str) -> None:
@@ -164,7 +182,11 @@ def signature_of(call: Call) -> Key:
     leaves = [leaf_key(x, None, True) for x in call.reference_leaves]
     leaves += [leaf_key(x, None, False) for x in call.copied_leaves]
     statics = tuple((name, alike(value)) for name, value in call.statics.items())
-    return Key(_ambient(), "", (call.reference_tree, call.copied_tree), statics, None, tuple(leaves))
+    return Key(_ambient(), "", _structure(call.reference_tree, call.copied_tree), statics, None, tuple(leaves))
+
+
+def _structure(references: TreeSpec, copied: TreeSpec) -> tuple[TreeSpec, TreeSpec, tuple[Any, ...]]:
+    return references, copied, (*keys_in(references), *keys_in(copied))
 
 
 def hashable_signature(call: Call, name: str) -> Key:
@@ -185,7 +207,9 @@ def check_call(call: Call, roles: Roles, name: str) -> None:
         CaptureError: an argument that is neither tensors nor plain values, or a static one that holds a tensor.
         DonatedError: a donated argument shares its storage with another.
     """
-    check_plain((*call.reference_leaves, *call.copied_leaves), f"{name}(...)", call.leaf_names)
+    leaves = (*call.reference_leaves, *call.copied_leaves)
+    check_plain(leaves, f"{name}(...)", call.leaf_names)
+    check_tensors(leaves, f"{name}(...)", call.leaf_names)
     check_statics(call.statics, f"{name}(...)")
     refuse_shared(call, roles, name)
 
@@ -199,5 +223,5 @@ def key_of(call: Call, mode: str, descriptor: Any) -> Key:
     leaves = list(signature.leaves[: len(call.reference_leaves)])
     for leaf, spec in zip(call.copied_leaves, leaf_axes(call.copied), strict=True):
         leaves.append(leaf_key(leaf, padded_shape(leaf, spec, descriptor) if spec else None, False))
-    structure = (call.reference_tree, tree_structure(padded))
+    structure = _structure(call.reference_tree, tree_structure(padded))
     return attrs.evolve(signature, structure=structure, descriptor=descriptor, leaves=tuple(leaves))
