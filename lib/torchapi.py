@@ -15,7 +15,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "DispatchMode",
@@ -44,6 +44,7 @@ __all__ = [
     "switches",
     "tensors_check",
     "unnamed_children",
+    "unseen",
 ]
 
 
@@ -96,6 +97,12 @@ def unnamed_children(node: Any) -> list[Any] | None:
     """The children of a node whose class was registered with torch's pytree without names for them; None for others."""
     known = pytree.SUPPORTED_NODES.get(type(node))
     return None if known is None or known.flatten_with_keys_fn is not None else list(known.flatten_fn(node)[0])
+
+
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no dispatch mode sees what is done."""
+    modes: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return modes
 
 
 def in_dispatch_mode() -> bool:

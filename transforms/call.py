@@ -138,8 +138,8 @@ def inline_reason(call: Call) -> str | None:
     for leaf in (*call.reference_leaves, *call.copied_leaves):
         if isinstance(leaf, Tensor) and grad and leaf.requires_grad:
             return "an argument requires grad, and autograd must see the operators; torch.no_grad() lifts this"
-        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
-            return f"an argument is {leaf.layout}, which has no fixed addresses"
+        if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+            return f"an argument is {'nested' if leaf.is_nested else leaf.layout}, which has no fixed addresses"
     return None
 
 

@@ -114,10 +114,10 @@ def lower(
         CaptureError: what it does could not be captured.
     """
     prepared = prepare(of, call, decision.descriptor, device)
-    given = zip(prepared.names, (*prepared.references, *prepared.buffers), strict=True)
+    given = zip(prepared.given, prepared.names, (*prepared.references, *prepared.buffers), strict=True)
     donated = {id(x) for x in prepared.donated}
     own = {id(x) for x in prepared.references}
-    inputs = [(x, _origin(name, x, donated, own)) for name, x in given if isinstance(x, Tensor)]
+    inputs = [(x, _origin(name, leaf, donated, own)) for x, name, leaf in given if isinstance(x, Tensor)]
     writer = Writer(inputs, of.split_at if decision.mode == "piecewise" else frozenset())
     audit = audit_of(of, prepared, device)
     with prepared.untouched(audit):

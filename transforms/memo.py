@@ -85,19 +85,14 @@ PLAIN = (
 def check_tensors(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]]) -> None:
     """Raise an error for a tensor with more to it than its key says."""
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or type(leaf) in (Tensor, Parameter) and not (
-            leaf.is_quantized or leaf.is_nested
-        ):
+        if not isinstance(leaf, Tensor) or (type(leaf) in (Tensor, Parameter) and not leaf.is_quantized):
             continue
-        name = [*names()][index]
-        if leaf.is_quantized or leaf.is_nested:
-            what = "quantized, with scales" if leaf.is_quantized else "nested, with shapes"
-            seen, instead = f"{name} is {what} that are no part of the key", "pass plain tensors, and make it inside"
+        if leaf.is_quantized:
+            what, instead = "quantized, with scales that are no part of the key", "pass x.int_repr() and the scales"
         else:
-            seen = f"{name} is a {type(leaf).__name__}, a subclass of Tensor that may give any operator a meaning"
-            instead = "pass a plain tensor (x.as_subclass(torch.Tensor), or the tensors that it wraps)"
-        raise CaptureError(call, seen, instead)
-
+            what = f"a {type(leaf).__name__}, a subclass of Tensor, which may give any operator a meaning of its own"
+            instead = "pass plain tensors: those that it wraps, or x.as_subclass(torch.Tensor)"
+        raise CaptureError(call, f"{[*names()][index]} is {what}", instead)
 
 
 def check_plain(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]]) -> None:

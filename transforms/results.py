@@ -10,8 +10,19 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from weft.errors import CaptureError
 from weft.torchapi import storage_id
-from weft.trees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_structure
+from weft.transforms.call import Call
+from weft.transforms.memo import PLAIN
+from weft.trees import (
+    TreeSpec,
+    leaves_with_names,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
 
 
 @attrs.frozen
@@ -98,6 +109,19 @@ def settle(result: Any, donated: Sequence[Any], references: Sequence[Any]) -> Ou
     # The caller's own tensors are not held here, or a graph would keep every state alive that it ever ran on.
     own = [leaf if owner is None else None for leaf, owner in zip(settled, owners, strict=True)]
     return Outputs(structure, tuple(own), tuple(owners))
+
+
+def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
+    """Raise CaptureError for a result that is neither a tensor nor a value that nobody can change: it would be the
+    same object after every replay, with whatever tensors it holds."""
+    given = {id(x) for x in (*call.statics.values(), *call.reference_leaves, *call.copied_leaves)}
+    for index, leaf in enumerate(outputs.leaves):
+        if leaf is None or isinstance(leaf, (Tensor, *PLAIN)) or id(leaf) in given:
+            continue
+        paths = [path for path, _ in leaves_with_names(tree_unflatten(list(outputs.leaves), outputs.structure))]
+        what = f"its result{paths[index]} is a {type(leaf).__name__}, which is neither a tensor, a plain value nor a pytree"
+        instead = "return the tensors in a tuple or a dict, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+        raise CaptureError(name, what, instead)
 
 
 def _owners(leaves: Sequence[Any], references: Sequence[Any]) -> list[int | None]:
