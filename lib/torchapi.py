@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import functools
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -35,7 +37,9 @@ __all__ = [
     "in_functorch_transform",
     "in_plain_surroundings",
     "is_capturing",
+    "is_compiled",
     "is_higher_order",
+    "off_fast_path",
     "operator_name",
     "pytree",
     "replayer",
@@ -81,6 +85,11 @@ class FunctionMode(TorchFunctionMode):
         TorchFunctionMode.__exit__(self, *error)
 
 
+def is_compiled(function: Any) -> bool:
+    """Whether `torch.compile` made a function or a module."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
 def is_higher_order(func: Any) -> bool:
     """Whether an operator takes functions, as torch.cond does."""
     return isinstance(func, HigherOrderOperator)
@@ -106,8 +115,9 @@ def unseen() -> contextlib.AbstractContextManager[Any]:
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a dispatch mode is active in this thread: a capture, a trace, fake tensors, a counter of operators."""
-    return _len_torch_dispatch_stack() > 0
+    """Whether a dispatch mode is active in this thread (a capture, a trace, fake tensors, a counter of operators), or a
+    trace of torch.jit."""
+    return _len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
 
 
 def in_functorch_transform() -> bool:
@@ -116,12 +126,14 @@ def in_functorch_transform() -> bool:
 
 
 def in_plain_surroundings() -> bool:
-    """Whether no dispatch mode, no function mode, no torch.func transform and no forward-mode level is active."""
+    """Whether no dispatch mode, no function mode, no torch.func transform, no forward-mode level and no trace of
+    torch.jit is active."""
     return (
         _len_torch_dispatch_stack() == 0
         and _len_torch_function_stack() == 0
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
+        and not torch._C._is_tracing()
     )
 
 
@@ -215,6 +227,23 @@ def backend_switches() -> tuple[tuple[str, Any], ...]:
         ("kernels of attention", attention),
         ("cudnn", (*cudnn, c._get_fp32_precision_getter("cuda", "conv"), c._get_fp32_precision_getter("cuda", "rnn"))),
     )
+
+
+def off_fast_path() -> bool:
+    """Whether a module of torch.nn that is running (attention, a layer of a transformer) left its fast path only
+    because a function mode is in force."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__", "").startswith("torch.nn.modules."):
+            found = frame.f_locals
+            why = str(found.get("why_not_fast_path") or found.get("why_not_sparsity_fast_path"))
+            recorded = torch.is_grad_enabled() and any(
+                x is not None and x.requires_grad for x in found.get("tensor_args", ())
+            )
+            if "has_torch_function" in why and not recorded:
+                return True
+        frame = frame.f_back
+    return False
 
 
 def generator_bytes(generator: torch.Generator) -> bytes:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from weft.alike import alike
 from weft.errors import DescriptorError, TreeError
-from weft.torchapi import pytree as _pytree
 from weft.torchapi import children_of, unnamed_children
+from weft.torchapi import pytree as _pytree
 
 C = TypeVar("C", bound=type)
 

@@ -15,6 +15,7 @@ from weft.padding import padded_shape
 from weft.torchapi import function_modes, in_dispatch_mode, in_functorch_transform, storage_id, switches
 from weft.transforms.borrowing import refuse_stale
 from weft.transforms.memo import Key, check_hashable, check_plain, check_statics, check_tensors, leaf_key
+from weft.transforms.overlap import overlap, overlaps_itself
 from weft.trees import (
     TreeSpec,
     keys_in,
@@ -93,10 +94,16 @@ def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def refuse_shared(call: Call, roles: Roles, name: str) -> None:
-    """Raise if a donated argument's storage is that of another argument by reference: what it holds after the call
-    would be unsaid. (What is copied in is copied before anything is written.)"""
-    count = _num_donated(call.references, roles)
+    """Raise if a donated argument shares memory with another donated one, or its storage with another argument by
+    reference: what it holds after the call would be unsaid. (What is copied in, is so before anything is written.)"""
+    count = num_donated(call.references, roles)
     leaves = list(zip(call.leaf_names(), call.reference_leaves, strict=False))
+    donated = [(path, x) for path, x in leaves[:count] if isinstance(x, Tensor) and not x.is_meta]
+    for index, (path, leaf) in enumerate(donated):
+        if overlaps_itself(leaf):
+            raise _shared(name, f"{path}, which is donated, has elements that share memory, as an expanded tensor has")
+        if other := next((p for p, x in donated[:index] if overlap(x, leaf)), None):
+            raise _shared(name, f"{path} shares memory with {other}, and both are donated")
     owners = {storage_id(x): path for path, x in leaves[:count] if isinstance(x, Tensor) and x.numel()}
     for path, leaf in leaves[count:]:
         if isinstance(leaf, Tensor) and storage_id(leaf) in owners:
@@ -104,7 +111,7 @@ def refuse_shared(call: Call, roles: Roles, name: str) -> None:
 
 
 def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
-    count = _num_donated(call.references, roles)
+    count = num_donated(call.references, roles)
     donated = {id(x) for x in call.reference_leaves[:count] if isinstance(x, Tensor)}
     if donated and any(id(x) in donated for x in (*call.reference_leaves[count:], *call.copied_leaves)):
         leaves = (*call.reference_leaves, *call.copied_leaves)
@@ -112,7 +119,7 @@ def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
         raise _shared(name, f"{path} is a tensor that the same call donates")
 
 
-def _num_donated(references: dict[str, Any], roles: Roles) -> int:
+def num_donated(references: dict[str, Any], roles: Roles) -> int:
     """How many of the leaves by reference are donated: they stand first."""
     return len(tree_leaves([references[n] for n in roles.donated if n in references]))
 

@@ -35,8 +35,8 @@ class Entry:
         recording: the graph.
         buffers: what it reads its copied inputs from.
         axes: of each buffer that is padded; None for the rest.
-        external: the tensors from outside that it reads and that could require grad: while one does, the function itself
-            must run under autograd.
+        external: the tensors from outside that it reads and that could require grad: while one does, the function
+            itself must run under autograd.
         consults_switches: it chose kernels by `weft.torchapi.backend_switches`.
         blanks: for each buffer that is padded with one number, a tensor of padding; None for large ones, and the rest.
         last_use: the number of the replay that used it last, by which the least used is found.

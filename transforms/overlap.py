@@ -54,7 +54,9 @@ def _extent(x: Tensor) -> int:
 
 def _blocks(x: Tensor) -> tuple[Tensor, int]:
     """The bytes of a tensor as blocks of one length: where each begins, in order."""
-    dims = sorted((stride * x.element_size(), size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
+    dims = sorted(
+        (stride * x.element_size(), size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
+    )
     length = x.element_size()
     while dims and dims[0][0] == length:
         length *= dims.pop(0)[1]

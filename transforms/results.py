@@ -93,6 +93,7 @@ def settle(result: Any, donated: Sequence[Any], references: Sequence[Any]) -> Ou
     Every output that lies in donated storage without being its rightful next value is copied first, so that the order
     of the writes cannot be seen.
     """
+    recorded = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result)]
     result = tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, result)
     leaves, structure = tree_flatten(result)
     homes = _homes(result, donated)
@@ -106,6 +107,9 @@ def settle(result: Any, donated: Sequence[Any], references: Sequence[Any]) -> Ou
     values = [detached(leaf, homes.get(i)) for i, leaf in enumerate(leaves)]
     settled = [_write_back(value, homes.get(i)) for i, value in enumerate(values)]
     owners = _owners(settled, references)
+    for i, owner in enumerate(owners):  # a parameter that was detached is not the parameter
+        if owner is not None and i not in homes and references[owner].requires_grad != recorded[i]:
+            owners[i] = None
     # The caller's own tensors are not held here, or a graph would keep every state alive that it ever ran on.
     own = [leaf if owner is None else None for leaf, owner in zip(settled, owners, strict=True)]
     return Outputs(structure, tuple(own), tuple(owners))
@@ -120,7 +124,9 @@ def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
             continue
         paths = [path for path, _ in leaves_with_names(tree_unflatten(list(outputs.leaves), outputs.structure))]
         what = f"its result{paths[index]} is a {type(leaf).__name__}, which is neither a tensor, a plain value nor a pytree"
-        instead = "return the tensors in a tuple or a dict, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+        instead = (
+            "return the tensors in a tuple or a dict, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+        )
         raise CaptureError(name, what, instead)
 
 

@@ -3,7 +3,7 @@ to tensors that are not its own. The error names the user's line."""
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import attrs
@@ -78,13 +78,14 @@ class Audit(DispatchMode):
         self.lent = {storage_id(t) for t in inputs.lent}
         self.names = {storage_id(t): name for name, t in inputs.names}
         self._buffers = {storage_id(t) for t in inputs.buffers}
+        self._with_gaps = {storage_id(t) for t in inputs.buffers if t.nbytes < t.untyped_storage().nbytes()}
         self._writable = {storage_id(t) for t in inputs.writable}
         self.own = set(self._writable)
         self._arguments = inputs.arguments
         self._results: list[weakref.ref[Tensor]] = []
         self.external: dict[int, Tensor] = {}
         self.called: set[str] = set()
-        self.random = Randomness(call, (*_default_generators(on_device), *inputs.generators))
+        self.random = Randomness(call, _default_generators(on_device), inputs.generators)
         self._reads = HostReads(call, self._is_argument, lambda t: storage_id(t) in self.own)
 
     def __enter__(self) -> Self:
@@ -146,6 +147,9 @@ class Audit(DispatchMode):
         if func.namespace in COLLECTIVES and not self.collectives:
             instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
             raise refusal(self.call, f"{func} is a collective operation, which waits for other ranks", instead)
+        if func is torch.ops.aten.as_strided.default and storage_id(args[0]) in self._with_gaps:
+            fault = f"as_strided of {self.names[storage_id(args[0])]}, of whose storage a replay has its elements only"
+            raise refusal(self.call, fault, "x.contiguous() first, or pass the whole tensor that it is a view of")
         for tensor in written(func, args, kwargs):
             if (place := storage_id(tensor)) not in self.own:
                 name = self.names.get(place, "a tensor from outside it")
@@ -175,10 +179,9 @@ class Audit(DispatchMode):
             gc.collect()  # a cycle of references is no leak
         if found := self._leaked(returned):
             shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in found[:3])
-            made = any(storage_id(t) in self.own for t in found)
             what, instead = "a tensor that it made is", "make it before the call and pass it in, or return it"
-            if not made:
-                what, instead = "an argument, or a view of one, is", "return it, or keep a clone"
+            if all(storage_id(t) in self._buffers for t in found):
+                what, instead = "an argument, or a view of one, is", "keep a clone of it outside the function"
             seen = f"{what} kept and not returned ({shapes}): in a cache, a global or an attribute"
             raise CaptureError(self.call, seen, instead)
         self._results = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import FunctionMode
+from weft.torchapi import FunctionMode, off_fast_path
 from weft.transforms.backends.operators import tensors_in
 
 REMEDY = "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
@@ -52,7 +52,11 @@ class HostReads(FunctionMode):
             return self._look(func, args)
         if found := _fault(func, name, args, kwargs):
             raise refusal(self.call, *found)
-        self.attends = self.attends or name in _ATTENTION
+        if name in _ATTENTION:
+            self.attends = True
+            if off_fast_path():
+                fault = "the fast path of torch.nn's attention, which this capture cannot take"
+                raise refusal(self.call, fault, "torch.backends.mha.set_fastpath_enabled(False) before, for all calls")
         return func(*args, **kwargs)
 
     def _look(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -94,7 +98,7 @@ def _any_tensor(*values: Any) -> bool:
 
 
 def _is_list_of_tensors(index: Any) -> bool:
-    """Whether a part of an index is a list that holds tensors. (A list of tensors of indices, by itself, is a tuple.)"""
+    """Whether a part of an index is a list that holds tensors. (A list of tensors, by itself, is a tuple.)"""
     parts = index if isinstance(index, tuple | list) else ()
     return any(_any_tensor(part) for part in parts if isinstance(part, list | tuple))
 

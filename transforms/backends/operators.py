@@ -58,6 +58,7 @@ def is_harmless(func: Any) -> bool:
     data, and is neither collective nor makes pinned memory."""
     aten = torch.ops.aten
     watched = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._local_scalar_dense)
+    watched = (*watched, aten.as_strided)
     copies = (aten._to_copy.default, aten.copy_.default)
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     suspect = func.overloadpacket in (*watched, *_BATCH_NORMS) or func in copies or any(t in func.tags for t in tags)

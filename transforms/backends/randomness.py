@@ -1,7 +1,7 @@
 """The random generators that a captured function draws from: a replay draws on, and does not seed again."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +20,22 @@ class UnknownGenerator(RuntimeError):
 class Randomness:
     """Watches the generators of a function's runs.
 
-    A generator was seeded if its seed changed, or if its state is one that it had before: the run that is recorded
-    starts from a seed that nobody knows. (Other threads may draw from a default generator meanwhile.) One that a
-    rehearsal did not meet is made by the function itself.
+    A generator was set if its seed changed, or if it is in a state that it was in before, or that its seed gives; if
+    it is no default generator, which other threads draw from too, also if it is in any state but the one that the last
+    operator left. The run that is recorded starts from a state of its own. A generator that a rehearsal did not meet is
+    made by the function itself.
 
     Args:
         call: how the function is called in error messages.
-        known: the default generators, and those among the arguments.
+        default: the default generators.
+        known: others, such as those among the arguments.
     """
 
-    def __init__(self, call: str, known: Iterable[torch.Generator]) -> None:
+    def __init__(self, call: str, default: Sequence[torch.Generator], known: Iterable[torch.Generator]) -> None:
         self.call = call
-        self.before = {generator: generator.get_state() for generator in known}
+        self.default = default
+        self.before = {generator: generator.get_state() for generator in (*default, *known)}
+        self._first = {generator: generator_bytes(generator) for generator in self.before}
         self._seeds: dict[torch.Generator, int] = {}
         self._seen: dict[torch.Generator, list[bytes]] = {}
         self._records = self._rehearsed = False
@@ -40,13 +44,13 @@ class Randomness:
         """Take these for known."""
         for generator in generators:
             if generator not in self.before:
-                self.before[generator] = generator.get_state()
+                self._take(generator)
 
     def record(self) -> None:
         """The next run is the recorded one. Called before a capture begins: CUDA lets nobody look into one."""
         self._records = True
         for generator in self.before:
-            generator.seed()
+            torch.rand(1, generator=generator, device=generator.device)
 
     def rehearse(self) -> None:
         """The next run is none that is recorded."""
@@ -84,7 +88,7 @@ class Randomness:
 
     def _meet(self, generator: torch.Generator) -> None:
         if not self._records:
-            self.before[generator] = generator.get_state()
+            self._take(generator)
             self._look(generator)
         elif self._rehearsed:
             fault = "it draws from a generator that it made itself, which a replay does not make again: it draws on"
@@ -95,12 +99,19 @@ class Randomness:
     def _look(self, generator: torch.Generator) -> None:
         if generator.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # CUDA itself refuses another seed than the one before
+        if generator not in self._seen:
+            fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+            self._seen[generator] = [generator_bytes(fresh), self._first[generator]]
         self._seeds[generator] = generator.initial_seed()
-        self._seen.setdefault(generator, []).append(generator_bytes(generator))
+        self._seen[generator].append(generator_bytes(generator))
+
+    def _take(self, generator: torch.Generator) -> None:
+        self.before[generator], self._first[generator] = generator.get_state(), generator_bytes(generator)
 
     def _was_set(self, generator: torch.Generator) -> bool:
         state, seen = generator_bytes(generator), self._seen[generator]
-        return generator.initial_seed() != self._seeds[generator] or (state != seen[-1] and state in seen)
+        moved = state != seen[-1] and (state in seen or generator not in self.default)
+        return moved or generator.initial_seed() != self._seeds[generator]
 
 
 @functools.cache

@@ -71,7 +71,8 @@ class _Recorder(DispatchMode):
         self._made.update(storage_id(t) for _, t in fresh)
         writes = any(True for _ in written(func, args, kwargs))
         checks = not func._schema.returns  # such as the one by which linalg.inv raises
-        if (fresh or writes or checks) and func.overloadpacket not in _NOT_REPEATED and torch.Tag.inplace_view not in func.tags:
+        repeated = func.overloadpacket not in _NOT_REPEATED and torch.Tag.inplace_view not in func.tags
+        if (fresh or writes or checks) and repeated:
             args, kwargs = tree_map(self._held, (args, kwargs))
             self.tape.append(Operation(func, args, kwargs, tuple(fresh)))
         return result
