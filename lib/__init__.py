@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from weft.transforms.microbatch import microbatch
     from weft.transforms.piecewise import piecewise
     from weft.transforms.pipeline import compose, pipeline
+    from weft.transforms.scan import scan
     from weft.trees import axes, descriptor_field, pytree, static
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ _HOMES = {
     "weft.transforms.microbatch": ("microbatch",),
     "weft.transforms.piecewise": ("piecewise",),
     "weft.transforms.pipeline": ("compose", "pipeline"),
+    "weft.transforms.scan": ("scan",),
     "weft.trees": ("axes", "descriptor_field", "pytree", "static"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -96,6 +98,7 @@ __all__ = [
     "piecewise",
     "pipeline",
     "pytree",
+    "scan",
     "static",
     "unpad",
 ]

@@ -74,8 +74,31 @@ class RequestError(WeftError, ValueError):
     """A prompt or a generation argument that no model could serve."""
 
 
+class CostError(WeftError, ValueError):
+    """A cost or a moment that cannot be: negative, not finite, or missing for a stage."""
+
+
 class ProgramError(WeftError, ValueError):
     """A pipeline program that could not be built, or that the check refused."""
+
+
+class RankError(WeftError, RuntimeError):
+    """A rank of a pipeline that raised, exited or stalled, as the others see it.
+
+    Args:
+        call, seen, instead: as for any WeftError.
+        rank: whose fault it is.
+        instruction: what it was about to do, as its program prints it.
+        cause: what happened there.
+    """
+
+    def __init__(
+        self, call: str, seen: str, instead: str, rank: int | None = None, instruction: str = "", cause: str = ""
+    ) -> None:
+        super().__init__(call, seen, instead)
+        self.rank = rank
+        self.instruction = instruction
+        self.cause = cause
 
 
 class DeviceError(WeftError, RuntimeError):

@@ -3,13 +3,17 @@
 import contextlib
 import ctypes
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._C._functorch import peek_interpreter_stack
@@ -33,6 +37,7 @@ __all__ = [
     "function_modes",
     "generator_bytes",
     "global_state_check",
+    "host_store",
     "in_dispatch_mode",
     "in_functorch_transform",
     "in_plain_surroundings",
@@ -41,11 +46,14 @@ __all__ = [
     "is_higher_order",
     "off_fast_path",
     "operator_name",
+    "process_group",
     "pytree",
+    "rendezvous_store",
     "replayer",
     "stop_allocating_to_pool",
     "storage_id",
     "switches",
+    "symmetric_memory",
     "tensors_check",
     "unnamed_children",
     "unseen",
@@ -281,3 +289,61 @@ def stop_allocating_to_pool(device: torch.device, pool: tuple[int, int]) -> None
 def storage_id(tensor: torch.Tensor) -> int:
     """An identity of the storage that `tensor` is a view of, as long as the storage lives; a resize keeps it."""
     return int(tensor.untyped_storage()._cdata)
+
+
+_RUNS = itertools.count()
+
+
+def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> Any:
+    """A `torch.distributed.Store` that all processes of a launcher share, and that no earlier call returned; of the
+    default process group where there is one, else found by the launcher's variables (`env://`)."""
+    if dist.is_initialized():
+        whole = dist.distributed_c10d._get_default_store()
+    else:
+        whole, _, _ = next(dist.rendezvous("env://", rank, num_ranks, timeout=timedelta(seconds=timeout)))  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"weft/{next(_RUNS)}", whole)  # type: ignore[attr-defined]
+
+
+def host_store(address: str, timeout: float) -> Any:
+    """A store that this process hosts, at a free `port`, for a launcher's ranks to find."""
+    return dist.TCPStore(address, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def process_group(backend: str, name: str, store: Any, rank: int, num_ranks: int, timeout: float) -> Any:
+    """A process group of torch.distributed for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else.
+
+    Args:
+        backend: `gloo` or `nccl`.
+        name: different for each of a store.
+    """
+    own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(own, rank, num_ranks, timedelta(seconds=timeout))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    return dist.ProcessGroupNCCL(own, rank, num_ranks, options)
+
+
+def symmetric_memory(
+    name: str, store: Any, rank: int, num_ranks: int, nbytes: int, device: torch.device
+) -> list[Tensor]:
+    """`nbytes` bytes of zeros on every rank's GPU, and a view of each rank's from here: [nbytes] uint8, one a rank.
+
+    Collective: every rank calls it with the same size. The memory lives as long as the views.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    _SymmetricMemory.set_group_info(name, rank, num_ranks, dist.PrefixStore(name, store))  # type: ignore[attr-defined]
+    own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, name)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    handle = _SymmetricMemory.rendezvous(own)
+    views = [handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(num_ranks)]
+    handle.barrier()
+    torch.cuda.synchronize(device)
+    return [_with_owner(view, (own, handle)) for view in views]
+
+
+def _with_owner(view: Tensor, owner: Any) -> Tensor:
+    view.__weft_owner__ = owner  # type: ignore[attr-defined]
+    return view

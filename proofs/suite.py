@@ -2,6 +2,7 @@
 checks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
@@ -55,6 +56,10 @@ def _pipelined_functions(data: st.DataObject, device: str) -> None:
     rows = data.draw(st.integers(1, 6))
     x = torch.arange(rows * 4, dtype=torch.float32).reshape(rows, 4).cos()
     laws.pipeline_is_composition_on_functions(functions, x, data.draw(st.integers(1, 3)), device)
+
+
+def _on_programs(law: Callable[..., None], cases: st.SearchStrategy[Any]) -> Callable[[st.DataObject, str], None]:
+    return lambda data, device: law(data.draw(cases))
 
 
 def _microbatched(data: st.DataObject, device: str) -> None:
@@ -163,6 +168,13 @@ LAWS = (
     Law("L9", "borrowed results are right", _on_functions(laws.borrowed_results_are_right)),
     Law("L9", "graph keeps what it reads", _kept),
     Law("L9", "dropped graphs are not in use", _dropped),
+    Law("L10", "schedules are right", _on_programs(laws.schedules_are_right, strategies.programs())),
+    Law("L10", "the checker is right", _on_programs(laws.checker_is_right, strategies.edited_programs())),
+    Law(
+        "L10",
+        "broken programs are refused",
+        _on_programs(laws.broken_programs_are_refused, strategies.broken_programs()),
+    ),
     Law("L13", "micro-batches are one", _microbatched),
     Law("L14", "memory is estimated", _estimated),
     Law("L15", "functions of graphs are functions", _with_func(laws.functions_of_graphs_are_functions)),

@@ -12,6 +12,7 @@ FOLDERS = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transform
 NEEDS = {
     "weft.ops.paged_attention_triton": "triton",  # which is to be had on Linux alone
     "weft.proofs.dispatch_proof": "z3",
+    "weft.proofs.schedule_proof": "z3",
     "weft.proofs.symbolic": "z3",
 }
 

@@ -1,8 +1,11 @@
 """Transforms, functions to functions: `graphify`, `pipeline`, `microbatch`, and what they are made of."""
 
+from weft.transforms.balance import balance
 from weft.transforms.checker import check
+from weft.transforms.cohorts import CohortPlan, CohortRow, plan_cohorts
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.dispatch_table import DispatchTable, dispatch_table
+from weft.transforms.events import Event
 from weft.transforms.generate import Runner, make_runner, make_state
 from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.graphs import Explanation
@@ -13,25 +16,45 @@ from weft.transforms.memory import MemoryAnalysis, MemoryEstimate
 from weft.transforms.microbatch import join, microbatch, split
 from weft.transforms.piecewise import piecewise
 from weft.transforms.pipeline import Pipelined, compose, pipeline
+from weft.transforms.scan import scan
 from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
+from weft.transforms.simulate import Costs, simulate
+from weft.transforms.timeline import Comparison, Timeline, compare
+from weft.transforms.transports import Transport
+from weft.transforms.transports.distributed import Distributed
+from weft.transforms.transports.launch import launch
+from weft.transforms.transports.local import Local
+from weft.transforms.transports.threads import Threads
 
 __all__ = [
     "MODES",
     "CacheInfo",
+    "CohortPlan",
+    "CohortRow",
+    "Comparison",
     "Compiled",
+    "Costs",
     "Decision",
     "DispatchTable",
+    "Distributed",
+    "Event",
     "Explanation",
     "Graphified",
     "Job",
     "Ladder",
     "Limits",
+    "Local",
     "Lowered",
     "MemoryAnalysis",
     "MemoryEstimate",
     "Pipelined",
     "Runner",
+    "Threads",
+    "Timeline",
+    "Transport",
+    "balance",
     "check",
+    "compare",
     "compose",
     "decode_jobs",
     "dispatch",
@@ -39,6 +62,7 @@ __all__ = [
     "graphify",
     "jobs_for",
     "join",
+    "launch",
     "lora_rungs",
     "make_ladder",
     "make_programs",
@@ -47,6 +71,9 @@ __all__ = [
     "microbatch",
     "piecewise",
     "pipeline",
+    "plan_cohorts",
+    "scan",
+    "simulate",
     "split",
     "streaming",
 ]

@@ -175,7 +175,8 @@ class _Itself:
 
 def check_sizes(call: Call, descriptor: Any, name: str) -> None:
     """Raise DescriptorError for a sized leaf that has not the size that the call's descriptor says."""
-    for (path, leaf), spec in zip(leaves_with_names(call.copied), leaf_axes(call.copied), strict=True):
+    names = call.leaf_names()[len(call.reference_leaves) :]
+    for path, leaf, spec in zip(names, call.copied_leaves, leaf_axes(call.copied), strict=True):
         if spec is not None and tuple(leaf.shape) != (expected := padded_shape(leaf, spec, descriptor)):
             raise DescriptorError(
                 f"{name}(...)",

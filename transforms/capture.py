@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.errors import CaptureError
+from weft.errors import CaptureError, WeftError
 from weft.padding import inert, padded_shape
 from weft.torchapi import unseen
 from weft.transforms.backends import Backend, Recording
@@ -174,7 +174,7 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
     prepared = prepare(of, call, descriptor, backend.device)
     split_at = of.split_at if mode == "piecewise" else frozenset()
     audit = audit_of(of, prepared, backend.device)
-    with prepared.untouched(audit):
+    with prepared.untouched(audit), _noted(of.name, descriptor):
         recording = backend.capture(prepared.run, audit, split_at)
         prepared.given.clear()
         refuse_opaque(f"graphify({of.name})", recording.outputs, call)
@@ -195,6 +195,17 @@ def _blank(buffer: Any, spec: Axes | None) -> Tensor | None:
     if spec is None or isinstance(spec.pad, str) or buffer.nbytes > BLANK_BYTES:
         return None
     return torch.full_like(buffer, spec.pad)
+
+
+@contextmanager
+def _noted(name: str, descriptor: Any) -> Iterator[None]:
+    """Tell an error of the function's own that it ran on padded arguments."""
+    try:
+        yield
+    except Exception as error:
+        if descriptor is not None and not isinstance(error, WeftError):
+            error.add_note(f"in {name}, captured for '{descriptor}': only fields with weft.axes(...) are padded to it")
+        raise
 
 
 @contextmanager

@@ -1,14 +1,16 @@
 """The checker: programs are proved right before anything moves.
 
+What one rank's program says by itself is `weft.transforms.rank_checks`; here is what ranks say to each other.
+
 The machine it runs them on: every rank takes its effects in order; each edge is a queue of `capacity` messages, one
 for what stages send and one for what returns. A send waits while its queue is full, a receive while it is empty, a
 fence until its messages were received. Ranks are deterministic and each queue has one writer and one reader, so what
 is sent and whether all reach their end do not depend on the order in which ranks move, and more capacity never blocks
 (Kahn, 1974, "The semantics of a simple language for parallel programming"): one run with one message an edge decides.
-`weft.proofs.programs` holds that against all interleavings.
+`weft.proofs.programs_exhaustive` holds that against all interleavings.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -16,6 +18,7 @@ import attrs
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
+from weft.transforms.rank_checks import check_buffers, check_peers, check_values, returned
 
 
 @attrs.frozen
@@ -58,6 +61,14 @@ def takes(step: Step) -> Edge | None:
     return None
 
 
+def matches(sent: Step, taken: Step) -> bool:
+    """Whether a message is what its receiver waits for: of the micro-batch, in the schema."""
+    ours, theirs = taken.effect, sent.effect
+    assert isinstance(ours, Recv | Broadcast)
+    assert isinstance(theirs, Send | Broadcast)
+    return (theirs.microbatch, theirs.schema) == (ours.microbatch, ours.schema)
+
+
 class Machine:
     """Programs under way: where each rank is, and what is on each edge."""
 
@@ -66,6 +77,19 @@ class Machine:
         self.capacity = capacity
         self.at = [0] * len(programs)
         self.queues: dict[Edge, deque[Step]] = {}
+
+    def place(self, at: Sequence[int]) -> None:
+        """Put each rank where it has performed so many of its effects: on an edge is what was sent and not received."""
+        self.at = list(at)
+        done = [Step(p.rank, e) for p, count in zip(self.programs, at, strict=True) for e in p.effects[:count]]
+        received = Counter(edge for step in done if (edge := takes(step)) is not None)
+        self.queues = {}
+        for step in done:
+            for edge in puts(step, len(self.programs)):
+                self.queues.setdefault(edge, deque()).append(step)
+        for edge, count in received.items():
+            for _ in range(min(count, len(self.queues.get(edge, ())))):
+                self.queues[edge].popleft()
 
     def next(self, rank: int) -> Step | None:
         """What a rank is about to do; None at its end."""
@@ -98,12 +122,9 @@ class Machine:
         edge = takes(step)
         if edge is not None:
             sent = self.queues[edge].popleft()
-            mine, theirs = step.effect, sent.effect
-            assert isinstance(mine, Recv | Broadcast)
-            assert isinstance(theirs, Send | Broadcast)
-            if (theirs.microbatch, theirs.schema) != (mine.microbatch, mine.schema):
+            if not matches(sent, step):
                 raise ProgramError(
-                    "check of a pipeline's programs",
+                    f"check of {len(self.programs)} programs",
                     f"{sent} meets {step}",
                     "the same micro-batches in the same order, and one schema, on both ends of an edge",
                 )
@@ -153,98 +174,55 @@ def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[St
 
 
 def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
-    """Raise ProgramError unless the programs are right: every receive meets its send, in order and schema; all ranks
-    reach their end even where an edge holds one message; all work on micro-batches of the same class; each effect
-    finds what it needs; and no result is overwritten that is still being sent.
+    """Raise ProgramError unless the programs are right: all ranks run the same micro-batches, of the same classes, in
+    the same order, and advance with all of them or with none; each effect finds what it needs; every receive meets its
+    send, in order and schema; all ranks reach their end even where an edge holds one message; and no result is
+    overwritten that is yet to be read, or whose sending no fence has waited for.
+
+    What a job runs after (`Job.after`) is not in a program: `make_programs` keeps it, by proof.
 
     Args:
         programs: of all ranks, in order.
         buffers: results that a stage holds before it overwrites the oldest; None: each is a value of its own.
     """
     call = f"check of {len(programs)} programs"
+    if not programs or (buffers is not None and buffers < 1):
+        seen = f"buffers={buffers}" if programs else "no program"
+        raise ProgramError(call, seen, "a program for each rank, and one buffer or more (None: no reuse)")
     for index, program in enumerate(programs):
         if (program.rank, program.num_ranks) != (index, len(programs)):
-            raise ProgramError(
-                call,
-                f"program {index} says it is of rank {program.rank} of {program.num_ranks}",
-                "give the programs of all ranks, in order",
-            )
+            seen = f"program {index} says it is of rank {program.rank} of {program.num_ranks}"
+            raise ProgramError(call, seen, "give the programs of all ranks, in order")
         if program.classes != programs[0].classes:
             seen = f"rank 0 has micro-batches {programs[0].classes}, and rank {index} {program.classes}"
             raise ProgramError(call, seen, "make the batch by the same pure function on every rank")
-        _check_ranks(program)
+        check_peers(program)
+    _check_runs(programs)
+    for program in programs:
+        check_values(program, returned(programs[-1]))
+        if buffers is not None:
+            check_buffers(program, buffers)
     for _ in interleave(programs, capacity=1):
         pass
-    for program in programs:
-        _check_values(program)
-        if buffers is not None:
-            _check_buffers(program, buffers)
 
 
-def _check_ranks(program: Program) -> None:
-    """Raise ProgramError if an effect names a rank that there is not, or its own as the other end."""
-    for effect in program.effects:
-        match effect:
-            case Send(peer) | Recv(peer):
-                ok = peer < program.num_ranks and peer != program.rank
-            case Broadcast(root):
-                ok = root < program.num_ranks
-            case _:
-                ok = True
-        if not ok:
-            seen = f"'{effect}'"
-            instead = f"another rank than {program.rank}, below {program.num_ranks}"
-            raise ProgramError(f"check of rank {program.rank}'s program", seen, instead)
+def _check_runs(programs: Sequence[Program]) -> None:
+    """Raise ProgramError unless all ranks run the same micro-batches in the same order, and advance alike."""
+    call = f"check of {len(programs)} programs"
+    wanted = _ran(programs[0], "stage 0")
+    count = len(programs[0].classes) or len(wanted)
+    if sorted(wanted) != list(range(count)):
+        raise ProgramError(call, f"rank 0 runs micro-batches {wanted}", f"each of the {count} from 0 on, once")
+    advanced = sorted(_ran(programs[0], "advance"))
+    for rank, program in enumerate(programs):
+        if (ran := _ran(program, f"stage {rank}")) != wanted:
+            seen = f"rank 0 runs micro-batches {wanted}, and rank {rank} {ran}"
+            raise ProgramError(call, seen, "the same micro-batches in the same order on every rank")
+        mine = sorted(_ran(program, "advance"))
+        if mine != advanced or mine not in ([], list(range(count))):
+            seen = f"rank {rank} advances with micro-batches {mine} of {count}, and rank 0 with {advanced}"
+            raise ProgramError(call, seen, "every rank advances with each micro-batch once, or none with any")
 
 
-def _check_values(program: Program) -> None:
-    """Raise ProgramError unless each effect finds what it needs on its rank: an input, a result, an output."""
-    returning = {effect.microbatch for effect in program.effects if isinstance(effect, Broadcast)}
-    done: set[tuple[str, int]] = set()
-    for effect in program.effects:
-        mb = effect.microbatch
-        ran = ("stage", mb) in done
-        match effect:
-            case Recv():
-                what, ok = "recv", not ran
-            case Run("advance"):
-                what, ok = "advance", ran and (mb not in returning or ("broadcast", mb) in done)
-            case Run():
-                what, ok = "stage", program.rank == 0 or ("recv", mb) in done
-            case Send():
-                what, ok = "send", ran
-            case Broadcast():
-                what, ok = "broadcast", ran
-            case Fence():
-                what, ok = "fence", bool({("send", mb), ("broadcast", mb)} & done)
-        if not ok or (what, mb) in done:
-            raise ProgramError(
-                f"check of rank {program.rank}'s program",
-                f"'{effect}', for which it does not hold what that needs",
-                "recv, then run, then send or broadcast, then advance, each once a micro-batch",
-            )
-        done.add((what, mb))
-
-
-def _check_buffers(program: Program, buffers: int) -> None:
-    """Raise ProgramError if a stage runs into a buffer that is still being sent."""
-    held: list[Run] = []
-    unfenced: dict[int, Effect] = {}
-    for effect in program.effects:
-        match effect:
-            case Fence(mb):
-                unfenced.pop(mb, None)
-            case Run("advance"):
-                pass
-            case Run():
-                old = held[-buffers].microbatch if len(held) >= buffers else None
-                if old is not None and old in unfenced:
-                    raise ProgramError(
-                        f"check of rank {program.rank}'s program",
-                        f"'{effect}' overwrites what '{unfenced[old]}' may still be sending",
-                        f"'{Fence(old)}' before it",
-                    )
-                held.append(effect)
-            case Send() | Broadcast():
-                if not (isinstance(effect, Broadcast) and effect.root != program.rank):
-                    unfenced[effect.microbatch] = effect
+def _ran(program: Program, what: str) -> list[int]:
+    return [effect.microbatch for effect in program.effects if isinstance(effect, Run) and effect.what == what]

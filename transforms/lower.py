@@ -52,9 +52,9 @@ class Lowered(Generic[R]):
 
     def refuse(self, miss: Miss) -> NoReturn:
         """Raise the error for a call of another signature."""
+        instead = f"call {self.name} itself, which captures what it needs; or arguments like the lowered ones: of what "
+        instead += "is captured by reference those very tensors, or what a call returned in their place"
         call = f"{self.name}.lower(...).compile()(...)"
-        or_else = f"; or {miss.remedy}" if miss.remedy else ""
-        instead = f"call {self.name} itself, which captures what it needs{or_else}"
         raise CacheMissError(call, f"arguments unlike the lowered ones: {miss.differs}", instead)
 
     def __str__(self) -> str:

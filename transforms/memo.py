@@ -67,11 +67,10 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
             try:
                 hash(value)
             except TypeError as error:
-                raise CaptureError(
-                    call,
-                    f"{name} is no tensor and cannot be hashed ({error})",
-                    "pass a tensor, or a hashable value (a tuple for a list)",
-                ) from None
+                seen = f"{name} is no tensor and cannot be hashed ({error})"
+                instead = "pass a tensor, or a hashable value (a tuple for a list)"
+                numpy = isinstance(value, tuple) and _is_numpy(value[-1])
+                raise CaptureError(call, seen, _instead_of(value[-1]) if numpy else instead) from None
         raise
 
 
@@ -105,9 +104,13 @@ def check_plain(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[s
     raise CaptureError(call, seen, _instead_of(leaf))
 
 
+def _is_numpy(leaf: Any) -> bool:
+    return type(leaf).__module__.split(".")[0] == "numpy"
+
+
 def _instead_of(leaf: Any) -> str:
     """What to pass for an object that is no leaf."""
-    if type(leaf).__module__.split(".")[0] == "numpy":
+    if _is_numpy(leaf):
         return "torch.from_numpy(array)" if hasattr(leaf, "shape") and leaf.shape else "float(...) or int(...) of it"
     if isinstance(leaf, torch.nn.Module):
         return "its parameters, with torch.func.functional_call, or a stage of it (weft.stages.from_module)"

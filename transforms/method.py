@@ -13,6 +13,7 @@ class Method:
     def __init__(self, function: Any, instance: Any) -> None:
         self.__func__ = function
         self.__self__ = instance
+        self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from weft.transforms.backends.host_reads import user_line
 from weft.transforms.memo import Key, LeafKey
 from weft.transforms.structures import structure_differences
 from weft.trees import TreeSpec
@@ -106,10 +107,11 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
         if value != captured:
             yield f"{name}: {value}, captured {captured}"
     if new.structure != old.structure:
-        for one, other in zip(new.structure[:2], old.structure[:2], strict=True):
-            yield from _of_arguments(one, other)
-        if new.structure[:2] == old.structure[:2]:
-            yield f"keys of dicts: {brief_all(new.structure[2])}, captured {brief_all(old.structure[2])}"
+        if new.descriptor == old.descriptor:  # which is part of the structure
+            for one, other in zip(new.structure[:2], old.structure[:2], strict=True):
+                yield from _of_arguments(one, other)
+            if new.structure[:2] == old.structure[:2]:
+                yield f"keys of dicts: {brief_all(new.structure[2])}, captured {brief_all(old.structure[2])}"
         return
     for name, a, b in zip(names, new.leaves, old.leaves, strict=True):
         if a == b:
@@ -165,7 +167,11 @@ def nearest_miss(key: Key, memo: Mapping[Key, Any], names: Sequence[str], donate
     """In what `key` differs from the captured key that is most like it."""
     if not memo:
         return Miss("nothing is captured yet")
-    nearest = min(memo, key=lambda old: sum(1 for _ in differences(key, old, names)))
+
+    def distance(old: Key) -> tuple[bool, int]:
+        return key.descriptor != old.descriptor, sum(1 for _ in differences(key, old, names))
+
+    nearest = min(memo, key=distance)
     return miss_between(key, nearest, names, donated)
 
 
@@ -200,7 +206,7 @@ class Recaptures:
         if self._row == ENDLESS:
             warnings.warn(
                 f"{self.name}: the last {ENDLESS} calls captured a graph each, and replayed none that was there. They "
-                f"differ only in {changed}. Instead: {changed.remedy()}.",
+                f"differ only in {changed}. Instead: {changed.remedy()}. The last call: {user_line()}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -134,7 +134,7 @@ def _signature_of(call: str, fn: Callable[..., Any]) -> inspect.Signature:
 
 def _check_function(call: str, fn: Any) -> None:
     if not callable(fn):
-        raise CaptureError(call, f"a {type(fn).__name__}, no function", "a function over tensors")
+        raise CaptureError(call, f"{fn!r:.60}, which is no function", "a function over tensors")
     if is_compiled(fn):
         instead = "the function itself, or torch.compile(fn, mode='reduce-overhead') alone"
         raise CaptureError(call, "what torch.compile made, which cannot compile while it is watched", instead)

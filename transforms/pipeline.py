@@ -9,11 +9,11 @@ from weft.batch import Batch
 from weft.donation import donated_argnames, refuse_donated
 from weft.effects import Program, Schema, listing
 from weft.errors import ProgramError
-from weft.transforms.checker import check
 from weft.transforms.microbatch import join, split
-from weft.transforms.schedule import Job, jobs_for, make_programs
+from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
+from weft.transforms.transports.plan import Plan, fingerprint
 from weft.transforms.transports.worker import Worker, call_stage
 from weft.trees import tree_leaves
 
@@ -86,17 +86,6 @@ def _donations(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, .
     return ("state",) if any("state" in donated_argnames(f) for f in functions) else ()
 
 
-@attrs.frozen(eq=False)
-class Plan:
-    """Checked programs, and what a run of them is compared by on other ranks."""
-
-    programs: tuple[Program, ...]
-    buffers: int | None
-
-    def __attrs_post_init__(self) -> None:
-        check(self.programs, buffers=self.buffers)
-
-
 class Pipelined:
     """What `pipeline` returns: a step, and the programs that it runs. `print` it to read them."""
 
@@ -117,6 +106,7 @@ class Pipelined:
         self._returns = advance is not None or len(self._ranks) < len(self.stages)
         # A stage that lends its results overwrites them when it runs again.
         self._buffers = 1 if any(getattr(stage, "lends", False) for stage in self.stages) else None
+        self._fingerprints = tuple(fingerprint(index, stage) for index, stage in enumerate(self.stages))
         self._plans: dict[Any, Plan] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
@@ -134,7 +124,7 @@ class Pipelined:
             advances = self._advance is not None
             made = make_programs(len(self.stages), jobs, schema=self._schema, advances=advances, buffers=self._buffers)
             programs = tuple(attrs.evolve(program, classes=tuple(classes)) for program in made)
-            self._plans[key] = Plan(programs, self._buffers)
+            self._plans[key] = Plan(programs, self._buffers, self._fingerprints)
         return self._plans[key]
 
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
@@ -162,6 +152,21 @@ class Pipelined:
             raise ProgramError(f"{self.__name__}.stream(...)", seen, "a job for each batch")
         return self._run(params, state, batches, found)
 
+    def repeat(self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int) -> tuple[Any, list[Any]]:
+        """Run the same batch `length` times, as calls in a row would, but so that stages overlap: the micro-batches are
+        cohorts, each of which waits only for its own tokens of the step before. What `scan` does.
+
+        Returns:
+            The new state, and the output of each step.
+        """
+        cohorts = split(batch, self.microbatches)
+        jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
+        if self._advance is None:
+            jobs = [Job(feeds=self._returns)] * len(jobs)
+        state, outputs = self._run(params, state, cohorts * length, jobs)
+        starts = range(0, len(outputs), len(cohorts))
+        return state, [join(outputs[i : i + len(cohorts)], cohorts) for i in starts]
+
     def _jobs(self, batches: Sequence[Any]) -> Sequence[Job]:
         if not all(isinstance(batch, Batch) for batch in batches):
             return [Job(feeds=self._returns, after=i - 1 if i and self._returns else None) for i in range(len(batches))]
@@ -176,7 +181,7 @@ class Pipelined:
             Worker(rank, self.stages[rank], p, s, self._advance, batches)
             for rank, p, s in zip(self._ranks, params, state, strict=True)
         ]
-        self.transport.run(plan.programs, workers)
+        self.transport.run(plan, workers)
         returned = workers[0].outputs if self._returns else workers[-1].results
         return tuple(worker.state for worker in workers), [returned.get(mb) for mb in range(len(batches))]
 
@@ -206,6 +211,9 @@ def pipeline(
         stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y of the one before. A
             graphified stage is a stage.
         microbatches: parts that the batch is cut into, at most (a batch of fewer requests is cut into one a request).
+            With more than one, the stages must be separable by rows: what they return for a request depends on that
+            request, the params and its own part of the state alone, and every output holds one entry a request or a
+            token (only sizes are checked: `batch.sum(0)` of as many columns as a part has rows is joined, and wrong).
         advance: `(state, batch, out) -> state`; where given, the last stage's output goes back to every rank, and each
             advances its state with it.
         schema: what travels between two stages; where given, every value is held against it.

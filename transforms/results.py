@@ -123,11 +123,9 @@ def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
         if leaf is None or isinstance(leaf, (Tensor, *PLAIN)) or id(leaf) in given:
             continue
         paths = [path for path, _ in leaves_with_names(tree_unflatten(list(outputs.leaves), outputs.structure))]
-        what = f"its result{paths[index]} is a {type(leaf).__name__}, which is neither a tensor, a plain value nor a pytree"
-        instead = (
-            "return the tensors in a tuple or a dict, or make its class a pytree (@weft.pytree above @attrs.frozen)"
-        )
-        raise CaptureError(name, what, instead)
+        seen = f"its result{paths[index]} is a {type(leaf).__name__}, neither tensor, plain value nor pytree"
+        instead = "return its tensors in a tuple or a dict, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+        raise CaptureError(name, seen, instead)
 
 
 def _owners(leaves: Sequence[Any], references: Sequence[Any]) -> list[int | None]:

@@ -45,6 +45,9 @@ def make_programs(
         buffers: results that a stage holds before it overwrites the oldest, for which a fence waits; None: each
             result is a value of its own.
 
+    Raises:
+        ProgramError: no stage, no buffer, or a job that runs after one that is later or does not feed.
+
     >>> print(make_programs(2, [Job(), Job(after=0)])[0])
     rank 0 of 2
       run stage 0 [mb 0]
@@ -56,13 +59,13 @@ def make_programs(
       broadcast from 1 [mb 1]
       run advance [mb 1]
     """
+    call = f"make_programs({num_stages}, <{len(jobs)} jobs>, buffers={buffers})"
+    if num_stages < 1 or (buffers is not None and buffers < 1):
+        raise ProgramError(call, "no stage, or no buffer", "one or more of each (buffers=None: no reuse)")
     for index, job in enumerate(jobs):
         if job.after is not None and not (0 <= job.after < index and jobs[job.after].feeds):
-            raise ProgramError(
-                f"make_programs({num_stages}, <{len(jobs)} jobs>)",
-                f"job {index} runs after job {job.after}",
-                "an earlier job, whose output returns",
-            )
+            seen = f"job {index} runs after job {job.after}"
+            raise ProgramError(call, seen, "an earlier job, whose output returns")
     programs = (_effects(rank, num_stages, jobs, schema, advances, buffers) for rank in range(num_stages))
     return tuple(Program(rank, num_stages, tuple(effects)) for rank, effects in enumerate(programs))
 
@@ -73,11 +76,9 @@ def _effects(
     last = num_stages - 1
     feeding = [index for index, job in enumerate(jobs) if job.feeds]
     taken = 0  # of those, how many have returned
-    # The most jobs that a rank can be ahead of what returned, one message an edge: one more and it could block the last
-    # rank, which it waits for.
-    ahead = 2 * (last - rank) + 1
     for mb, job in enumerate(jobs):
-        due = mb - ahead if job.after is None else max(mb - ahead, job.after)
+        due = mb - _ahead(last - rank)
+        due = due if job.after is None else max(due, job.after)
         while taken < len(feeding) and feeding[taken] <= due:
             yield from _take_in(rank, last, feeding[taken], advances)
             taken += 1
@@ -94,6 +95,12 @@ def _effects(
             yield Run("advance", mb)
     for mb in feeding[taken:]:
         yield from _take_in(rank, last, mb, advances)
+
+
+def _ahead(stages_behind: int) -> int:
+    """The most jobs that a rank can be ahead of what returned, one message an edge: one more and it could block the
+    last rank, which it waits for."""
+    return 2 * stages_behind + 1
 
 
 def _take_in(rank: int, last: int, mb: int, advances: bool) -> Iterator[Effect]:

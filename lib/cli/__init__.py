@@ -1,4 +1,4 @@
-"""The command line: `weft generate`, `weft demo`, `weft doctor`.
+"""The command line: `weft generate`, `weft demo`, `weft plan`, `weft doctor`.
 
 Nothing here imports torch before a command runs, so that `weft --help` answers at once.
 """
@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -76,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="complete prompts with a checkpoint", allow_abbrev=False))
     _add_demo(commands.add_parser("demo", help="see that graphs and pipelines change nothing", allow_abbrev=False))
+    _add_plan(commands.add_parser("plan", help="predict a pipeline from a config.json", allow_abbrev=False))
     _add_doctor(commands.add_parser("doctor", help="versions, devices, back ends", allow_abbrev=False))
     return parser
 
@@ -107,6 +109,29 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens for each prompt (default 64)")
     parser.set_defaults(command=_demo)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Predict a decode loop over pipeline stages from config.json alone: the split of the layers, the programs, the "
+        "timeline, tokens/s, and how many cohorts. Costs are bytes over bandwidth, not measured."
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="a folder with a config.json; needs no weights")
+    parser.add_argument("--pp", required=True, type=int, metavar="N", help="pipeline stages")
+    parser.add_argument("--cohorts", type=int, metavar="C", help="that take turns (default: what is fastest)")
+    parser.add_argument("--steps", type=int, default=2, metavar="K", help="of each cohort in the timeline (default 2)")
+    parser.add_argument("--requests", type=int, default=128, metavar="R", help="that decode together (default 128)")
+    parser.add_argument("--context", type=int, metavar="T", help="tokens of each (default 1024, or half the positions)")
+    parser.add_argument(
+        "--bandwidth", type=float, default=4800.0, metavar="GB/s", help="of memory (default 4800, an H200's data sheet)"
+    )
+    parser.add_argument(
+        "--link", type=float, default=math.inf, metavar="GB/s", help="between ranks (default: no limit)"
+    )
+    parser.add_argument("--latency", type=float, default=0.0, metavar="US", help="of a transfer (default 0)")
+    parser.add_argument("--capacity", type=int, default=2, metavar="M", help="messages that an edge holds (default 2)")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(command=_plan)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +216,19 @@ def _demo(arguments: argparse.Namespace) -> int:
     from weft.cli.demo_report import demo
 
     return 0 if demo(arguments.device, arguments.max_tokens, progress=sys.stderr.isatty()) else 1
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from weft.cli.plan import Wanted, predict
+    from weft.cli.plan_report import as_json, show
+
+    names = ("model", "cohorts", "steps", "requests", "context", "bandwidth", "link", "latency", "capacity")
+    found = predict(Wanted(stages=arguments.pp, **{name: getattr(arguments, name) for name in names}))
+    if arguments.json:
+        print(as_json(found))
+    else:
+        show(found)
+    return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

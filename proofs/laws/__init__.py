@@ -38,6 +38,7 @@ from weft.proofs.laws.pipeline import (
     transforms_commute_on_functions,
 )
 from weft.proofs.laws.requests import WAYS, order_is_free, seed_and_position_fix_the_sample
+from weft.proofs.laws.schedule import broken_programs_are_refused, checker_is_right, schedules_are_right
 
 __all__ = [
     "TRANSFORMS",
@@ -45,8 +46,10 @@ __all__ = [
     "LawViolation",
     "assert_equal",
     "borrowed_results_are_right",
+    "broken_programs_are_refused",
     "capture_leaves_no_trace",
     "capture_leaves_no_trace_on_functions",
+    "checker_is_right",
     "class_is_kept",
     "dispatch_is_least",
     "dropped_graphs_are_not_in_use",
@@ -70,6 +73,7 @@ __all__ = [
     "pieces_are_the_whole_on_functions",
     "pipeline_is_composition",
     "pipeline_is_composition_on_functions",
+    "schedules_are_right",
     "seed_and_position_fix_the_sample",
     "stage_padding_is_inert",
     "transforms_commute",

@@ -14,7 +14,7 @@ from weft.padding import inert, pad
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
 from weft.transforms.backends.tape import Operation, TapeBackend, TapeRecording
-from weft.transforms.call import key_of, signature_of
+from weft.transforms.call import hashable_signature, key_of
 from weft.transforms.capture import Entry
 from weft.transforms.graphs import Graphs
 from weft.transforms.memo import LeafKey, leaf_key
@@ -64,7 +64,8 @@ def _no_statics() -> Iterator[None]:
     def blind(make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: attrs.evolve(make(*args), statics=())
 
-    with replace(_GRAPHIFY, "signature_of", blind(signature_of))(), replace(_GRAPHS, "key_of", blind(key_of))():
+    signed = replace(_GRAPHIFY, "hashable_signature", blind(hashable_signature))
+    with signed(), replace(_GRAPHS, "key_of", blind(key_of))():
         yield
 
 

@@ -1,7 +1,9 @@
 """Bugs of steps: of dispatch, of padding in a model, of pipelines, of sampling and of the order of requests."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
@@ -10,19 +12,19 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
-from weft.effects import Run
+from weft.effects import Effect, Run
 from weft.ops.sample import sample
 from weft.outputs import Output
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
 from weft.state import State, advance, resolve
 from weft.torchapi import in_dispatch_mode
-from weft.transforms.checker import interleave
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.ladder import Ladder, as_ladder
 from weft.transforms.microbatch import join, split
+from weft.transforms.transports.worker import Link, Worker
 
-_GRAPHS, _LOCAL = "weft.transforms.graphs", "weft.transforms.transports.local"
+_GRAPHS = "weft.transforms.graphs"
 _COMPARE, _DECODER = "weft.proofs.laws.compare", "weft.stages.decoder"
 _PIPELINE, _MICROBATCH = "weft.transforms.pipeline", "weft.transforms.microbatch"
 
@@ -64,12 +66,16 @@ def _padding_is_row_0(state: State, batch: Batch, out: Output) -> State:
     return advance(state, attrs.evolve(batch, rows=batch.rows.clamp(min=0)), out)
 
 
-def _rank_0_never_advances(programs: Any) -> Iterator[Any]:
-    return (s for s in interleave(programs) if not (s.rank == 0 and s.effect == Run("advance", s.effect.microbatch)))
+_perform = Worker.perform
 
 
-def _advances_outside_graphs_alone(programs: Any) -> Iterator[Any]:
-    return _rank_0_never_advances(programs) if _in_capture() else interleave(programs)
+def _rank_0_never_advances(self: Worker, effect: Effect, link: Link) -> None:
+    if not (self.rank == 0 and effect == Run("advance", effect.microbatch)):
+        _perform(self, effect, link)
+
+
+def _advances_outside_graphs_alone(self: Worker, effect: Effect, link: Link) -> None:
+    (_rank_0_never_advances if _in_capture() else _perform)(self, effect, link)
 
 
 def _split_backwards(batch: Any, parts: int) -> tuple[Any, ...]:
@@ -104,13 +110,15 @@ STEPS = (
     Mutant("padding points to row 0", find("L2", "inert"), replace(_COMPARE, "advance", _padding_is_row_0)),
     Mutant("the head reads the tail", find("L2", "stages"), replace(_DECODER, "resolve", _head_reads_the_tail)),
     Mutant(
-        "rank 0 does not learn the tokens", find("L3", "models"), replace(_LOCAL, "interleave", _rank_0_never_advances)
+        "rank 0 does not learn the tokens",
+        find("L3", "models"),
+        partial(mock.patch.object, Worker, "perform", _rank_0_never_advances),
     ),
     Mutant("outputs are joined backwards", find("L3", "func"), replace(_PIPELINE, "join", _join_backwards)),
     Mutant(
         "in a graph, rank 0 does not learn the tokens",
         find("L4", "models"),
-        replace(_LOCAL, "interleave", _advances_outside_graphs_alone),
+        partial(mock.patch.object, Worker, "perform", _advances_outside_graphs_alone),
     ),
     Mutant(
         "in a graph, outputs are joined backwards",

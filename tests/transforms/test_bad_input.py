@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +29,7 @@ from weft.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
+    DescriptorError,
     DeviceError,
     DonatedError,
     ProgramError,
@@ -697,6 +700,250 @@ def test_a_value_of_another_schema_is_named() -> None:
     call, seen = f"rank 0: 'send to 1 [mb 0]: {schema}'", "a value of schema [3, 2] float64"
     with refused(ProgramError, call, seen, f"return {schema} from the stage"):
         step((None, None), (None, None), torch.ones(3, 2))
+
+
+# graphify: what it is given
+
+
+def two(x: Tensor, y: Any) -> Tensor:
+    return x + y
+
+
+class Opaque:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+STATIC = "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes"
+FOREIGN: dict[str, tuple[Any, str, str]] = {
+    "an array": (np.ones(2), "y is no tensor and cannot be hashed (<any>)", "torch.from_numpy(array)"),
+    "a numpy number": (np.float32(3), "y is a float32, <any>", "float(...) or int(...) of it"),
+    "a module": (nn.Linear(2, 2), "y is a Linear, <any>", "its parameters, with torch.func.functional_call, <any>"),
+    "an object": (Opaque(1), "y is a Opaque, which is neither a tensor, a plain value nor a pytree", STATIC),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_arguments_that_are_no_tensors(case: str) -> None:
+    value, seen, instead = FOREIGN[case]
+    with refused(CaptureError, "two(...)", seen, instead):
+        graphify(two)(torch.ones(2), value)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), (torch.ones(2), 1)])
+def test_a_static_argument_that_holds_a_tensor(value: Any) -> None:
+    instead = "take y out of static_argnames: tensors are read at each call"
+    with refused(CaptureError, "two(...)", "y, a static argument, holds a tensor", instead):
+        graphify(two, static_argnames="y")(torch.ones(2), value)
+
+
+def yields(x: Tensor) -> Iterator[Tensor]:
+    yield x
+
+
+async def awaits(x: Tensor) -> Tensor:
+    return x
+
+
+def test_what_is_no_function_of_results() -> None:
+    seen, instead = "a function that yields or awaits, of which a call runs nothing", "a function that returns <any>"
+    for fn in (yields, awaits):
+        with refused(CaptureError, f"graphify({fn.__name__}, ...)", seen, instead):
+            graphify(fn)
+    with refused(CaptureError, "graphify(3, ...)", "3, which is no function", "a function over tensors"):
+        graphify(3)  # type: ignore[call-overload]
+
+
+def chooses(x: Tensor) -> Tensor:
+    found: Tensor = torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+    return found
+
+
+def prints(x: Tensor) -> Tensor:
+    print(x)
+    return x + 1
+
+
+def returns_an_object(x: Tensor) -> Opaque:
+    return Opaque(x + 1)
+
+
+def test_what_a_function_does_that_a_graph_cannot() -> None:
+    x = torch.ones(2)
+    seen = "torch.cond chooses what runs, which a graph cannot" + at(chooses, "torch.cond")
+    instead = "torch.where, with both branches computed; or call torch.cond outside the function"
+    with refused(CaptureError, "graphify(chooses)", seen, instead):
+        graphify(chooses)(x)
+    seen = "Tensor.__repr__ reads a tensor on the host" + at(prints, "print(")
+    show = "call it inside weft.no_capture(replay=False), where it may print; or "
+    with refused(CaptureError, "graphify(prints)", seen, show + REMEDY):
+        graphify(prints)(x)
+    with weft.no_capture(replay=False):
+        assert graphify(prints)(x).tolist() == [2, 2]
+    seen = "it returns a Opaque, which is no pytree and holds a tensor that it made"
+    instead = "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+    with refused(CaptureError, "graphify(returns_an_object)", seen, instead):
+        graphify(returns_an_object)(x)
+
+
+def test_a_write_to_what_a_function_closes_over() -> None:
+    norm, linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+
+    def train(x: Tensor) -> Tensor:
+        loss: Tensor = linear(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    instead = (
+        "return a new tensor, or pass it in (a module's: weft.stages.from_module) and donate the argument "
+        "(donate_argnames=...)"
+    )
+    before = clone(dict(norm.state_dict()))
+    for fn in (train, norm):
+        with pytest.raises(CaptureError, match="writes to a tensor from outside it") as error:
+            graphify(fn)(torch.ones(3, 2))
+        assert error.value.instead == instead
+    assert_equal("a refused capture leaves no trace", dict(norm.state_dict()), before)
+
+
+@pytest.mark.parametrize("most", ["1", -1, True, None])
+def test_a_number_of_captures_that_is_none(most: Any) -> None:
+    call = f"weft.assert_max_captures({most!r})"
+    with refused(CaptureError, call, "no number of captures", "an int >= 0"), weft.assert_max_captures(most):
+        pass
+
+
+# piecewise
+
+
+def sorts(x: Tensor) -> Tensor:
+    return torch.sort(x * 2).values + 1
+
+
+OPERATORS = "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort"
+
+
+def test_operators_that_are_none() -> None:
+    for given in (torch.sort, "torch.sort", "sort", 3):
+        with refused(CaptureError, "graphify(sorts, ...)", f"split_at={given!r}", OPERATORS):
+            weft.piecewise(sorts, split_at=given)
+    instead = "the operators to cut at, as in split_at='aten::sort'; or weft.graphify, for one graph"
+    with refused(CaptureError, "weft.piecewise(sorts)", "split_at=()", instead):
+        weft.piecewise(sorts, split_at=())
+
+
+def test_operators_that_are_not_called_are_told_beside_those_that_are() -> None:
+    seen = "no call of aten::linear, where it was to be cut into pieces"
+    with refused(
+        CaptureError, "graphify(sorts)", seen, "name an operator that it calls: aten::add, aten::mul, aten::sort"
+    ):
+        weft.piecewise(sorts, split_at="aten::linear")(torch.ones(2))
+
+    def many(x: Tensor) -> Tensor:
+        for name in ("sin", "cos", "tan", "exp", "log", "abs", "neg", "sqrt", "tanh", "erf", "sinh", "cosh"):
+            x = getattr(torch, name)(x)
+        return x
+
+    with pytest.raises(CaptureError) as error:
+        weft.piecewise(many, split_at="aten::sort")(torch.ones(2))
+    assert error.value.instead.endswith(", ...")
+    assert error.value.instead.count("aten::") == 10
+
+
+@pytest.mark.parametrize(
+    "given", [torch.ops.aten.sort, torch.ops.aten.sort.default, "aten::sort.default", ["aten::sort", "aten::topk"]]
+)
+def test_operators_in_every_way_to_name_them(given: Any) -> None:
+    @weft.piecewise(split_at=given)
+    def decorated(x: Tensor) -> Tensor:
+        return sorts(x)
+
+    assert decorated(torch.tensor([3.0, 1.0])).tolist() == [3, 7]
+    assert decorated.num_pieces() == (2,)
+    assert decorated.__name__ == "decorated"
+
+
+# Descriptors of one's own
+
+
+@attrs.frozen
+class Length:
+    steps: int
+
+    def covers(self, other: "Length") -> bool:
+        return self.steps >= other.steps
+
+
+@attrs.frozen
+class Width:
+    columns: int
+
+    def covers(self, other: "Width") -> bool:
+        return self.columns >= other.columns
+
+
+@attrs.frozen
+class Vague:
+    steps: int
+
+    def covers(self, other: "Vague") -> None:
+        pass
+
+
+@weft.pytree
+@attrs.frozen(eq=False)
+class Signal:
+    length: Any = attrs.field(metadata=weft.descriptor_field())
+    x: Any = attrs.field(metadata=weft.axes("steps"))
+
+
+def whole(signal: Signal) -> Signal:
+    return Signal(signal.length, signal.x.cumsum(0))
+
+
+def test_a_descriptor_without_the_attribute_of_an_axis() -> None:
+    seen = "a descriptor Width(columns=2), with no attribute 'steps'"
+    instead = "an int attribute 'steps' of Width, or in axes(...) the name of one that it has"
+    with refused(DescriptorError, "weft.axes('steps')", seen, instead):
+        graphify(whole, ladder=[Width(4)])(Signal(Width(2), torch.ones(2)))
+
+
+def test_a_descriptor_that_is_none() -> None:
+    instead = "a hashable value with a method covers(other): a weft.BatchDescriptor, or an @attrs.frozen class"
+    with refused(DescriptorError, "whole(...)", "3 where a descriptor should be", instead):
+        graphify(whole, ladder=[Length(4)])(Signal(3, torch.ones(3)))
+    with refused(DescriptorError, "weft.pad(Signal, Length(steps=4))", "3 where a descriptor should be", instead):
+        weft.pad(Signal(3, torch.ones(3)), Length(4))
+
+
+def test_a_leaf_that_is_no_tensor() -> None:
+    seen, instead = "a list in a field with axes('steps')", "a tensor (torch.tensor), or a field without axes"
+    for use in (graphify(whole, ladder=[Length(4)]), lambda s: weft.pad(s, Length(4))):
+        with refused(DescriptorError, "Signal(x=[1.0, 2.0])", seen, instead):
+            use(Signal(Length(2), [1.0, 2.0]))
+
+
+def test_tensors_of_another_size_than_their_descriptor_says() -> None:
+    seen = "signal.x of shape (5,) in a batch of class 'Length(steps=3)', which says (3,)"
+    with refused(DescriptorError, "whole(...)", seen, "give the batch the descriptor of its tensors"):
+        graphify(whole, ladder=[Length(8)])(Signal(Length(3), torch.ones(5)))
+
+
+def test_covers_that_says_nothing() -> None:
+    seen, instead = "Vague(steps=4).covers(itself) is None", "a covers(other) that returns True or False"
+    with refused(CaptureError, "graphify(whole, ...)", seen, instead):
+        graphify(whole, ladder=[Vague(4)])
+
+
+def test_advice_names_the_users_own_axes() -> None:
+    with pytest.raises(CaptureError, match=r"weft\.axes\('steps'\)"):
+        graphify(lambda signal: signal.x * 2, ladder=[Length(4)])(Signal(Length(2), torch.ones(2)))
+    with pytest.raises(DescriptorError, match=r"weft\.axes\('steps'\)"):
+        weft.pad(torch.ones(2), Length(4))
+    with pytest.raises(CaptureError, match=r"with a weft\.descriptor_field\(\)"):
+        graphify(whole, ladder=[Length(4)])(torch.ones(2))
 
 
 def test_the_cuda_back_end_without_a_device_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:

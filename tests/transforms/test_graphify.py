@@ -1,6 +1,7 @@
 """graphify: when it captures and when it replays, what it hands out, what it refuses, and that it changes nothing."""
 
 import copy
+import inspect
 import math
 import threading
 from collections.abc import Callable
@@ -457,7 +458,7 @@ def test_reference_argnames_of_ones_own() -> None:
 def test_params_keep_alive_what_a_graph_reads() -> None:
     g = graphify(lambda params, x: params * x)
     g(torch.full((4,), 3.0), X)
-    for _ in range(8):  # a freed address would soon be handed out again
+    for _ in range(6):  # a freed address would soon be handed out again
         params = torch.full((4,), 5.0)
         assert_equal(LAW, g(params, X), 5 * X)
         del params
@@ -855,6 +856,15 @@ def test_frozen_a_class_outside_the_ladder_still_runs_eagerly() -> None:
         g(Batch.decode([0]))
 
 
+def test_an_error_of_the_functions_own_says_what_is_padded() -> None:
+    g = graphify(lambda b, y: Output(b.rows, b.rows + y), ladder=[BatchDescriptor.uniform(4)])
+    with pytest.raises(RuntimeError, match="must match the size") as error:
+        g(Batch.decode([0, 1, 2]), torch.ones(3))
+    assert error.value.__notes__ == [
+        "in <lambda>, captured for 'uniform x1, 4 reqs': only fields with weft.axes(...) are padded to it"
+    ]
+
+
 # Composition ---------------------------------------------------------------------------------------------------------
 
 
@@ -973,6 +983,24 @@ def test_a_closed_over_parameter_keeps_its_gradient() -> None:
     g = graphify(lambda x: x * w)
     for _ in range(2):
         assert g(X).requires_grad
+    assert counts(g) == (1, 0, 2)
+    assert str(g.explain(X)).startswith("runs inline: it reads a tensor from outside that requires grad, and autograd")
+    with torch.no_grad():
+        assert not g(X).requires_grad
+        assert str(g.explain(X)).startswith("replays: ")
+    assert counts(g) == (1, 1, 2)
+
+
+def test_a_closed_over_parameter_keeps_its_gradient_beside_a_donated_state() -> None:
+    w = torch.ones(4, requires_grad=True)
+    g = graphify(lambda s, x: (s * 0.5 + x * w, x), donate_argnames="s")
+    state = torch.zeros(4)
+    for _ in range(3):
+        state, _ = g(state, X)
+    state.sum().backward()
+    assert_equal(LAW, w.grad, 1.75 * X)
+    with weft.no_capture(replay=False):
+        assert str(g.explain(torch.zeros(4), X)) == "runs eagerly: inside weft.no_capture(replay=False)"
 
 
 def test_forward_mode_duals_keep_their_tangents() -> None:
@@ -1047,6 +1075,35 @@ def test_a_capture_draws_no_random_numbers() -> None:
     generator.manual_seed(3)
     torch.manual_seed(3)
     assert_equal(LAW, seen, X + torch.rand(4, generator=generator) + torch.rand(4))
+
+
+# Methods -------------------------------------------------------------------------------------------------------------
+
+
+@pytree
+@attrs.frozen(eq=False)
+class Scale:
+    w: Tensor
+
+    @graphify
+    def times(self, x: Tensor) -> Tensor:
+        """A docstring."""
+        return x * self.w
+
+
+def test_a_method_is_the_graphified_function_of_its_instance() -> None:
+    scale = Scale(X + 1)
+    Scale.times.cache_clear()
+    assert_equal(LAW, scale.times(X), X * (X + 1))
+    assert (scale.times.cache_info(), scale.times.__doc__) == (Scale.times.cache_info(), "A docstring.")
+    assert counts(Scale.times) == (1, 1, 0)
+    assert [*inspect.signature(scale.times).parameters] == ["x"]
+    assert scale.times.explain(X).captured
+    assert_equal(LAW, scale.times.lower(X).compile()(scale, X), X * (X + 1))
+    assert scale.times.capture(torch.ones(1)).captures == 2
+    assert repr(scale.times) == f"<<graphify(times), 2 graphs> of {scale!r}>"
+    with pytest.raises(AttributeError, match="cach_info"):
+        _ = scale.times.cach_info
 
 
 # Things that are not functions ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """make_ladder: what a mode may capture under its limits."""
 
 from itertools import pairwise
+from typing import Any
 
 import attrs
 import pytest
@@ -181,6 +182,26 @@ def test_a_size_twice_is_one_rung() -> None:
 def test_a_size_that_no_batch_can_have_is_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(DescriptorError, match=str(min(sizes))):
         make_ladder("full_decode_only", Limits(8, 16), sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", [[100], (9, 10), 3, "8", [1.5], ["1"]])
+def test_sizes_beyond_the_limits_or_no_sizes_are_refused(sizes: Any) -> None:
+    with pytest.raises(DescriptorError, match=r"no size that a batch|no list of ints"):
+        make_ladder("full_decode_only", Limits(8, 64), sizes=sizes)
+    assert make_ladder("none", Limits(8, 64), sizes=[100]) == Ladder()
+
+
+@pytest.mark.parametrize(("limits", "seen"), [
+    ((-4, 8), "max_num_reqs=-4"), ((0, 0), "max_num_reqs=0"), (("4", 8), "max_num_reqs='4'"),
+    ((4, 0), "max_num_tokens=0"), ((4, 8.0), "max_num_tokens=8.0"), ((4, True), "max_num_tokens=True"),
+])  # fmt: skip
+def test_limits_that_no_batch_meets_are_refused(limits: tuple[Any, Any], seen: str) -> None:
+    with pytest.raises(DescriptorError) as error:
+        Limits(*limits)
+    assert str(error.value) == (
+        f"weft.Limits({limits[0]!r}, {limits[1]!r})\n  saw: {seen}\n"
+        "  instead: whole numbers of requests and tokens, at least 1"
+    )
 
 
 @pytest.mark.parametrize("limits", [Limits(8, 8, ()), Limits(8, 8, (0,)), Limits(8, 8, (1, -1))])

@@ -1,6 +1,7 @@
 """lower and compile: the listing says what runs, the compiled graph takes its own signature only, without a trace."""
 
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,6 +120,66 @@ def test_a_compiled_graph_refuses_other_signatures() -> None:
         compiled(torch.ones(3), 2)
     with pytest.raises(CacheMissError, match=r"k: 3, captured 2"):
         compiled(torch.ones(2), 3)
+
+
+def test_a_lowered_call_prints_as_its_listing() -> None:
+    lowered = graphify(lambda x: x + 1).lower(torch.ones(2))
+    assert str(lowered) == lowered.as_text() == str(lowered.listing)
+
+
+def test_a_compiled_graph_says_what_to_do_about_a_state_elsewhere() -> None:
+    g = graphify(step, donate_argnames="state")
+    params, state, batch = arguments()
+    compiled = g.lower(params, state, batch).compile()
+    with pytest.raises(CacheMissError) as error:
+        compiled(params, clone(state), batch)
+    assert error.value.seen == (
+        "arguments unlike the lowered ones: state['n']: another tensor than the captured one (captured by reference)"
+    )
+    assert error.value.instead == (
+        "call step itself, which captures what it needs; or arguments like the lowered ones: of what is captured by "
+        "reference those very tensors, or what a call returned in their place"
+    )
+    for turn in (1.0, 2.0):
+        state, _ = compiled(params, state, batch)
+        assert state["n"].tolist() == [turn, turn]
+
+
+def square(x: Tensor) -> Tensor:
+    return (x * x).sum()
+
+
+X = torch.tensor([1.0, 3.0])
+UNDER: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "grad": lambda f: torch.func.grad(f)(X),
+    "jvp": lambda f: torch.func.jvp(f, (X,), (X,)),
+    "jacrev": lambda f: torch.func.jacrev(f)(X),
+    "vmap": lambda f: torch.func.vmap(f)(torch.stack([X, X + 1])),
+    "a graph": lambda f: graphify(lambda x: f(x) * 2)(X),
+    "no capture": lambda f: [weft.no_capture(replay=False)(f)(X)],
+}
+
+
+@pytest.mark.parametrize("way", UNDER)
+def test_a_compiled_graph_runs_inline_where_the_graphified_function_does(way: str) -> None:
+    compiled = graphify(square).lower(X).compile()
+    assert_equal("compile is the function", UNDER[way](compiled), UNDER[way](square))
+    assert_equal("compile is the function", compiled(X), square(X))
+
+
+def test_a_compiled_graph_drops_no_gradient() -> None:
+    w, module = torch.ones(2, requires_grad=True), torch.nn.Linear(2, 2)
+    compiled = graphify(lambda w, x: (w * x).sum()).lower(w, X).compile()
+    compiled(w, X).backward()
+    assert_equal("the gradient", w.grad, X)
+    g = graphify(module)
+    closed = g.lower(X).compile()
+    closed(X).sum().backward()
+    assert_equal("the gradient of what it closes over", module.bias.grad, torch.ones(2))
+    assert g.cache_info().eager == 1
+    with torch.no_grad():
+        assert_equal("compile is the function", closed(X), module(X))
+    assert g.cache_info().replays == 1
 
 
 def test_trees_in_and_out() -> None:

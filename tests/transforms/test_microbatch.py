@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, donated_argnames, donates
-from weft.errors import CaptureError, DescriptorError, DonatedError
+from weft.errors import CaptureError, DescriptorError, DonatedError, ProgramError
 from weft.outputs import Output
 from weft.padding import pad
 from weft.proofs.laws import assert_equal
@@ -212,6 +212,32 @@ def test_it_commutes_with_graphify(parts: int) -> None:
         states = [s for s, _ in results]
         for result in results:
             assert_equal(LAW, result, results[-1])
+
+
+@pytest.mark.parametrize("parts", [0, -1, "2", None, 2.0, True])
+def test_a_wrong_number_of_parts_is_refused_at_once(parts: Any) -> None:
+    with pytest.raises(ProgramError) as error:
+        microbatch(counting(), parts)
+    assert str(error.value) == (
+        f"microbatch(step, {parts!r})\n  saw: no number of parts\n  instead: a step and an int >= 1"
+    )
+
+
+@pytest.mark.parametrize("made", [torch.ones(2, 2), [1, 2], (1, 2, 3), None])
+def test_a_step_that_returns_no_pair_is_refused(made: Any) -> None:
+    """A tensor of two rows would unpack as two."""
+    with pytest.raises(ProgramError) as error:
+        microbatch(lambda params, state, batch: made, 2)(None, None, torch.ones(4, 2))
+    assert error.value.seen == f"it returned a {type(made).__name__}"
+    assert error.value.instead == "return (state, out)"
+
+
+def test_a_sum_of_as_many_columns_as_rows_is_the_readers_to_avoid() -> None:
+    """Sizes are all that `join` sees: of another size it is refused, of the same it is joined, as it says."""
+    step = lambda params, state, batch: (state, batch.sum(0))  # noqa: E731
+    with pytest.raises(DescriptorError, match="not one entry a request"):
+        microbatch(step, 2)(None, 0, torch.ones(6, 2))
+    assert microbatch(step, 2)(None, 0, torch.ones(4, 2))[1].tolist() == [2, 2, 2, 2]
 
 
 def test_more_parts_than_requests() -> None:

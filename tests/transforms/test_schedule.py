@@ -1,32 +1,36 @@
-"""Schedules pass their check at every size, and the check catches each planted fault."""
+"""Generators of schedules: what each rank does and in which order, at every size; and which job waits for which."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import attrs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.effects import Broadcast, Effect, Program, Recv, Run, Schema, Send, TensorSchema
+from weft.effects import Broadcast, Fence, Program, Recv, Run, Schema, Send, TensorSchema
 from weft.errors import ProgramError
-from weft.transforms.checker import Step, check, interleave
-from weft.transforms.schedule import streaming
+from weft.proofs.strategies import job_lists
+from weft.transforms.checker import Step, check, interleave, puts, takes
+from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
 
 SCHEMA = Schema((TensorSchema("h", ("num_tokens", 4), torch.float32),))
-OTHER = Schema((TensorSchema("h", ("num_tokens", 8), torch.float32),))
-SIZES = [(ranks, mbs) for ranks in (1, 2, 3, 5, 8) for mbs in (1, 2, 3, 7)]
 
 
-@pytest.mark.parametrize(("ranks", "mbs"), SIZES)
+def lines(program: Program) -> list[str]:
+    return [str(effect) for effect in program.effects]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("mbs", [0, 1, 2, 3, 7, 20])
 @pytest.mark.parametrize("feedback", [False, True])
-def test_streaming_passes_for_every_size(ranks: int, mbs: int, feedback: bool) -> None:
-    programs = streaming(ranks, mbs, schema=SCHEMA, feedback=feedback)
-    check(programs)
-    for capacity in (1, 2, mbs):
+@pytest.mark.parametrize("buffers", [None, 1, 3])
+def test_streaming_passes_at_every_size(ranks: int, mbs: int, feedback: bool, buffers: int | None) -> None:
+    programs = streaming(ranks, mbs, schema=SCHEMA, feedback=feedback, buffers=buffers)
+    check(programs, buffers=buffers)
+    for capacity in (1, 2, mbs + 1):
         ran = list(interleave(programs, capacity=capacity))
         assert_each_effect_once_in_order(programs, ran)
-        assert_bounded(ran, capacity)
+        assert_bounded(ran, ranks, capacity)
 
 
 def assert_each_effect_once_in_order(programs: Sequence[Program], ran: Sequence[Step]) -> None:
@@ -34,15 +38,14 @@ def assert_each_effect_once_in_order(programs: Sequence[Program], ran: Sequence[
         assert tuple(step.effect for step in ran if step.rank == program.rank) == program.effects
 
 
-def assert_bounded(ran: Sequence[Step], capacity: int) -> None:
-    """No edge ever holds more than `capacity` messages, nor fewer than none."""
-    held: dict[tuple[int, int], int] = {}
+def assert_bounded(ran: Sequence[Step], ranks: int, capacity: int) -> None:
+    """No edge ever holds more than `capacity` messages, nor fewer than none; and none in the end."""
+    held: dict[object, int] = {}
     for step in ran:
-        match step.effect:
-            case Send(to):
-                held[step.rank, to] = held.get((step.rank, to), 0) + 1
-            case Recv(source):
-                held[source, step.rank] -= 1
+        for edge in puts(step, ranks):
+            held[edge] = held.get(edge, 0) + 1
+        if (edge := takes(step)) is not None:
+            held[edge] -= 1
         assert all(0 <= n <= capacity for n in held.values())
     assert not any(held.values())
 
@@ -54,156 +57,122 @@ def test_stages_of_different_micro_batches_overlap() -> None:
     assert runs.index((0, 2)) < runs.index((1, 2))
 
 
-def test_a_rank_runs_each_micro_batch_once_then_advances() -> None:
+def test_the_first_rank_takes_in_late_and_the_last_at_once() -> None:
     first, last = streaming(2, 2, feedback=True)
-    assert [str(e) for e in first.effects] == [
+    assert lines(first) == [
         "run stage 0 [mb 0]", "send to 1 [mb 0]", "run stage 0 [mb 1]", "send to 1 [mb 1]",
         "broadcast from 1 [mb 0]", "run advance [mb 0]", "broadcast from 1 [mb 1]", "run advance [mb 1]",
     ]  # fmt: skip
-    assert [str(e) for e in last.effects][:3] == ["recv from 0 [mb 0]", "run stage 1 [mb 0]", "recv from 0 [mb 1]"]
+    assert lines(last) == [
+        "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]", "run advance [mb 0]",
+        "recv from 0 [mb 1]", "run stage 1 [mb 1]", "broadcast from 1 [mb 1]", "run advance [mb 1]",
+    ]  # fmt: skip
 
 
-Fault = Callable[[list[Effect]], None]
+def test_no_rank_is_further_ahead_than_one_message_an_edge_allows() -> None:
+    """Of s stages behind it, a rank runs at most 2s + 1 jobs ahead of what returned."""
+    for program in streaming(4, 12, feedback=True):
+        ahead, most = 0, 0
+        for effect in program.effects:
+            ahead += isinstance(effect, Run) and effect.what != "advance"
+            ahead -= isinstance(effect, Broadcast)
+            most = max(most, ahead)
+        assert most == (2 * (3 - program.rank) + 1)
 
 
-def planted(rank: int, fault: Fault, feedback: bool = False) -> tuple[Program, ...]:
-    """A good schedule of three ranks and two micro-batches with one fault on one rank."""
-    programs = list(streaming(3, 2, schema=SCHEMA, feedback=feedback))
-    effects = list(programs[rank].effects)
-    fault(effects)
-    programs[rank] = attrs.evolve(programs[rank], effects=tuple(effects))
-    return tuple(programs)
-
-
-def position(effects: list[Effect], text: str) -> int:
-    return next(i for i, e in enumerate(effects) if str(e).startswith(text))
-
-
-def replaced(text: str, effect: Effect) -> Fault:
-    return lambda effects: effects.__setitem__(position(effects, text), effect)
-
-
-def without(text: str) -> Fault:
-    return lambda effects: effects.__delitem__(position(effects, text))
-
-
-def swapped(a: str, b: str) -> Fault:
-    def fault(effects: list[Effect]) -> None:
-        i, j = position(effects, a), position(effects, b)
-        effects[i], effects[j] = effects[j], effects[i]
-
-    return fault
-
-
-ORDER = "the same micro-batches in the same order, and one schema, on both ends of an edge"
-PAIRING = "give every send a recv, and order them so that one message an edge is enough"
-FAULTS: dict[str, tuple[int, Fault, str, str]] = {
-    "recvs swapped": (1, swapped("recv from 0 [mb 0]", "recv from 0 [mb 1]"),
-        f"rank 0: 'send to 1 [mb 0]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 1]: {SCHEMA}'", ORDER),
-    "sends swapped": (0, swapped("send to 1 [mb 0]", "send to 1 [mb 1]"),
-        f"rank 0: 'send to 1 [mb 1]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 0]: {SCHEMA}'", ORDER),
-    "schema": (1, replaced("recv from 0 [mb 1]", Recv(0, 1, OTHER)),
-        f"rank 0: 'send to 1 [mb 1]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 1]: {OTHER}'", ORDER),
-    "no schema": (1, replaced("recv from 0 [mb 1]", Recv(0, 1)),
-        f"rank 0: 'send to 1 [mb 1]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 1]'", ORDER),
-    "last recv missing": (2, without("recv from 1 [mb 1]"),
-        f"rank 1: 'send to 2 [mb 1]: {SCHEMA}' is never received", "a recv on rank 2"),
-    "all recvs missing": (1, lambda effects: [effects.pop(position(effects, "recv")) for _ in range(2)] and None,
-        f"no rank can go on. Waiting: rank 0: 'send to 1 [mb 1]: {SCHEMA}'", PAIRING),
-    "send missing": (1, without("send to 2 [mb 1]"),
-        f"no rank can go on. Waiting: rank 2: 'recv from 1 [mb 1]: {SCHEMA}'. At their end: ranks [0, 1]", PAIRING),
-    "sent to the wrong rank": (0, replaced("send to 1 [mb 1]", Send(2, 1, SCHEMA)),
-        f"no rank can go on. Waiting: rank 1: 'recv from 0 [mb 1]: {SCHEMA}'", PAIRING),
-    "received from the wrong rank": (2, replaced("recv from 1 [mb 0]", Recv(0, 0, SCHEMA)),
-        "no rank can go on. Waiting: rank 1: 'send to 2 [mb 1]", PAIRING),
-    "sent twice": (1, lambda effects: effects.append(Send(2, 1, SCHEMA)), "is never received", "a recv on rank 2"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_the_check_catches(name: str) -> None:
-    rank, fault, seen, instead = FAULTS[name]
-    with pytest.raises(ProgramError) as error:
-        check(planted(rank, fault))
-    assert seen in error.value.seen
-    assert error.value.instead == instead
-    assert error.value.call.startswith("check of ")
-
-
-BROADCASTS: dict[str, Fault] = {
-    "missing": without("broadcast from 2 [mb 1]"),
-    "of another root": replaced("broadcast from 2 [mb 1]", Broadcast(0, 1)),
-    "swapped": swapped("broadcast from 2 [mb 0]", "broadcast from 2 [mb 1]"),
-}
-
-
-@pytest.mark.parametrize("name", BROADCASTS)
-@pytest.mark.parametrize("rank", range(3))
-def test_the_check_catches_a_broadcast(name: str, rank: int) -> None:
-    with pytest.raises(ProgramError, match=r"no rank can go on\. Waiting: "):
-        check(planted(rank, BROADCASTS[name], feedback=True))
-
-
-def test_a_deadlock_of_two_ranks_that_wait_for_each_other() -> None:
-    programs = [Program(r, 2, (Recv(1 - r, 0), Send(1 - r, 0))) for r in range(2)]
-    with pytest.raises(ProgramError) as error:
-        check(programs)
-    assert error.value.seen == (
-        "no rank can go on. Waiting: rank 0: 'recv from 1 [mb 0]'; rank 1: 'recv from 0 [mb 0]'"
+def test_what_does_not_feed_advances_at_once_and_returns_to_nobody() -> None:
+    first, last = make_programs(2, [Job(feeds=False), Job()])
+    assert lines(first) == [
+        "run stage 0 [mb 0]", "send to 1 [mb 0]", "run advance [mb 0]",
+        "run stage 0 [mb 1]", "send to 1 [mb 1]", "broadcast from 1 [mb 1]", "run advance [mb 1]",
+    ]  # fmt: skip
+    assert lines(last)[:4] == ["recv from 0 [mb 0]", "run stage 1 [mb 0]", "run advance [mb 0]", "recv from 0 [mb 1]"]
+    assert not any(
+        "advance" in line for p in make_programs(2, [Job(feeds=False), Job()], advances=False) for line in lines(p)
     )
 
 
-def test_a_deadlock_that_a_larger_buffer_hides_is_one() -> None:
-    programs = [Program(0, 2, (Send(1, 0), Send(1, 1), Send(1, 2), Recv(1, 3))),
-                Program(1, 2, (Send(0, 3), Send(0, 4), Recv(0, 0), Recv(0, 1), Recv(0, 2)))]  # fmt: skip
-    with pytest.raises(ProgramError, match="no rank can go on"):
-        check(programs)
-    programs[0] = Program(0, 2, (Send(1, 0), Send(1, 1), Send(1, 2), Recv(1, 3), Recv(1, 4)))
-    list(interleave(programs, capacity=3))
+@settings(deadline=None, max_examples=200)
+@given(job_lists(), st.integers(1, 4), st.booleans(), st.sampled_from((None, 1, 2)))
+def test_any_jobs_pass_and_wait(jobs: tuple[Job, ...], stages: int, advances: bool, buffers: int | None) -> None:
+    programs = make_programs(stages, jobs, schema=SCHEMA, advances=advances, buffers=buffers)
+    check(programs, buffers=buffers)
+    for program in programs:
+        runs = [e for e in program.effects if isinstance(e, Run) and e.what != "advance"]
+        assert [e.microbatch for e in runs] == list(range(len(jobs)))
+        for run, job in zip(runs, jobs, strict=True):
+            if job.after is not None:
+                before = program.effects[: program.effects.index(run)]
+                assert Broadcast(stages - 1, job.after) in before
+                assert (Run("advance", job.after) in before) == advances
 
 
-@pytest.mark.parametrize("programs", [streaming(3, 1)[:2], streaming(3, 1)[::-1], streaming(2, 1) + streaming(1, 1)])
-def test_programs_of_other_ranks_are_refused(programs: Sequence[Program]) -> None:
-    with pytest.raises(ProgramError, match=r"program \d says it is of rank \d of \d") as error:
-        check(programs)
-    assert error.value.instead == "give the programs of all ranks, in order"
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_fence_stands_before_each_run_into_a_used_buffer(buffers: int) -> None:
+    for program in streaming(3, 5, feedback=True, buffers=buffers):
+        for mb in range(5):
+            run = program.effects.index(Run(f"stage {program.rank}", mb))
+            assert (Fence(mb - buffers) in program.effects[:run]) == (mb >= buffers)
+    assert not any(isinstance(e, Fence) for p in streaming(3, 5) for e in p.effects)
 
 
-def runs(*whats: str) -> tuple[Effect, ...]:
-    return tuple(Run(what, 0) for what in whats)
+def test_the_last_rank_fences_only_what_it_sent() -> None:
+    last = make_programs(2, [Job(feeds=False), Job(), Job()], buffers=1)[-1]
+    assert [line for line in lines(last) if line.startswith("fence")] == ["fence [mb 1]"]
 
 
-UNMADE: dict[str, list[Program]] = {
-    "sent before it is made": [
-        Program(0, 2, (Send(1, 0), *runs("stage 0"))), Program(1, 2, (Recv(0, 0), *runs("stage 1")))],
-    "run before it is received": [
-        Program(0, 2, (*runs("stage 0"), Send(1, 0))), Program(1, 2, (*runs("stage 1"), Recv(0, 0)))],
-    "sent twice": [
-        Program(0, 2, (*runs("stage 0"), Send(1, 0), Send(1, 0))),
-        Program(1, 2, (Recv(0, 0), Recv(0, 0), *runs("stage 1")))],
-    "broadcast before it is made": [Program(0, 1, (Broadcast(0, 0), *runs("stage 0", "advance")))],
-    "broadcast from no rank": [Program(0, 1, (*runs("stage 0"), Broadcast(7, 0), *runs("advance")))],
-    "advanced without the output": [
-        Program(0, 2, (*runs("stage 0"), Send(1, 0), *runs("advance"))),
-        Program(1, 2, (Recv(0, 0), *runs("stage 1", "advance")))],
-}  # fmt: skip
+def test_the_schema_stands_on_both_ends_of_an_edge_between_stages() -> None:
+    for program in streaming(3, 2, schema=SCHEMA, feedback=True):
+        for effect in program.effects:
+            if isinstance(effect, Send | Recv):
+                assert effect.schema == SCHEMA
+            if isinstance(effect, Broadcast):
+                assert effect.schema is None
 
 
-@pytest.mark.parametrize("name", UNMADE)
-def test_the_check_catches_a_value_that_is_not_there(name: str) -> None:
-    """The messages pair up, but the transport would look for a value that nobody made."""
-    with pytest.raises(ProgramError):
-        check(UNMADE[name])
+@pytest.mark.parametrize(("cohorts", "steps"), [(1, 1), (1, 4), (2, 3), (3, 3), (4, 1)])
+def test_a_decode_loop_waits_for_the_step_before(cohorts: int, steps: int) -> None:
+    jobs = decode_jobs(cohorts, steps)
+    assert [job.after for job in jobs] == [None] * cohorts + list(range(cohorts * (steps - 1)))
+    assert all(job.feeds for job in jobs)
+    for stages in (1, 2, 4):
+        check(make_programs(stages, jobs, buffers=1), buffers=1)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(2, 4), st.integers(1, 3), st.booleans(), st.data())
-def test_no_single_message_can_be_dropped(ranks: int, mbs: int, feedback: bool, data: st.DataObject) -> None:
-    programs = list(streaming(ranks, mbs, feedback=feedback))
-    rank = data.draw(st.integers(0, ranks - 1))
-    effects = list(programs[rank].effects)
-    messages = [i for i, e in enumerate(effects) if not isinstance(e, Run)]
-    del effects[data.draw(st.sampled_from(messages))]
-    programs[rank] = attrs.evolve(programs[rank], effects=tuple(effects))
-    with pytest.raises(ProgramError):
-        check(programs)
+def test_with_as_many_cohorts_as_stages_all_are_busy() -> None:
+    """Rank 0 runs the other cohorts before it waits for the first one's tokens."""
+    first = make_programs(3, decode_jobs(3, 2))[0]
+    waits = first.effects.index(Broadcast(2, 0))
+    assert [e.microbatch for e in first.effects[:waits] if isinstance(e, Run)] == [0, 1, 2]
+
+
+def test_jobs_wait_for_the_last_that_sampled_for_one_of_their_requests() -> None:
+    rows = [{0, 1}, {2}, {1}, {2, 3}, {0}, {1, 2}]
+    jobs = jobs_for([frozenset(own) for own in rows], [True, False, True, True, False, True])
+    assert [(job.feeds, job.after) for job in jobs] == [
+        (True, None), (False, None), (True, 0), (True, None), (False, 0), (True, 3),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="shorter"):
+        jobs_for([frozenset({0})], [])
+
+
+@pytest.mark.parametrize(
+    ("jobs", "seen"),
+    [
+        ([Job(after=0)], "job 0 runs after job 0"),
+        ([Job(), Job(after=2), Job()], "job 1 runs after job 2"),
+        ([Job(), Job(after=-1)], "job 1 runs after job -1"),
+        ([Job(feeds=False), Job(after=0)], "job 1 runs after job 0"),
+    ],
+)
+def test_a_job_after_none_that_returns_is_refused(jobs: list[Job], seen: str) -> None:
+    with pytest.raises(ProgramError) as error:
+        make_programs(2, jobs)
+    assert error.value.call == f"make_programs(2, <{len(jobs)} jobs>, buffers=None)"
+    assert (error.value.seen, error.value.instead) == (seen, "an earlier job, whose output returns")
+
+
+@pytest.mark.parametrize(("stages", "buffers"), [(0, None), (-1, 1), (2, 0), (2, -1)])
+def test_no_stage_and_no_buffer_are_refused(stages: int, buffers: int | None) -> None:
+    with pytest.raises(ProgramError, match="no stage, or no buffer"):
+        make_programs(stages, [Job()], buffers=buffers)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, is_higher_order, storage_id
+from weft.torchapi import DispatchMode, storage_id
 from weft.transforms.backends.host_reads import REMEDY, HostReads, refusal
 from weft.transforms.backends.operators import (
-    COLLECTIVES,
     PINS,
     data_dependence,
     flat_tensors,
+    is_collective,
     is_harmless,
     tensors_in,
     written,
@@ -60,8 +60,6 @@ class Audit(DispatchMode):
         collectives: whether operations of torch.distributed are let through.
         on_device: the GPU that repeats the function, if it is one: then nothing on the CPU may be read.
     """
-
-    supports_higher_order_operators = True  # they come here, to be refused in words
 
     def __init__(
         self,
@@ -109,9 +107,6 @@ class Audit(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_higher_order(func):
-            instead = f"torch.where, with both branches computed; or call {func} outside the function"
-            raise refusal(self.call, f"{func} chooses on the host what runs", instead)
         self.called.add(func._schema.name)
         self.random.before_operator(func, kwargs.get("generator"))
         inputs = {storage_id(t): t for t in flat_tensors(args, kwargs)}
@@ -144,7 +139,7 @@ class Audit(DispatchMode):
             raise refusal(self.call, fault, REMEDY)
         if func._schema.name in PINS:
             raise self._pinned(func)
-        if func.namespace in COLLECTIVES and not self.collectives:
+        if is_collective(func) and not self.collectives:
             instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
             raise refusal(self.call, f"{func} is a collective operation, which waits for other ranks", instead)
         if func is torch.ops.aten.as_strided.default and storage_id(args[0]) in self._with_gaps:

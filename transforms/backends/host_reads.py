@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import FunctionMode, off_fast_path
+from weft.torchapi import FunctionMode, is_higher_order, off_fast_path
 from weft.transforms.backends.operators import tensors_in
 
 REMEDY = "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
@@ -57,7 +57,13 @@ class HostReads(FunctionMode):
             if off_fast_path():
                 fault = "the fast path of torch.nn's attention, which this capture cannot take"
                 raise refusal(self.call, fault, "torch.backends.mha.set_fastpath_enabled(False) before, for all calls")
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:
+            if not is_higher_order(func) or "HigherOrderOperator" not in str(error):
+                raise
+            instead = f"torch.where, with both branches computed; or call torch.{func} outside the function"
+            raise refusal(self.call, f"torch.{func} chooses what runs, which a graph cannot", instead) from None
 
     def _look(self, func: Any, args: tuple[Any, ...]) -> Any:
         """An attribute of a tensor."""

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 PINS = {"aten::pin_memory", "aten::_pin_memory"}
-COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+TRANSFERS = {"weft::send", "weft::recv"}
+"""Between ranks: collective, and repeated although they compute nothing."""
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 
 
@@ -62,8 +64,13 @@ def is_harmless(func: Any) -> bool:
     copies = (aten._to_copy.default, aten.copy_.default)
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     suspect = func.overloadpacket in (*watched, *_BATCH_NORMS) or func in copies or any(t in func.tags for t in tags)
-    suspect = suspect or func._schema.name in PINS or func.namespace in COLLECTIVES
+    suspect = suspect or func._schema.name in PINS or is_collective(func)
     return not suspect and not _written_arguments(func)
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operator waits for other ranks."""
+    return func.namespace in _COLLECTIVES or func._schema.name in TRANSFERS
 
 
 def data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

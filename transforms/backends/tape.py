@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.errors import CaptureError
 from weft.torchapi import DispatchMode, borrowed, storage_id
 from weft.transforms.backends.audit import Audit
-from weft.transforms.backends.operators import tensors_in, written
+from weft.transforms.backends.operators import TRANSFERS, tensors_in, written
 from weft.transforms.backends.randomness import UnknownGenerator
 from weft.trees import tree_map
 
@@ -69,7 +69,7 @@ class _Recorder(DispatchMode):
         inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
         fresh = [(i, _as_it_is(t)) for i, t in enumerate(tensors_in(result)) if _is_fresh(t, inputs)]
         self._made.update(storage_id(t) for _, t in fresh)
-        writes = any(True for _ in written(func, args, kwargs))
+        writes = func._schema.name in TRANSFERS or any(True for _ in written(func, args, kwargs))
         checks = not func._schema.returns  # such as the one by which linalg.inv raises
         repeated = func.overloadpacket not in _NOT_REPEATED and torch.Tag.inplace_view not in func.tags
         if (fresh or writes or checks) and repeated:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from weft.effects import Program
+from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker
 
 
@@ -17,12 +17,12 @@ class Transport(Protocol):
             ProgramError: there is no place for so many.
         """
 
-    def run(self, programs: Sequence[Program], workers: Sequence[Worker]) -> None:
+    def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
         """Execute checked programs, those of `ranks(...)` here.
 
         Args:
-            programs: of all ranks.
-            workers: of the ranks that run here; each is left with its rank's new state and results.
+            plan: of all ranks.
+            workers: of the ranks that run here; each is left with its rank's new state and outputs.
 
         Raises:
             RankError: on the ranks that wait for one that raised, exited or stalled. That one raises what it raised.

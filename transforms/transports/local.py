@@ -7,8 +7,9 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from weft.effects import Broadcast, Fence, Program, Recv, Send
-from weft.transforms.checker import Edge, Step, interleave, puts, takes
+from weft.effects import Broadcast, Fence, Recv, Send
+from weft.transforms.checker import Edge, Step, puts, takes
+from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker
 from weft.trees import tree_map
 
@@ -43,7 +44,7 @@ class LocalLink:
         value = self.queues.waiting[edge].popleft()
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value) if self.lent else value
 
-    def fence(self, effect: Fence) -> None:
+    def fence(self, effect: Fence, /) -> None:
         pass  # `interleave` lets it through once all was received
 
 
@@ -54,9 +55,8 @@ class Local:
     def ranks(self, num_ranks: int) -> Sequence[int]:
         return range(num_ranks)
 
-    def run(self, programs: Sequence[Program], workers: Sequence[Worker]) -> None:
-        queues = Queues(len(programs))
-        lent = any(isinstance(effect, Fence) for program in programs for effect in program.effects)
-        links = [LocalLink(worker.rank, queues, lent) for worker in workers]
-        for step in interleave(programs):
+    def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
+        queues = Queues(len(workers))
+        links = [LocalLink(worker.rank, queues, plan.lends) for worker in workers]
+        for step in plan.order:
             workers[step.rank].perform(step.effect, links[step.rank])

@@ -18,7 +18,7 @@ class Link(Protocol):
     def recv(self, effect: Recv | Broadcast) -> Any:
         """The value sent from where `effect` says. It is the receiver's: nothing overwrites it."""
 
-    def fence(self, effect: Fence) -> None:
+    def fence(self, effect: Fence, /) -> None:
         """Return when all that was sent of the micro-batch has left its buffer."""
 
 

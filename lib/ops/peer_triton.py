@@ -1,0 +1,119 @@
+"""Transfers by stores into another GPU's memory, in Triton: one kernel sends, one receives, and both may stand in a
+graph, since all that changes from one message to the next is counted on the device.
+
+A message is cut into shares, one a program. The programs of a share on both sides keep to themselves: the sender's
+waits until the slot is free, stores its share there, and then sets the share's flag to the message's number; the
+receiver's waits for that number, reads the share, and acknowledges it in the sender's memory. No program waits for
+another one of its own kernel. Stores before a release at system scope are seen after the acquire that reads it (PTX
+ISA, "Memory Consistency Model").
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 64
+"""Programs of a launch at most: shares of a message, flags of an edge."""
+SLOTS = 2
+"""Messages that an edge holds."""
+_SHARE = 1024
+"""Words that a program moves, until there are more than all programs move; a slot has room for so many of each."""
+_BLOCK = 1024
+_WARPS = 8
+
+
+@triton.jit
+def _send_kernel(
+    source, slots, flags, acks, counts, abort, words, share, region, slot_words,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    number = tl.load(counts + program) + 1
+    waiting = True
+    while waiting:
+        free = tl.atomic_add(acks + program, 0, sem="acquire", scope="sys") >= number - SLOTS
+        waiting = (not free) and (tl.load(abort, volatile=True) == 0)
+    first = program * share
+    slot = slots + (number % SLOTS) * slot_words + program * region
+    for start in range(0, share, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = (offsets < share) & (first + offsets < words)
+        tl.store(slot + offsets, tl.load(source + first + offsets, mask=inside), mask=inside)
+    tl.debug_barrier()
+    tl.atomic_xchg(flags + program, number, sem="release", scope="sys")
+    tl.store(counts + program, number)
+
+
+@triton.jit
+def _recv_kernel(
+    target, slots, flags, acks, counts, abort, words, share, region, slot_words,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    number = tl.load(counts + program) + 1
+    waiting = True
+    while waiting:
+        there = tl.atomic_add(flags + program, 0, sem="acquire", scope="sys") >= number
+        waiting = (not there) and (tl.load(abort, volatile=True) == 0)
+    first = program * share
+    slot = slots + (number % SLOTS) * slot_words + program * region
+    for start in range(0, share, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = (offsets < share) & (first + offsets < words)
+        tl.store(target + first + offsets, tl.load(slot + offsets, mask=inside, cache_modifier=".cg"), mask=inside)
+    tl.debug_barrier()
+    tl.atomic_xchg(acks + program, number, sem="release", scope="sys")
+    tl.store(counts + program, number)
+
+
+def plan(words: int) -> tuple[int, int]:
+    """The programs of a launch, and the words of each one's share (a multiple of 4), for a message of so many words:
+    the same on both ends."""
+    programs = max(1, min(PROGRAMS, triton.cdiv(words, _SHARE)))
+    share = triton.cdiv(triton.cdiv(words, programs), 4) * 4
+    return triton.cdiv(words, share) if words else 1, share
+
+
+def send(source: Tensor, slots: Tensor, flags: Tensor, acks: Tensor, counts: Tensor, abort: Tensor) -> None:
+    """Store a message into the receiver's slots, once one of them is free.
+
+    Args:
+        source: [words], contiguous; elements of the slots' dtype.
+        slots: [SLOTS, slot_words] in the receiver's memory.
+        flags: [PROGRAMS] int64 in the receiver's memory.
+        acks: [PROGRAMS] int64 in the sender's.
+        counts: [PROGRAMS] int64, the sender's own: messages so far.
+        abort: [1] int32: not 0 ends every wait.
+    """
+    programs, share, region = _shares(source, slots)
+    _send_kernel[(programs,)](
+        source, slots, flags, acks, counts, abort, source.numel(), share, region, slots.shape[1],
+        SLOTS=SLOTS, BLOCK=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def recv(target: Tensor, slots: Tensor, flags: Tensor, acks: Tensor, counts: Tensor, abort: Tensor) -> None:
+    """Wait for a message, and copy it out of its slot; the arguments as of `send`, from the other side: slots and flags
+    are the receiver's own memory, acks the sender's."""
+    programs, share, region = _shares(target, slots)
+    _recv_kernel[(programs,)](
+        target, slots, flags, acks, counts, abort, target.numel(), share, region, slots.shape[1],
+        SLOTS=SLOTS, BLOCK=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def _shares(message: Tensor, slots: Tensor) -> tuple[int, int, int]:
+    programs, share = plan(message.numel())
+    region = slots.shape[1] // PROGRAMS
+    assert slots.dtype == message.dtype, "a message is of the slots' dtype"
+    assert share <= region, "a message fits its slot"
+    return programs, share, region
+
+
+def capacity(slot_bytes: int, dtype: torch.dtype) -> int:
+    """The most elements of a message, for slots of so many bytes: then no share is larger than a slot's region."""
+    region = slot_bytes // dtype.itemsize // PROGRAMS // 4 * 4
+    assert region >= _SHARE, "a slot holds a share of every program"
+    return region * PROGRAMS

@@ -1,0 +1,70 @@
+"""L10: what the generators make is right, and the checker accepts what is right and nothing else.
+
+Right is by `weft.proofs.programs_exhaustive`, which tries every order in which ranks could move. In one thing the
+checker asks for more: where a stage overwrites a result that it sent, the fence must stand in its program, though
+something else (what returned, or a full edge) may keep the two apart in every order. So it accepts exactly the programs
+that are right and `fenced`.
+"""
+
+from math import prod
+
+from weft.effects import Broadcast, Program, Run
+from weft.errors import ProgramError
+from weft.proofs.laws.compare import LawViolation
+from weft.proofs.programs_exhaustive import fault, fenced
+from weft.proofs.strategies.programs import Broken, Scheduled
+from weft.transforms.checker import check
+
+WORLDS = 5_000
+"""Places that ranks can be at, for which all orders are tried of what a generator made."""
+
+
+def refusal(case: Scheduled) -> str | None:
+    """Why the checker refuses programs; None if it accepts them."""
+    try:
+        check(case.programs, buffers=case.buffers)
+    except ProgramError as error:
+        return error.seen
+    return None
+
+
+def checker_is_right(case: Scheduled) -> None:
+    """L10: the checker accepts programs if and only if they are right and fenced."""
+    wrong, refused = fault(case.programs, buffers=case.buffers), refusal(case)
+    if wrong is None and not fenced(case.programs, case.buffers):
+        wrong = "a fence is missing"
+    if (wrong is None) != (refused is None):
+        said = f"accepts what goes wrong: {wrong}" if refused is None else f"refuses what is right: {refused}"
+        raise LawViolation(f"L10 the checker is right: it {said}")
+
+
+def broken_programs_are_refused(case: Broken) -> None:
+    """L10: the checker accepts right programs, and refuses them with any fault."""
+    if (refused := refusal(case.right)) is not None:
+        raise LawViolation(f"L10 broken programs are refused: and right ones: {refused}")
+    for name, wrong in case.wrong.items():
+        if refusal(wrong) is None:
+            seen = fault(wrong.programs, buffers=wrong.buffers)
+            raise LawViolation(f"L10 broken programs are refused: {name}: the checker accepts what goes wrong: {seen}")
+
+
+def schedules_are_right(case: Scheduled) -> None:
+    """L10: what `make_programs` makes is right, passes the checker, and runs no job before what it waits for."""
+    refused = refusal(case)
+    if refused is not None:
+        raise LawViolation(f"L10 schedules are right: refused: {refused}")
+    small = prod(len(program.effects) + 1 for program in case.programs) <= WORLDS
+    if small and (wrong := fault(case.programs, buffers=case.buffers)) is not None:
+        raise LawViolation(f"L10 schedules are right: {wrong}")
+    for program in case.programs:
+        for mb, job in enumerate(case.jobs):
+            if job.after is not None and not _waits(program, mb, job.after):
+                seen = f"rank {program.rank} runs job {mb} before it took in job {job.after}"
+                raise LawViolation(f"L10 schedules are right: {seen}")
+
+
+def _waits(program: Program, mb: int, after: int) -> bool:
+    """Whether a rank has taken in what returned of a job, and advanced with it, before it runs another."""
+    before = program.effects[: program.effects.index(Run(f"stage {program.rank}", mb))]
+    needed = [e for e in program.effects if isinstance(e, Broadcast) or e == Run("advance", after)]
+    return all(e in before for e in needed if e.microbatch == after)

@@ -1,0 +1,133 @@
+"""Bugs of schedules: of what generators make, and of what the checker lets through."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import attrs
+
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send
+from weft.errors import ProgramError
+from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.suite import find
+from weft.transforms.checker import Machine, Step, _check_runs, interleave
+from weft.transforms.rank_checks import check_buffers, check_peers, check_values
+from weft.transforms.schedule import _effects
+
+_SCHEDULE, _CHECKER = "weft.transforms.schedule", "weft.transforms.checker"
+
+
+def _generating(change: Callable[[int, list[Effect]], None]) -> Callable[[], AbstractContextManager[Any]]:
+    """Generators whose list of a rank's effects is changed."""
+
+    def changed(rank: int, *args: Any) -> list[Effect]:
+        effects = list(_effects(rank, *args))
+        change(rank, effects)
+        return effects
+
+    return replace(_SCHEDULE, "_effects", changed)
+
+
+def _sends(effects: Sequence[Effect]) -> list[int]:
+    return [place for place, effect in enumerate(effects) if isinstance(effect, Send)]
+
+
+def _drop_a_send(rank: int, effects: list[Effect]) -> None:
+    for place in _sends(effects)[-1:]:
+        del effects[place]
+
+
+def _swap_sends(rank: int, effects: list[Effect]) -> None:
+    places = _sends(effects)
+    if len(places) > 1:
+        effects[places[0]], effects[places[-1]] = effects[places[-1]], effects[places[0]]
+
+
+def _other_schema(rank: int, effects: list[Effect]) -> None:
+    effects[:] = [attrs.evolve(e, schema=Schema(())) if isinstance(e, Recv) else e for e in effects]
+
+
+def _no_fence(rank: int, effects: list[Effect]) -> None:
+    effects[:] = [e for e in effects if not isinstance(e, Fence)]
+
+
+def _rank_0_stays_behind(rank: int, effects: list[Effect]) -> None:
+    effects[:] = [e for e in effects if rank or not (isinstance(e, Run) and e.what == "advance")]
+
+
+def _waiting_for_none(rank: int, num_stages: int, jobs: Sequence[Any], *args: Any) -> Iterator[Effect]:
+    return _effects(rank, num_stages, [attrs.evolve(job, after=None) for job in jobs], *args)
+
+
+def _one_further_ahead(stages_behind: int) -> int:
+    return 2 * stages_behind + (2 if stages_behind else 1)
+
+
+def _same_microbatch(sent: Step, taken: Step) -> bool:
+    return sent.effect.microbatch == taken.effect.microbatch
+
+
+def _wide(programs: Sequence[Program], *, capacity: int) -> Iterator[Step]:
+    return interleave(programs, capacity=1000)
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _what_was_sent(program: Program, buffers: int) -> None:
+    """Looks at what is in flight, and not at what is yet to be sent."""
+    seen: list[Effect] = []
+    for effect in program.effects:
+        seen.append(effect)
+        if isinstance(effect, Run) and effect.what != "advance":
+            check_buffers(attrs.evolve(program, effects=tuple(seen)), buffers)
+
+
+def _any_root(program: Program) -> None:
+    """Looks at who sends and receives, and not at whose output returns."""
+    known = (e for e in program.effects if not (isinstance(e, Broadcast) and e.root < program.num_ranks))
+    check_peers(attrs.evolve(program, effects=tuple(known)))
+
+
+def _in_order_of_numbers(programs: Sequence[Program]) -> None:
+    """Refuses micro-batches in any other order than that of their numbers, which is right on all ranks alike."""
+    ran = [e.microbatch for e in programs[0].effects if isinstance(e, Run) and e.what != "advance"]
+    if ran != sorted(ran):
+        raise ProgramError("check", f"micro-batches {ran}", "in order")
+    _check_runs(programs)
+
+
+def _outputs_of_nobody(program: Program, returning: frozenset[int]) -> None:
+    check_values(program, frozenset())
+
+
+_ENDING_ANYHOW = partial(mock.patch.object, Machine, "refuse_leftovers", _nothing)
+_MADE, _CHECKED, _BROKEN = find("L10", "schedules"), find("L10", "checker"), find("L10", "broken")
+
+SCHEDULES = (
+    Mutant("a send is dropped", _MADE, _generating(_drop_a_send)),
+    Mutant("two sends on an edge change places", _MADE, _generating(_swap_sends)),
+    Mutant("a receive is of another schema", _MADE, _generating(_other_schema)),
+    Mutant("no fence before a buffer is used again", _MADE, _generating(_no_fence)),
+    Mutant("a rank runs one job too far ahead", _MADE, replace(_SCHEDULE, "_ahead", _one_further_ahead)),
+    Mutant("a job does not wait for its tokens", _MADE, replace(_SCHEDULE, "_effects", _waiting_for_none)),
+    Mutant("rank 0 never advances", _MADE, _generating(_rank_0_stays_behind)),
+    Mutant("schemas are not compared", _BROKEN, replace(_CHECKER, "matches", _same_microbatch)),
+    Mutant("an edge is taken to hold 1000 messages", _BROKEN, replace(_CHECKER, "interleave", _wide)),
+    Mutant("a buffer may be used again in flight", _BROKEN, replace(_CHECKER, "check_buffers", _nothing)),
+    Mutant("a result may be overwritten unsent", _BROKEN, replace(_CHECKER, "check_buffers", _what_was_sent)),
+    Mutant("an advance may miss its output", _BROKEN, replace(_CHECKER, "check_values", _outputs_of_nobody)),
+    Mutant(
+        "what nobody receives is not looked for",
+        _BROKEN,
+        partial(mock.patch.object, Machine, "refuse_leftovers", _nothing),
+    ),
+    Mutant("micro-batches must come in order", _CHECKED, replace(_CHECKER, "_check_runs", _in_order_of_numbers)),
+    Mutant("effects need nothing", _BROKEN, replace(_CHECKER, "check_values", _nothing)),
+    Mutant("ranks may differ in what they run", _BROKEN, replace(_CHECKER, "_check_runs", _nothing)),
+    Mutant("any rank's result may return", _BROKEN, replace(_CHECKER, "check_peers", _any_root)),
+)
+"""Bugs of `make_programs`, of its window, and of each part of `check`."""

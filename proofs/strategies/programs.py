@@ -1,0 +1,273 @@
+"""Programs of pipelines: right ones of any jobs, ones with a named fault, and ones edited at random."""
+
+from collections.abc import Callable
+
+import attrs
+import torch
+from hypothesis import strategies as st
+
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send, TensorSchema
+from weft.proofs.programs_exhaustive import fault
+from weft.transforms.schedule import Job, make_programs
+
+SCHEMAS = tuple(Schema((TensorSchema("h", ("num_tokens", width), torch.float32),)) for width in (4, 8))
+
+
+@attrs.frozen(repr=False)
+class Scheduled:
+    """All ranks' programs, the jobs that they were made of, and how many results a stage holds (None: all)."""
+
+    jobs: tuple[Job, ...]
+    programs: tuple[Program, ...]
+    buffers: int | None
+
+    def __repr__(self) -> str:
+        ranks = ("; ".join([*p.classes, *map(str, p.effects)]) for p in self.programs)
+        return f"Scheduled(buffers={self.buffers}, {' / '.join(ranks)})"
+
+
+@st.composite
+def job_lists(draw: st.DrawFn, max_jobs: int = 8, min_jobs: int = 0) -> tuple[Job, ...]:
+    """Any jobs: each feeds or not, and runs after any earlier one that feeds, or after none."""
+    jobs: list[Job] = []
+    for _ in range(draw(st.integers(min_jobs, max_jobs))):
+        feeding = [index for index, job in enumerate(jobs) if job.feeds]
+        jobs.append(Job(draw(st.sampled_from((True, True, False))), draw(st.sampled_from((None, *reversed(feeding))))))
+    return tuple(jobs)
+
+
+@st.composite
+def programs(draw: st.DrawFn, max_stages: int = 4, max_jobs: int = 8, min_jobs: int = 0) -> Scheduled:
+    """What `make_programs` makes of any jobs, with schemas and classes or not."""
+    jobs, buffers = draw(job_lists(max_jobs, min_jobs)), draw(st.sampled_from((None, 1, 2)))
+    schema, advances = draw(st.sampled_from((None, SCHEMAS[0]))), draw(st.booleans())
+    stages, classed = draw(st.sampled_from((*range(2, max_stages + 1), 1))), draw(st.booleans())
+    made = make_programs(stages, jobs, schema=schema, advances=advances, buffers=buffers)
+    classes = tuple(f"class {index % 2}" for index in range(len(jobs) * classed))
+    return Scheduled(jobs, tuple(attrs.evolve(program, classes=classes) for program in made), buffers)
+
+
+@attrs.frozen
+class Place:
+    """One effect of one rank."""
+
+    rank: int
+    index: int
+    effect: Effect
+
+
+Where = Callable[[Place, Scheduled], bool]
+Edit = Callable[[st.DrawFn, list[Effect], Place, Scheduled], None]
+
+
+def _drop(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    del effects[at.index]
+
+
+def _double(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    effects.insert(draw(st.integers(0, len(effects))), at.effect)
+
+
+def _move(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    effects.insert(draw(st.integers(0, len(effects) - 1)), effects.pop(at.index))
+
+
+def _move_forward(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    effects.insert(draw(st.integers(0, at.index)), effects.pop(at.index))
+
+
+def _swap_alike(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    alike = [i for i, e in enumerate(effects) if type(e) is type(at.effect)]
+    other = draw(st.sampled_from(alike))
+    effects[at.index], effects[other] = effects[other], effects[at.index]
+
+
+def _swap_neighbours(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    effects[at.index : at.index + 2] = effects[at.index : at.index + 2][::-1]
+
+
+def _omit(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    effects[:] = [e for e in effects if e.microbatch != at.effect.microbatch]
+
+
+def _take_in_last(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    effects.sort(key=lambda e: isinstance(e, Broadcast) or e == Run("advance", e.microbatch))
+
+
+def _drop_last(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    del effects[max(i for i, e in enumerate(effects) if isinstance(e, Broadcast))]
+
+
+def _run_before_a_send(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    sends = [i for i, e in enumerate(effects[: at.index]) if isinstance(e, Send | Broadcast)]
+    effects.insert(sends[-1] if sends else 0, effects.pop(at.index))
+
+
+def _rewrite(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    effects[at.index] = draw(any_effects(len(case.programs), len(case.jobs)))
+
+
+def _other_peer(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    peer = draw(st.integers(0, len(case.programs)))
+    match at.effect:
+        case Send():
+            effects[at.index] = attrs.evolve(at.effect, to=peer)
+        case Recv():
+            effects[at.index] = attrs.evolve(at.effect, source=peer)
+        case Broadcast():
+            effects[at.index] = attrs.evolve(at.effect, root=peer)
+
+
+def _other_schema(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    if isinstance(at.effect, Send | Recv | Broadcast):
+        effects[at.index] = attrs.evolve(at.effect, schema=draw(st.sampled_from((None, *SCHEMAS))))
+
+
+def _other_microbatch(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    effects[at.index] = attrs.evolve(at.effect, microbatch=draw(st.integers(0, len(case.jobs))))
+
+
+def _other_stage(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    effects[at.index] = Run(f"stage {draw(st.integers(0, len(case.programs)))}", at.effect.microbatch)
+
+
+def any_effects(num_ranks: int, num_microbatches: int) -> st.SearchStrategy[Effect]:
+    """Any effect, of a rank and a micro-batch that there are, or of one more."""
+    rank, mb = st.integers(0, num_ranks), st.integers(0, num_microbatches)
+    schema, what = st.sampled_from((None, *SCHEMAS)), st.one_of(st.just("advance"), rank.map(lambda r: f"stage {r}"))
+    messages = (st.builds(kind, rank, mb, schema) for kind in (Send, Recv, Broadcast))
+    return st.one_of(st.builds(Run, what, mb), st.builds(Fence, mb), *messages)
+
+
+def _of(*kinds: type) -> Where:
+    return lambda at, case: isinstance(at.effect, kinds)
+
+
+def _stages(at: Place, case: Scheduled) -> bool:
+    return isinstance(at.effect, Run) and at.effect.what != "advance"
+
+
+def _advances(at: Place, case: Scheduled) -> bool:
+    return isinstance(at.effect, Run) and at.effect.what == "advance"
+
+
+def _takes(at: Place, case: Scheduled) -> bool:
+    return isinstance(at.effect, Broadcast) and at.rank != at.effect.root
+
+
+_MESSAGES = _of(Send, Recv, Broadcast)
+
+FAULTS: dict[str, tuple[Where, Edit]] = {
+    "a send dropped": (_of(Send), _drop),
+    "a receive dropped": (_of(Recv), _drop),
+    "a broadcast dropped": (_of(Broadcast), _drop),
+    "a fence dropped": (_of(Fence), _drop),
+    "a stage not run": (_stages, _drop),
+    "no advance": (_advances, _drop),
+    "sends in another order": (_of(Send), _swap_alike),
+    "receives in another order": (_of(Recv), _swap_alike),
+    "returns in another order": (_of(Broadcast), _swap_alike),
+    "runs in another order": (_of(Run), _swap_alike),
+    "another schema at one end": (_MESSAGES, _other_schema),
+    "another peer": (_MESSAGES, _other_peer),
+    "another micro-batch": (_of(Send, Recv, Broadcast, Fence, Run), _other_microbatch),
+    "another stage": (_stages, _other_stage),
+    "twice": (_of(Send, Recv, Broadcast, Run), _double),
+    "advanced before it returned": (_of(Broadcast), _swap_neighbours),
+    "run before the last was sent": (_stages, _run_before_a_send),
+    "what returned taken in too late": (_takes, _take_in_last),
+    "what returned last not taken in": (_takes, _drop_last),
+    "too early": (_of(Send, Recv, Broadcast, Fence, Run), _move_forward),
+    "a micro-batch omitted on one rank": (_stages, _omit),
+}
+"""Named faults, with where they can stand. Most are faults wherever they stand; the strategy drops the others."""
+
+EDITS: tuple[Edit, ...] = (
+    _drop, _double, _move, _rewrite, _swap_alike, _swap_neighbours, _omit, _other_schema, _other_peer,
+    _other_microbatch,
+)  # fmt: skip
+"""Edits of one effect, whatever it is."""
+
+
+def _places(case: Scheduled) -> list[Place]:
+    return [Place(rank, i, e) for rank, p in enumerate(case.programs) for i, e in enumerate(p.effects)]
+
+
+def _edited(draw: st.DrawFn, case: Scheduled, at: Place, edit: Edit) -> Scheduled:
+    effects = list(case.programs[at.rank].effects)
+    edit(draw, effects, at, case)
+    return _with(case, at.rank, attrs.evolve(case.programs[at.rank], effects=tuple(effects)))
+
+
+def _with(case: Scheduled, rank: int, program: Program) -> Scheduled:
+    return attrs.evolve(case, programs=(*case.programs[:rank], program, *case.programs[rank + 1 :]))
+
+
+def _other_class(draw: st.DrawFn, case: Scheduled) -> Scheduled:
+    rank = draw(st.integers(0, len(case.programs) - 1))
+    return _with(case, rank, attrs.evolve(case.programs[rank], classes=(*case.programs[rank].classes[:-1], "another")))
+
+
+def _other_root(draw: st.DrawFn, case: Scheduled) -> Scheduled:
+    return _mapped(case, lambda e: Broadcast(0, e.microbatch) if isinstance(e, Broadcast) else e)
+
+
+def _mapped(case: Scheduled, change: Callable[[Effect], Effect]) -> Scheduled:
+    made = (attrs.evolve(p, effects=tuple(map(change, p.effects))) for p in case.programs)
+    return attrs.evolve(case, programs=tuple(made))
+
+
+def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
+    """Micro-batches of other numbers, and another schema on all edges: nothing that matters, mostly."""
+    names, schema = draw(st.permutations(range(len(case.jobs)))), draw(st.sampled_from((None, *SCHEMAS)))
+
+    def change(effect: Effect) -> Effect:
+        mb = names[effect.microbatch] if effect.microbatch < len(names) else effect.microbatch
+        new = attrs.evolve(effect, microbatch=mb)
+        return attrs.evolve(new, schema=schema) if isinstance(new, Send | Recv) else new
+
+    return _mapped(case, change)
+
+
+def small_programs() -> st.SearchStrategy[Scheduled]:
+    """Programs small enough to try every order: few jobs, or two stages, of which one can be far ahead."""
+    return st.one_of(programs(2, 6, min_jobs=4), programs(3, 3))
+
+
+@attrs.frozen(repr=False)
+class Broken:
+    """Right programs, and what becomes of them with one fault, by its name: programs that are wrong."""
+
+    right: Scheduled
+    wrong: dict[str, Scheduled]
+
+    def __repr__(self) -> str:
+        return f"{self.right} with one of {len(self.wrong)} faults"
+
+
+@st.composite
+def broken_programs(draw: st.DrawFn) -> Broken:
+    """Right programs with one fault, for each that `FAULTS` names and that `weft.proofs.programs_exhaustive` calls
+    wrong where it is put; with another class on one rank, and with another root on all."""
+    case = draw(small_programs())
+    made = {"another class": _other_class(draw, case), "another root": _other_root(draw, case)}
+    for name, (where, edit) in FAULTS.items():
+        if places := [place for place in _places(case) if where(place, case)]:
+            made[name] = _edited(draw, case, draw(st.sampled_from(places)), edit)
+    wrong = {name: new for name, new in made.items() if fault(new.programs, buffers=new.buffers) is not None}
+    return Broken(case, wrong)
+
+
+@st.composite
+def edited_programs(draw: st.DrawFn) -> Scheduled:
+    """Right programs with up to three faults or edits of any kind, some of which change nothing that matters."""
+    case = draw(small_programs())
+    for _ in range(draw(st.sampled_from((1, 1, 0, 2, 3)))):
+        places = _places(case)
+        if not places or draw(st.booleans()):
+            case = draw(st.sampled_from((_renamed, _other_class)))(draw, case)
+            continue
+        place = draw(st.sampled_from(places))
+        fitting = (edit for where, edit in FAULTS.values() if where(place, case))
+        case = _edited(draw, case, place, draw(st.sampled_from((*EDITS, *fitting))))
+    return case

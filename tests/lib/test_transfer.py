@@ -1,0 +1,102 @@
+"""Transfers as operators, and the kernels of symmetric memory, interpreted: what is sent arrives."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.errors import CaptureError, ProgramError
+from weft.ops import transfer
+from weft.transforms.graphify import graphify
+
+
+class Mirror:
+    """Both ends in one: what is sent to a peer comes back from it."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[int, list[Tensor]]] = []
+
+    def send(self, tensors: Sequence[Tensor], _: int, tag: int, /) -> None:
+        self.kept.append((tag, [t.clone() for t in tensors]))
+
+    def recv(self, tensors: Sequence[Tensor], _: int, tag: int, /) -> None:
+        seen, values = self.kept.pop(0)
+        assert seen == tag
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+def test_an_end_is_found_by_its_number() -> None:
+    end = Mirror()
+    number = transfer.register(end)
+    a, b = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    transfer.send([a, a + 1], number, peer=1, tag=7)
+    transfer.recv([b, c := torch.zeros_like(a)], number, peer=1, tag=7)
+    assert (b.tolist(), c.tolist()) == ([0, 1, 2], [1, 2, 3])
+
+
+def test_an_end_that_is_gone_is_named() -> None:
+    number = transfer.register(Mirror())
+    with pytest.raises(ProgramError, match="a transport that is closed"):
+        transfer.send([torch.ones(1)], number, peer=0, tag=0)
+
+
+def test_a_graph_repeats_its_transfers_where_it_may_hold_some() -> None:
+    end = Mirror()
+    number = transfer.register(end)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        transfer.send([2 * x], number, peer=1, tag=3)
+        transfer.recv([y], number, peer=1, tag=3)
+        return y + 1
+
+    step = graphify(there_and_back, collectives=True)
+    assert [step(torch.full((2,), float(i))).tolist() for i in range(4)] == [[2.0 * i + 1] * 2 for i in range(4)]
+    assert step.cache_info().captures == 1
+    with pytest.raises(CaptureError, match=r"weft\.send\.default is a collective operation"):
+        graphify(there_and_back)(torch.ones(2))
+
+
+_INTERPRETED = """
+import random, sys, torch
+from weft.ops import peer_triton as peer
+
+random.seed(int(sys.argv[1]))
+slot_bytes = peer.PROGRAMS * 4096
+slots = torch.zeros(peer.SLOTS, slot_bytes, dtype=torch.uint8)
+flags, acks = (torch.zeros(peer.PROGRAMS, dtype=torch.int64) for _ in range(2))
+mine, yours = (torch.zeros(peer.PROGRAMS, dtype=torch.int64) for _ in range(2))
+abort = torch.zeros(1, dtype=torch.int32)
+under_way = []
+for _ in range(30):
+    if len(under_way) < peer.SLOTS and random.random() < 0.6:
+        dtype = random.choice([torch.int32, torch.uint8])
+        most = peer.capacity(slot_bytes, dtype)
+        n = random.choice([1, 3, 5, 1023, 1025, 4099, 3 * peer.PROGRAMS + 1, most - 1, most])
+        x = torch.randint(0, 255, (n,), dtype=dtype)
+        peer.send(x, slots.view(dtype), flags, acks, mine, abort)
+        under_way.append(x)
+    elif under_way:
+        x = under_way.pop(0)
+        y = torch.full_like(x, 77)
+        peer.recv(y, slots.view(x.dtype), flags, acks, yours, abort)
+        assert torch.equal(x, y), (x.shape, (x != y).nonzero()[:4])
+abort.fill_(1)
+peer.recv(torch.empty(5, dtype=torch.int32), slots.view(torch.int32), flags, acks, yours, abort)  # ends
+print("right")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_the_kernels_of_symmetric_memory_interpreted() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", _INTERPRETED, str(random.Random(0).randrange(99))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "right", done.stderr[-2000:]

@@ -1,0 +1,52 @@
+"""`scan`: a step repeated, each time on the state that the one before left."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from weft.donation import donated_argnames
+from weft.errors import ProgramError
+from weft.transforms.pipeline import Pipelined
+
+
+def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """Run a step `length` times on the same batch, the state threaded through: a decode loop, since a decode batch
+    names rows of the state alone, and the state holds their last tokens.
+
+    Args:
+        step: `(params, state, batch) -> (state, out)`. A pipeline overlaps its stages: its micro-batches are cohorts of
+            requests, and each waits only for its own tokens.
+        length: at least 1.
+
+    Returns:
+        A step `(params, state, batch) -> (state, outs)`: a list of what each step returned, in order. Not stacked, as
+        `jax.lax.scan` does: the dimensions of each output keep their names, so that a ladder can pad and unpad them.
+
+    Raises:
+        ProgramError: no such length, or a step that is no function.
+
+    >>> double = scan(lambda params, state, batch: (2 * state, state + batch), 3)
+    >>> double(None, 1, 10)
+    (8, [11, 12, 14])
+    """
+    call = f"scan({getattr(step, '__name__', step)}, {length!r})"
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ProgramError(call, f"length={length!r}", "an int >= 1")
+    if not callable(step):
+        raise ProgramError(
+            call, f"a {type(step).__name__}, no function", "a step (params, state, batch) -> (state, out)"
+        )
+
+    def run(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        if isinstance(step, Pipelined):
+            return step.repeat(params, state, batch, length)
+        outs = []
+        for _ in range(length):
+            state, out = step(params, state, batch)
+            outs.append(out)
+        return state, outs
+
+    functools.update_wrapper(run, step, assigned=("__module__", "__name__", "__qualname__"), updated=())
+    del run.__wrapped__  # type: ignore[attr-defined]
+    run.__weft_donates__ = donated_argnames(step)  # type: ignore[attr-defined]
+    return run

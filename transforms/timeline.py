@@ -1,0 +1,138 @@
+"""`Timeline`: what each rank did when, simulated or measured; it prints, draws itself in a notebook, and compares."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from weft.effects import Run
+from weft.errors import ProgramError
+from weft.transforms.draw_svg import draw_svg
+from weft.transforms.draw_text import draw_text
+from weft.transforms.events import Event, busy_seconds, duration, how_many, last_end, num_ranks
+
+
+@attrs.frozen
+class Timeline:
+    """The events of all ranks; `Timeline.of` makes it.
+
+    Args:
+        events: by rank, then in order; the first starts at 0.
+        peak_bytes: of each rank the most bytes, at one time, of messages that it sent and nobody had received, and of
+            those on their way to it: what it needs of buffers. None where messages were not counted.
+
+    >>> print(Timeline.of([Event(0, Run("stage 0", 0), 5.0, 6.0), Event(1, Run("stage 1", 0), 6.0, 8.0)]).as_text(40))
+         s |0              |2         bubble
+    rank 0 00000000                      67%
+    rank 1         00000000000000000     33%
+    0-9 runs that micro-batch (its last
+    digit)
+    2 ranks, 3 s
+    """
+
+    events: tuple[Event, ...]
+    peak_bytes: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, events: Iterable[Event], peak_bytes: Sequence[float] | None = None) -> "Timeline":
+        """The timeline of events in any order of ranks, each rank's in its own; also of a measured run.
+
+        Args:
+            events: their moments in seconds of one clock, of which the earliest becomes 0.
+            peak_bytes: where known.
+        """
+        found = sorted(events, key=lambda event: (event.rank, event.start))
+        zero = min((event.start for event in found), default=0.0)
+        return cls(tuple(_moved(event, zero) for event in found), None if peak_bytes is None else tuple(peak_bytes))
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it has events of."""
+        return num_ranks(self.events)
+
+    @property
+    def step_time(self) -> float:
+        """Seconds from the first start to the last end."""
+        return last_end(self.events)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The share of the step time in which each rank ran stages and advanced."""
+        whole = self.step_time or 1.0
+        return tuple(seconds / whole for seconds in busy_seconds(self.events))
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """The rest of each rank's share: it waited, sent, launched, or had nothing to do."""
+        return tuple(max(0.0, 1.0 - share) for share in self.busy)  # a sum of parts may exceed the whole by rounding
+
+    def as_text(self, width: int = 80) -> str:
+        """One row a rank, in lines of at most `width` characters."""
+        held = (
+            ""
+            if self.peak_bytes is None
+            else f"; most bytes of messages a rank holds: {max(self.peak_bytes, default=0):,.0f}"
+        )
+        summary = f"{how_many(self.num_ranks)}, {duration(self.step_time)}{held}"
+        return "\n".join([draw_text(self.events, self.bubble, width), *textwrap.wrap(summary, width)])
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+    def _repr_html_(self) -> str:
+        return draw_svg(self.events, self.bubble)
+
+
+def _moved(event: Event, zero: float) -> Event:
+    start, end = event.start - zero, event.end - zero
+    return attrs.evolve(event, start=start, end=end, waited=min(event.waited, end - start))  # less by rounding alone
+
+
+@attrs.frozen
+class Comparison:
+    """How far a simulated timeline is from a measured one; each number is (simulated - measured) / measured.
+
+    Args:
+        step_time: of the whole.
+        busy: of each rank's busy share.
+    """
+
+    step_time: float
+    busy: tuple[float, ...]
+
+    def __str__(self) -> str:
+        busy = "".join(f"\n  rank {rank} busy {error:+.1%}" for rank, error in enumerate(self.busy))
+        return f"simulated against measured:\n  step time {self.step_time:+.1%}{busy}"
+
+
+def compare(simulated: Timeline, measured: Timeline) -> Comparison:
+    """The relative errors of the step time and of each rank's busy share.
+
+    Raises:
+        ProgramError: the two ran different things.
+
+    >>> run = Run("stage 0", 0)
+    >>> print(compare(Timeline.of([Event(0, run, 0.0, 1.1)]), Timeline.of([Event(0, run, 7.0, 8.0)])))
+    simulated against measured:
+      step time +10.0%
+      rank 0 busy +0.0%
+    """
+    ran, did = (_runs(timeline) for timeline in (simulated, measured))
+    if ran != did:
+        rank, what = next((rank, run) for rank, run in [*ran, *did] if ((rank, run) in ran) != ((rank, run) in did))
+        where = "simulated" if (rank, what) in ran else "measured"
+        seen = f"rank {rank}: '{what}' is in the {where} timeline alone"
+        raise ProgramError("compare(simulated, measured)", seen, "timelines of the same programs")
+    errors = (_relative(*pair) for pair in zip(simulated.busy, measured.busy, strict=True))
+    return Comparison(_relative(simulated.step_time, measured.step_time), tuple(errors))
+
+
+def _runs(timeline: Timeline) -> dict[tuple[int, Run], None]:
+    """What each rank ran, in order."""
+    return {(event.rank, event.effect): None for event in timeline.events if isinstance(event.effect, Run)}
+
+
+def _relative(value: float, true: float) -> float:
+    if value == true:
+        return 0.0
+    return (value - true) / true if true else float("inf")

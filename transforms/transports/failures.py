@@ -1,0 +1,49 @@
+"""What went wrong on a rank, and how the others find out which one it was."""
+
+from collections.abc import Sequence
+
+import attrs
+
+from weft.effects import Program
+from weft.errors import RankError
+from weft.transforms.checker import Machine
+
+
+@attrs.frozen(eq=False)
+class Failure:
+    """The first thing that went wrong in a run.
+
+    Args:
+        rank: where.
+        instruction: what it was about to do.
+        cause: what happened.
+        error: what it raised, where that is at hand.
+    """
+
+    rank: int
+    instruction: str
+    cause: str
+    error: BaseException | None = None
+
+    def for_rank(self, rank: int, waiting: str) -> RankError:
+        """The error of a rank that this failure keeps waiting."""
+        seen = f"rank {self.rank} failed at '{self.instruction}': {self.cause}"
+        instead = f"mend what failed on rank {self.rank}; a transport's timeout=... says how long it may keep others"
+        return RankError(f"rank {rank}: '{waiting}'", seen, instead, self.rank, self.instruction, self.cause)
+
+
+def culprit(programs: Sequence[Program], at: Sequence[int], rank: int, capacity: int) -> int:
+    """Whom a rank waits for in the end: along who waits for whom, to one that nothing keeps from going on.
+
+    Args:
+        programs: of all ranks.
+        at: how many of its effects each has performed.
+        rank: where to begin.
+        capacity: messages that an edge holds.
+    """
+    machine, seen = Machine(programs, capacity), set[int]()
+    machine.place(at)
+    while rank not in seen and (step := machine.next(rank)) is not None and (blockers := machine.blockers(step)):
+        seen.add(rank)
+        rank = blockers[0]
+    return rank

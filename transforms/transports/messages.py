@@ -1,0 +1,146 @@
+"""What travels between processes: values as tensors, whose layout the receiver learns once."""
+
+import hashlib
+import pickle
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.effects import Broadcast, Fence, Recv, Schema, Send
+from weft.errors import ProgramError
+from weft.ops import transfer
+from weft.transforms.checker import Step, puts
+from weft.transforms.transports.plan import Plan
+from weft.transforms.transports.watch import Watch
+from weft.trees import TreeSpec, tree_flatten, tree_unflatten
+
+
+@attrs.frozen
+class Told:
+    """A tensor as the receiver must make it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@attrs.frozen
+class Constant:
+    """A leaf that is no tensor, and travels with the layout."""
+
+    value: Any
+
+
+@attrs.frozen
+class Layout:
+    """How to put a value together from tensors: its structure, and what to know of each leaf."""
+
+    structure: TreeSpec
+    leaves: tuple[Told | Constant, ...]
+    schema: Schema
+
+    @classmethod
+    def of(cls, value: Any) -> "Layout":
+        leaves, structure = tree_flatten(value)
+        told = (Told(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else Constant(x) for x in leaves)
+        return cls(structure, tuple(told), Schema.of(value))
+
+    def __reduce__(self) -> Any:
+        """As the value with its leaves told: torch deprecates what pickling a structure does."""
+        return _rebuilt, (tree_unflatten(self.leaves, self.structure), self.schema)
+
+    def tensors(self) -> list[Told]:
+        """The leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Told)]
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """Tensors to receive into."""
+        return [torch.empty(told.shape, dtype=told.dtype, device=device) for told in self.tensors()]
+
+    def build(self, tensors: list[Tensor]) -> Any:
+        """The value, of received tensors."""
+        parts = iter(tensors)
+        leaves = [leaf.value if isinstance(leaf, Constant) else next(parts) for leaf in self.leaves]
+        return tree_unflatten(leaves, self.structure)
+
+    def __str__(self) -> str:
+        return f"{self.schema}, of shapes {[told.shape for told in self.tensors()]}"
+
+
+def _rebuilt(value: Any, schema: Schema) -> Layout:
+    leaves, structure = tree_flatten(value)
+    return Layout(structure, tuple(leaves), schema)
+
+
+class ProcessEnd(transfer.End, Protocol):
+    """An end between processes."""
+
+    def drain(self) -> None:
+        """Return when all that was sent may be overwritten by what follows on this rank."""
+
+    def close(self, failed: bool = False) -> None:
+        """Break the connections."""
+
+
+class ProcessLink:
+    """One rank's ends of the edges between processes."""
+
+    def __init__(self, end: ProcessEnd, watch: Watch, device: torch.device) -> None:
+        self.end = end
+        self.watch = watch
+        self.device = device
+        self.plan: Plan | None = None
+        self._number = transfer.register(end)
+        self._layouts: dict[str, Layout] = {}
+
+    def begin(self, plan: Plan) -> None:
+        """A step begins."""
+        self.plan = plan
+
+    def send(self, effect: Send | Broadcast, value: Any) -> None:
+        leaves = [x.contiguous() for x in tree_flatten(value)[0] if isinstance(x, Tensor) and x.numel()]
+        key = self._key(effect, self.watch.rank)
+        self._publish(effect, key, Layout.of(value))
+        for edge in puts(Step(self.watch.rank, effect), self.watch.num_ranks):
+            if leaves:
+                transfer.send(leaves, self._number, edge.to, _tag(key, effect))
+
+    def recv(self, effect: Recv | Broadcast) -> Any:
+        source = effect.source if isinstance(effect, Recv) else effect.root
+        key = self._key(effect, source)
+        if key not in self._layouts:
+            self._layouts[key] = pickle.loads(self.watch.wait(key, source))
+        layout = self._layouts[key]
+        tensors = layout.empty(self.device)
+        if filled := [x for x in tensors if x.numel()]:
+            transfer.recv(filled, self._number, source, _tag(key, effect))
+        return layout.build(tensors)
+
+    def fence(self, _: Fence, /) -> None:
+        self.end.drain()
+
+    def _key(self, effect: Send | Recv | Broadcast, source: int) -> str:
+        """The name of a message's layout: the same for all of the same class from the same place."""
+        assert self.plan is not None, "a step has begun"
+        classes = self.plan.programs[source].classes
+        text = f"{isinstance(effect, Broadcast)} {classes[effect.microbatch] if classes else ''}"
+        return f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+    def _publish(self, effect: Send | Broadcast, key: str, layout: Layout) -> None:
+        known = self._layouts.get(key)
+        if known is None:
+            self._layouts[key] = layout
+            self.watch.store.set(key, pickle.dumps(layout))
+        elif known != layout:
+            raise ProgramError(
+                f"rank {self.watch.rank}: '{effect}'",
+                f"{layout}, where for the same class of batch it sent {known}",
+                "shapes that follow from the batch's class alone",
+            )
+
+
+def _tag(key: str, effect: Send | Recv | Broadcast) -> int:
+    """What both ends know of a message: the class, the sender, the micro-batch."""
+    digest = hashlib.blake2b(f"{key} {effect.microbatch}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,66 @@
+"""A plan: programs that passed their check, and what every rank must agree on before it runs them."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from weft import __version__
+from weft.effects import Fence, Program, listing
+from weft.transforms.checker import Step, check, interleave
+
+
+@attrs.frozen(eq=False)
+class Plan:
+    """Checked programs.
+
+    Args:
+        programs: of all ranks.
+        buffers: results that a stage holds before it overwrites the oldest; None: each is a value of its own.
+        stages: the fingerprint of each stage's code.
+    """
+
+    programs: tuple[Program, ...]
+    buffers: int | None = None
+    stages: tuple[str, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        check(self.programs, buffers=self.buffers)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """What all ranks compare, line by line: versions, stages, programs."""
+        versions = f"weft {__version__}, torch {torch.__version__}"
+        return "\n".join([versions, *self.stages, listing(self.programs)])
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A short hash of `text`."""
+        return hashlib.blake2b(self.text.encode(), digest_size=6).hexdigest()
+
+    @functools.cached_property
+    def order(self) -> tuple[Step, ...]:
+        """An order in which one thread can run all ranks."""
+        return tuple(interleave(self.programs))
+
+    @functools.cached_property
+    def lends(self) -> bool:
+        """Whether results are lent, so that a receiver must copy them before its fence is passed."""
+        return any(isinstance(effect, Fence) for program in self.programs for effect in program.effects)
+
+
+def fingerprint(index: int, fn: Callable[..., Any]) -> str:
+    """A stage in one line: its name, and a hash of its code and of the plain values that it closes over."""
+    inner = fn
+    while hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    found = hashlib.blake2b(digest_size=6)
+    if (code := getattr(inner, "__code__", None)) is not None:
+        found.update(code.co_code + repr([c for c in code.co_consts if not hasattr(c, "co_code")]).encode())
+        cells: Sequence[Any] = getattr(inner, "__closure__", None) or ()
+        values = [cell.cell_contents for cell in cells]
+        found.update(repr([v for v in values if attrs.has(type(v)) or isinstance(v, int | float | str)]).encode())
+    return f"stage {index}: {getattr(fn, '__name__', type(fn).__name__)} {found.hexdigest()}"

@@ -1,0 +1,281 @@
+"""The transport `threads`: one process, and a thread for each rank, each on its own device where there are some."""
+
+import contextvars
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.effects import Broadcast, Fence, Program, Recv, Send
+from weft.errors import CaptureError, ProgramError, RankError
+from weft.torchapi import in_dispatch_mode
+from weft.transforms.checker import Edge, Step, puts, takes
+from weft.transforms.transports.failures import Failure, culprit
+from weft.transforms.transports.plan import Plan
+from weft.transforms.transports.worker import Worker
+from weft.trees import tree_map
+
+CAPACITY = 2
+"""Messages that an edge holds."""
+
+
+Queue = deque[tuple[int, Any]]
+
+
+def _has_room(queue: Queue) -> bool:
+    return len(queue) < CAPACITY
+
+
+def _holds_none(queue: Queue, microbatch: int) -> bool:
+    return all(sent != microbatch for sent, _ in queue)
+
+
+class Exchange:
+    """What the threads of one run share: the edges, where each rank is, and the first failure."""
+
+    def __init__(self, programs: Sequence[Program], timeout: float) -> None:
+        self.programs = programs
+        self.num_ranks = self.left = len(programs)
+        self.timeout = timeout
+        self.failure: Failure | None = None
+        self.at = [0] * self.num_ranks
+        self._edges: dict[Edge, Queue] = {}
+        self._changed = threading.Condition()
+
+    def put(self, step: Step, value: Any) -> None:
+        for edge in puts(step, self.num_ranks):
+            with self._changed:
+                queue = self._edges.setdefault(edge, deque())
+                self._wait(step, partial(_has_room, queue), edge.to)
+                queue.append((step.effect.microbatch, value))
+                self._changed.notify_all()
+
+    def take(self, step: Step, copied: Callable[[Any], Any]) -> Any:
+        edge = takes(step)
+        assert edge is not None, "only an effect that takes is received"
+        with self._changed:
+            queue = self._edges.setdefault(edge, deque())
+            self._wait(step, lambda: bool(queue), edge.source)
+            value = copied(queue[0][1])
+            queue.popleft()
+            self._changed.notify_all()
+        return value
+
+    def drained(self, step: Step) -> None:
+        """Wait until all that the rank sent of a micro-batch was received."""
+        mb = step.effect.microbatch
+        with self._changed:
+            for edge in [edge for edge in self._edges if edge.source == step.rank]:
+                queue = self._edges[edge]
+                self._wait(step, partial(_holds_none, queue, mb), edge.to)
+
+    def fail(self, failure: Failure) -> None:
+        with self._changed:
+            self.failure = self.failure or failure
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """A rank has come to its end, well or not."""
+        with self._changed:
+            self.left -= 1
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait for all ranks; after a failure no longer than the time-out, for one may never end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.left == 0 or self.failure is not None)
+            if self.failure is not None:
+                self._changed.wait_for(lambda: self.left == 0, self.timeout if self.failure.error is not None else 0.1)
+
+    def _wait(self, step: Step, ready: Callable[[], bool], peer: int) -> None:
+        """Wait until `ready()`; a rank that shows no progress for the time-out has stalled."""
+        start, seen = time.monotonic(), list(self.at)
+        while not ready():
+            if self.failure is not None:
+                raise self.failure.for_rank(step.rank, str(step.effect))
+            if self.at != seen:
+                start, seen = time.monotonic(), list(self.at)
+            left = start + self.timeout - time.monotonic()
+            if left <= 0:
+                self.failure = self._stalled(peer)
+                self._changed.notify_all()
+                raise self.failure.for_rank(step.rank, str(step.effect))
+            self._changed.wait(left)
+
+    def instruction(self, rank: int) -> str:
+        """What a rank is about to do."""
+        effects, index = self.programs[rank].effects, self.at[rank]
+        return str(effects[index]) if index < len(effects) else "its end"
+
+    def _stalled(self, peer: int) -> Failure:
+        rank = culprit(self.programs, self.at, peer, CAPACITY)
+        return Failure(rank, self.instruction(rank), f"no progress for {self.timeout:g} s")
+
+
+@attrs.frozen(eq=False)
+class ThreadLink:
+    """One rank's ends of the edges, in its thread."""
+
+    rank: int
+    exchange: Exchange
+    device: torch.device | None
+    lends: bool
+
+    def send(self, effect: Send | Broadcast, value: Any) -> None:
+        made = None
+        if self.device is not None and self.device.type == "cuda":
+            made = torch.cuda.Event()
+            made.record()
+        self.exchange.put(Step(self.rank, effect), (value, made))
+
+    def recv(self, effect: Recv | Broadcast) -> Any:
+        return self.exchange.take(Step(self.rank, effect), self._own)
+
+    def fence(self, effect: Fence, /) -> None:
+        self.exchange.drained(Step(self.rank, effect))
+
+    def _own(self, message: tuple[Any, torch.cuda.Event | None]) -> Any:
+        value, made = message
+        if made is not None:
+            torch.cuda.current_stream().wait_event(made)
+        return tree_map(lambda x: to_device(x, self.device, copy=self.lends), value)
+
+
+def to_device(leaf: Any, device: torch.device | None, copy: bool = False) -> Any:
+    """A tensor on the device (None: where it is), copied if it must be; anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to(device, non_blocking=True, copy=copy) if device is not None else leaf.clone() if copy else leaf
+
+
+class Threads:
+    """A thread for each rank, which lives as long as the transport: a stage compiles and captures in its own.
+
+    Args:
+        devices: one a rank: batches and messages are moved there, outputs come back on that of rank 0. Params and state
+            must be there already. None: all where they are.
+        timeout: seconds that a rank may keep the others waiting without any progress before they raise RankError. The
+            first call of a step that compiles or captures counts too.
+    """
+
+    def __init__(self, *, devices: Sequence[torch.device | str] | None = None, timeout: float = 30.0) -> None:
+        self.devices = None if devices is None else tuple(torch.device(d) for d in devices)
+        self.timeout = timeout
+        self._tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._broken: Failure | None = None
+        self._lock = threading.Lock()
+
+    def ranks(self, num_ranks: int) -> Sequence[int]:
+        if self.devices is not None and len(self.devices) != num_ranks:
+            seen = f"{len(self.devices)} devices for {num_ranks} stages"
+            raise ProgramError(f"pipeline(..., transport={self!r})", seen, "a device for each stage")
+        return range(num_ranks)
+
+    def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
+        if in_dispatch_mode():
+            raise CaptureError(
+                f"pipeline(..., transport={self!r}) inside a captured function",
+                "threads, whose work the capture of this one does not see",
+                "pipeline(map(graphify, stages), transport=Threads()), or transport=Local() inside graphify",
+            )
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken.for_rank(0, "the next step")
+            exchange = Exchange(plan.programs, self.timeout)
+            self._start(len(workers))
+            for worker in workers:
+                self._tasks[worker.rank].put(self._task(plan, worker, exchange))
+            self._join(exchange)
+
+    def _join(self, exchange: Exchange) -> None:
+        try:
+            exchange.join()
+        except BaseException as error:  # Ctrl-C: no rank may wait for one that is told to stop
+            exchange.fail(Failure(0, "the caller's wait", repr(error)))
+            raise
+        failure = exchange.failure
+        if failure is None:
+            return
+        if exchange.left:
+            self._broken = failure
+        if failure.error is None:
+            raise failure.for_rank(0, "the whole step")
+        failure.error.add_note(f"on rank {failure.rank}, at '{failure.instruction}'")
+        raise failure.error
+
+    def _start(self, count: int) -> None:
+        while len(self._tasks) < count:
+            tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            name = f"weft rank {len(self._tasks)}"
+            threading.Thread(target=_serve, args=(tasks,), name=name, daemon=True).start()
+            self._tasks.append(tasks)
+
+    def close(self) -> None:
+        """End the threads."""
+        for tasks in self._tasks:
+            tasks.put(None)
+        self._tasks = []
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _task(self, plan: Plan, worker: Worker, exchange: Exchange) -> Callable[[], None]:
+        rank = worker.rank
+        device = None if self.devices is None else self.devices[rank]
+        link = ThreadLink(rank, exchange, device, plan.lends)
+        surroundings, context = _surroundings(device), contextvars.copy_context()
+
+        def perform() -> None:
+            if device is not None:
+                worker.batches = [tree_map(lambda x: to_device(x, device), batch) for batch in worker.batches]
+            for effect in plan.programs[rank].effects:
+                worker.perform(effect, link)
+                exchange.at[rank] += 1
+
+        def task() -> None:
+            try:
+                with surroundings():
+                    context.run(perform)
+            except RankError as error:
+                exchange.fail(Failure(rank, exchange.instruction(rank), str(error), error))
+            except BaseException as error:
+                exchange.fail(Failure(rank, exchange.instruction(rank), f"{type(error).__name__}: {error}", error))
+            finally:
+                exchange.end()
+
+        return task
+
+    def __repr__(self) -> str:
+        return "Threads()" if self.devices is None else f"Threads(devices={[str(d) for d in self.devices]})"
+
+
+def _serve(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (task := tasks.get()) is not None:
+        task()
+
+
+def _surroundings(device: torch.device | None) -> Callable[[], Any]:
+    """The caller's grad and inference modes, for another thread; and its stream, which the rank's work follows."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    here = torch.cuda.current_stream() if device is not None and device.type == "cuda" else None
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            if here is None:
+                yield
+                return
+            with torch.cuda.device(device):
+                torch.cuda.current_stream().wait_stream(here)
+                yield
+                here.wait_stream(torch.cuda.current_stream())
+
+    return inside
