@@ -61,7 +61,8 @@ class Jobs(Sequence[Job]):
     def __getitem__(self, index: Any) -> Any:
         if type(index) is not Integer:
             return self.jobs[index]
-        return next(job for number, job in enumerate(self.jobs) if index == number)
+        number: Any = index
+        return next(job for i, job in enumerate(self.jobs) if number == i)
 
 
 def unknown_jobs(path: Path, count: int) -> Jobs:
@@ -104,8 +105,8 @@ def happens_before(programs: Sequence[Program], capacity: Any) -> Iterator[tuple
             yield (rank, index - 1), (rank, index), True
         for edge in puts(Step(rank, effect), len(programs)):
             putting[edge].append((rank, index))
-        if (edge := takes(Step(rank, effect))) is not None:
-            taking[edge].append((rank, index))
+        if (taken := takes(Step(rank, effect))) is not None:
+            taking[taken].append((rank, index))
     for edge, sent in putting.items():
         for number, (put, took) in enumerate(zip(sent, taking[edge], strict=True)):
             yield put, took, True
@@ -151,8 +152,8 @@ def edges_agree(programs: Sequence[Program]) -> bool:
         for effect in program.effects:
             for edge in puts(Step(program.rank, effect), len(programs)):
                 putting[edge].append(_message(effect))
-            if (edge := takes(Step(program.rank, effect))) is not None:
-                taking[edge].append(_message(effect))
+            if (taken := takes(Step(program.rank, effect))) is not None:
+                taking[taken].append(_message(effect))
     return putting == taking
 
 
@@ -193,9 +194,10 @@ def prove_jobs(stages: int, count: int, buffers: Sequence[int | None]) -> Iterat
     def run(path: Path) -> dict[str, Any]:
         jobs, held = unknown_jobs(path, count), choice(path, "buffers", buffers)
         programs = make_programs(stages, jobs, buffers=held)
+        afters: list[tuple[int, Any]] = [(mb, job.after) for mb, job in enumerate(jobs) if job.after is not None]
         waits = [
             z3.Implies(after.term == earlier, z3.BoolVal(taken_in(programs, mb, earlier)))
-            for mb, after in ((mb, job.after) for mb, job in enumerate(jobs) if isinstance(job.after, Integer))
+            for mb, after in afters
             for earlier in range(mb)
         ]
         return right(programs, held) | {"each job after its own": z3.And(*waits)}

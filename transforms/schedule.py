@@ -98,9 +98,9 @@ def _effects(
 
 
 def _ahead(stages_behind: int) -> int:
-    """The most jobs that a rank can be ahead of what returned, one message an edge: one more and it could block the
-    last rank, which it waits for."""
-    return 2 * stages_behind + 1
+    """The most jobs that a rank runs ahead of what returned. One more than 2n + 1 and it could block the last rank,
+    which it waits for, where an edge holds one message; more than n + 2 only has it take in its own feedback late."""
+    return min(2 * stages_behind + 1, stages_behind + 2)
 
 
 def _take_in(rank: int, last: int, mb: int, advances: bool) -> Iterator[Effect]:
