@@ -32,9 +32,14 @@ def alike(value: Any) -> Any:
         return (kind, repr(value))
     if isinstance(value, tuple):
         return (kind, tuple(alike(v) for v in value))
-    if kind.__eq__ is object.__eq__ or kind.__hash__ is None or isinstance(value, torch.Tensor):
+    if by_identity(kind) or kind.__hash__ is None or isinstance(value, torch.Tensor):
         return (kind, value)
     return (kind, value, _contents(value))
+
+
+def by_identity(kind: Any) -> bool:
+    """Whether objects of a class are equal only to themselves."""
+    return kind.__eq__ is object.__eq__
 
 
 def _contents(value: Any) -> Any:

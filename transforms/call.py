@@ -12,7 +12,7 @@ from weft.alike import alike
 from weft.donation import refuse_donated
 from weft.errors import DescriptorError, DonatedError
 from weft.padding import padded_shape
-from weft.torchapi import function_modes, in_dispatch_mode, in_functorch_transform, storage_id, switches
+from weft.torchapi import children_of, function_modes, in_dispatch_mode, in_functorch_transform, storage_id, switches
 from weft.transforms.borrowing import refuse_stale
 from weft.transforms.memo import Key, check_hashable, check_plain, check_statics, check_tensors, leaf_key
 from weft.transforms.overlap import overlap, overlaps_itself
@@ -23,7 +23,6 @@ from weft.trees import (
     leaves_with_names,
     map_sized,
     tree_flatten,
-    tree_leaves,
     tree_structure,
 )
 
@@ -96,7 +95,7 @@ def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str,
 def refuse_shared(call: Call, roles: Roles, name: str) -> None:
     """Raise if a donated argument shares memory with another donated one, or its storage with another argument by
     reference: what it holds after the call would be unsaid. (What is copied in, is so before anything is written.)"""
-    count = num_donated(call.references, roles)
+    count = num_donated(call, roles)
     leaves = list(zip(call.leaf_names(), call.reference_leaves, strict=False))
     donated = [(path, x) for path, x in leaves[:count] if isinstance(x, Tensor) and not x.is_meta]
     for index, (path, leaf) in enumerate(donated):
@@ -111,7 +110,7 @@ def refuse_shared(call: Call, roles: Roles, name: str) -> None:
 
 
 def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
-    count = num_donated(call.references, roles)
+    count = num_donated(call, roles)
     donated = {id(x) for x in call.reference_leaves[:count] if isinstance(x, Tensor)}
     if donated and any(id(x) in donated for x in (*call.reference_leaves[count:], *call.copied_leaves)):
         leaves = (*call.reference_leaves, *call.copied_leaves)
@@ -119,9 +118,10 @@ def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
         raise _shared(name, f"{path} is a tensor that the same call donates")
 
 
-def num_donated(references: dict[str, Any], roles: Roles) -> int:
-    """How many of the leaves by reference are donated: they stand first."""
-    return len(tree_leaves([references[n] for n in roles.donated if n in references]))
+def num_donated(call: Call, roles: Roles) -> int:
+    """How many of the leaves by reference are donated, or were: they stand first."""
+    arguments = zip(call.references, children_of(call.reference_tree), strict=True)
+    return sum(int(child.num_leaves) for name, child in arguments if name in roles.donated)
 
 
 def _shared(name: str, seen: str) -> DonatedError:

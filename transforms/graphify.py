@@ -24,7 +24,7 @@ from weft.transforms.dispatch import Decision
 from weft.transforms.graphs import Explanation, Graphs
 from weft.transforms.ladder import Ladder
 from weft.transforms.lower import Compiled, Lowered, lower
-from weft.transforms.memo import CacheInfo, Key
+from weft.transforms.memo import CacheInfo, Key, but_grad_mode
 from weft.transforms.memory import MemoryAnalysis, MemoryEstimate, analysis_of, estimate
 from weft.transforms.method import Method
 from weft.transforms.misses import miss_between
@@ -220,6 +220,8 @@ class Graphified(Generic[P, R]):
             if inline_reason(given):
                 return self._fn(*args, **kwargs)
             if (other := hashable_signature(given, self._of.name)) != signature:
+                if but_grad_mode(other) == but_grad_mode(signature):
+                    return self._call(args, kwargs)
                 lowered.refuse(miss_between(other, signature, given.leaf_names(), self._of.roles.donated))
             return self._answer(replay, given, args, kwargs)
 

@@ -68,7 +68,8 @@ class Lowered(Generic[R]):
 class Compiled(Generic[R]):
     """A captured graph, and the way to call it. It takes calls of the lowered signature only, with what is captured by
     reference (donated arguments, params) where the lowered call had it; where the graphified function would run inline
-    (under autograd, torch.func, another capture) it does too."""
+    (under autograd, torch.func, another capture) it does too. In the other grad mode, in which a function may compute
+    something else, it has a graph of its own, captured at the first such call."""
 
     lowered: Lowered[R]
     _entry: Entry

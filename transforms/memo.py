@@ -45,6 +45,11 @@ class Key:
     """One `LeafKey` a tensor; for any other leaf what `alike` makes of it."""
 
 
+def but_grad_mode(key: Key) -> Key:
+    """The key of a like call in either grad mode."""
+    return attrs.evolve(key, ambient=tuple(pair for pair in key.ambient if pair[0] != "grad mode"))
+
+
 def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> Any:
     """The key of one leaf; `shape` is the padded one of a sized leaf, whose buffer is contiguous."""
     if not isinstance(leaf, Tensor):

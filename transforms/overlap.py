@@ -44,12 +44,13 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def _first(x: Tensor) -> int:
-    return x.storage_offset() * x.element_size()
+    return int(x.storage_offset() * x.element_size())
 
 
 def _extent(x: Tensor) -> int:
     """Bytes from the first element to the end of the last."""
-    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    return int(span * x.element_size())
 
 
 def _blocks(x: Tensor) -> tuple[Tensor, int]:

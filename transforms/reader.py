@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.alike import EXACT, alike
+from weft.alike import EXACT, alike, by_identity
 from weft.donation import TAKEN, is_donatable
 from weft.trees import TreeSpec, node_fields, tree_leaves, tree_unflatten
 
@@ -182,7 +182,7 @@ def _write_value(writer: _Writer, expression: str, value: Any) -> None:
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
     if isinstance(value, float):
         writer.key.append(f"{name}.hex()")
-    elif type(value) not in EXACT and type(value).__eq__ is not object.__eq__:
+    elif type(value) not in EXACT and not by_identity(type(value)):
         writer.key.append(f"alike({name})")
     elif value is not None:
         writer.key.append(name)

@@ -74,7 +74,7 @@ def keep_in_place(result: R, roles: Roles, call: Call) -> R:
     leaves it: a graph that was captured there finds it. A result that autograd recorded is left as it is."""
     if not roles.donated or (torch.is_grad_enabled() and any(_recorded(leaf) for leaf in tree_leaves(result))):
         return result
-    count = num_donated(call.references, roles)
+    count = num_donated(call, roles)
     with torch.no_grad():
         homes = tree_unflatten(call.reference_leaves, call.reference_tree)
         found = settle(result, [homes[n] for n in roles.donated if n in homes], call.reference_leaves)

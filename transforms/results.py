@@ -123,8 +123,8 @@ def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
         if leaf is None or isinstance(leaf, (Tensor, *PLAIN)) or id(leaf) in given:
             continue
         paths = [path for path, _ in leaves_with_names(tree_unflatten(list(outputs.leaves), outputs.structure))]
-        seen = f"its result{paths[index]} is a {type(leaf).__name__}, neither tensor, plain value nor pytree"
-        instead = "return its tensors in a tuple or a dict, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+        seen = f"its result{paths[index]} is of class {type(leaf).__name__}, neither tensor, plain value nor pytree"
+        instead = "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
         raise CaptureError(name, seen, instead)
 
 

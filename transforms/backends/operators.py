@@ -59,8 +59,8 @@ def is_harmless(func: Any) -> bool:
     """Whether calls of an operator may be let through whatever its arguments are: it writes nothing, depends on no
     data, and is neither collective nor makes pinned memory."""
     aten = torch.ops.aten
-    watched = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._local_scalar_dense)
-    watched = (*watched, aten.as_strided)
+    indexing = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
+    watched = (*indexing, aten._local_scalar_dense, aten.as_strided)
     copies = (aten._to_copy.default, aten.copy_.default)
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     suspect = func.overloadpacket in (*watched, *_BATCH_NORMS) or func in copies or any(t in func.tags for t in tags)
