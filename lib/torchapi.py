@@ -38,6 +38,7 @@ __all__ = [
     "generator_bytes",
     "global_state_check",
     "host_store",
+    "in_compiled",
     "in_dispatch_mode",
     "in_functorch_transform",
     "in_plain_surroundings",
@@ -50,6 +51,7 @@ __all__ = [
     "pytree",
     "rendezvous_store",
     "replayer",
+    "seen_as",
     "stop_allocating_to_pool",
     "storage_id",
     "switches",
@@ -96,6 +98,16 @@ class FunctionMode(TorchFunctionMode):
 def is_compiled(function: Any) -> bool:
     """Whether `torch.compile` made a function or a module."""
     return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def in_compiled(below: str) -> bool:
+    """Whether what `torch.compile` made is running, called after the innermost frame of the module `below`."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and (name := frame.f_globals.get("__name__")) != below:
+        if name == "torch._dynamo.eval_frame" and frame.f_code.co_qualname.startswith("_TorchDynamoContext."):
+            return True  # and not DisableContext, which keeps the compiler off
+        frame = frame.f_back
+    return False
 
 
 def is_higher_order(func: Any) -> bool:
@@ -272,6 +284,12 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     held = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def seen_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A view of `tensor` that is a lazy conjugate, or negative, of what is stored, where `like` is."""
+    view = torch._conj(tensor) if like.is_conj() else tensor
+    return torch._neg_view(view) if like.is_neg() else view
 
 
 def current_stream_id(device_index: int) -> Callable[[], int]:

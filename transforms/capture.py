@@ -14,17 +14,18 @@ from weft.padding import inert, padded_shape
 from weft.torchapi import unseen
 from weft.transforms.backends import Backend, Recording
 from weft.transforms.backends.audit import Audit, Inputs
+from weft.transforms.buffers import blank_like, buffer_like
 from weft.transforms.call import Call, invoke
 from weft.transforms.options import Graphable
-from weft.transforms.overlap import overlaps_itself
-from weft.transforms.results import Outputs, refuse_opaque, settle
+from weft.transforms.results import Outputs, refuse_opaque, refuse_recorded, settle
 from weft.trees import Axes, leaf_axes, leaves_with_names, tree_flatten, tree_leaves, tree_unflatten
 
 SAVED_BYTES = 2**26
-SPARSE_BYTES = 2**26
-"""A strided argument is copied into a buffer of its strides if that takes no more than this, or four times its size."""
-BLANK_BYTES = 2**20
-"""Padding up to this size is copied from a tensor of padding, in the launch of the values; larger tails are filled."""
+
+
+def _records(external: Iterable[Tensor]) -> bool:
+    """Whether autograd records what is done with these tensors from outside."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in external)
 
 
 @attrs.define(eq=False)
@@ -52,7 +53,7 @@ class Entry:
 
     def runs_itself(self) -> bool:
         """Whether the function itself must run here, for autograd to see its operators."""
-        return torch.is_grad_enabled() and any(x.requires_grad for x in self.external)
+        return _records(self.external)
 
     @property
     def outputs(self) -> Outputs:
@@ -131,18 +132,6 @@ def prepare(of: Graphable, call: Call, descriptor: Any, device: torch.device) ->
     return Prepared(run, names, references, buffers, given, arguments, axes, tuple(donated), untouched)
 
 
-def buffer_like(value: Tensor) -> Tensor:
-    """A copy of a tensor with its strides, so that kernels that go by them compute the same; a dense copy where its
-    elements overlap, or where most of the memory between the first and the last of them is not its own."""
-    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
-    sparse = span * value.element_size() > max(SPARSE_BYTES, 4 * value.nbytes)
-    if value.numel() == 0 or value.is_meta or sparse or overlaps_itself(value):
-        return torch.empty_like(value).copy_(value)
-    buffer = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    buffer = torch._conj(buffer) if value.is_conj() else buffer
-    return (torch._neg_view(buffer) if value.is_neg() else buffer).copy_(value)
-
-
 def audit_of(of: Graphable, prepared: Prepared, device: torch.device) -> Audit:
     """The audit of one run."""
     own = {id(x) for x in prepared.donated}
@@ -177,8 +166,11 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
     with prepared.untouched(audit), _noted(of.name, descriptor):
         recording = backend.capture(prepared.run, audit, split_at)
         prepared.given.clear()
-        refuse_opaque(f"graphify({of.name})", recording.outputs, call)
+        external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
+        refuse_opaque(audit.call, recording.outputs, call)
         audit.refuse_leaks(recording.outputs.leaves)
+    if not _records(external):
+        refuse_recorded(audit.call, recording.outputs, call, prepared.buffers)
     if split_at and recording.num_pieces == 1:
         called = sorted(audit.called)
         shown = ", ".join(called[:10]) + (", ..." if len(called) > 10 else "")
@@ -186,15 +178,8 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
         raise CaptureError(f"graphify({of.name})", seen, f"name an operator that it calls: {shown or 'it calls none'}")
     if descriptor is not None:
         _refuse_unsized(of.name, recording.outputs, descriptor, prepared.axes)
-    external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
-    blanks = tuple(_blank(buffer, spec) for buffer, spec in zip(prepared.buffers, prepared.axes, strict=True))
+    blanks = tuple(blank_like(buffer, spec) for buffer, spec in zip(prepared.buffers, prepared.axes, strict=True))
     return Entry(recording, prepared.buffers, prepared.axes, external, audit.consults_switches(), blanks)
-
-
-def _blank(buffer: Any, spec: Axes | None) -> Tensor | None:
-    if spec is None or isinstance(spec.pad, str) or buffer.nbytes > BLANK_BYTES:
-        return None
-    return torch.full_like(buffer, spec.pad)
 
 
 @contextmanager

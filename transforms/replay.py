@@ -92,4 +92,4 @@ def _recorded(leaf: Any) -> bool:
 def _cut(outputs: Outputs, own: Any) -> Outputs:
     """The outputs as views of the size that class `own` has."""
     views, structure = tree_flatten(unpad(tree_unflatten(list(outputs.leaves), outputs.structure), own))
-    return Outputs(structure, tuple(views), outputs.references)
+    return attrs.evolve(outputs, structure=structure, leaves=tuple(views))

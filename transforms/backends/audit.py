@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, storage_id
+from weft.torchapi import DispatchMode, in_compiled, storage_id
 from weft.transforms.backends.host_reads import REMEDY, HostReads, refusal
 from weft.transforms.backends.operators import (
     PINS,
@@ -107,6 +107,9 @@ class Audit(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if in_compiled("weft.transforms.call"):
+            fault = "it calls what torch.compile made, which cannot compile while it is watched"
+            raise refusal(self.call, fault, "call the function that was compiled")
         self.called.add(func._schema.name)
         self.random.before_operator(func, kwargs.get("generator"))
         inputs = {storage_id(t): t for t in flat_tensors(args, kwargs)}
