@@ -8,13 +8,14 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._C._functorch import peek_interpreter_stack
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -57,9 +58,13 @@ __all__ = [
     "switches",
     "symmetric_memory",
     "tensors_check",
+    "uncompiled",
     "unnamed_children",
     "unseen",
 ]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DispatchMode(TorchDispatchMode):
@@ -98,6 +103,13 @@ class FunctionMode(TorchFunctionMode):
 def is_compiled(function: Any) -> bool:
     """Whether `torch.compile` made a function or a module."""
     return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def uncompiled(function: F) -> F:
+    """Keep `torch.compile` off the frames of a function, and off all that it calls."""
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 def in_compiled(below: str) -> bool:

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from weft.donation import donate
 from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY, may_capture
-from weft.torchapi import in_plain_surroundings
+from weft.torchapi import in_plain_surroundings, uncompiled
 from weft.transforms.borrowing import lend, lending
 from weft.transforms.call import Call, check_call, hashable_signature, inline_reason, take_apart
 from weft.transforms.capture import Entry
@@ -70,6 +70,7 @@ class Graphified(Generic[P, R]):
         """Whether results are the graph's own buffers, which the next replay overwrites."""
         return self._of.borrow
 
+    @uncompiled
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The fast path: a call like an earlier one is answered as that one was; any other by `_call`."""
         if in_plain_surroundings() and MAY_REPLAY.get():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, in_compiled, storage_id
+from weft.torchapi import DispatchMode, in_compiled, storage_id, uncompiled
 from weft.transforms.backends.host_reads import REMEDY, HostReads, refusal
 from weft.transforms.backends.operators import (
     PINS,
@@ -103,6 +103,7 @@ class Audit(DispatchMode):
         if error[0] is None:
             self.random.end()
 
+    @uncompiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import FunctionMode, is_higher_order, off_fast_path
+from weft.torchapi import FunctionMode, is_higher_order, off_fast_path, uncompiled
 from weft.transforms.backends.operators import tensors_in
 
 REMEDY = "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
@@ -44,6 +44,7 @@ class HostReads(FunctionMode):
         self.is_argument, self.is_own = is_argument, is_own
         self.attends = False
 
+    @uncompiled
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
