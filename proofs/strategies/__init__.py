@@ -36,6 +36,7 @@ from weft.proofs.strategies.programs import (
     job_lists,
     programs,
 )
+from weft.proofs.strategies.traces import Arrival, Trace, traces
 
 __all__ = [
     "ARCHITECTURES",
@@ -48,6 +49,7 @@ __all__ = [
     "STATICS",
     "UPDATES",
     "VALUES",
+    "Arrival",
     "Broken",
     "Call",
     "Function",
@@ -59,6 +61,7 @@ __all__ = [
     "Rows",
     "Scenario",
     "Scheduled",
+    "Trace",
     "broken_programs",
     "call_sequences",
     "called",
@@ -76,5 +79,6 @@ __all__ = [
     "resolutions",
     "scenarios",
     "stage_lists",
+    "traces",
     "worlds",
 ]
