@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._C._functorch import peek_interpreter_stack
@@ -25,6 +25,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "READ_BY_PICKLE",
     "DispatchMode",
     "FunctionMode",
     "backend_switches",
@@ -64,6 +65,8 @@ __all__ = [
 ]
 
 
+READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
+"""An attribute of every tensor that `Tensor.__reduce_ex__` looks at, and hardly anybody else."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -149,7 +152,7 @@ def unseen() -> contextlib.AbstractContextManager[Any]:
 def in_dispatch_mode() -> bool:
     """Whether a dispatch mode is active in this thread (a capture, a trace, fake tensors, a counter of operators), or a
     trace of torch.jit."""
-    return _len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
+    return _len_torch_dispatch_stack() > 0 or _is_tracing()
 
 
 def in_functorch_transform() -> bool:
@@ -165,7 +168,7 @@ def in_plain_surroundings() -> bool:
         and _len_torch_function_stack() == 0
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and not torch._C._is_tracing()
+        and not _is_tracing()
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import FunctionMode, is_higher_order, off_fast_path, uncompiled
+from weft.torchapi import READ_BY_PICKLE, FunctionMode, is_higher_order, off_fast_path, uncompiled
 from weft.transforms.backends.operators import tensors_in
 
 REMEDY = "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
@@ -72,7 +72,7 @@ class HostReads(FunctionMode):
         if of is torch.Tensor.grad and (self.is_argument(args[0]) if seen is None else not self.is_own(seen)):
             instead = "pass the gradients as an argument of their own, {name: p.grad for name, p in ...}"
             raise refusal(self.call, ".grad of a tensor from outside is no argument, and is not seen again", instead)
-        if of is torch.Tensor._backward_hooks and _is_pickled():
+        if of is READ_BY_PICKLE and _is_pickled():
             raise refusal(self.call, "pickle (torch.save) reads a tensor on the host", "x.clone(), or save it outside")
         return seen
 
