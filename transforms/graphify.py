@@ -305,9 +305,9 @@ def graphify(
     """Make a pure function replay: same signature, same result, one captured graph a key.
 
     The key is the tree structure, static and other non-tensor values, each tensor's shape, dtype, stride and device,
-    the class of the batch, and the addresses of what is captured by reference. Results are safe unless borrowed: a
-    later call does not change them. Inside another capture, a torch.func transform, or where autograd would record,
-    the function itself runs.
+    the class of the batch, the addresses of what is captured by reference, and what holds around the call: autograd's
+    mode, autocast, function modes, torch's switches. Results are safe unless borrowed: a later call does not change
+    them. Inside another capture, a torch.func transform, or where autograd would record, the function itself runs.
 
     Args:
         fn: a pure function over pytrees of tensors. Left out, `graphify` is a decorator.
@@ -332,7 +332,8 @@ def graphify(
 
     Raises:
         CaptureError: at the first call, if the function reads tensors on the host, branches on them, has results whose
-            shapes depend on data, or writes to what it does not own; it names the line.
+            shapes depend on data, seeds a random generator, keeps tensors outside, or writes to what it does not own;
+            it names the line. An argument or a result that no key tells: subclasses of Tensor, objects.
         CacheMissError: a miss after `freeze()`.
 
     Where the device's memory is full at a capture, a warning says so; the call, and later ones, then use the graphs
