@@ -43,9 +43,9 @@ class NcclEnd:
         return self._groups["up" if up else "down"]
 
     def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
-        while self._under_way and self._under_way[0][0].is_completed():
-            self._under_way.popleft()
         capturing = torch.cuda.is_current_stream_capturing()
+        while not capturing and self._under_way and self._under_way[0][0].is_completed():
+            self._under_way.popleft()
         for tensor in tensors:
             work = self._group(peer).send([_bytes(tensor)], peer, 0)
             if capturing:
