@@ -47,10 +47,14 @@ class Randomness:
                 self._take(generator)
 
     def record(self) -> None:
-        """The next run is the recorded one. Called before a capture begins: CUDA lets nobody look into one."""
+        """The next run is the recorded one. Called before a capture begins: CUDA lets nobody look into one, and refuses
+        another seed there than that before, so that one is set which the function would not."""
         self._records = True
         for generator in self.before:
-            torch.rand(1, generator=generator, device=generator.device)
+            if generator.device.type == "cuda":  # it may not draw while another thread captures
+                generator.manual_seed(generator.initial_seed() ^ 1)
+            else:
+                torch.rand(1, generator=generator, device=generator.device)
 
     def rehearse(self) -> None:
         """The next run is none that is recorded."""
