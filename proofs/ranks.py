@@ -142,27 +142,26 @@ def run(num_traces: int, variants: Sequence[str], backend: str | None, timeout: 
     torch.set_num_threads(1)
     transport = Distributed(backend=backend, timeout=timeout)  # type: ignore[arg-type]
     drawn, rows = draw_traces(num_traces, transport.num_ranks), [Row(variant) for variant in variants]
+    say = print if transport.rank == 0 else lambda *_, **__: None
+    say(f"{transport!r}, rank 0 of {transport.num_ranks}, against one process: tokens, logits and states, bitwise")
+    say(HEADER, flush=True)
     for row in rows:
         start = time.perf_counter()
         for trace in tqdm(drawn, desc=row.variant, disable=transport.rank > 0 or None):
             check_trace(trace, row.variant, transport, row)
         row.seconds = time.perf_counter() - start
+        say(row, flush=True)
     transport.close()
     return rows
 
 
-def report(rows: Sequence[Row], title: str, out: Path | None, about: dict[str, Any]) -> None:
-    """Print the table, and keep it."""
-    print(title, HEADER, *rows, sep="\n", flush=True)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        record = {
-            "what": title,
-            **about,
-            "rows": [attrs.asdict(row) for row in rows],
-            "environment": environment(about["device"]),
-        }
-        (out / f"ranks-{about['ranks']}-{about['backend']}.json").write_text(json.dumps(record, indent=1) + "\n")
+def keep(rows: Sequence[Row], ranks: int, backend: str, out: Path) -> None:
+    """Write the record."""
+    out.mkdir(parents=True, exist_ok=True)
+    device = "cpu" if backend == "gloo" else "cuda"
+    record = {"ranks": ranks, "backend": backend, "rows": [attrs.asdict(row) for row in rows]}
+    record["environment"] = environment(device)
+    (out / f"ranks-{ranks}-{backend}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -179,15 +178,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", given.ranks))
     call: Callable[..., Any] = run
     rows = call(*work) if under_torchrun else launch(call, ranks, *work, timeout=given.timeout)[0]
-    if int(os.environ.get("RANK", "0")) == 0:
-        backend = given.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        title = f"{ranks} ranks by {backend} against one process: tokens, logits and states, bitwise"
-        report(
-            rows,
-            title,
-            given.out,
-            {"ranks": ranks, "backend": backend, "device": "cpu" if backend == "gloo" else "cuda"},
-        )
+    if given.out is not None and int(os.environ.get("RANK", "0")) == 0:
+        keep(rows, ranks, given.backend or ("nccl" if torch.cuda.is_available() else "gloo"), given.out)
 
 
 if __name__ == "__main__":
