@@ -38,7 +38,7 @@ def serve(trace: Trace, run: Run) -> Iterator[Window]:
             host, more = schedule(host, trace.budget)
             works += more
             tick += 1
-        outputs = tuple(run(works)) if works else ()
+        outputs = tuple(run(works))
         got: dict[Running, None] = {}
         for work, out in zip(works, outputs, strict=True):
             if work.feeds:
@@ -79,6 +79,8 @@ class Streamed:
         self.device = device
 
     def __call__(self, works: Sequence[Work]) -> Sequence[Output | None]:
+        if not works:
+            return ()
         placed = [work.place(self.device) for work in works]
         self.state, outputs = self.pipelined.stream(self.params, self.state, placed, jobs_of(works))
         return outputs

@@ -1,16 +1,18 @@
 """L11 and L16 over traces: all stages agree on the requests, and each request gets what it would get alone."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 
 from weft.batch import Batch
+from weft.outputs import Output
 from weft.proofs.laws.compare import LawViolation, assert_equal
 from weft.proofs.serving import Streamed, Window, serve
 from weft.proofs.strategies.traces import Trace
 from weft.state import State, admit, advance
 from weft.transforms.engine.requests import Request
-from weft.transforms.engine.work import advance_work, edited
+from weft.transforms.engine.work import Work, advance_work, edited
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.pipeline import Pipelined, compose, pipeline
@@ -46,6 +48,29 @@ def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") 
             assert_equal(f"L11 stages agree: stage {index} and stage 0", table, tables[0])
         windows.append(window)
     served_as_alone(trace, windows, device)
+
+
+def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
+    """L11: ranks that schedule each for itself, and see the same tokens, decide the same: the same work, as data."""
+    shared: list[Sequence[Output | None]] = []
+    works: list[Sequence[Work]] = []
+    run = Streamed(spanned(trace, 1, "none"), trace.params(1, device), trace.state(1, device), device)
+
+    def first(own: Sequence[Work]) -> Sequence[Output | None]:
+        works.append(own)
+        shared.append(run(own))
+        return shared[-1]
+
+    def other(own: Sequence[Work]) -> Sequence[Output | None]:
+        if list(own) != list(works[-1]):
+            theirs = [str(work) for work in works[-1]]
+            raise LawViolation(f"L11 hosts agree: one does {[str(work) for work in own]}, another {theirs}")
+        return shared[-1]
+
+    ranks = [serve(trace, first), *(serve(trace, other) for _ in range(num_ranks - 1))]
+    for windows in zip_longest(*ranks):
+        if len({window is None for window in windows}) > 1:
+            raise LawViolation("L11 hosts agree: one has come to its end, and another has not")
 
 
 def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu") -> None:

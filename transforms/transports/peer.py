@@ -88,8 +88,8 @@ class PeerEnd:
                 bulk.recv(part, source.slots.view(part.dtype), source.flags, source.acks, source.counts, self._abort)
 
     def _parts(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Each tensor as words of 4 bytes (of 1, where it is no multiple), in parts that fit a slot: both ends cut it by
-        its size alone."""
+        """Each tensor as words of 4 bytes (of 1, where it is no multiple), in parts that fit a slot: by its size alone,
+        so that both ends do alike."""
         for tensor in tensors:
             words = tensor.reshape(-1).view(torch.uint8)
             if tensor.nbytes % 4 == 0:
