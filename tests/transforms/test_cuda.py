@@ -254,12 +254,18 @@ def test_a_constant_on_the_cpu_is_the_functions_own() -> None:
 
 
 def test_a_generator_of_the_gpu_is_not_seeded_inside() -> None:
-    g = graphify(lambda x, n: x + torch.rand(2, device="cuda") + (n and torch.cuda.manual_seed(7) or 0))
+    def draw(x: Tensor, seeds: bool) -> Tensor:
+        x = x + torch.rand(2, device="cuda")
+        if seeds:
+            torch.cuda.manual_seed(7)
+        return x
+
+    g = graphify(draw)
     torch.cuda.manual_seed(7)
     x = torch.zeros(2, device="cuda")
-    first, wanted = g(x, 0), torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(7))
+    first, wanted = g(x, False), torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(7))
     assert torch.equal(first, wanted)
     state = torch.cuda.get_rng_state()
     with pytest.raises(CaptureError, match="it seeds a random generator, or sets its state"):
-        g(x, 1)  # to the very seed that it has
+        g(x, True)  # to the very seed that it has
     assert torch.equal(torch.cuda.get_rng_state(), state)
