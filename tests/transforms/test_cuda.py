@@ -254,7 +254,7 @@ def test_a_constant_on_the_cpu_is_the_functions_own() -> None:
 
 
 def test_a_generator_of_the_gpu_is_not_seeded_inside() -> None:
-    def draw(x: Tensor, seeds: bool) -> Tensor:
+    def draw(x: torch.Tensor, seeds: bool) -> torch.Tensor:
         x = x + torch.rand(2, device="cuda")
         if seeds:
             torch.cuda.manual_seed(7)
