@@ -12,8 +12,9 @@ from weft.errors import ProgramError
 from weft.transforms.microbatch import join, split
 from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs
 from weft.transforms.transports import Transport
+from weft.transforms.transports.fingerprint import fingerprint
 from weft.transforms.transports.local import Local
-from weft.transforms.transports.plan import Plan, fingerprint
+from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker, call_stage
 from weft.trees import find_descriptors, tree_leaves
 
@@ -177,8 +178,10 @@ class Pipelined:
     ) -> tuple[tuple[Any, ...], list[Any]]:
         _check_entries("pipeline", len(self._ranks), params, state)
         plan = self._plan(jobs, [str(class_of(batch)) for batch in batches])
+        last = len(self.stages) - 1
+        keeps = getattr(self.stages[last], "lends", False)
         workers = [
-            Worker(rank, self.stages[rank], p, s, self._advance, batches)
+            Worker(rank, self.stages[rank], p, s, self._advance, batches, keeps and rank == last)
             for rank, p, s in zip(self._ranks, params, state, strict=True)
         ]
         self.transport.run(plan, workers)
