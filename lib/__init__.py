@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weft.padding import inert, pad, unpad
     from weft.settings import assert_max_captures, config, no_capture
     from weft.stages.model import Model, load
+    from weft.sampling import SamplingParams
     from weft.state import State, admit, advance
     from weft.transforms.borrowing import check_borrowed
     from weft.transforms.dispatch import Decision, dispatch
@@ -39,6 +40,7 @@ _HOMES = {
     "weft.errors": ("WeftError",),
     "weft.outputs": ("IntermediateTensors", "Output"),
     "weft.padding": ("inert", "pad", "unpad"),
+    "weft.sampling": ("SamplingParams",),
     "weft.stages.model": ("Model", "load"),
     "weft.settings": ("assert_max_captures", "config", "no_capture"),
     "weft.state": ("State", "admit", "advance"),
@@ -70,6 +72,7 @@ __all__ = [
     "Model",
     "Output",
     "Program",
+    "SamplingParams",
     "Schema",
     "State",
     "WeftError",

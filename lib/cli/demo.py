@@ -14,11 +14,11 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import RequestError
 from weft.outputs import Output
+from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.state import State
 from weft.transforms.generate import (
     MAX_NUM_TOKENS,
-    Requests,
     Runner,
     batches,
     encode_prompts,
@@ -26,6 +26,7 @@ from weft.transforms.generate import (
     make_state,
 )
 from weft.transforms.ladder import Limits
+from weft.transforms.requests import Requests
 from weft.trees import leaves_with_names
 
 PROMPTS = ("The function returns", "A list is", "In Python, ")
@@ -173,8 +174,9 @@ def run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_tokens: in
     limits = Limits(len(prompts), MAX_NUM_TOKENS)
     runner = make_runner(model, limits, num_stages=way.num_stages, mode=way.mode, keep_logits=True)
     lengths = [len(ids) + max_tokens for ids in prompts]
-    state = make_state(model, runner.layouts, lengths, temperature=0.0, seeds=range(len(prompts)))
-    requests = Requests([max_tokens] * len(prompts), model.config.eos_token_ids)
+    state = make_state(model, runner.layouts, lengths)
+    greedy = SamplingParams(temperature=0.0).for_request(model.config.eos_token_ids, seed=0)
+    requests = Requests([max_tokens] * len(prompts), [greedy] * len(prompts))
     steps = []
     for batch in batches(prompts, requests, model.device):
         start = perf_counter()

@@ -41,8 +41,10 @@ def _run_to(scenario: Scenario, step: Any, params: Any, index: int, device: str,
 def _garbage_scratch(state: Sequence[State]) -> Sequence[State]:
     """The state with old data in the row that padding points to."""
     for s in state:
-        s.positions[-1], s.last_tokens[-1], s.seeds[-1] = 1, 3, 77
-        s.temperature[-1] = float("nan")
+        s.positions[-1], s.last_tokens[-1] = 1, 3
+        s.sampling.floats[-1] = float("nan")
+        for other in (s.sampling.ints, s.sampling.bias_ids, s.sampling.allowed, s.sampling.counts):
+            other[-1] = 77  # which uses penalties, a mask, min_tokens
         s.block_table[-1] = s.block_table[0]
     return state
 
