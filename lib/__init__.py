@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from weft.errors import WeftError
     from weft.outputs import IntermediateTensors, Output
     from weft.padding import inert, pad, unpad
+    from weft.sampling import SamplingParams
     from weft.settings import assert_max_captures, config, no_capture
     from weft.stages.model import Model, load
-    from weft.sampling import SamplingParams
     from weft.state import State, admit, advance
     from weft.transforms.borrowing import check_borrowed
     from weft.transforms.dispatch import Decision, dispatch

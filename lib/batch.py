@@ -31,8 +31,8 @@ class Batch:
         query_start_loc: [num_reqs + 1] int32, where each request's tokens start; padding repeats the last entry.
         samples: [num_reqs] bool, whether the step's last token of the request is the last of its prompt, or later: only
             then is a token sampled and kept.
-        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar lets a request draw, the
-            lowest first (as XGrammar writes it); None: all. With and without are different classes of graphs.
+        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar lets a request draw,
+            the lowest first, as XGrammar writes it; None: all. Batches with and without one have different graphs.
         targets: [num_tokens] int64, the prompt's next token behind each: the step returns their logprobs too; None
             where no request wants them.
     """

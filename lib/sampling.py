@@ -86,7 +86,8 @@ class SamplingParams:
     def call(self) -> str:
         """The call that makes it: what differs from the defaults."""
         defaults = {f.name: {} if f.name == "logit_bias" else f.default for f in attrs.fields(type(self))}
-        changed = (name for name, default in defaults.items() if getattr(self, name) != default)
+        # By what they print: True is no 1.
+        changed = (name for name, default in defaults.items() if repr(getattr(self, name)) != repr(default))
         return f"SamplingParams({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     def for_request(self, eos_token_ids: Iterable[int], seed: int) -> Self:

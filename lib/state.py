@@ -119,7 +119,7 @@ def _check_admission(
     call = f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{sampling} sampling>, <{prompts} prompts>)"
     num_rows, (_, most), num_pages = len(state.positions) - 1, state.block_table.shape, state.kv_pages.shape[2]
     if not len(rows) == len(pages) == sampling == prompts == generated:
-        raise RequestError(call, "numbers that differ", "give a list of pages, SamplingParams and a prompt for each row")
+        raise RequestError(call, "numbers that differ", "pages, SamplingParams and a prompt for each row")
     if len(set(rows)) != len(rows) or any(not 0 <= row < num_rows for row in rows):
         raise RequestError(
             call, "a row that stands twice or is not the state's", f"different rows from 0 to {num_rows - 1}"

@@ -42,7 +42,7 @@ class Completion:
         token_ids: the tokens, the end-of-sequence token included.
         logprobs: for each, the natural logarithm of the model's probability of it, before temperature and all else.
         finish_reason: `stop` (a token or a text that ends it) or `length` (`max_tokens`, or the model's own limit).
-        top_logprobs: for each, those of the likeliest tokens, first to last; None unless `SamplingParams.logprobs` asks.
+        top_logprobs: for each, those of the likeliest tokens; None unless `SamplingParams.logprobs` asks for them.
     """
 
     text: str | None

@@ -34,7 +34,7 @@ def _on_cpu(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tenso
 def choose(
     logits: Tensor, scaled: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The reference: the arg max of `scaled`, with noise where the temperature is not 0, and its logprob by `logits`."""
+    """The reference: the arg max of `scaled`, with noise unless the temperature is 0, and its logprob by `logits`."""
     noise = -torch.log(exponential(random_bits(seeds, positions, logits.shape[-1])))
     token_ids = torch.where((temperature <= 0)[:, None], scaled, scaled + noise).argmax(-1)
     logprobs = logits.float().log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)

@@ -2,14 +2,14 @@
 
 1. `_process_kernel`, a program a request, which ends at once where the request uses nothing. It writes the adjusted
    logits of a request that has any (penalties, bias, masks), and for one that filters (top_k, top_p, min_p) searches
-   how far from the largest logit its tokens are kept: without a sort, by cutting the interval of float32 bit patterns
-   in which that distance lies in eight, again and again, until a single value is left. So the distance is exact, and
-   equal logits are kept or dropped together.
+   how far from the largest logit, before temperature, its tokens are kept: without a sort, by cutting the interval of
+   float32 bit patterns in which that distance lies in eight, again and again, until a single value is left. So the
+   distance is exact, and equal logits are kept or dropped together.
 2. The kernels of `weft::sample`, which read both.
 
-Whole programs own a request, so that its sums do not depend on the batch. Divisions are rounded as torch's are, and no
-product is fused with a sum. Import it only where triton is installed. With TRITON_INTERPRET=1 set before, it runs on
-CPU tensors, for tests.
+A program owns a whole request, so that its sums do not depend on the batch. Penalties divide as torch does, and no
+product is fused with a sum: adjusted logits are the reference's, to the bit. Import it only where triton is installed.
+With TRITON_INTERPRET=1 set before, it runs on CPU tensors, for tests.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops import logits as names
-from weft.ops.sample_triton import ADJUSTED, FILTERED, Processed, distance, draw
+from weft.ops.sample_triton import ADJUSTED, FILTERED, Processed, draw, inverse
 from weft.sampling_table import SamplingTable
 
 _COLUMNS = 2048
@@ -31,9 +31,7 @@ _INFINITE = tl.constexpr(0x7F800000)
 _TEMPERATURE, _TOP_P, _MARGIN = (tl.constexpr(x) for x in (names.TEMPERATURE, names.TOP_P, names.MARGIN))
 _REPETITION, _FREQUENCY = tl.constexpr(names.REPETITION), tl.constexpr(names.FREQUENCY)
 _PRESENCE = tl.constexpr(names.PRESENCE)
-_SEED, _FEATURES, _TOP_K, _MIN_LEN = (
-    tl.constexpr(x) for x in (names.SEED, names.FEATURES, names.TOP_K, names.MIN_LEN)
-)
+_SEED, _FEATURES, _TOP_K, _MIN_LEN = (tl.constexpr(x) for x in (names.SEED, names.FEATURES, names.TOP_K, names.MIN_LEN))
 _PENALTIES, _BIAS, _ALLOWED, _STOPS, _FILTERS = (
     tl.constexpr(x) for x in (names.PENALTIES, names.BIAS, names.ALLOWED, names.STOPS, names.FILTERS)
 )
@@ -72,48 +70,49 @@ def _adjust(
 
 @triton.jit
 def _values(logits, adjusted, columns, inside, kind):
-    x = tl.full(columns.shape, float("-inf"), tl.float32)
-    if kind == ADJUSTED:
-        x = tl.load(adjusted + columns, mask=inside, other=float("-inf"))
-    else:
-        x = tl.load(logits + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    return x
+    """The logits of some columns, from where they are: without a branch, which would keep loads from overlapping."""
+    nothing = float("-inf")
+    kinds = kind + tl.zeros_like(columns)
+    own = tl.load(adjusted + columns, mask=inside & (kinds == ADJUSTED), other=nothing)
+    plain = tl.load(logits + columns, mask=inside & (kinds != ADJUSTED), other=nothing)
+    return tl.maximum(own, plain.to(tl.float32))
 
 
 @triton.jit
 def _search(
-    logits, adjusted, vocab, kind, peak, t, limit, goal, share, BY_MASS: tl.constexpr, COLUMNS: tl.constexpr
+    logits, adjusted, vocab, kind, peak, scale, limit, aim, BY_MASS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The bits of the least distance such that the tokens within it number `goal`; or by mass: such that they have
-    `share` of the probability of those within `limit`. Between `low`, which falls short, and `high`, which does not.
+    """The bits of the least distance such that the tokens within it number `aim`; or by mass: such that they have that
+    share of the probability of those within `limit`. Between `low`, which falls short, and `high`, which does not.
     """
     steps = tl.arange(0, 8) + 1
     low = tl.full((), -1, tl.int32)
-    high = limit
-    reached_all = False
+    high = limit + tl.zeros([], tl.int32)
+    goal = aim
+    if BY_MASS:
+        goal = tl.full((), -1.0, tl.float32)  # known when the first pass has found the whole
     while high - low > 1:
         step = tl.maximum((high - low) >> 3, 1)
         cuts = tl.where(steps == 8, high, tl.minimum(low + step * steps, high))
         sums = tl.zeros([8, COLUMNS], tl.float32)
         nearest = tl.full([COLUMNS], _INFINITE, tl.int32)
         farthest = tl.full([COLUMNS], -1, tl.int32)
-        for start in range(0, vocab, COLUMNS):
+        for start in tl.range(0, vocab, COLUMNS, loop_unroll_factor=4):
             columns = start + tl.arange(0, COLUMNS)
             inside = columns < vocab
-            away = distance(_values(logits, adjusted, columns, inside, kind), peak, t)
+            away = peak - _values(logits, adjusted, columns, inside, kind)
             bits = away.to(tl.int32, bitcast=True)
             here = inside & (bits > low) & (bits <= high)
             nearest = tl.minimum(nearest, tl.where(here, bits, _INFINITE))
             farthest = tl.maximum(farthest, tl.where(here, bits, -1))
             weight = tl.where(inside, 1.0, 0.0)
             if BY_MASS:
-                weight *= tl.exp(-away)
+                weight *= tl.exp(-away * scale)
             sums += tl.where(bits[None, :] <= cuts[:, None], weight[None, :], 0.0)
         found = tl.sum(sums, 1)
         if BY_MASS:
             total = tl.sum(tl.where(steps == 8, found, 0.0), 0)
-            goal = tl.where(reached_all, goal, share * total)
-            reached_all = True
+            goal = tl.where(goal < 0, aim * total, goal)
         enough = found >= goal
         first, last = tl.min(nearest, 0), tl.max(farthest, 0)
         low = tl.maximum(tl.max(tl.where(enough, low, cuts), 0), first - 1)
@@ -174,21 +173,21 @@ def _process_kernel(
 
     if (kind > 0) & (t > 0):
         largest = tl.full([COLUMNS], float("-inf"), tl.float32)
-        for start in range(0, vocab, COLUMNS):
+        for start in tl.range(0, vocab, COLUMNS, loop_unroll_factor=4):
             columns = start + tl.arange(0, COLUMNS)
             largest = tl.maximum(largest, _values(logits, adjusted, columns, columns < vocab, kind))
         peak = tl.max(largest, 0)
         peak = tl.where(peak == float("-inf"), 0.0, peak)
         if used & _FILTERS:
-            bound = tl.load(floats + row * 6 + _MARGIN).to(tl.int32, bitcast=True)
+            scale = inverse(t)
+            bound = (tl.load(floats + row * 6 + _MARGIN) * t).to(tl.int32, bitcast=True)
             top_k = tl.load(ints + row * 4 + _TOP_K).to(tl.float32)
             top_p = tl.load(floats + row * 6 + _TOP_P)
             if top_k > 0:
-                bound = tl.minimum(
-                    bound, _search(logits, adjusted, vocab, kind, peak, t, _INFINITE, top_k, 1.0, False, COLUMNS)
-                )
+                last = _search(logits, adjusted, vocab, kind, peak, scale, _INFINITE, top_k, False, COLUMNS)
+                bound = tl.minimum(bound, last)
             if top_p < 1:
-                bound = _search(logits, adjusted, vocab, kind, peak, t, bound, 0.0, top_p, True, COLUMNS)
+                bound = _search(logits, adjusted, vocab, kind, peak, scale, bound, top_p, True, COLUMNS)
 
     tl.store(kinds + request, kind)
     tl.store(peaks + request, peak)
@@ -199,14 +198,24 @@ def draw_rows(
     logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, token_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`weft::sample_rows` on the GPU; see `weft.ops.sample_rows.sample_rows`."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    temperatures, seeds, processed = process_rows(logits, rows, positions, table, token_mask)
+    return draw(logits, temperatures, seeds, positions, processed)
+
+
+def process_rows(
+    logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, token_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Processed]:
+    """Each request's temperature [num_reqs] float32 and seed [num_reqs] int64, and what its logits are to `draw`; rows
+    of logits are dense."""
     num_reqs, vocab = logits.shape
     device = logits.device
     temperatures, peaks, bounds = torch.empty(3, num_reqs, dtype=torch.float32, device=device)
     kinds, seeds = torch.empty(num_reqs, dtype=torch.int32, device=device), torch.empty_like(positions)
     adjusted = torch.empty(num_reqs, vocab, dtype=torch.float32, device=device)
+    processed = Processed(kinds, adjusted, peaks, bounds)
     if num_reqs == 0:
-        return draw(logits, temperatures, seeds, positions)
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        return temperatures, seeds, processed
     biased = table.bias.shape[1]
     _process_kernel[(num_reqs,)](
         logits, rows, positions, table.floats, table.ints, table.allowed, table.stops, table.bias_ids, table.bias,
@@ -216,7 +225,7 @@ def draw_rows(
         HAS_MASK=token_mask is not None, COLUMNS=_COLUMNS, BIASED=triton.next_power_of_2(max(biased, 1)),
         num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
-    return draw(logits, temperatures, seeds, positions, Processed(kinds, adjusted, peaks, bounds))
+    return temperatures, seeds, processed
 
 
 @triton.jit

@@ -55,9 +55,9 @@ def _gumbel(stream, columns):
 
 
 @triton.jit
-def distance(x, peak, t):
-    """How far a logit is from the largest, in scaled logits."""
-    return tl.where(x == float("-inf"), float("inf"), tl.math.div_rn(peak - x, t + tl.zeros_like(x)))
+def inverse(t):
+    """1 / temperature, finite for the smallest one, and 1 for a greedy request."""
+    return tl.where(t <= 0, 1.0, 1.0 / tl.maximum(t, 1e-30))
 
 
 @triton.jit
@@ -68,9 +68,10 @@ def _part_kernel(
     row, split = tl.program_id(0), tl.program_id(1)
     t = tl.load(temperature + row)
     greedy = t <= 0
-    scale = tl.where(greedy, 1.0, 1.0 / t)
+    scale = inverse(t)
     seed, position = tl.load(seeds + row), tl.load(positions + row)
     stream = _mix(_mix(seed + _GOLDEN) + position * _GOLDEN)
+    kind, peak, bound = 0, 0.0, 0.0
     if PROCESSED:
         kind, peak, bound = tl.load(kinds + row), tl.load(peaks + row), tl.load(bounds + row)
     top = float("-inf")
@@ -88,14 +89,12 @@ def _part_kernel(
         fall = tl.where(top == new, 0.0, top - new)
         total = total * tl.exp(fall) + tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(below)), 0)
         scores = below * scale
-        if PROCESSED:
-            if kind > 0:
-                own = x
-                if kind == ADJUSTED:
-                    own = tl.load(adjusted + row.to(tl.int64) * vocab + columns, mask=inside, other=float("-inf"))
-                away = distance(own, peak, tl.where(greedy, 1.0, t))
-                scores = tl.where(away <= bound, -away, float("-inf"))
-                fall = 0.0
+        if kind > 0:
+            own = x
+            if kind == ADJUSTED:
+                own = tl.load(adjusted + row.to(tl.int64) * vocab + columns, mask=inside, other=float("-inf"))
+            scores = tl.where(peak - own <= bound, (own - peak) * scale, float("-inf"))
+            fall = 0.0
         if not greedy:
             scores += _gumbel(stream, columns)
         scores = tl.where(inside & (x > float("-inf")), scores, float("-inf"))
@@ -119,8 +118,7 @@ def _combine_kernel(
     SPLITS: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    t = tl.load(temperature + row)
-    scale = tl.where(t <= 0, 1.0, 1.0 / t)
+    scale = inverse(tl.load(temperature + row))
     splits = row * SPLITS + tl.arange(0, SPLITS)
     tops = tl.load(maxima + splits)
     top = tl.max(tops, 0)
@@ -153,7 +151,7 @@ class Processed:
             ADJUSTED: the same of `adjusted`.
         adjusted: [num_reqs, vocab_size] float32, written only for requests of that kind.
         peaks: [num_reqs] float32, the largest logit (of a greedy request 0).
-        bounds: [num_reqs] float32, how far from it, in scaled logits, tokens are kept.
+        bounds: [num_reqs] float32, how far from it, before temperature, tokens are kept.
     """
 
     kinds: Tensor

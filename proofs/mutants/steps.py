@@ -103,7 +103,7 @@ def _baked_seed(logits: Tensor, table: SamplingTable, *where: Any) -> Any:
     return sample_rows(logits, _with_seeds(table, 77) if _in_capture() else table, *where)
 
 
-def _seed_of_the_place(logits: Tensor, table: SamplingTable, rows: Tensor, *where: Any) -> Any:
+def _seed_of_place(logits: Tensor, table: SamplingTable, rows: Tensor, *where: Any) -> Any:
     seeds = table.ints[:, SEED].scatter(0, rows.clamp(min=0), torch.arange(len(rows), device=rows.device))
     return sample_rows(logits, _with_seeds(table, seeds), rows, *where)
 
@@ -155,8 +155,8 @@ STEPS = (
     Mutant("equal shape is taken for equal class", find("L7"), replace(_GRAPHS, "dispatch", _blind_dispatch)),
     Mutant("micro-batches run backwards", find("L13"), replace(_MICROBATCH, "split", _split_backwards)),
     Mutant("a seed of the host is baked into a graph", find("L16"), replace(_DECODER, "sample_rows", _baked_seed)),
-    Mutant("a seed goes with the place in the batch", find("L16"), replace(_DECODER, "sample_rows", _seed_of_the_place)),
-    Mutant("the first request's parameters are all's", find("L16"), replace(_DECODER, "sample_rows", _rules_of_the_first)),
+    Mutant("a seed goes with the place in the batch", find("L16"), replace(_DECODER, "sample_rows", _seed_of_place)),
+    Mutant("all take the first one's parameters", find("L16"), replace(_DECODER, "sample_rows", _rules_of_the_first)),
     Mutant("generated tokens are not counted", find("L16"), replace(_STATE, "count_tokens", _counts_nothing)),
     Mutant("tokens behind a chunk are counted", find("L16"), replace(_STATE, "count_tokens", _counts_chunks)),
     Mutant("requests are sorted and not put back", find("L17"), replace(_DECODER, "resolve", _in_order_of_rows)),

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.batch import LAST_TOKEN, Batch
+from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages.checkpoint import random_params
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
-from weft.proofs.strategies.sampling import sampling_params
 from weft.state import State, admit
 from weft.trees import tree_map
 

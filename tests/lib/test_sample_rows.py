@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -16,18 +15,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.batch import Batch
 from weft.donation import clone
 from weft.errors import DeviceError, RequestError
-from weft.ops.logits import ALLOWED, BIAS, FEATURES, PENALTIES, TEMPERATURE, pack_bits, process, unpack_bits
+from weft.ops.logits import (
+    ALLOWED,
+    FEATURES,
+    MARGIN,
+    STOPS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    adjust,
+    keep_min_p,
+    keep_top_k,
+    process,
+)
 from weft.ops.sample import sample
 from weft.ops.sample_rows import count_tokens, sample_rows
-from weft.ops.splitmix import exponential, random_bits
 from weft.ops.table import backends
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import sampling_params
 from weft.sampling import SamplingParams
-from weft.sampling_table import SamplingTable, features, write_rows
+from weft.sampling_table import SamplingTable, write_rows
 from weft.transforms.graphify import graphify
 from weft.trees import tree_leaves, tree_map
 
@@ -70,7 +79,7 @@ def make_case(
     for old in (table.allowed, table.stops):
         old.random_(-(2**31), 2**31 - 1, generator=generator)
     prompts = torch.randint(0, vocab, (count, 9), generator=generator).tolist()
-    said = [ids[:n % 7] for n, ids in enumerate(torch.randint(0, vocab, (count, 9), generator=generator).tolist())]
+    said = [ids[: n % 7] for n, ids in enumerate(torch.randint(0, vocab, (count, 9), generator=generator).tolist())]
     rows = torch.randperm(count + 2, generator=generator)[:count]
     write_rows(table, rows.tolist(), params, prompts, said)
     positions = torch.tensor([8 + len(own) for own in said])
@@ -123,7 +132,7 @@ def test_padding_is_not_processed() -> None:
 
 def test_a_table_or_a_mask_of_another_vocabulary_is_refused() -> None:
     case = make_case([SamplingParams(seed=1)], random_logits(1, VOCAB))
-    with pytest.raises(RequestError, match=r"saw: a table of vocab_size=40\n  instead: State.zeros\(..., vocab_size=41"):
+    with pytest.raises(RequestError, match=r"a table of vocab_size=40\n  instead: State.zeros\(..., vocab_size=41"):
         attrs.evolve(case, logits=random_logits(1, VOCAB + 1)).drawn()
     with pytest.raises(RequestError, match=r"saw: a mask of shape \(1, 1\)\n  instead: one of \(1, 2\), int32"):
         attrs.evolve(case, token_mask=torch.zeros(1, 1, dtype=torch.int32)).drawn()
@@ -139,7 +148,7 @@ ASKED = {
     "min_p": {"min_p": 0.1, "temperature": 1.5},
     "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     "bias": {"logit_bias": {0: 1.5, 3: -2.0}, "bad_token_ids": [1]},
-    "all": {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "logit_bias": {2: 1}},
+    "all": {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "logit_bias": {2: 1}, "bad_token_ids": [0]},
 }
 
 
@@ -209,13 +218,17 @@ def test_a_stage_that_does_not_sample_counts_nothing() -> None:
 
 _INTERPRETED = """
 import sys, torch
-from weft.ops.sample_rows_triton import count, draw_rows
+from weft.ops.sample_rows_triton import count, draw_rows, process_rows
 from weft.sampling_table import SamplingTable
 draws, counts = torch.load(sys.argv[1])
-drawn = [draw_rows(logits, rows, at, SamplingTable(*table), mask) for logits, table, rows, at, mask in draws]
+drawn, found = [], []
+for logits, table, rows, at, mask in draws:
+    drawn.append(draw_rows(logits, rows, at, SamplingTable(*table), mask))
+    _, _, processed = process_rows(logits.contiguous(), rows, at, SamplingTable(*table), mask)
+    found.append((processed.kinds, processed.adjusted, processed.peaks, processed.bounds))
 for case in counts:
     count(*case)
-torch.save((drawn, [case[0] for case in counts]), sys.argv[2])
+torch.save((drawn, found, [case[0] for case in counts]), sys.argv[2])
 """
 
 SEEDED = {"seed": 5, "stop_token_ids": (2, 3)}
@@ -271,7 +284,7 @@ def _count_cases() -> list[tuple[Tensor, ...]]:
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Tensor]]:
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any], list[Tensor]]:
     """What the interpreted kernels make of all cases."""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("sample_rows")
@@ -280,7 +293,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], li
     command = [sys.executable, "-c", _INTERPRETED, str(folder / "in.pt"), str(folder / "out.pt")]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    made: tuple[list[Any], list[Tensor]] = torch.load(folder / "out.pt")
+    made: tuple[list[Any], list[Any], list[Tensor]] = torch.load(folder / "out.pt")
     return made
 
 
@@ -299,7 +312,160 @@ def test_the_kernels_interpreted_draw_what_the_reference_draws(index: int, inter
     assert_same_draws(_cases()[index], interpreted[0][index])
 
 
+def assert_same_processed(case: Case, found: Any) -> None:
+    """What penalties, bias and masks make of the logits, to the bit; the largest; and the tokens that are kept, but for
+    those at the edge: whose mass above is within 1e-5 of top_p."""
+    kinds, adjusted, peaks, bounds = found
+    rules = case.table.rules(case.rows)
+    expected = process(case.logits, rules, case.positions, case.token_mask)
+    before = adjust(case.logits.float(), rules, case.positions, case.token_mask)
+    used = rules.ints[:, FEATURES]
+    for i in (case.rows >= 0).nonzero()[:, 0].tolist():
+        assert (kinds[i] == 0) <= (case.token_mask is None and not (used[i] & ~STOPS))
+        if kinds[i] == 2:
+            assert torch.equal(adjusted[i], before[i])
+        if kinds[i] and rules.floats[i, TEMPERATURE]:
+            assert peaks[i] == before[i].max()
+            kept = peaks[i] - before[i] <= bounds[i]
+            wrong = (kept != (expected[i] > -math.inf)) & (before[i] > -math.inf)
+            assert not (wrong & (edge_of_top_p(before[i], rules, i) > 1e-5)).any(), (i, wrong.nonzero())
+
+
+def edge_of_top_p(logits: Tensor, rules: Any, i: int) -> Tensor:
+    """How far the mass of the likelier tokens is from top_p, of each token."""
+    scaled = logits / rules.floats[i, TEMPERATURE]
+    kept = keep_top_k(keep_min_p(scaled[None], rules.floats[i : i + 1, MARGIN]), rules.ints[i : i + 1, TOP_K])[0]
+    ordered, order = kept.double().softmax(0).sort(descending=True)
+    above = torch.empty_like(ordered)
+    above[order] = ordered.cumsum(0) - ordered
+    return (above - rules.floats[i, TOP_P]).abs()
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_the_kernel_interpreted_processes_as_the_reference_does(index: int, interpreted: Any) -> None:
+    assert_same_processed(_cases()[index], interpreted[1][index])
+
+
 def test_the_kernel_interpreted_counts_what_the_reference_counts(interpreted: Any) -> None:
-    for case, seen in zip(_count_cases(), interpreted[1], strict=True):
+    for case, seen in zip(_count_cases(), interpreted[2], strict=True):
         torch.ops.weft.count_tokens(*case)
         assert torch.equal(seen, case[0])
+
+
+_COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from weft.ops import sample_rows_triton as ours, sample_triton as drawn
+TYPES = {"i16": ["counts"], "i1": ["kept"],
+         "fp32": ["floats", "bias", "adjusted", "temperatures", "temperature", "peaks", "bounds", "best", "chosen",
+                  "maxima", "sums", "logprobs"],
+         "i32": ["allowed", "stops", "bias_ids", "token_mask", "kinds", "indices"],
+         "i64": ["rows", "positions", "ints", "seeds", "token_ids"]}
+POINTERS = {name: "*" + kind for kind, names in TYPES.items() for name in names}
+def build(fn, logits="*bf16", **constants):
+    known = POINTERS | {"logits": logits} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn, {name: known.get(name, "i32") for name in fn.arg_names}, constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
+for mask in (False, True):
+    build(ours._process_kernel, HAS_MASK=mask, COLUMNS=2048, BIASED=512)
+build(ours._count_kernel, BLOCK=256)
+for processed in (False, True):
+    build(drawn._part_kernel, "*fp32", SPLITS=4, BLOCK=2048, PROCESSED=processed)
+    build(drawn._combine_kernel, SPLITS=4, PROCESSED=processed)
+"""
+
+
+def test_the_kernels_compile_where_there_is_no_gpu() -> None:
+    """The interpreter takes what the compiler does not: a variable that changes its type in a loop."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", _COMPILED], env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+
+
+def _flat(case: Case) -> tuple[Tensor | None, ...]:
+    return case.logits, case.rows, case.positions, *tree_leaves(case.table), case.token_mask
+
+
+def test_they_are_operators() -> None:
+    for case in (_cases()[0], _cases()[5]):
+        torch.library.opcheck(torch.ops.weft.sample_rows.default, _flat(case))
+    torch.library.opcheck(torch.ops.weft.count_tokens.default, _count_cases()[0])
+
+
+def test_captured_they_follow_the_table() -> None:
+    """One graph, whatever the requests ask: parameters are no part of its key."""
+
+    def step(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor) -> tuple[SamplingTable, Tensor]:
+        ids, _ = sample_rows(logits, table, rows, positions)
+        count_tokens(table, rows, ids, torch.ones_like(rows, dtype=torch.bool))
+        return table, ids
+
+    g = graphify(step, donate_argnames=("table",))
+    logits = random_logits(2, VOCAB)
+    table, other = SamplingTable.zeros(3, VOCAB, 4, "cpu"), SamplingTable.zeros(3, VOCAB, 4, "cpu")
+    for changes in MIXED:
+        params = [SamplingParams(**SEEDED | changes)] * 2
+        for each in (table, other):
+            write_rows(each, [0, 1], params, [[1, 2], [3]], [[], [4]])
+        for position in (2, 3):
+            where = torch.tensor([0, 1]), torch.full((2,), position)
+            table, ids = step(logits, table, *where)
+            other, seen = g(logits, other, *where)
+            assert_equal("captured", (other, seen), (table, ids))
+    assert g.cache_info().captures == 1
+
+
+@pytest.mark.parametrize("name", ["_sample_on_cuda", "_count_on_cuda"])
+def test_the_cuda_kernels_raise_without_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("weft.ops.sample_rows")
+    monkeypatch.setattr(module, "triton_version", lambda: None)
+    arguments = _flat(_cases()[0]) if name == "_sample_on_cuda" else _count_cases()[0]
+    with pytest.raises(DeviceError, match=r"weft\[cuda\]"):
+        getattr(module, name)(*arguments)
+
+
+def test_the_table_of_operators_has_them() -> None:
+    for device, implementation in (("cpu", "reference"), ("cuda", ("triton ", "missing"))):
+        found = {row.op: row.implementation for row in backends(device)}
+        assert found["sample_rows"].startswith(implementation)
+        assert found["count_tokens"].startswith(implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(12))
+def test_the_kernels_draw_what_the_reference_draws(index: int) -> None:
+    case = _cases()[index]
+    assert_same_draws(case, [x.cpu() for x in case.to("cuda").drawn()])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(12))
+def test_the_kernels_process_as_the_reference_does(index: int) -> None:
+    from weft.ops.sample_rows_triton import process_rows
+
+    case = _cases()[index]
+    there = case.to("cuda")
+    *_, found = process_rows(there.logits.contiguous(), there.rows, there.positions, there.table, there.token_mask)
+    assert_same_processed(case, [x.cpu() for x in (found.kinds, found.adjusted, found.peaks, found.bounds)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_serve_a_large_vocabulary(dtype: torch.dtype) -> None:
+    params = [SamplingParams(**SEEDED | MIXED[i % len(MIXED)]) for i in range(64)]
+    case = make_case(params, random_logits(64, 151936).to(dtype))
+    there = case.to("cuda")
+    assert_same_draws(case, [x.cpu() for x in there.drawn()])
+    alone = [there.of([i]).drawn()[0] for i in range(64)]
+    assert torch.equal(torch.cat(alone), there.drawn()[0])
+
+
+@pytest.mark.gpu
+def test_the_kernel_counts_what_the_reference_counts() -> None:
+    for case in _count_cases():
+        seen = [x.cuda() for x in case]
+        torch.ops.weft.count_tokens(*seen)
+        torch.ops.weft.count_tokens(*case)
+        assert torch.equal(seen[0].cpu(), case[0])
