@@ -291,8 +291,9 @@ def _sampling_of_each(
     if sampling is not None and temperature != 0:
         raise RequestError(call, f"temperature={temperature!r} beside sampling", "SamplingParams(temperature=...)")
     given = SamplingParams(temperature=temperature) if sampling is None else sampling
-    each = [given] * len(seeds) if isinstance(given, SamplingParams) else list(given)
-    if len(each) != len(seeds) or not all(isinstance(params, SamplingParams) for params in each):
+    each = [given] * len(seeds) if isinstance(given, SamplingParams) else given
+    is_list = isinstance(each, list | tuple) and all(isinstance(params, SamplingParams) for params in each)
+    if not is_list or len(each) != len(seeds):
         raise RequestError(call, f"sampling={sampling!r:.200}", f"one SamplingParams, or a list of {len(seeds)}")
     for params in each:
         params.check_tokens(model.config.vocab_size, MAX_BIASED)

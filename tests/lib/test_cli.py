@@ -335,7 +335,7 @@ def _damage_pages(state: Any, _: Any) -> None:
 
 
 def _damage_table(state: Any, _: Any) -> None:
-    state[-1].seeds[0] += 1  # greedy sampling does not read it
+    state[-1].sampling.ints[0, SEED] += 1  # greedy sampling does not read it
 
 
 def _damage_token(state: Any, _: Any) -> None:
