@@ -2,7 +2,7 @@
 it."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import attrs
 import torch
@@ -81,9 +81,11 @@ def admit(
     pages: Sequence[Sequence[int]],
     sampling: Sequence[SamplingParams],
     prompts: Sequence[Sequence[int]],
+    *,
     generated: Sequence[Sequence[int]] | None = None,
+    positions: Sequence[int] | None = None,
 ) -> State:
-    """Start requests in rows of the state: their pages, sampling parameters, position 0.
+    """Start requests in rows of the state: their pages, sampling parameters, and where they begin.
 
     Args:
         state: donated.
@@ -91,34 +93,37 @@ def admit(
         pages: the pages that each may fill, in order.
         sampling: one a request, with its seed and all tokens that end it (`SamplingParams.for_request`).
         prompts: the token ids of each, which penalties count.
-        generated: what each had generated before, if it is started again; then it reads that behind its prompt. None:
+        generated: what each had generated before, if it is started again and reads that behind its prompt. None:
             nothing.
+        positions: tokens that are in each one's pages already; None: 0.
 
     Raises:
         RequestError: lengths differ, a row is not the state's or stands twice, a page is not the state's, or more of
             them than its table holds; a token that the model does not have, or no seed for a request that draws.
     """
-    own = [()] * len(rows) if generated is None else generated
-    _check_admission(state, rows, pages, (sampling, prompts, own))
-    write_rows(state.sampling, rows, sampling, prompts, own)
+    count = len(rows)
+    said = [()] * count if generated is None else generated
+    starts = [0] * count if positions is None else list(positions)
+    _check_admission(state, rows, pages, (sampling, prompts, said, starts))
+    write_rows(state.sampling, rows, sampling, prompts, said)
     device = state.positions.device
-    index = torch.tensor(rows, dtype=torch.int64, device=device)
-    table = torch.zeros(len(rows), state.block_table.shape[1], dtype=torch.int32)
-    for row, given in zip(table, pages, strict=True):
-        row[: len(given)] = torch.tensor(given, dtype=torch.int32)
+    table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
+    for row, own in zip(table, pages, strict=True):
+        row[: len(own)] = torch.tensor(own, dtype=torch.int32)
+    index, begins = torch.tensor([list(rows), starts], dtype=torch.int64).to(device)
     state.block_table[index] = table.to(device)
-    state.positions[index] = 0
+    state.positions[index] = begins
     state.last_tokens[index] = 0
     return state
 
 
 def _check_admission(
-    state: State, rows: Sequence[int], pages: Sequence[Sequence[int]], others: tuple[Sequence[object], ...]
+    state: State, rows: Sequence[int], pages: Sequence[Sequence[int]], others: Sequence[Sequence[Any]]
 ) -> None:
-    sampling, prompts, generated = map(len, others)
-    call = f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{sampling} sampling>, <{prompts} prompts>)"
+    asked, prompts = len(others[0]), len(others[1])
+    call = f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{asked} sampling>, <{prompts} prompts>)"
     num_rows, (_, most), num_pages = len(state.positions) - 1, state.block_table.shape, state.kv_pages.shape[2]
-    if not len(rows) == len(pages) == sampling == prompts == generated:
+    if any(len(other) != len(rows) for other in (pages, *others)):
         raise RequestError(call, "numbers that differ", "pages, SamplingParams and a prompt for each row")
     if len(set(rows)) != len(rows) or any(not 0 <= row < num_rows for row in rows):
         raise RequestError(
@@ -128,6 +133,49 @@ def _check_admission(
         if len(own) > most or any(not 0 <= page < num_pages for page in own):
             seen = f"pages {list(own)[: most + 1]}"
             raise RequestError(call, seen, f"at most {most} pages a request, from 0 to {num_pages - 1}")
+
+
+@donates("state")
+def grow(state: State, more: Sequence[tuple[int, int, Sequence[int]]]) -> State:
+    """Give requests more pages.
+
+    Args:
+        state: donated.
+        more: for each request its row, the number of pages that it has, and those that follow.
+
+    Raises:
+        RequestError: a row or a page that is not the state's, or more pages than a row of its table holds.
+    """
+    (num_rows, most), num_pages = state.block_table.shape, state.kv_pages.shape[2]
+    for row, start, pages in more:
+        outside = any(not 0 <= page < num_pages for page in pages)
+        if not 0 <= row < num_rows - 1 or not 0 <= start <= most - len(pages) or outside:
+            instead = f"rows below {num_rows - 1}, at most {most} pages a request, pages below {num_pages}"
+            raise RequestError("grow(state, more)", f"row {row}, pages {list(pages)} behind {start}", instead)
+    places = [(row, start + i, page) for row, start, pages in more for i, page in enumerate(pages)]
+    row, column, page = torch.tensor(places, dtype=torch.int64).T.contiguous().to(state.block_table.device)
+    state.block_table[row, column] = page.to(torch.int32)
+    return state
+
+
+@donates("state")
+def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> State:
+    """Copy pages of the KV cache, in all layers.
+
+    Args:
+        state: donated.
+        sources, targets: pages, none of them in both.
+
+    Raises:
+        RequestError: a page that is not the state's, or is in both.
+    """
+    num_pages = state.kv_pages.shape[2]
+    if set(sources) & set(targets) or any(not 0 <= page < num_pages for page in (*sources, *targets)):
+        call = f"copy_pages(state, {list(sources)}, {list(targets)})"
+        raise RequestError(call, "a page that is in both, or not the state's", f"pages from 0 to {num_pages - 1}")
+    source, target = torch.tensor([list(sources), list(targets)], dtype=torch.int64).to(state.kv_pages.device)
+    state.kv_pages[:, :, target] = state.kv_pages[:, :, source]
+    return state
 
 
 def resolve(state: State, batch: Batch) -> ResolvedBatch:
@@ -159,7 +207,7 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
 
 
 @donates("state")
-def advance(state: State, batch: Batch, out: Output) -> State:
+def advance(state: State, batch: Batch, out: Output | None) -> State:
     """The next state's table of requests: positions move on, sampled tokens become the last ones, and are counted.
 
     Every stage does this with the same batch and the same tokens, so that all tables stay equal.
@@ -167,12 +215,14 @@ def advance(state: State, batch: Batch, out: Output) -> State:
     Args:
         state: donated.
         batch: the batch that was run.
-        out: what the last stage returned for it.
+        out: what the last stage returned for it; None where no request samples.
     """
     starts = batch.query_start_loc
     old = state.positions[batch.rows]
     kept = batch.rows >= 0
     state.positions[batch.rows] = torch.where(kept, old + (starts[1:] - starts[:-1]), old)
+    if out is None:
+        return state
     last = state.last_tokens[batch.rows]
     state.last_tokens[batch.rows] = torch.where(kept & batch.samples, out.token_ids, last)
     count_tokens(state.sampling, batch.rows, out.token_ids, batch.samples)

@@ -248,10 +248,17 @@ def symmetric_memory(
 
     Collective: every rank calls it with the same size. The memory lives as long as the views.
     """
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-    _SymmetricMemory.set_group_info(name, rank, num_ranks, dist.PrefixStore(name, store))  # type: ignore[attr-defined]
-    own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, name)
+    own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    unique: Any = f"weft/{name}/{next(_RUNS)}"  # the registry is the process's; every rank counts alike
+    group = dist.ProcessGroup(own_store, rank, num_ranks)
+    gloo = dist.ProcessGroupGloo(own_store, rank, num_ranks, timedelta(seconds=60))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    _register_process_group(unique, group)
+    _SymmetricMemory.set_group_info(unique, rank, num_ranks, own_store)
+    own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, unique)
     own.zero_()
     torch.cuda.synchronize(device)
     handle = _SymmetricMemory.rendezvous(own)

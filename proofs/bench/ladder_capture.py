@@ -19,7 +19,7 @@ import torch
 
 from weft.batch import Batch
 from weft.proofs.bench.decode_modes import TINY
-from weft.proofs.bench.graphify_overhead import environment
+from weft.proofs.environment import environment
 from weft.proofs.gpu_run import QWEN3_0_6B, random_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model

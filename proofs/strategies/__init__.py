@@ -37,6 +37,7 @@ from weft.proofs.strategies.programs import (
     programs,
 )
 from weft.proofs.strategies.sampling import sampling_params
+from weft.proofs.strategies.traces import Arrival, Trace, traces
 
 __all__ = [
     "ARCHITECTURES",
@@ -49,6 +50,7 @@ __all__ = [
     "STATICS",
     "UPDATES",
     "VALUES",
+    "Arrival",
     "Broken",
     "Call",
     "Function",
@@ -60,6 +62,7 @@ __all__ = [
     "Rows",
     "Scenario",
     "Scheduled",
+    "Trace",
     "broken_programs",
     "call_sequences",
     "called",
@@ -78,5 +81,6 @@ __all__ = [
     "sampling_params",
     "scenarios",
     "stage_lists",
+    "traces",
     "worlds",
 ]

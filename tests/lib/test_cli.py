@@ -17,6 +17,7 @@ import weft
 from weft import cli
 from weft.cli import demo as demo_module
 from weft.cli.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
+from weft.ops.logits import SEED
 from weft.stages.model import DEMO
 from weft.stages.model import DTYPES as MODEL_DTYPES
 from weft.transforms.generate import Completion, Runner, make_runner

@@ -52,7 +52,12 @@ class Distributed:
         store = rendezvous_store(self.rank, self.num_ranks, max(timeout, _START))
         self.watch = Watch(store, self.rank, self.num_ranks, timeout)
         self._link = ProcessLink(_make_end(self.backend, self.watch, self.device), self.watch, self.device)
-        self._close = weakref.finalize(self, self._link.end.close)
+        self._close = weakref.finalize(self, self.end.close)
+
+    @property
+    def end(self) -> ProcessEnd:
+        """This rank's ends of the edges."""
+        return self._link.end
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if num_ranks != self.num_ranks:
@@ -74,7 +79,7 @@ class Distributed:
         except BaseException as error:
             self.watch.fail(str(effect or "the start of a step"), error)
             self._close.detach()
-            self._link.end.close(failed=True)
+            self.end.close(failed=True)
             raise
 
     def close(self) -> None:

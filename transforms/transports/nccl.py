@@ -1,5 +1,6 @@
 """The end of a rank's edges by NCCL, for tensors on GPUs."""
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from weft.torchapi import process_group
 from weft.transforms.transports.watch import Watch
+
+_CLOSING = 2.0
+"""Seconds to wait for a communicator to end."""
 
 
 class NcclEnd:
@@ -43,9 +47,9 @@ class NcclEnd:
         return self._groups["up" if up else "down"]
 
     def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
-        while self._under_way and self._under_way[0][0].is_completed():
-            self._under_way.popleft()
         capturing = torch.cuda.is_current_stream_capturing()
+        while not capturing and self._under_way and self._under_way[0][0].is_completed():
+            self._under_way.popleft()
         for tensor in tensors:
             work = self._group(peer).send([_bytes(tensor)], peer, 0)
             if capturing:
@@ -63,11 +67,19 @@ class NcclEnd:
             work.wait()
 
     def close(self, failed: bool = False) -> None:
-        """End the communicators: aborted if a rank failed, so that no kernel waits for it any more."""
+        """End the communicators: aborted if a rank failed, so that no kernel waits for it any more.
+
+        NCCL ends none that a graph still holds: then this returns, and the communicator goes with the graph, or with
+        the process.
+        """
         groups, self._groups = self._groups, {}
         self._under_way.clear()
-        for group in groups.values():
-            group.abort() if failed else group.shutdown()
+        ends = [group.abort if failed else group.shutdown for group in groups.values()]
+        threads = [threading.Thread(target=end, name="weft closes NCCL", daemon=True) for end in ends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_CLOSING)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
