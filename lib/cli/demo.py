@@ -31,6 +31,9 @@ from weft.trees import leaves_with_names
 
 PROMPTS = ("The function returns", "A list is", "In Python, ")
 
+TABLES = (".block_table", ".positions", ".last_tokens", ".sampling.floats", ".sampling.ints")
+"""The parts of a state that are alike on all stages."""
+
 TOLERANCE = 1e-4
 """Absolute, in float32, where two ways run matrix products of other shapes; in the same shapes, bits are equal."""
 
@@ -63,7 +66,7 @@ class Step:
         token_ids: (row, token) of each request in the batch.
         logits: [num_reqs, vocab_size].
         kv_pages: of all layers, the stages' put together.
-        tables: of each stage, all of its state but the KV pages.
+        tables: of each stage, what it knows of the requests (`TABLES`).
         seconds: from the call until the tokens are on the host.
     """
 
@@ -189,7 +192,7 @@ def run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_tokens: in
 def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> Step:
     assert out.logits is not None
     tokens = tuple(zip(batch.rows.tolist(), out.token_ids.tolist(), strict=True))
-    tables = tuple(tuple(x.clone() for name, x in leaves_with_names(s) if name != ".kv_pages") for s in state)
+    tables = tuple(tuple(x.clone() for name, x in leaves_with_names(s) if name in TABLES) for s in state)
     kept = Step(batch.descriptor, tokens, out.logits.clone(), torch.cat([s.kv_pages for s in state]), tables, seconds)
     if out.logits.is_cuda:
         torch.cuda.synchronize(out.logits.device)  # the copies are no part of the next step's time

@@ -13,7 +13,7 @@ from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.errors import DonatedError, WeftError
-from weft.ops.logits import SEED, TEMPERATURE
+from weft.ops.logits import IN_PROMPT, MIN_LEN, SEED, TEMPERATURE
 from weft.outputs import Output
 from weft.padding import pad
 from weft.proofs.laws import assert_equal
@@ -191,7 +191,6 @@ FAULTS: dict[str, tuple[Any, ...]] = {
     "more sampling than rows": _asked([0], [[0]], 2, 1),
     "fewer prompts than rows": _asked([0, 1], [[0], [1]], 2, 1),
     "fewer pages than rows": _asked([0, 1], [[0]], 2, 2),
-    "fewer completions than rows": (*_asked([0], [[0]], 1, 1), []),
     "more pages than a row holds": _asked([0], [list(range(MAX_PAGES + 1))], 1, 1),
     "a page that does not exist": _asked([0], [[40]], 1, 1),
     "a negative page": _asked([0], [[-1]], 1, 1),
@@ -209,6 +208,22 @@ def test_admit_refuses(name: str) -> None:
     with pytest.raises(WeftError) as error:
         admit(empty(), *FAULTS[name])
     assert error.value.call.startswith("admit(")
+
+
+@pytest.mark.parametrize("name", ["generated", "positions"])
+def test_admit_refuses_fewer_than_rows_of_what_may_be_left_out(name: str) -> None:
+    with pytest.raises(WeftError, match="numbers that differ"):
+        admit(empty(), [0], [[0]], [GREEDY], [[1]], **{name: []})
+
+
+def test_a_request_that_is_started_again_counts_what_it_had_generated() -> None:
+    sizes: dict[str, int] = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "num_pages": 1, "max_pages": 1}
+    params = SamplingParams(temperature=0.0, presence_penalty=1.0, min_tokens=2, stop_token_ids=[0])
+    state = State.zeros(**sizes, max_num_reqs=1, vocab_size=4)
+    state = admit(state, [0], [[0]], [params], [[1, 1, 2]], generated=[[2, 3, 3]], positions=[5])
+    assert state.sampling.counts[0].tolist() == [0, IN_PROMPT, IN_PROMPT + 1, 2]
+    assert state.sampling.ints[0, MIN_LEN] == 5
+    assert state.positions[0] == 5
 
 
 def test_an_admitted_state_is_dead_and_names_its_taker() -> None:
