@@ -83,22 +83,26 @@ def _search(
     logits, adjusted, vocab, kind, peak, scale, limit, aim, BY_MASS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """The bits of the least distance such that the tokens within it number `aim`; or by mass: such that they have that
-    share of the probability of those within `limit`. Between `low`, which falls short, and `high`, which does not.
+    share of the probability of those within `limit`. Between `low`, which falls short, and `high`, which does not. The
+    first cuts are an eighth of the temperature, a quarter, and so on to eight times it; later ones are even.
     """
     steps = tl.arange(0, 8) + 1
+    doubled = (tl.exp2(steps.to(tl.float32) - 4) / scale).to(tl.int32, bitcast=True)
+    is_first = tl.full((), 1, tl.int32)
     low = tl.full((), -1, tl.int32)
     high = limit + tl.zeros([], tl.int32)
     goal = aim
     if BY_MASS:
-        goal = tl.full((), -1.0, tl.float32)  # known when the first pass has found the whole
+        goal = tl.full((), 0.0, tl.float32)  # known when the first pass has found the whole
     while high - low > 1:
         step = tl.maximum((high - low) >> 3, 1)
-        cuts = tl.where(steps == 8, high, tl.minimum(low + step * steps, high))
+        cuts = tl.where(is_first != 0, doubled, low + step * steps)
+        cuts = tl.where(steps == 8, high, tl.minimum(cuts, high))
         sums = tl.zeros([8, COLUMNS], tl.float32)
-        nearest = tl.full([COLUMNS], _INFINITE, tl.int32)
-        farthest = tl.full([COLUMNS], -1, tl.int32)
+        nearest = tl.full([1, COLUMNS], _INFINITE, tl.int32)
+        farthest = tl.full([1, COLUMNS], -1, tl.int32)
         for start in tl.range(0, vocab, COLUMNS, loop_unroll_factor=4):
-            columns = start + tl.arange(0, COLUMNS)
+            columns = start + tl.arange(0, COLUMNS)[None, :]  # of the shape of the sums, or they would be laid out anew
             inside = columns < vocab
             away = peak - _values(logits, adjusted, columns, inside, kind)
             bits = away.to(tl.int32, bitcast=True)
@@ -108,13 +112,14 @@ def _search(
             weight = tl.where(inside, 1.0, 0.0)
             if BY_MASS:
                 weight *= tl.exp(-away * scale)
-            sums += tl.where(bits[None, :] <= cuts[:, None], weight[None, :], 0.0)
+            sums += tl.where(bits <= cuts[:, None], weight, 0.0)
         found = tl.sum(sums, 1)
         if BY_MASS:
             total = tl.sum(tl.where(steps == 8, found, 0.0), 0)
-            goal = tl.where(goal < 0, aim * total, goal)
+            goal = tl.where(is_first != 0, aim * total, goal)
+        is_first = tl.full((), 0, tl.int32)
         enough = found >= goal
-        first, last = tl.min(nearest, 0), tl.max(farthest, 0)
+        first, last = tl.min(nearest), tl.max(farthest)
         low = tl.maximum(tl.max(tl.where(enough, low, cuts), 0), first - 1)
         high = tl.minimum(tl.min(tl.where(enough, cuts, high), 0), last)
     return high

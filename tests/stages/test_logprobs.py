@@ -137,6 +137,22 @@ def test_batches_with_targets_and_masks_are_padded_cut_and_captured(model: Model
     assert graph.cache_info().captures == 1
 
 
+def test_batches_with_a_mask_and_without_have_different_graphs(model: Model) -> None:
+    runner, state = ready(model)
+    _, other = ready(model)
+    whole = compose(runner.stages, advance=advance)
+    graph = graphify(whole, ladder=[BatchDescriptor(16, 4)])
+    allowed = pack_bits([90, 91], model.config.vocab_size)
+    plain = Batch.ragged([0, 1], [[65], [66]])
+    for batch in (plain, attrs.evolve(plain, token_mask=allowed.expand(2, -1).contiguous()), plain):
+        state, out = whole(runner.params, state, batch)
+        other, seen = graph(runner.params, other, batch)
+        assert_equal("replay", seen, out, exact=False)
+        masked = batch.token_mask is not None
+        assert set(out.token_ids.tolist()) <= {90, 91} if masked else not set(out.token_ids.tolist()) & {90, 91}
+    assert graph.cache_info().captures == 2
+
+
 def test_padding_of_a_mask_allows_all_and_that_of_targets_is_a_token(model: Model) -> None:
     batch = attrs.evolve(chunks()[0], token_mask=torch.zeros(1, 4, dtype=torch.int32))
     wide = pad(batch, BatchDescriptor(6, 2))
