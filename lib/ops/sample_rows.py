@@ -18,7 +18,7 @@ def sample_rows(
     """Draw one token a request, by its row of the table: from the softmax of `weft.ops.logits.process`.
 
     One operator, `weft::sample_rows`. A request depends on nothing but its own row, logits, mask and position. On CUDA
-    a request that uses no feature costs what it costs in `weft::sample`.
+    a request that uses no feature costs what it costs in `weft::sample`, and a launch.
 
     Args:
         logits: [num_reqs, vocab_size] floating point, computed with in float32; unchanged.
