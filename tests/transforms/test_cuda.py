@@ -246,3 +246,27 @@ def test_nothing_on_the_cpu_is_frozen_in_a_graph() -> None:
     outside = torch.ones(2)
     with pytest.raises(CaptureError, match="a tensor from outside it is on the CPU"):
         graphify(lambda x: (x + 1, outside * 2))(torch.ones(2, device="cuda"))
+
+
+def test_a_constant_on_the_cpu_is_the_functions_own() -> None:
+    g = graphify(lambda x: x * torch.tensor(3.0))
+    for value in (1.0, 5.0):
+        assert g(torch.full((2,), value, device="cuda")).tolist() == [3 * value] * 2
+
+
+def test_a_generator_of_the_gpu_is_not_seeded_inside() -> None:
+    def draw(x: torch.Tensor, seeds: bool) -> torch.Tensor:
+        x = x + torch.rand(2, device="cuda")
+        if seeds:
+            torch.cuda.manual_seed(7)
+        return x
+
+    g = graphify(draw)
+    torch.cuda.manual_seed(7)
+    x = torch.zeros(2, device="cuda")
+    first, wanted = g(x, False), torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(7))
+    assert torch.equal(first, wanted)
+    state = torch.cuda.get_rng_state()
+    with pytest.raises(CaptureError, match="it seeds a random generator, or sets its state"):
+        g(x, True)  # to the very seed that it has
+    assert torch.equal(torch.cuda.get_rng_state(), state)

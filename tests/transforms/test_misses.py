@@ -36,7 +36,7 @@ def fresh() -> Tensor:
 
 def swapped(g: Any, kept: list[Tensor]) -> None:
     """A step whose output takes the state's storage, because it stands first."""
-    kept[:] = [g(kept[0] if kept else fresh(), X)[1]]
+    kept.append(g(kept[-1] if kept else fresh(), X)[1])
 
 
 IN_PLACE = (

@@ -100,14 +100,10 @@ class Work:
         return PlacedWork(Batch.ragged(self.rows, self.token_ids, samples=self.samples, device=device), self.edits)
 
     def __str__(self) -> str:
-        kind = "ragged" if self.token_ids else "decode"
-        rows = ", ".join(
-            f"{row}:{'last' if ids == (LAST_TOKEN,) else len(ids)}{'' if s else '…'}"
-            for row, ids, s in zip(
-                self.rows, self.token_ids or [(LAST_TOKEN,)] * len(self.rows), self.samples, strict=True
-            )
-        )
-        return f"job {self.job}: {kind} of {rows}"
+        counts = [len(ids) if ids != (LAST_TOKEN,) else "last" for ids in self.token_ids] or ["last"] * len(self.rows)
+        more = ["" if sampled else " and more" for sampled in self.samples]
+        parts = (f"row {row}: {count}{rest}" for row, count, rest in zip(self.rows, counts, more, strict=True))
+        return f"job {self.job}: " + ", ".join(parts)
 
 
 @pytree
