@@ -17,8 +17,9 @@ from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.pipeline import Pipelined, compose, pipeline
 from weft.transforms.transports import Transport
+from weft.trees import leaves_with_names
 
-TABLES = ("block_table", "positions", "last_tokens", "temperature", "seeds")
+TABLES = (".block_table", ".positions", ".last_tokens", ".sampling.floats", ".sampling.ints")
 """What every stage knows of the requests."""
 
 
@@ -43,7 +44,7 @@ def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") 
     )
     windows: list[Window] = []
     for window in serve(trace, run):
-        tables = [{name: getattr(state, name)[:-1] for name in TABLES} for state in run.state]
+        tables = [{name: x[:-1] for name, x in leaves_with_names(state) if name in TABLES} for state in run.state]
         for index, table in enumerate(tables[1:], 1):
             assert_equal(f"L11 stages agree: stage {index} and stage 0", table, tables[0])
         windows.append(window)
@@ -91,10 +92,10 @@ def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
     step, params = compose(trace.stages(1), advance=advance), trace.params(1, device)
     most = -(-(len(request.prompt) + request.max_tokens) // trace.page_size)
     state: tuple[State, ...] = (
-        admit(_small(trace, most, device), [0], [range(most)], request.temperature, [request.seed]),
+        admit(_small(trace, most, device), [0], [range(most)], [request.sampling], [request.prompt]),
     )
     batch, tokens = Batch.ragged([0], [request.prompt], device=device), list[int]()
-    while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in request.stop_token_ids):
+    while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in request.sampling.stop_token_ids):
         state, out = step(params, state, batch)
         tokens.append(int(out.token_ids[0]))
         batch = Batch.decode([0], device=device)
@@ -111,5 +112,6 @@ def _small(trace: Trace, num_pages: int, device: torch.device | str) -> State:
         num_pages=num_pages,
         max_pages=num_pages,
         page_size=trace.page_size,
+        vocab_size=config.vocab_size,
         device=device,
     )

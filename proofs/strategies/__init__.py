@@ -36,6 +36,7 @@ from weft.proofs.strategies.programs import (
     job_lists,
     programs,
 )
+from weft.proofs.strategies.sampling import sampling_params
 from weft.proofs.strategies.traces import Arrival, Trace, traces
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "pure_functions",
     "resolution_ladders",
     "resolutions",
+    "sampling_params",
     "scenarios",
     "stage_lists",
     "traces",

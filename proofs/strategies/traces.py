@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from weft.proofs.strategies.models import configs
+from weft.proofs.strategies.sampling import sampling_params
 from weft.stages.checkpoint import random_params
 from weft.stages.config import ModelConfig
 from weft.stages.decoder import DecoderStage, decoder_stage
@@ -80,6 +81,7 @@ class Trace:
                 num_pages=self.num_pages,
                 max_pages=self.budget.max_pages,
                 page_size=self.page_size,
+                vocab_size=self.config.vocab_size if layout.last else 0,
                 device=device,
             )
             for layout in self.layouts(num_stages)
@@ -119,9 +121,7 @@ def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int) -> Arrival:
         f"request {index}",
         prompt,
         draw(st.integers(1, 7)),
-        temperature=draw(st.sampled_from((0.0, 1.0))),
-        seed=draw(st.integers(0, 99)),
-        stop_token_ids=draw(st.sampled_from((frozenset[int](), frozenset(range(4))))),
+        draw(sampling_params(config.vocab_size)),
         priority=draw(st.sampled_from((0, 0, 1))),
     )
     tick = draw(st.integers(0, 6))

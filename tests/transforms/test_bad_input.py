@@ -510,7 +510,7 @@ class Decoder:
         self.broken = False
 
     def state(self) -> Any:
-        return make_state(self.model, self.layouts, [20, 20], temperature=0.0, seeds=[1, 2])
+        return make_state(self.model, self.layouts, [20, 20])
 
     def failing_last(self) -> list[Callable[..., Any]]:
         """The stages, the last of which branches on its result while `broken`."""

@@ -2,6 +2,7 @@
 
 import attrs
 
+from weft.sampling import SamplingParams
 from weft.transforms.engine.pages import hash_page
 
 
@@ -13,18 +14,14 @@ class Request:
         id: a name, unique among the requests that have not ended.
         prompt: token ids, at least one.
         max_tokens: tokens to generate at most.
-        temperature: 0 is greedy.
-        seed: with the position it fixes what is sampled.
-        stop_token_ids: tokens that end it.
+        sampling: how its tokens are chosen, and all that end it (`SamplingParams.for_request`).
         priority: the lower goes first; among equals who came first.
     """
 
     id: str
     prompt: tuple[int, ...]
     max_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
+    sampling: SamplingParams
     priority: int = 0
 
 

@@ -143,7 +143,7 @@ def observe(host: HostState, job: int, token_ids: Sequence[int]) -> tuple[HostSt
         token = token_ids[index]
         running.tokens.append(token)
         _keep_pages(host, running)
-        if token in running.request.stop_token_ids:
+        if token in running.request.sampling.stop_token_ids:
             _end(host, running, "stop")
         elif len(running.tokens) == len(running.request.prompt) + running.request.max_tokens:
             _end(host, running, "length")
@@ -256,8 +256,9 @@ def _start(host: HostState, running: Running, cohort: int, admitted: list[Admiss
     running.last_job = host.row_jobs.get(running.row)
     host.running[running.request.id] = running
     request = running.request
-    given = Admission(running.row, tuple(running.pages), running.computed, request.temperature, request.seed)
-    admitted.append(given)
+    generated = tuple(running.tokens[len(request.prompt) :])
+    placed = (running.row, tuple(running.pages), running.computed)
+    admitted.append(Admission(*placed, request.sampling, request.prompt, generated))
 
 
 def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]]) -> Work:

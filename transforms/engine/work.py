@@ -10,6 +10,7 @@ import torch
 from weft.batch import LAST_TOKEN, Batch
 from weft.donation import donates
 from weft.outputs import Output
+from weft.sampling import SamplingParams
 from weft.state import State, admit, advance, copy_pages, grow
 from weft.trees import pytree
 
@@ -24,14 +25,16 @@ class Admission:
         row: which.
         pages: its pages, in order.
         computed: tokens that are in them already.
-        temperature, seed: of the request.
+        sampling, prompt: of the request.
+        generated: what it had generated before it was preempted.
     """
 
     row: int
     pages: tuple[int, ...]
     computed: int
-    temperature: float
-    seed: int
+    sampling: SamplingParams
+    prompt: tuple[int, ...]
+    generated: tuple[int, ...] = ()
 
 
 @attrs.frozen
@@ -148,8 +151,9 @@ def apply_edits(state: State, edits: Edits) -> State:
             state,
             [a.row for a in given],
             [a.pages for a in given],
-            [a.temperature for a in given],
-            [a.seed for a in given],
+            [a.sampling for a in given],
+            [a.prompt for a in given],
+            generated=[a.generated for a in given],
             positions=[a.computed for a in given],
         )
     if edits.growths:
