@@ -16,7 +16,7 @@ from weft.transforms.transports.fingerprint import fingerprint
 from weft.transforms.transports.local import Local
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker, call_stage
-from weft.trees import tree_leaves
+from weft.trees import find_descriptors, tree_leaves
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
@@ -197,7 +197,8 @@ class Pipelined:
 
 def class_of(batch: Any) -> Any:
     """What all ranks must agree on of a batch: its descriptor, or of plain tensors the schema."""
-    return batch.descriptor if isinstance(batch, Batch) else Schema.of(batch)
+    found = find_descriptors(batch)
+    return found[0] if found else Schema.of(batch)
 
 
 def pipeline(

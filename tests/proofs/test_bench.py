@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.proofs.bench import decode_modes, graphify_overhead, ladder_capture
+from weft.proofs.bench import decode_modes, graphify_overhead, ladder_capture, sampling
 
 
 def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,3 +44,12 @@ def test_ladder_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         assert run["bytes"] <= run["estimated_bytes"] <= 1.1 * run["bytes"]
         assert run["seconds"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["sampling", "--out", str(tmp_path), "--quick"])
+    sampling.main()
+    rows = json.loads((tmp_path / "sampling.json").read_text())["rows"]
+    assert [row["asked"] for row in rows] == list(sampling.ASKED)
+    assert all(row["us"] > 0 < row["sample_us"] for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)

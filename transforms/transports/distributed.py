@@ -79,6 +79,11 @@ class Distributed:
                 self._guard.stand_down(error)
             raise
 
+    @property
+    def end(self) -> ProcessEnd:
+        """This rank's ends of the edges."""
+        return self._link.end
+
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if num_ranks != self.num_ranks:
             seen = f"{num_ranks} stages and {self.num_ranks} processes"

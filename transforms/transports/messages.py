@@ -143,10 +143,10 @@ class ProcessLink:
         self.end.drain()
 
     def _key(self, effect: Send | Recv | Broadcast, source: int) -> str:
-        """The name of a message's layout: the same for all of the same class from the same place."""
+        """The name of a message's layout: the same for all of the same class from the same place of a pipeline."""
         assert self.plan is not None, "a step has begun"
         classes = self.plan.programs[source].classes
-        text = f"{isinstance(effect, Broadcast)} {classes[effect.microbatch] if classes else ''}"
+        text = f"{isinstance(effect, Broadcast)} {classes[effect.microbatch] if classes else ''} {self.plan.stages}"
         return f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def _publish(self, effect: Send | Broadcast, key: str, layout: Layout) -> None:

@@ -1,7 +1,8 @@
 """The end of a rank's edges by NCCL, for tensors on GPUs."""
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -11,6 +12,9 @@ from torch import Tensor
 from weft.torchapi import process_group
 from weft.transforms.transports.messages import Marked
 from weft.transforms.transports.watch import Watch
+
+_CLOSING = 2.0
+"""Seconds to wait for a communicator to end."""
 
 
 @attrs.frozen(eq=False)
@@ -56,9 +60,9 @@ class NcclEnd:
         return self._groups["up" if up else "down"]
 
     def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
-        while self._under_way and self._under_way[0][0].is_completed():
-            self._under_way.popleft()
         capturing = torch.cuda.is_current_stream_capturing()
+        while not capturing and self._under_way and self._under_way[0][0].is_completed():
+            self._under_way.popleft()
         for tensor in tensors:
             work = self._group(peer).send([_bytes(tensor)], peer, 0)
             if capturing:
@@ -83,18 +87,27 @@ class NcclEnd:
         return Launched(event, tuple(work for work, _ in self._under_way))
 
     def abort(self) -> None:
-        for group in list(self._groups.values()):
-            group.abort()
+        _end_all([group.abort for group in list(self._groups.values())])
 
     def close(self, failed: bool = False) -> None:
-        """End the communicators: aborted if a rank failed, so that no kernel waits for it any more."""
-        if failed:
-            self.abort()
-        else:
-            for group in self._groups.values():
-                group.shutdown()
+        """End the communicators: aborted if a rank failed, so that no kernel waits for it any more.
+
+        NCCL ends none that a graph still holds: then this returns, and the communicator goes with the graph, or with
+        the process.
+        """
+        groups = dict(self._groups)
         self._groups.clear()
         self._under_way.clear()
+        _end_all([group.abort if failed else group.shutdown for group in groups.values()])
+
+
+def _end_all(ends: Sequence[Callable[[], Any]]) -> None:
+    """Call each in a thread, which may have to wait for a graph to go; wait a while for them."""
+    threads = [threading.Thread(target=end, name="weft ends NCCL", daemon=True) for end in ends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_CLOSING)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

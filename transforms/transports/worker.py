@@ -1,6 +1,7 @@
 """A worker: one rank under way. It performs the effects of its program, whatever carries its messages."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import attrs
@@ -8,6 +9,7 @@ import attrs
 from weft.donation import clone
 from weft.effects import Broadcast, Effect, Fence, Recv, Run, Schema, Send
 from weft.errors import ProgramError
+from weft.transforms.measure import measuring
 
 
 class Link(Protocol):
@@ -50,6 +52,11 @@ class Worker:
 
     def perform(self, effect: Effect, link: Link) -> None:
         """Do what the next effect of the program says."""
+        recorder = measuring()
+        with nullcontext() if recorder is None else recorder.span(self.rank, effect):
+            self._perform(effect, link)
+
+    def _perform(self, effect: Effect, link: Link) -> None:
         mb = effect.microbatch
         match effect:
             case Run("advance"):
