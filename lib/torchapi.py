@@ -4,9 +4,10 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -53,6 +54,7 @@ __all__ = [
     "pytree",
     "rendezvous_store",
     "replayer",
+    "root_store",
     "seen_as",
     "stop_allocating_to_pool",
     "storage_id",
@@ -337,6 +339,13 @@ def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> Any:
     return dist.PrefixStore(f"weft/{next(_RUNS)}", whole)  # type: ignore[attr-defined]
 
 
+def root_store(store: Any) -> Any:
+    """The store below all prefixes: what a launcher writes into."""
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return store
+
+
 def host_store(address: str, timeout: float) -> Any:
     """A store that this process hosts, at a free `port`, for a launcher's ranks to find."""
     return dist.TCPStore(address, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)  # type: ignore[attr-defined]
@@ -346,15 +355,34 @@ def process_group(backend: str, name: str, store: Any, rank: int, num_ranks: int
     """A process group of torch.distributed for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else.
 
     Args:
-        backend: `gloo` or `nccl`.
+        backend: `gloo` or `nccl`; that one's own watchdog, which ends the process without naming a rank, leaves it to
+            the caller's.
         name: different for each of a store.
+        timeout: seconds; of gloo, for the connections too.
     """
-    own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    apart = store.clone()  # it may wait for as long, and nobody else's wait on the store is cut short
+    apart.set_timeout(timedelta(seconds=timeout))
+    own = dist.PrefixStore(name, apart)  # type: ignore[attr-defined]
     if backend == "gloo":
         return dist.ProcessGroupGloo(own, rank, num_ranks, timedelta(seconds=timeout))
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout)
-    return dist.ProcessGroupNCCL(own, rank, num_ranks, options)
+    options._timeout = timedelta(seconds=2 * timeout + 60)
+    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return dist.ProcessGroupNCCL(own, rank, num_ranks, options)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """An environment variable set for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def symmetric_memory(

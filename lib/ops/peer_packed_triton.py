@@ -4,7 +4,8 @@ A store of 8 aligned bytes is seen whole or not at all, so a word of 4 bytes and
 together, need no fence between data and flag, which costs more than the words do: the receiver looks at the words
 themselves until all of them are of the message that it waits for. NCCL's low-latency protocol does the same (its
 paper: Hu et al., 2025, arXiv 2507.04786, section on protocols); it moves twice the bytes, so long messages go by
-`peer_triton`. As there, all that changes from one message to the next is counted on the device.
+`peer_triton`. As there, all that changes from one message to the next is counted on the device, and one whose wait is
+aborted stores nothing.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -35,14 +36,16 @@ def _send_kernel(
     offsets = tl.arange(0, BLOCK)
     inside = (offsets < share) & (program * share + offsets < words)
     word = tl.load(source + program * share + offsets, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+    free = False
     waiting = True
     while waiting:
         free = tl.load(acks + program, volatile=True) >= number - SLOTS
         waiting = (not free) and (tl.load(abort, volatile=True) == 0)
-    slot = slots + (number % SLOTS) * MOST + program * REGION
-    tl.store(slot + offsets, word | ((number & 0x7FFFFFFF) << 32), mask=inside)
-    tl.debug_barrier()
-    tl.store(counts + program, number)
+    if free:
+        slot = slots + (number % SLOTS) * MOST + program * REGION
+        tl.store(slot + offsets, word | ((number & 0x7FFFFFFF) << 32), mask=inside)
+        tl.debug_barrier()
+        tl.store(counts + program, number)
 
 
 @triton.jit
@@ -57,15 +60,17 @@ def _recv_kernel(
     slot = slots + (number % SLOTS) * MOST + program * REGION
     flag = number & 0x7FFFFFFF
     packed = tl.zeros([BLOCK], dtype=tl.int64)
+    missing = 1
     waiting = True
     while waiting:
         packed = tl.load(slot + offsets, mask=inside, other=0, volatile=True)
         missing = tl.sum((inside & ((packed >> 32) != flag)).to(tl.int32), 0)
         waiting = (missing > 0) and (tl.load(abort, volatile=True) == 0)
-    tl.store(target + program * share + offsets, packed.to(tl.int32), mask=inside)
-    tl.debug_barrier()
-    tl.store(acks + program, number)
-    tl.store(counts + program, number)
+    if missing == 0:
+        tl.store(target + program * share + offsets, packed.to(tl.int32), mask=inside)
+        tl.debug_barrier()
+        tl.store(acks + program, number)
+        tl.store(counts + program, number)
 
 
 def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Tensor) -> None:

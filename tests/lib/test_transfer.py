@@ -87,8 +87,18 @@ for _ in range(30):
         y = torch.full_like(x, 77)
         peer.recv(y, slots.view(x.dtype), flags, acks, yours, abort)
         assert torch.equal(x, y), (x.shape, (x != y).nonzero()[:4])
+for x in under_way:
+    peer.recv(torch.empty_like(x), slots.view(x.dtype), flags, acks, yours, abort)
 abort.fill_(1)
-peer.recv(torch.empty(5, dtype=torch.int32), slots.view(torch.int32), flags, acks, yours, abort)  # ends
+words = torch.arange(5, dtype=torch.int32)
+y = torch.full_like(words, 77)
+peer.recv(y, slots.view(torch.int32), flags, acks, yours, abort)  # ends, and stores nothing
+assert y.eq(77).all()
+for _ in range(peer.SLOTS):  # there is room
+    peer.send(words, slots.view(torch.int32), flags, acks, mine, abort)
+before = slots.clone(), flags.clone(), mine.clone()
+peer.send(words + 1, slots.view(torch.int32), flags, acks, mine, abort)  # ends, and overwrites nothing
+assert all(map(torch.equal, before, (slots, flags, mine)))
 print("right")
 """
 

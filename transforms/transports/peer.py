@@ -10,6 +10,7 @@ from weft.ops import peer_packed_triton as packed
 from weft.ops import peer_triton as bulk
 from weft.ops.peer_triton import PROGRAMS, SLOTS
 from weft.torchapi import symmetric_memory
+from weft.transforms.transports.messages import Marked
 from weft.transforms.transports.watch import Watch
 
 SLOT_BYTES = 2**24
@@ -44,12 +45,21 @@ class PeerEnd:
         self.slot_bytes = slot_bytes
         self._inbox = (SLOTS * slot_bytes, _COUNTS, 8 * packed.SLOTS * packed.MOST)
         self._outbox = (_COUNTS, 8 * packed.PROGRAMS)
-        nbytes = 2 * sum(self._inbox) + watch.num_ranks * sum(self._outbox)
-        self._views = symmetric_memory("peer", watch.store, watch.rank, watch.num_ranks, nbytes, device)
         self._abort = torch.zeros(1, dtype=torch.int32, device=device)
         self._aside = torch.cuda.Stream(device)
-        self._sends = {peer: self._channel(watch.rank, peer) for peer in range(watch.num_ranks) if peer != watch.rank}
-        self._recvs = {peer: self._channel(peer, watch.rank) for peer in range(watch.num_ranks) if peer != watch.rank}
+        self._views: list[Tensor] = []
+        self._sends: dict[int, Channel] = {}
+        self._recvs: dict[int, Channel] = {}
+
+    def connect(self, _: float, /) -> None:
+        watch = self.watch
+        torch.cuda.set_device(self.device)
+        nbytes = 2 * sum(self._inbox) + watch.num_ranks * sum(self._outbox)
+        self._views = symmetric_memory("peer", watch.board.store, watch.rank, watch.num_ranks, nbytes, self.device)
+        for peer in range(watch.num_ranks):
+            if peer != watch.rank:
+                self._sends[peer] = self._channel(watch.rank, peer)
+                self._recvs[peer] = self._channel(peer, watch.rank)
 
     def _channel(self, source: int, to: int) -> Channel:
         """The edge from one rank to another: a rank has one from below, and one from above."""
@@ -99,6 +109,13 @@ class PeerEnd:
 
     def drain(self) -> None:
         """Nothing to wait for: a send has left its buffer when its kernel ends."""
+
+    def mark(self) -> Marked | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def abort(self) -> None:
         """End every kernel that waits here, from a stream of its own."""
