@@ -21,14 +21,12 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from tqdm.auto import tqdm
 
-from weft.outputs import Output
 from weft.proofs.environment import environment
 from weft.proofs.laws.compare import assert_equal, visible
 from weft.proofs.laws.serving import spanned
 from weft.proofs.serving import serve
 from weft.proofs.strategies.traces import Trace, traces
 from weft.state import advance
-from weft.transforms.engine.work import Work, apply_edits
 from weft.transforms.engine.steppers import Stepped, Streamed
 from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.ladder import Limits, make_ladder

@@ -1,18 +1,14 @@
 """A trace served: the scheduler's work done by any pipeline, some ticks at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import attrs
-import torch
 
 from weft.outputs import Output
 from weft.proofs.strategies.traces import Trace
 from weft.transforms.engine.requests import Running
 from weft.transforms.engine.scheduler import HostState, add, finish, observe, schedule
 from weft.transforms.engine.work import Work
-from weft.transforms.pipeline import Pipelined
-from weft.transforms.schedule import Job
 
 Run = Callable[[Sequence[Work]], Sequence[Output | None]]
 """Does work, in order; returns what the last stage made of each, where tokens return."""

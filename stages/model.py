@@ -1,5 +1,6 @@
 """`load`: a checkpoint in Hugging Face's format as a value."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -10,7 +11,7 @@ from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError
 from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config
 from weft.stages.layout import StageLayout, split_layers
-from weft.stages.params import DecoderParams, num_bytes
+from weft.stages.params import DecoderParams, num_bytes, slice_params
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What a decoder runs in."""
@@ -169,3 +170,17 @@ def _load_tokenizer(folder: Path) -> Tokenizer | None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def stage_params(model: Model, layouts: Sequence[StageLayout]) -> tuple[DecoderParams, ...]:
+    """The parameters of stages: parts of a whole model, or the stage that the model is.
+
+    Raises:
+        ProgramError: the model is another stage.
+    """
+    if model.layout.num_stages == 1:
+        return tuple(slice_params(model.params, layout) for layout in layouts)
+    if (model.layout,) != tuple(layouts):
+        call, seen = f"stage_params({model!r}, {list(layouts)})", f"a model that is {model.layout}"
+        raise ProgramError(call, seen, "weft.load(folder, stage=...) of the stage that runs here")
+    return (model.params,)

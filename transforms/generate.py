@@ -1,6 +1,5 @@
 """`generate`: prompts in, completions out. The host schedules; every token comes from the step."""
 
-import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,15 +10,15 @@ from tqdm.auto import tqdm
 
 from weft.batch import Batch
 from weft.effects import Schema, TensorSchema
-from weft.errors import ProgramError, RequestError
+from weft.errors import RequestError
 from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED
 from weft.stages.decoder import DecoderStage, decoder_stage
 from weft.stages.layout import StageLayout, split_layers
-from weft.stages.model import Model
-from weft.stages.params import DecoderParams, slice_params
+from weft.stages.model import Model, stage_params
 from weft.state import State, admit, advance
+from weft.transforms.engine.requests import request_seeds
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import MODES, Limits, make_ladder
 from weft.transforms.pipeline import compose, pipeline
@@ -107,7 +106,7 @@ def make_runner(
     layouts = tuple(every[rank] for rank in transport.ranks(num_stages))
     extras: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs}
     stages = tuple(decoder_stage(model.config, layout, **extras) for layout in every)
-    params = _params_of(model, layouts)
+    params = stage_params(model, layouts)
     if num_stages == 1:
         whole = compose(stages, advance=advance)
         if mode == "none":
@@ -122,16 +121,6 @@ def make_runner(
     schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
     step = pipeline(graphs or stages, microbatches=num_stages, advance=advance, schema=schema, transport=transport)
     return Runner(step, params, stages, layouts, tuple(graphs))
-
-
-def _params_of(model: Model, layouts: Sequence[StageLayout]) -> tuple[DecoderParams, ...]:
-    """Each stage's part of the model."""
-    if model.layout.num_stages == 1:
-        return tuple(slice_params(model.params, layout) for layout in layouts)
-    if (model.layout,) != tuple(layouts):
-        call, seen = f"make_runner({model!r}, ...)", f"a model that is {model.layout}"
-        raise ProgramError(call, seen, f"weft.load(folder, stage=...) of what runs here: {list(layouts)}")
-    return (model.params,)
 
 
 def make_state(
@@ -326,12 +315,6 @@ def _sampling_of_each(
         if (params.logprobs or 0) > model.config.vocab_size:
             raise RequestError(call, f"logprobs={params.logprobs}", f"at most {model.config.vocab_size}")
     return [params.for_request(model.config.eos_token_ids, seed) for params, seed in zip(each, seeds, strict=True)]
-
-
-def request_seeds(seed: int, count: int) -> list[int]:
-    """A seed for each of `count` requests, by hashing: neighbouring seeds share none."""
-    digests = (hashlib.blake2b(f"{seed} {row}".encode(), digest_size=8).digest() for row in range(count))
-    return [int.from_bytes(digest, "little") >> 1 for digest in digests]
 
 
 def _check_arguments(

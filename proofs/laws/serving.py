@@ -12,8 +12,8 @@ from weft.proofs.serving import Window, serve
 from weft.proofs.strategies.traces import Trace
 from weft.state import State, admit, advance
 from weft.transforms.engine.requests import Request
+from weft.transforms.engine.steppers import Streamed
 from weft.transforms.engine.work import Work, advance_work, edited
-from weft.transforms.engine.steppers import Stepped, Streamed
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.pipeline import Pipelined, compose, pipeline

@@ -4,20 +4,17 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import attrs
 
-from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.reading import Reading, Told
-from weft.transforms.engine.requests import Request
+from weft.transforms.engine.requests import Request, request_seed
 from weft.transforms.engine.scheduler import Budget, HostState, add, finish, observe, schedule
 from weft.transforms.engine.setup import EngineLimits, check_sampling, encode_prompt, make_stepper
 from weft.transforms.engine.tracking import Track
 from weft.transforms.engine.work import Work
-from weft.transforms.generate import request_seeds
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 
@@ -121,12 +118,11 @@ class Engine:
             RequestError: it could never be served.
         """
         name = f"request {self._count}" if id is None else id
-        call = f"engine.add(prompt, {sampling or SamplingParams(temperature=0)}, max_tokens={max_tokens}, id={name!r})"
         given = SamplingParams(temperature=0.0) if sampling is None else sampling
+        call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
         check_sampling(call, self.model, given, self.num_logprobs)
         ids = encode_prompt(self.model, prompt, call)
-        (own,) = request_seeds(self._seed, self._count + 1)[-1:]
-        params = given.for_request(self.model.config.eos_token_ids, own)
+        params = given.for_request(self.model.config.eos_token_ids, request_seed(self._seed, self._count))
         most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
         request = Request(name, tuple(ids), most, params, priority)
         self._host = add(self._host, request, self.budget)
@@ -189,11 +185,11 @@ class Engine:
 
     def _take_prompts(self, work: Work, told: Told) -> None:
         first = 0
-        for name, ids, targets in zip(work.requests, work.token_ids, work.targets, strict=False):
+        for name, targets, start in zip(work.requests, work.targets, work.starts, strict=False):
             track = self._tracks.get(name)
             if track is not None and track.request.sampling.prompt_logprobs is not None:
-                track.take_prompt(told, first, targets)
-            first += len(ids)
+                track.take_prompt(told, first, start, len(targets))
+            first += len(targets)
 
     def _take(self, work: Work, told: Told) -> Iterator[RequestOutput]:
         self._host, got = observe(self._host, work.job, told.token_ids)

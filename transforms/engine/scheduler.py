@@ -282,6 +282,7 @@ def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]]) -
         tuple(running.computed + max(count, 1) == running.length for running, count in parts),
         max((r.last_job for r, _ in parts if r.last_job is not None), default=None),
         _targets(parts),
+        tuple(running.computed for running, _ in parts),
     )
     for (running, count), sampled in zip(parts, work.samples, strict=True):
         running.computed += max(count, 1)

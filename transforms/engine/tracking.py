@@ -33,6 +33,7 @@ class Track:
     text: str = ""
     reason: str = ""
     _decoded: str = ""
+    _stopped: bool = False
     _stream: DecodeStream = attrs.field(factory=lambda: DecodeStream(skip_special_tokens=True))
 
     def take(self, told: Told, row: int) -> bool:
@@ -48,20 +49,20 @@ class Track:
         return self._show()
 
     def take_prompt(self, told: Told, first: int, start: int, count: int) -> None:
-        """Add the logprobs of a chunk of the prompt: `count` tokens from `first` on in the step's batch, which are those
-        from `start` on of the prompt."""
+        """Add the logprobs of a chunk of the prompt: of the `count` tokens behind those from `start` on, which are from
+        `first` on in the step's batch. What is computed again is not added again."""
         wanted = self.request.sampling.prompt_logprobs or 0
-        for token in range(count):
-            if start + token + 1 < len(self.request.prompt):
-                self.prompt_logprobs.append(told.prompt_logprobs[first + token])
-                self.prompt_top_logprobs.append(dict(told.prompt_top[first + token][:wanted]) if wanted else {})
+        for offset in range(count):
+            if len(self.prompt_logprobs) == start + offset < len(self.request.prompt) - 1:
+                self.prompt_logprobs.append(told.prompt_logprobs[first + offset])
+                self.prompt_top_logprobs.append(dict(told.prompt_top[first + offset][:wanted]) if wanted else {})
 
     def _show(self) -> bool:
         params = self.request.sampling
         stops = params.stop if len(self.token_ids) >= params.min_tokens else ()
         found = min((at for stop in stops if (at := self._decoded.find(stop)) >= 0), default=None)
         if found is not None:
-            self.text = self._decoded[:found]
+            self.text, self._stopped = self._decoded[:found], True
             return True
         held = max((_overlap(self._decoded, stop) for stop in params.stop), default=0)
         self.text = self._decoded[: len(self._decoded) - held]
@@ -70,8 +71,7 @@ class Track:
     def end(self, reason: str) -> None:
         """It has ended: what was held back is shown, and a character that was never completed as one that is wrong."""
         self.reason = reason
-        stopped = len(self.text) < len(self._decoded) and any(stop in self._decoded for stop in self.request.sampling.stop)
-        if self.tokenizer is not None and not stopped:
+        if self.tokenizer is not None and not self._stopped:
             whole = str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
             self.text = whole if whole.startswith(self.text) else self._decoded
 

@@ -76,6 +76,7 @@ class Work:
         samples: whether each samples a token.
         after: the job whose tokens must have returned before this one runs; None: no such job.
         targets: of each request, the prompt's next token behind each; none where nobody wants a prompt's logprobs.
+        starts: of each request, the tokens before this step.
     """
 
     job: int
@@ -86,6 +87,7 @@ class Work:
     samples: tuple[bool, ...]
     after: int | None
     targets: tuple[tuple[int, ...], ...] = ()
+    starts: tuple[int, ...] = ()
 
     @property
     def feeds(self) -> bool:
