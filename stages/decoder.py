@@ -7,10 +7,11 @@ parameters alone: a bias or a QK norm that a model lacks is None.
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.batch import Batch, ResolvedBatch
+from weft.batch import EMBEDDED, Batch, ResolvedBatch
 from weft.donation import donates
 from weft.ops.paged_attention import paged_attention
 from weft.ops.sample_rows import sample_rows
@@ -50,7 +51,7 @@ def decoder_stage(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
         resolved = resolve(state, batch)
-        hidden = embed(params, resolved) if x is None else x.hidden_states
+        hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
         tables = rope_tables(params.inv_freq, resolved.positions, attention_factor, hidden.dtype)
         hidden = layers(config, params, state.kv_pages, resolved, tables, hidden)
         if not layout.last:
@@ -61,10 +62,14 @@ def decoder_stage(
     return stage
 
 
-def embed(params: DecoderParams, batch: ResolvedBatch) -> Tensor:
-    """The embeddings [num_tokens, hidden_size] of the batch's tokens; first stage only."""
+def embed(params: DecoderParams, batch: ResolvedBatch, given: Tensor | None) -> Tensor:
+    """The embeddings [num_tokens, hidden_size] of the batch's tokens, those that are `given` among them; first stage
+    only."""
     assert params.embed_tokens is not None, "only the first stage's parameters hold the embedding"
-    return F.embedding(batch.input_ids, params.embed_tokens)
+    if given is None:
+        return F.embedding(batch.input_ids, params.embed_tokens)
+    known = F.embedding(batch.input_ids.clamp(min=0), params.embed_tokens)
+    return torch.where((batch.input_ids == EMBEDDED)[:, None], given, known)
 
 
 def layers(
