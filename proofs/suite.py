@@ -147,6 +147,10 @@ def _scheduled(data: st.DataObject, device: str) -> None:
     laws.hosts_agree(data.draw(strategies.traces(max_layers=1)), 2, device)
 
 
+def _in_turn(data: st.DataObject, device: str) -> None:
+    laws.served_in_turn(data.draw(strategies.traces(max_layers=1)))
+
+
 def _reordered(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=2))
     orders = [data.draw(st.permutations(range(len(step)))) for step in scenario.moves]
@@ -193,6 +197,7 @@ LAWS = (
     Law("L15", "graphs of functions are functions", _with_func(laws.graphs_of_functions_are_functions)),
     Law("L16", "seed and position fix the sample", _sampled),
     Law("L17", "order is free", _reordered),
+    Law("L18", "requests are served in turn, and end", _in_turn),
 )
 
 

@@ -12,6 +12,7 @@ from weft.proofs.laws.dispatch import (
     nothing_is_captured_after_start,
     own_classes_are_dispatched,
 )
+from weft.proofs.laws.fairness import served_in_turn
 from weft.proofs.laws.func import TRANSFORMS, functions_of_graphs_are_functions, graphs_of_functions_are_functions
 from weft.proofs.laws.graph import (
     graph_is_eager,
@@ -78,6 +79,7 @@ __all__ = [
     "schedules_are_right",
     "seed_and_position_fix_the_sample",
     "served_as_alone",
+    "served_in_turn",
     "stage_padding_is_inert",
     "stages_agree",
     "transforms_commute",

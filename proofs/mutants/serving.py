@@ -59,11 +59,46 @@ def _by_tokens_alone(_: bytes, token_ids: Sequence[int]) -> bytes:
     return hash_page(b"", token_ids)
 
 
-_SERVED, _AGREE = find("L11", "stages"), find("L11", "hosts")
+def _makes_room_from_the_first(host: HostState, running: Running) -> bool:
+    while not host.pages.num_free:
+        first = min(host.running.values(), key=lambda r: r.key)
+        scheduler._preempt(host, first)
+        if first is running:
+            return False
+    return True
+
+
+def _found_before_computed(host: HostState, running: Running, *args: Any) -> None:
+    """A prompt's last page is found as soon as the prompt is given its pages."""
+    _START(host, running, *args)
+    if (name := running.name_part(host.pages.page_size)) is not None:
+        host.pages.keep_part(running.pages[len(running.hashes)], name)
+
+
+def _latest_first(running: Running) -> tuple[int, int]:
+    return running.request.priority, -running.arrival
+
+
+class _PartsOutlive(Pages):
+    """Finds what a page began with after it went to somebody else."""
+
+    def _forget_part(self, page: int) -> None:
+        pass
+
+
+_SERVED, _AGREE, _TURN = find("L11", "stages"), find("L11", "hosts"), find("L18")
 
 SERVING = (
     Mutant("a finish is predicted on one rank", _AGREE, _predicting),
     Mutant("a page is freed while another request holds it", _SERVED, replace(_SCHEDULER, "Pages", _OwnersForgotten)),
     Mutant("a row is freed while a step for it is under way", _SERVED, replace(_SCHEDULER, "_start", _without_waiting)),
+    Mutant(
+        "a part of a page is found before it is computed",
+        _SERVED,
+        replace(_SCHEDULER, "_start", _found_before_computed),
+    ),
+    Mutant("a part of a page is found after it was given away", _SERVED, replace(_SCHEDULER, "Pages", _PartsOutlive)),
+    Mutant("who came last goes first", _TURN, replace(_SCHEDULER, "_key", _latest_first)),
+    Mutant("room is made from the first", _TURN, replace(_SCHEDULER, "_make_room", _makes_room_from_the_first)),
     Mutant("a page is known by its tokens alone", _SERVED, replace(_REQUESTS, "hash_page", _by_tokens_alone)),
 )

@@ -21,11 +21,13 @@ from weft.trees import tree_map
 
 @attrs.frozen
 class Arrival:
-    """A request, the tick before which it comes, and the tick before which it is aborted (None: never)."""
+    """A request, the tick before which it comes, and the tick before which it is aborted (None: never); and the request
+    of the same prompt whose pages it waits for."""
 
     tick: int
     request: Request
     aborted: int | None = None
+    behind: str | None = None
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -96,7 +98,8 @@ def traces(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_reques
     page_size, num_rows = draw(st.sampled_from((2, 4))), draw(st.sampled_from((2, 1, 2, 3, 4)))
     num_cohorts = draw(st.integers(1, 3))
     count = draw(st.integers(1, max_requests))
-    arrivals = tuple(draw(_arrivals(config, index)) for index in range(count))
+    arrivals = [draw(_arrivals(config, index)) for index in range(count)]
+    arrivals += [draw(_followers(config, arrival)) for arrival in arrivals if draw(st.integers(0, 3)) == 3]
     longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     max_pages = -(-longest // page_size)
     size = -(-num_rows // num_cohorts)
@@ -113,9 +116,19 @@ def traces(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_reques
 
 
 @st.composite
+def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival:
+    """A request of another's prompt; most wait for its pages."""
+    sampling = draw(sampling_params(config.vocab_size))
+    request = attrs.evolve(leader.request, id=f"{leader.request.id}[1]", sampling=sampling)
+    aborted = draw(st.one_of(st.integers(leader.tick + 1, leader.tick + 5), st.none()))
+    behind = draw(st.sampled_from((leader.request.id, None)))
+    return Arrival(leader.tick, request, aborted, behind)
+
+
+@st.composite
 def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int) -> Arrival:
     token = st.integers(0, config.vocab_size - 1)
-    begin = draw(st.sampled_from(((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8))))
+    begin = draw(st.sampled_from(((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8), (5, 6, 7, 8))))
     prompt: tuple[int, ...] = (*begin, *draw(st.lists(token, min_size=0 if begin else 1, max_size=4)))
     request = Request(
         f"request {index}",

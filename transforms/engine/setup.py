@@ -6,8 +6,10 @@ from typing import Any
 import attrs
 import torch
 
+from weft.descriptor import BatchDescriptor
 from weft.effects import Schema, TensorSchema
 from weft.errors import RequestError
+from weft.outputs import IntermediateTensors
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED
 from weft.stages.decoder import decoder_stage
@@ -18,12 +20,11 @@ from weft.transforms.engine.scheduler import Budget
 from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
 from weft.transforms.engine.work import advance_work, edited
 from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits, make_ladder
+from weft.transforms.ladder import MODES, Ladder
 from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.runner import SPLIT_AT
 from weft.transforms.transports import Transport
 
-SPLIT_AT = ("weft::paged_attention",)
-"""Where a decoder is cut into pieces."""
 _MEMORY_SHARE = 0.85
 """Of a GPU's free memory, for the KV cache; graphs and temporaries get the rest."""
 _CPU_BYTES = 2**30
@@ -54,8 +55,8 @@ class EngineLimits:
     num_cohorts: int | None = None
     mixed: bool = False
 
-    def resolve(self, model: Model, num_stages: int) -> "Resolved":
-        """These, for a model on its device.
+    def resolve(self, model: Model, num_stages: int, transport: Transport) -> "Resolved":
+        """These, for a model on its device; the same on every rank.
 
         Raises:
             RequestError: no room for a request.
@@ -64,8 +65,9 @@ class EngineLimits:
         max_pages = -(-length // self.page_size)
         budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, self.num_cohorts or num_stages, self.mixed)
         most = max_pages * self.max_num_reqs
-        num_pages = self.num_pages or min(most, _pages_in_memory(model, num_stages, self.page_size))
-        return Resolved(budget, num_pages, self.page_size)
+        here = [split_layers(model.config.num_layers, num_stages)[rank] for rank in transport.ranks(num_stages)]
+        num_pages = self.num_pages or min(most, _pages_in_memory(model, here, self.page_size))
+        return Resolved(budget, transport.share(num_pages), self.page_size)
 
 
 @attrs.frozen
@@ -77,9 +79,9 @@ class Resolved:
     page_size: int
 
 
-def _pages_in_memory(model: Model, num_stages: int, page_size: int) -> int:
+def _pages_in_memory(model: Model, here: Sequence[StageLayout], page_size: int) -> int:
     config = model.config
-    layers = max(len(layout.layers) for layout in split_layers(config.num_layers, num_stages))
+    layers = sum(len(layout.layers) for layout in here)
     page = 2 * layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
     if model.device.type == "cpu":
         return max(1, _CPU_BYTES // page)
@@ -110,31 +112,64 @@ def make_stepper(
     model: Model,
     limits: Resolved,
     num_stages: int,
-    mode: str,
+    ladder: Ladder[BatchDescriptor],
     transport: Transport,
+    *,
     num_logprobs: int = 0,
+    keep_logits: bool = False,
     backend: str | None = None,
 ) -> Stepper:
-    """What does an engine's work: of one stage, its step as one graph; of more, a pipeline of graphified stages."""
+    """What does an engine's work: of one stage, its step as one graph; of more, a pipeline of graphified stages.
+
+    Args:
+        ladder: the classes that are captured; an empty one: everything runs eagerly.
+        keep_logits: whether outputs hold logits.
+    """
     every = split_layers(model.config.num_layers, num_stages)
-    layouts = [every[rank] for rank in transport.ranks(num_stages)]
-    stages: list[Any] = [decoder_stage(model.config, layout, num_logprobs=num_logprobs) for layout in every]
+    here = transport.ranks(num_stages)
+    layouts = [every[rank] for rank in here]
+    extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits}
+    stages: list[Any] = [decoder_stage(model.config, layout, **extras) for layout in every]
     params, state = stage_params(model, layouts), make_states(model, layouts, limits)
-    ladder = make_ladder(mode, Limits(limits.budget.cohort_size, limits.budget.max_num_tokens))
 
     def graph(step: Any) -> Any:
-        return step if mode == "none" else graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend)
+        return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
 
     if num_stages == 1:
         return Stepped(graph(compose(stages, advance=advance)), params, state, model.device)
     schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
-    spanned = [edited(graph(stage)) for stage in stages]
-    step = pipeline(spanned, advance=advance_work, schema=schema, transport=transport)
-    return Streamed(step, params, state, model.device)
+    spanned = [graph(stage) for stage in stages]
+    step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=schema, transport=transport)
+    hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    graphs = [(spanned[rank], IntermediateTensors(hidden) if rank else None) for rank in here] if len(ladder) else []
+    return Streamed(step, params, state, model.device, graphs)
 
 
-def encode_prompt(model: Model, prompt: Any, call: str) -> list[int]:
-    """Token ids of a prompt.
+def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | None) -> None:
+    """Refuse an engine that cannot be.
+
+    Raises:
+        RequestError: no model, an unknown mode, more stages than layers, or a seed that is no whole number.
+    """
+    if not isinstance(model, Model):
+        raise RequestError(call, f"model is a {type(model).__name__}", "model = weft.load(folder)")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise RequestError(call, f"seed={seed!r}", "a whole number, or None")
+    if graph not in MODES:
+        raise RequestError(call, f"graph={graph!r}", f"one of {', '.join(MODES)}")
+    if not is_count(stages) or stages > model.config.num_layers:
+        raise RequestError(
+            call, f"pipeline={stages!r}; the model has {model.config.num_layers} layers", "from 1 stage to one a layer"
+        )
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number from 1 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:
+    """Token ids of a prompt, which errors call by a name.
 
     Raises:
         RequestError: an empty one, one that leaves no room to generate, or an id that is no token.
@@ -142,15 +177,15 @@ def encode_prompt(model: Model, prompt: Any, call: str) -> list[int]:
     limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
     if not isinstance(prompt, str | list | tuple):
         instead = "its .tolist()" if hasattr(prompt, "tolist") else "a string or a list of token ids"
-        raise RequestError(call, f"the prompt is {prompt!r}, a {type(prompt).__name__}", instead)
+        raise RequestError(call, f"{name} is {prompt!r}, a {type(prompt).__name__}", instead)
     ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids:
-        raise RequestError(call, f"the prompt is empty ({prompt!r})", "give at least one token to go on from")
+        raise RequestError(call, f"{name} is empty ({prompt!r})", "give at least one token to go on from")
     if len(ids) >= limit:
-        seen = f"{len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
+        seen = f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
         raise RequestError(call, seen, f"shorten it to {limit - 1} tokens")
     if wrong := [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
-        raise RequestError(call, f"the prompt holds {wrong[0]!r}", f"token ids are ints from 0 to {vocab - 1}")
+        raise RequestError(call, f"{name} holds {wrong[0]!r}", f"token ids are ints from 0 to {vocab - 1}")
     return ids
 
 
@@ -160,6 +195,9 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
     Raises:
         RequestError: it is so.
     """
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > model.config.vocab_size:
+            raise RequestError(call, f"{name}={getattr(params, name)}", f"at most {model.config.vocab_size}")
     params.check_tokens(model.config.vocab_size, MAX_BIASED)
     if params.stop and model.tokenizer is None:
         raise RequestError(call, f"stop={params.stop!r}; the checkpoint has no tokenizer", "stop_token_ids=[...]")

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from weft.batch import LAST_TOKEN, Batch
+from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.outputs import Output
 from weft.sampling import SamplingParams
@@ -98,6 +99,17 @@ class Work:
     def num_tokens(self) -> int:
         """Of the batch."""
         return sum(map(len, self.token_ids)) or len(self.rows)
+
+    @property
+    def descriptor(self) -> BatchDescriptor:
+        """Of the batch."""
+        count = len(self.rows)
+        return BatchDescriptor(self.num_tokens, count) if self.token_ids else BatchDescriptor.uniform(count)
+
+    @property
+    def kind(self) -> str:
+        """`decode`, `prompts`, or both: `mixed`."""
+        return "decode" if not self.token_ids else "mixed" if (LAST_TOKEN,) in self.token_ids else "prompts"
 
     def place(self, device: torch.device | str) -> "PlacedWork":
         """Its tensors on a device."""
