@@ -85,20 +85,39 @@ class _PartsOutlive(Pages):
     def _forget_part(self, page: int) -> None:
         pass
 
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._kept.pop(page, None)
+            self._count[page] += 1
 
-_SERVED, _AGREE, _TURN = find("L11", "stages"), find("L11", "hosts"), find("L18")
+
+def _ending_late(host: HostState, running: Running, reason: str) -> None:
+    if reason != "stop" or not running.num_unread:
+        _END(host, running, reason)
+
+
+_END = scheduler._end
+
+
+def _of_one_seed(seed: int, n: int) -> list[int]:
+    return [seed] * n
+
+
+_SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L11", "engine")
+_PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18"), find("L19")
+_ON_ENGINE = "weft.transforms.engine.engine"
 
 SERVING = (
-    Mutant("a finish is predicted on one rank", _AGREE, _predicting),
-    Mutant("a page is freed while another request holds it", _SERVED, replace(_SCHEDULER, "Pages", _OwnersForgotten)),
-    Mutant("a row is freed while a step for it is under way", _SERVED, replace(_SCHEDULER, "_start", _without_waiting)),
+    Mutant("a page is freed while another request holds it", _PAGED, replace(_SCHEDULER, "Pages", _OwnersForgotten)),
+    Mutant("a page is known by its tokens alone", _PAGED, replace(_REQUESTS, "hash_page", _by_tokens_alone)),
     Mutant(
-        "a part of a page is found before it is computed",
-        _SERVED,
-        replace(_SCHEDULER, "_start", _found_before_computed),
+        "a part of a page is found before it is computed", _PAGED, replace(_SCHEDULER, "_start", _found_before_computed)
     ),
-    Mutant("a part of a page is found after it was given away", _SERVED, replace(_SCHEDULER, "Pages", _PartsOutlive)),
+    Mutant("a part of a page is found after it was given away", _PAGED, replace(_SCHEDULER, "Pages", _PartsOutlive)),
+    Mutant("a finish is predicted on one rank", _AGREE, _predicting),
+    Mutant("a row is freed while a step for it is under way", _SERVED, replace(_SCHEDULER, "_start", _without_waiting)),
+    Mutant("all completions of a prompt have one seed", _ENGINE, replace(_ON_ENGINE, "sample_seeds", _of_one_seed)),
     Mutant("who came last goes first", _TURN, replace(_SCHEDULER, "_key", _latest_first)),
     Mutant("room is made from the first", _TURN, replace(_SCHEDULER, "_make_room", _makes_room_from_the_first)),
-    Mutant("a page is known by its tokens alone", _SERVED, replace(_REQUESTS, "hash_page", _by_tokens_alone)),
+    Mutant("a stop is seen late where steps are under way", _AHEAD, replace(_SCHEDULER, "_end", _ending_late)),
 )

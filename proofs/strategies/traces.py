@@ -99,7 +99,7 @@ def traces(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_reques
     num_cohorts = draw(st.integers(1, 3))
     count = draw(st.integers(1, max_requests))
     arrivals = [draw(_arrivals(config, index)) for index in range(count)]
-    arrivals += [draw(_followers(config, arrival)) for arrival in arrivals if draw(st.integers(0, 3)) == 3]
+    arrivals += [draw(_followers(config, arrival)) for arrival in arrivals if draw(st.integers(0, 2)) == 2]
     longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     max_pages = -(-longest // page_size)
     size = -(-num_rows // num_cohorts)

@@ -170,6 +170,11 @@ class Engine:
         """Requests under way."""
         return len(self._names)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left, and no step whose tokens were not read."""
+        return not self._names and not self._pending
+
     def is_under_way(self, id: str) -> bool:
         """Whether the request of that id has not ended."""
         return id in self._names
@@ -208,7 +213,7 @@ class Engine:
 
     def __iter__(self) -> Iterator[RequestOutput]:
         """Step until no request is left."""
-        while self._names or self._pending:
+        while not self.is_idle:
             yield from self.step()
 
     def stream(

@@ -13,7 +13,7 @@ from weft.transforms.graphify import Graphified
 from weft.transforms.pipeline import Pipelined
 from weft.transforms.schedule import Job
 
-_MAX_PLACED = 64
+_MAX_PLACED = 16
 
 
 class Stepper(Protocol):
@@ -46,7 +46,7 @@ class Placer:
             return work.place(self.device)
         if (batch := self._decodes.get(work.rows)) is None:
             if len(self._decodes) >= _MAX_PLACED:
-                self._decodes.clear()
+                del self._decodes[next(iter(self._decodes))]
             batch = self._decodes[work.rows] = work.place(self.device).batch
         return PlacedWork(batch, work.edits)
 

@@ -1,0 +1,109 @@
+"""Random loads of an engine: a small model, how it runs, and prompts that come, fork and go."""
+
+import functools
+from pathlib import Path
+
+import attrs
+import torch
+from hypothesis import strategies as st
+
+from weft.proofs.strategies.sampling import sampling_params
+from weft.sampling import SamplingParams
+from weft.stages.checkpoint import random_params
+from weft.stages.config import parse_config
+from weft.stages.layout import split_layers
+from weft.stages.model import Model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.ladder import MODES
+
+VOCABULARY = 12
+
+
+@functools.cache
+def small_model(seed: int = 0) -> Model:
+    """Three layers, whose weights are large, so that differences show; without a tokenizer."""
+    config = parse_config(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": VOCABULARY,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 4,
+            "max_position_embeddings": 24,
+            "tie_word_embeddings": False,
+        },
+        source="a small model",
+    )
+    (whole,) = split_layers(3, 1)
+    params = random_params(config, whole, seed=seed, device="cpu", dtype=torch.float32, std=0.5)
+    return Model(config, params, None, Path("small"))
+
+
+@attrs.frozen
+class Call:
+    """What happens before a step of the engine: a prompt comes, with an id that is its place; it is aborted later."""
+
+    step: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    priority: int
+    aborted: int | None
+
+
+@attrs.frozen
+class Load:
+    """An engine's limits, how it runs, and what comes."""
+
+    limits: EngineLimits
+    pipeline: int
+    graph: str
+    run_ahead: int
+    calls: tuple[Call, ...]
+
+    def engine(self, run_ahead: int | None = None) -> Engine:
+        """Made ready."""
+        return Engine(
+            small_model(),
+            self.limits,
+            pipeline=self.pipeline,
+            graph=self.graph,
+            run_ahead=self.run_ahead if run_ahead is None else run_ahead,
+            num_logprobs=1,
+            seed=0,
+        )
+
+
+@st.composite
+def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES) -> Load:
+    """Up to four prompts, some with the same beginning and some with several completions, of an engine whose rows,
+    pages and tokens a step are scarce, or not."""
+    page_size, rows, stages = draw(st.sampled_from((2, 4))), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    calls = tuple(draw(_calls()) for _ in range(draw(st.integers(1, 4))))
+    longest = max(len(call.prompt) + call.max_tokens for call in calls)
+    pages = -(-longest // page_size)
+    limits = EngineLimits(
+        max_num_reqs=rows,
+        max_num_tokens=-(-rows // stages) + draw(st.sampled_from((0, 3, 20))),
+        max_model_len=longest,
+        page_size=page_size,
+        num_pages=pages + draw(st.sampled_from((0, 1, 3, 30))),
+        mixed=draw(st.booleans()),
+    )
+    return Load(limits, stages, draw(st.sampled_from(modes)), draw(st.integers(0, 3)), calls)
+
+
+@st.composite
+def _calls(draw: st.DrawFn) -> Call:
+    begin = draw(st.sampled_from(((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7))))
+    rest = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=0 if begin else 1, max_size=4))
+    sampling = draw(sampling_params(VOCABULARY))
+    more = {"n": draw(st.sampled_from((1, 1, 1, 3))), "prompt_logprobs": draw(st.sampled_from((None, None, 0)))}
+    step = draw(st.integers(0, 8))
+    aborted = draw(st.one_of(st.none(), st.none(), st.integers(step + 1, step + 6)))
+    priority = draw(st.sampled_from((0, 0, 1)))
+    return Call(step, (*begin, *rest), attrs.evolve(sampling, **more), draw(st.integers(1, 5)), priority, aborted)
