@@ -22,7 +22,7 @@ from weft.torchapi import host_store
 from weft.transforms.transports.board import Exit, Store, note_exit
 from weft.transforms.transports.failures import Failure
 
-HOST = "localhost"
+HOST = "127.0.0.1"
 _GRACE = 5.0
 """Seconds that the other ranks get, beyond the time-out, to end by themselves after one failed."""
 _BLAMED = 2.0
