@@ -37,13 +37,13 @@ from weft.errors import (
     WeftError,
 )
 from weft.proofs.laws import assert_equal
-from weft.stages.checkpoint import random_params
 from weft.stages.config import parse_config
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, Model
 from weft.stages.module import from_module
 from weft.stages.params import slice_params
+from weft.stages.random_weights import random_params
 from weft.state import advance
 from weft.transforms.generate import make_state
 from weft.transforms.graphify import graphify
