@@ -96,7 +96,8 @@ def _run_experts(
     for expert in experts.unique().tolist():
         tokens, slots = (experts == expert).nonzero(as_tuple=True)
         first = _wide(gate_up, gate_up_scale, expert)
-        middle = gated(*(x[tokens] @ first.T).chunk(2, dim=-1), dtype)
+        gate, up = (x[tokens] @ first.T).chunk(2, dim=-1)
+        middle = gated(gate, up, dtype)
         wide = middle.float() if scales is None else dequantize(Quantized(*quantize_by_definition(middle)))
         out[slots, tokens] = wide @ _wide(down, down_scale, expert).T * weights[tokens, slots, None]
     return out

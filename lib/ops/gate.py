@@ -37,7 +37,8 @@ def gated(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _on_cpu(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return gated(*sum_parts(x, dtype).chunk(2, dim=-1), dtype)
+    gate, up = sum_parts(x, dtype).chunk(2, dim=-1)
+    return gated(gate, up, dtype)
 
 
 def _quantized_on_cpu(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
