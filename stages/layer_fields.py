@@ -107,7 +107,7 @@ def _linear(config: ModelConfig, layer: str, linear: _Linear) -> dict[str, Field
     names = [f"{layer}.{module}" for module in linear.modules]
     fp8 = _converted(config, names)
     weights, biases, scales = [], [], []
-    *starts, end = row_starts(linear.modules.values(), fp8)
+    *starts, end = row_starts(linear.modules.values(), fp8 and len(names) > 1)
     for name, rows, start in zip(names, linear.modules.values(), starts, strict=True):
         weights.append(Part(f"{name}.weight", (rows, linear.columns), start))
         biases.append(Part(f"{name}.bias", (rows,), start))
@@ -118,7 +118,7 @@ def _linear(config: ModelConfig, layer: str, linear: _Linear) -> dict[str, Field
     if linear.bias:
         fields[f"{linear.field}_bias"] = Field((end,), tuple(biases))
     if fp8:
-        shape = end // BLOCK, ceil_blocks(linear.width)
+        shape = ceil_blocks(end), ceil_blocks(linear.width)
         fields[f"{linear.field}_scale"] = Field(shape, tuple(scales), torch.float32)
     return fields
 

@@ -57,7 +57,9 @@ def quantize_by_definition(x: Tensor) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(x.float(), (0, ceil_blocks(columns) * BLOCK - columns))
     blocks = padded.view(tokens, ceil_blocks(columns), BLOCK)
     most = blocks.abs().amax(-1).clamp(min=LEAST)
-    scaled = (blocks * (MOST / most)[..., None]).clamp(-MOST, MOST)
+    # Not `MOST / most`, for which torch multiplies by a rounded reciprocal.
+    inverse = torch.full_like(most, MOST) / most
+    scaled = (blocks * inverse[..., None]).clamp(-MOST, MOST)
     return scaled.to(torch.float8_e4m3fn).view(tokens, -1)[:, :columns].contiguous(), most / MOST
 
 
