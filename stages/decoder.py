@@ -156,11 +156,11 @@ def attention(
     """
     tokens, dim = x.plain.shape[0], config.head_dim
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
-    *starts, _ = row_starts((one * dim for one in heads), layer.qkv_scale is not None)
+    _, keys, values, _ = row_starts((one * dim for one in heads), layer.qkv_scale is not None)
     qkv = linear(x, layer.qkv_proj, layer.qkv_scale, layer.qkv_bias)
     q = rotate_and_keep(
         qkv, layer.q_norm, layer.k_norm, config.rms_norm_eps, *tables, batch.slot_mapping, kv_pages,
-        config.num_heads, tuple(starts),
+        config.num_heads, (keys, values),
     )  # fmt: skip
     longest = batch.descriptor.query_len or max(tokens, 1)
     mixed = paged_attention(

@@ -18,7 +18,7 @@ def rotate_and_keep(
     slot_mapping: Tensor,
     kv_pages: Tensor,
     num_heads: int,
-    starts: tuple[int, ...],
+    starts: tuple[int, int],
 ) -> Tensor:
     """Normalise each head of queries and keys, rotate them, write keys and values to their slots, return the queries.
 
@@ -33,7 +33,7 @@ def rotate_and_keep(
         slot_mapping: `[T]`; keys and values of a token with slot -1 are not kept. No two others are equal.
         kv_pages: `[2, P, page_size, Hkv, D]`, contiguous, written in place: keys at 0, values at 1.
         num_heads: H, of the queries.
-        starts: the columns of qkv where queries, keys and values begin.
+        starts: the columns of qkv where keys and values begin; queries begin with the first.
 
     Returns:
         The queries `[T, H, D]`.
@@ -42,8 +42,8 @@ def rotate_and_keep(
         DescriptorError: columns or heads that do not fit.
     """
     kv_heads, dim = kv_pages.shape[-2:]
-    ends = (starts[0] + num_heads * dim, starts[1] + kv_heads * dim, starts[2] + kv_heads * dim)
-    if ends[0] > starts[1] or ends[1] > starts[2] or ends[2] > qkv.shape[-1] or cos.shape[-1] * 2 != dim:
+    ends = (num_heads * dim, starts[0] + kv_heads * dim, starts[1] + kv_heads * dim)
+    if any(end > start for end, start in zip(ends, (*starts, qkv.shape[-1]), strict=True)) or cos.shape[-1] * 2 != dim:
         call, seen = f"rotate_and_keep(…, num_heads={num_heads}, starts={starts})", f"qkv {list(qkv.shape)}"
         seen += f", tables of {cos.shape[-1]} pairs and {kv_heads} key heads of {dim}"
         raise DescriptorError(call, seen, "let queries, keys and values lie one after the other, heads as in kv_pages")
@@ -63,13 +63,13 @@ def _on_cpu(
     slot_mapping: Tensor,
     kv_pages: Tensor,
     num_heads: int,
-    starts: tuple[int, ...],
+    starts: tuple[int, int],
 ) -> Tensor:
     kv_heads, dim = kv_pages.shape[-2:]
     whole = sum_parts(qkv, kv_pages.dtype)
     q, k, v = (
         whole[:, start : start + heads * dim].unflatten(1, (heads, dim))
-        for start, heads in zip(starts, (num_heads, kv_heads, kv_heads), strict=False)
+        for start, heads in zip((0, *starts), (num_heads, kv_heads, kv_heads), strict=True)
     )
     k = _turned(k, k_norm, eps, cos, sin)
     kept = (slot_mapping >= 0).nonzero()[:, 0]
@@ -98,7 +98,7 @@ def _fake(
     slot_mapping: Tensor,
     kv_pages: Tensor,
     num_heads: int,
-    starts: tuple[int, ...],
+    starts: tuple[int, int],
 ) -> Tensor:
     return kv_pages.new_empty((qkv.shape[-2], num_heads, kv_pages.shape[-1]))
 

@@ -1,6 +1,96 @@
-"""How large the tiles of the products are, and into how many parts a product is split: pure functions of shapes."""
+"""How large the tiles of the products are, and into how many parts a product is split: functions of shapes alone.
+
+What was measured to be best on an H200 stands in `tiles.json` beside this, found by `python -m
+weft.proofs.bench.kernels`; for other shapes and for more tokens there are defaults. Nothing is tried out at run time.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import attrs
+
+MEASURED = Path(__file__).parent / "tiles.json"
+"""Lists of `{"tokens": up to how many, "tile": [rows, tokens, columns, warps, stages, parts]}`, by what is
+multiplied."""
+
+SCAN_PAIRS = 512
+"""Up to so many (token, expert) pairs, programs find their expert's tokens themselves; beyond, a kernel sorts them."""
+
+
+@attrs.frozen
+class Tile:
+    """What a program of a product computes.
+
+    Args:
+        rows: of the weights, a power of two.
+        tokens: of the activations, a power of two, at least 16. Below 64 the weights are the product's left operand, of
+            which the tensor cores of sm_90 take 64 rows at least.
+        columns: at a time, a power of two; 128 in FP8.
+        warps: of a program.
+        stages: tiles in flight.
+        parts: into which the columns are split, each with programs of its own.
+    """
+
+    rows: int
+    tokens: int
+    columns: int
+    warps: int
+    stages: int
+    parts: int = 1
+
+
+@functools.cache
+def measured() -> dict[str, list[tuple[int, Tile]]]:
+    """The table of `tiles.json`: up to how many tokens, and which tile, by key."""
+    table = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return {key: sorted((row["tokens"], Tile(*row["tile"])) for row in rows) for key, rows in table.items()}
+
+
+def linear_key(rows: int, columns: int) -> str:
+    """What `tiles.json` calls an FP8 linear layer with weights `[rows, columns]`."""
+    return f"fp8_linear {rows}x{columns}"
+
+
+def expert_key(rows: int, columns: int, num_experts: int, fp8: bool) -> str:
+    """What `tiles.json` calls the product of experts with weights `[num_experts, rows, columns]`."""
+    return f"experts {'fp8' if fp8 else 'bf16'} {num_experts}x{rows}x{columns}"
+
+
+def find(key: str, tokens: int) -> Tile | None:
+    """The measured tile for so many tokens, if these shapes were measured."""
+    return next((tile for most, tile in measured().get(key, ()) if tokens <= most), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def linear_tile(tokens: int, rows: int, columns: int) -> Tile:
+    """The tile of an FP8 linear layer."""
+    if found := find(linear_key(rows, columns), tokens):
+        return found
+    if tokens > 64:
+        return Tile(128, 64 if tokens <= 512 else 128, 128, 4 if tokens <= 512 else 8, 4)
+    programs, steps = -(-rows // 64), -(-columns // 128)
+    parts = max(1, min(steps // 4, 256 // programs, 8))
+    return Tile(64, max(16, _power_of_two(tokens)), 128, 4, 4, parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: int, fp8: bool) -> Tile:
+    """The tile of a product with experts; for the first one `rows` is 2 * I, and a tile holds half as many gates."""
+    if found := find(expert_key(rows, columns, num_experts, fp8), tokens):
+        return found
+    each = -(-tokens * top_k // num_experts)
+    most = 16 if tokens * top_k <= SCAN_PAIRS else min(128, max(16, _power_of_two(each)))
+    return Tile(128, most, 128 if fp8 else 64, 8 if most > 64 else 4, 4)
 
 
 def linear_parts(tokens: int, rows: int, columns: int) -> int:
-    """Parts of an FP8 linear layer on CUDA: as many as keep a GPU's multiprocessors busy when there are few tokens."""
-    return 1
+    """The parts of an FP8 linear layer on CUDA."""
+    tile = linear_tile(tokens, rows, columns)
+    # Each part has columns: the last one is not left without.
+    steps = -(-columns // tile.columns)
+    return -(-steps // -(-steps // tile.parts))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

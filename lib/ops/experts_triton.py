@@ -1,0 +1,253 @@
+"""The CUDA implementation of `weft::run_experts`, in Triton: two products, whose launches depend on shapes alone.
+
+A pair is a token and one of its experts; pair p is slot `p % top_k` of token `p // top_k`.
+
+1. Up to `SCAN_PAIRS` pairs, a program finds its expert's pairs by itself, and takes them a tile at a time. Beyond,
+   `_align_kernel` sorts them by expert, a program an expert, each expert's padded to whole blocks; programs for blocks
+   that are not there end at once.
+2. `_expert_kernel` multiplies a tile of the expert's rows with its pairs: first gates and ups, which become
+   `silu(gate) * up`, then, in a second launch, the way down, weighted.
+
+Sums over experts are left to the reader: each pair has a place of its own, so that nothing is added atomically and no
+result depends on the order of programs. Import it only where triton is installed.
+"""
+
+# Triton's decorators have no types, and neither have the pointers that a kernel takes.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+import attrs
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.blocks_triton import TRITON_DTYPES, power_of_two
+from weft.ops.norm_triton import quantize
+from weft.ops.product_triton import multiply
+from weft.ops.tiles import SCAN_PAIRS, Tile, expert_tile
+
+_CHUNK = 1024
+"""Pairs that `_align_kernel` looks at at a time."""
+
+
+@triton.jit
+def _align_kernel(
+    experts, order, owners, pairs, num_blocks,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Expert e's pairs, in ascending order, to its blocks of `order`, -1 behind them; and e to these blocks' `owners`.
+
+    The program behind the last expert marks the blocks behind the last one with -1.
+    """
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    lane = tl.arange(0, CHUNK)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, pairs, CHUNK):
+        ids = tl.load(experts + start + lane, mask=start + lane < pairs, other=0)
+        # Lanes behind the end count as expert 0's.
+        counts += tl.histogram(ids, BINS) - tl.where(bins == 0, tl.maximum(start + CHUNK - pairs, 0), 0)
+    blocks = (counts + BLOCK - 1) // BLOCK
+    first = tl.sum(tl.where(bins < expert, blocks, 0), 0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
+    last = expert == tl.num_programs(0) - 1
+    end = tl.where(last, num_blocks, first + (count + BLOCK - 1) // BLOCK)
+    for start in range(first, end, CHUNK):
+        tl.store(owners + start + lane, tl.where(last, -1, expert), mask=start + lane < end)
+    for start in range(first * BLOCK + count, tl.where(last, first, end) * BLOCK, CHUNK):
+        tl.store(order + start + lane, -1, mask=start + lane < end * BLOCK)
+    found = first * BLOCK
+    for start in range(0, tl.where(last, 0, pairs), CHUNK):
+        ids = tl.load(experts + start + lane, mask=start + lane < pairs, other=-1)
+        mine = (ids == expert).to(tl.int32)
+        tl.store(order + found + tl.cumsum(mine, 0) - 1, start + lane, mask=mine != 0)
+        found += tl.sum(mine, 0)
+
+
+@triton.jit
+def _find_expert(experts, pairs, num_experts, PAIRS: tl.constexpr):
+    """This program's expert and how many pairs it has: with fewer pairs than experts, that of pair `program_id(0)`,
+    and 0 unless it is the expert's first pair; else the expert `program_id(0)`."""
+    pair = tl.arange(0, PAIRS)
+    ids = tl.load(experts + pair, mask=pair < pairs, other=-1)
+    own = tl.program_id(0)
+    expert = own
+    if pairs < num_experts:
+        expert = tl.load(experts + own)
+    mine = ids == expert
+    count = tl.sum(mine.to(tl.int32), 0)
+    if pairs < num_experts:
+        count = tl.where(tl.sum((mine & (pair < own)).to(tl.int32), 0) > 0, 0, count)
+    return expert, count
+
+
+@triton.jit
+def _scan(experts, expert, pairs, start, PAIRS: tl.constexpr, TOKENS: tl.constexpr):
+    """The expert's pairs number start, start + 1, …, and which of them there are."""
+    pair = tl.arange(0, PAIRS)
+    mine = tl.load(experts + pair, mask=pair < pairs, other=-1) == expert
+    rank = tl.cumsum(mine.to(tl.int32), 0) - 1 - start
+    here = (rank[None, :] == tl.arange(0, TOKENS)[:, None]) & mine[None, :]
+    return tl.sum(tl.where(here, pair[None, :], 0), 1), tl.sum(here.to(tl.int32), 1) > 0
+
+
+@triton.jit
+def _expert_tile(
+    x, x_scales, weight, scale, weights, out, expert, pair, live, columns, inner, tokens,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """One tile of an expert's product with some pairs, stored."""
+    WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
+    which = tl.arange(0, ROWS)
+    n = tl.minimum(tl.program_id(1) * WIDTH + which % WIDTH, inner - 1)
+    height = inner
+    if GATED:  # half a tile of gates, then the ups that go with them
+        n += which // WIDTH * inner
+        height = 2 * inner
+    w = weight + expert.to(tl.int64) * height * columns
+    s = scale + expert * tl.cdiv(height, 128) * tl.cdiv(columns, 128)
+    source = pair // TOP_K if GATED else pair
+    acc = multiply(
+        x, x_scales, source, live, w, s, n, 0, columns, columns, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, SWAP
+    )
+    if not SWAP:
+        acc = tl.trans(acc)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = (column < inner)[:, None] & live[None, :]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, TOKENS]), [1, 2, 0]))
+        result = (gate / (1 + tl.exp(-gate)) * up).to(TYPE)
+        tl.store(out + pair.to(tl.int64)[None, :] * inner + column[:, None], result, mask=mask)
+    else:
+        by = tl.load(weights + pair, mask=live, other=0.0)
+        place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
+        tl.store(out + place[None, :] * inner + column[:, None], acc * by[None, :], mask=mask)
+
+
+@triton.jit
+def _expert_kernel(
+    x, x_scales, weight, scale, weights, experts, order, owners, out, pairs, num_experts, columns, inner,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr, TYPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """`inner` is the result's columns; PAIRS > 0: the number of pairs as a power of two, each program finds its own."""
+    tokens = pairs // TOP_K
+    if PAIRS > 0:
+        expert, count = _find_expert(experts, pairs, num_experts, PAIRS)
+        for start in range(0, count, TOKENS):
+            pair, live = _scan(experts, expert, pairs, start, PAIRS, TOKENS)
+            _expert_tile(
+                x, x_scales, weight, scale, weights, out, expert, pair, live, columns, inner, tokens,
+                TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, SWAP, TYPE,
+            )  # fmt: skip
+    else:
+        expert = tl.load(owners + tl.program_id(0))
+        if expert >= 0:
+            pair = tl.load(order + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))
+            _expert_tile(
+                x, x_scales, weight, scale, weights, out, expert, tl.maximum(pair, 0), pair >= 0, columns, inner,
+                tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, SWAP, TYPE,
+            )  # fmt: skip
+
+
+@attrs.frozen(eq=False)
+class Aligned:
+    """Pairs sorted by expert, in blocks: `order` `[blocks * block]`, and the expert of each block, or -1."""
+
+    order: Tensor
+    owners: Tensor
+
+
+def align(experts: Tensor, num_experts: int, block: int) -> Aligned:
+    """Sort the pairs of `experts` `[T, top_k]`, without a host read; there is room for the worst case."""
+    pairs = experts.numel()
+    blocks = pairs // block + min(pairs, num_experts)
+    order = experts.new_empty(blocks * block)
+    owners = experts.new_empty(blocks)
+    _align_kernel[(num_experts + 1,)](
+        experts, order, owners, pairs, blocks,
+        BINS=power_of_two(num_experts + 1), BLOCK=block, CHUNK=min(_CHUNK, power_of_two(pairs)), num_warps=4,
+    )  # fmt: skip
+    return Aligned(order, owners)
+
+
+def run_experts(
+    values: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`weft::run_experts`."""
+    (tokens, top_k), (num_experts, doubled, hidden) = experts.shape, gate_up.shape
+    fp8 = scales is not None
+    first = expert_tile(tokens, top_k, doubled, hidden, num_experts, fp8)
+    second = expert_tile(tokens, top_k, hidden, doubled // 2, num_experts, fp8)
+    return run_tiles(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, second)
+
+
+def run_tiles(
+    values: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    dtype: torch.dtype,
+    first: Tile,
+    second: Tile,
+) -> Tensor:
+    """`run_experts` with these tiles."""
+    (tokens, top_k), (num_experts, doubled, hidden) = experts.shape, gate_up.shape
+    out = values.new_empty((top_k, tokens, hidden), dtype=torch.float32)
+    if not tokens:
+        return out
+    middle = values.new_empty((tokens * top_k, doubled // 2), dtype=dtype)
+    with torch.cuda.device_of(values):
+        sort = tokens * top_k > SCAN_PAIRS
+        aligned = align(experts, num_experts, first.tokens) if sort else None
+        launch(values.contiguous(), scales, gate_up, gate_up_scale, weights, experts, aligned, middle, first, True)
+        if second.tokens != first.tokens and sort:
+            aligned = align(experts, num_experts, second.tokens)
+        # With many pairs to a tile, each is quantised once, before, and not by every program that reads it.
+        middle_scales = None
+        if scales is not None and second.tokens >= 64:
+            middle, middle_scales = quantize(middle)
+        launch(middle, middle_scales, down, down_scale, weights, experts, aligned, out, second, False)
+    return out
+
+
+def launch(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    aligned: Aligned | None,
+    out: Tensor,
+    tile: Tile,
+    gated: bool,
+) -> None:
+    """One product: of tokens with gates and ups, or of pairs with the way down."""
+    columns, inner, pairs = weight.shape[2], out.shape[-1], experts.numel()
+    programs = min(pairs, weight.shape[0]) if aligned is None else aligned.owners.shape[0]
+    width = tile.rows // 2 if gated else tile.rows
+    nothing = experts
+    _expert_kernel[(programs, triton.cdiv(inner, width))](
+        x, nothing if x_scales is None else x_scales, weight, nothing if scale is None else scale, weights, experts,
+        nothing if aligned is None else aligned.order, nothing if aligned is None else aligned.owners, out,
+        pairs, weight.shape[0], columns, inner,
+        TOP_K=experts.shape[1], GATED=gated, FP8=scale is not None, QUANTIZE=scale is not None and x_scales is None,
+        EVEN=columns % tile.columns == 0, ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns,
+        SWAP=tile.tokens < 64, TYPE=TRITON_DTYPES[out.dtype], PAIRS=0 if aligned is not None else power_of_two(pairs),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
