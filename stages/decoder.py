@@ -14,9 +14,9 @@ from torch import Tensor
 from weft.batch import Batch, ResolvedBatch
 from weft.donation import donates
 from weft.ops.experts import route, run_experts
-from weft.ops.fp8 import Quantized, quantize
+from weft.ops.fp8 import Quantized
 from weft.ops.gate import silu_mul, silu_mul_quantized
-from weft.ops.linear import fp8_linear
+from weft.ops.linear import fp8_linear, linear
 from weft.ops.norm import add_parts, add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from weft.ops.paged_attention import paged_attention
 from weft.ops.rotary import rotate_and_keep
@@ -129,11 +129,11 @@ def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, qu
     return Normed(plain, fp8), total
 
 
-def linear(x: Normed, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+def project(x: Normed, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
     """A linear layer, plain or in FP8: [num_tokens, out], or parts of it."""
     if scale is None:
-        return F.linear(x.plain, weight, bias)
-    return fp8_linear(x.quantized or quantize(x.plain), weight, scale, bias, dtype=x.plain.dtype)
+        return linear(x.plain, weight, bias)
+    return fp8_linear(x.quantized or x.plain, weight, scale, bias, dtype=x.plain.dtype)
 
 
 def attention(
@@ -157,7 +157,7 @@ def attention(
     tokens, dim = x.plain.shape[0], config.head_dim
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
     _, keys, values, _ = row_starts((one * dim for one in heads), layer.qkv_scale is not None)
-    qkv = linear(x, layer.qkv_proj, layer.qkv_scale, layer.qkv_bias)
+    qkv = project(x, layer.qkv_proj, layer.qkv_scale, layer.qkv_bias)
     q = rotate_and_keep(
         qkv, layer.q_norm, layer.k_norm, config.rms_norm_eps, *tables, batch.slot_mapping, kv_pages,
         config.num_heads, (keys, values),
@@ -167,7 +167,7 @@ def attention(
         q, None, None, kv_pages, batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens,
         longest, dim**-0.5,
     )  # fmt: skip
-    return linear(Normed(mixed.reshape(tokens, config.num_heads * dim)), layer.o_proj, layer.o_scale, layer.o_bias)
+    return project(Normed(mixed.reshape(tokens, config.num_heads * dim)), layer.o_proj, layer.o_scale, layer.o_bias)
 
 
 def feed_forward(config: ModelConfig, layer: LayerParams, x: Normed) -> Tensor:
@@ -181,12 +181,12 @@ def feed_forward(config: ModelConfig, layer: LayerParams, x: Normed) -> Tensor:
     """
     dtype = x.plain.dtype
     if layer.router is None or config.moe is None:
-        gate_up = linear(x, layer.gate_up_proj, layer.gate_up_scale, layer.gate_up_bias)
+        gate_up = project(x, layer.gate_up_proj, layer.gate_up_scale, layer.gate_up_bias)
         if layer.down_scale is None:
-            return F.linear(silu_mul(gate_up, dtype), layer.down_proj, layer.down_bias)
+            return linear(silu_mul(gate_up, dtype), layer.down_proj, layer.down_bias)
         quantized = silu_mul_quantized(gate_up, dtype)
         return fp8_linear(quantized, layer.down_proj, layer.down_scale, layer.down_bias, dtype=dtype)
-    weights, experts = route(F.linear(x.plain, layer.router), config.moe.top_k, config.moe.renormalize)
+    weights, experts = route(linear(x.plain, layer.router), config.moe.top_k, config.moe.renormalize, dtype)
     return run_experts(
         x.plain if x.quantized is None else x.quantized, layer.gate_up_proj, layer.down_proj, weights, experts,
         gate_up_scale=layer.gate_up_scale, down_scale=layer.down_scale, dtype=dtype,

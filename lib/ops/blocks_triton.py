@@ -34,7 +34,7 @@ def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
     """What the parts at `offsets` add up to, rounded to TYPE, in float32; 0 parts: x is the sum itself."""
     total = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
-        total += tl.load(x + i * stride + offsets, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(x + i * tl.cast(stride, tl.int64) + offsets, mask=mask, other=0.0).to(tl.float32)
     return total.to(TYPE).to(tl.float32)
 
 

@@ -4,25 +4,27 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.fp8 import Quantized, dequantize, dequantize_weight, quantize_by_definition
+from weft.ops.fp8 import Quantized, dequantize, dequantize_weight, reference_quantize
 from weft.ops.gate import gated
+from weft.ops.parts import sum_parts
 from weft.ops.register import register
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The `top_k` experts of each token by softmax(logits), best first; of equal ones the first.
 
     Args:
-        logits: `[T, E]` floating point, computed with in float32.
+        logits: `[T, E]`, or float32 parts of it `[S, T, E]`.
         renormalize: whether the weights are divided by their sum.
+        dtype: what the sum of the parts is rounded to, before all else is in float32.
 
     Returns:
         Weights `[T, top_k]` float32 and experts `[T, top_k]` int32.
 
-    >>> route(torch.tensor([[0.0, 2.0, 2.0]]), 2, True)
+    >>> route(torch.tensor([[0.0, 2.0, 2.0]]), 2, True, torch.float32)
     (tensor([[0.5000, 0.5000]]), tensor([[1, 2]], dtype=torch.int32))
     """
-    weights, experts = torch.ops.weft.route(logits, top_k, renormalize)
+    weights, experts = torch.ops.weft.route(logits, top_k, renormalize, dtype)
     return weights, experts
 
 
@@ -71,8 +73,9 @@ def run_experts(
     return out
 
 
-def _route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    best, order = logits.float().sort(dim=-1, descending=True, stable=True)
+def reference_route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`weft::route` in plain torch, on any device."""
+    best, order = sum_parts(logits, dtype).float().sort(dim=-1, descending=True, stable=True)
     # Relative to the greatest, which is first.
     powers = torch.exp(best - best[:, :1])
     weights = powers[:, :top_k]
@@ -80,7 +83,7 @@ def _route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tenso
     return weights.contiguous(), order[:, :top_k].to(torch.int32).contiguous()
 
 
-def _run_experts(
+def reference_run_experts(
     values: Tensor,
     scales: Tensor | None,
     gate_up: Tensor,
@@ -91,6 +94,7 @@ def _run_experts(
     experts: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
+    """`weft::run_experts` in plain torch, on any device."""
     x = values.float() if scales is None else dequantize(Quantized(values, scales))
     out = x.new_zeros((experts.shape[1], *values.shape))
     for expert in experts.unique().tolist():
@@ -98,7 +102,7 @@ def _run_experts(
         first = _wide(gate_up, gate_up_scale, expert)
         gate, up = (x[tokens] @ first.T).chunk(2, dim=-1)
         middle = gated(gate, up, dtype)
-        wide = middle.float() if scales is None else dequantize(Quantized(*quantize_by_definition(middle)))
+        wide = middle.float() if scales is None else dequantize(Quantized(*reference_quantize(middle)))
         out[slots, tokens] = wide @ _wide(down, down_scale, expert).T * weights[tokens, slots, None]
     return out
 
@@ -107,8 +111,8 @@ def _wide(weight: Tensor, scale: Tensor | None, expert: int) -> Tensor:
     return weight[expert].float() if scale is None else dequantize_weight(weight[expert], scale[expert])
 
 
-def _fake_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    shape = logits.shape[0], top_k
+def _fake_route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[-2], top_k
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
@@ -127,12 +131,12 @@ def _fake_run_experts(
 
 
 register(
-    "route", "(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor)",
-    cpu=_route, fake=_fake_route, kernel="weft.ops.route_triton:route",
+    "route", "(Tensor logits, int top_k, bool renormalize, ScalarType dtype) -> (Tensor, Tensor)",
+    cpu=reference_route, fake=_fake_route, kernel="weft.ops.route_triton:route",
 )  # fmt: skip
 register(
     "run_experts",
     "(Tensor values, Tensor? scales, Tensor gate_up, Tensor? gate_up_scale, Tensor down, Tensor? down_scale, "
     "Tensor weights, Tensor experts, ScalarType dtype) -> Tensor",
-    cpu=_run_experts, fake=_fake_run_experts, kernel="weft.ops.experts_triton:run_experts",
+    cpu=reference_run_experts, fake=_fake_run_experts, kernel="weft.ops.experts_triton:run_experts",
 )  # fmt: skip

@@ -44,7 +44,7 @@ class Quantized:
     scales: Tensor
 
 
-def quantize_by_definition(x: Tensor) -> tuple[Tensor, Tensor]:
+def reference_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise `[T, K]` 128 columns at a time; the reference of every kernel that quantises.
 
     With m the greatest magnitude of a block, at least 1e-10, in float32: the scale is m / 448, and a value becomes
@@ -81,7 +81,7 @@ def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor) -> Quantized:
-    """`[T, K]` in FP8, as `quantize_by_definition` says, by one kernel on CUDA."""
+    """`[T, K]` in FP8, as `reference_quantize` says, by one kernel on CUDA."""
     return Quantized(*torch.ops.weft.quantize(x))
 
 
@@ -92,5 +92,5 @@ def _fake_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 register(
     "quantize", "(Tensor x) -> (Tensor, Tensor)",
-    cpu=quantize_by_definition, fake=_fake_quantize, kernel="weft.ops.norm_triton:quantize",
+    cpu=reference_quantize, fake=_fake_quantize, kernel="weft.ops.norm_triton:quantize",
 )  # fmt: skip

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops.fp8 import Quantized, ceil_blocks, quantize_by_definition
+from weft.ops.fp8 import Quantized, ceil_blocks, reference_quantize
 from weft.ops.parts import sum_parts
 from weft.ops.register import register
 
@@ -36,13 +36,15 @@ def gated(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(dtype)
 
 
-def _on_cpu(x: Tensor, dtype: torch.dtype) -> Tensor:
+def reference_silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`weft::silu_mul` in plain torch, on any device."""
     gate, up = sum_parts(x, dtype).chunk(2, dim=-1)
     return gated(gate, up, dtype)
 
 
-def _quantized_on_cpu(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return quantize_by_definition(_on_cpu(x, dtype))
+def reference_silu_mul_quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`weft::silu_mul_quantized` in plain torch, on any device."""
+    return reference_quantize(reference_silu_mul(x, dtype))
 
 
 def _fake(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,9 +59,9 @@ def _fake_quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 register(
     "silu_mul", "(Tensor x, ScalarType dtype) -> Tensor",
-    cpu=_on_cpu, fake=_fake, kernel="weft.ops.gate_triton:silu_mul",
+    cpu=reference_silu_mul, fake=_fake, kernel="weft.ops.gate_triton:silu_mul",
 )  # fmt: skip
 register(
     "silu_mul_quantized", "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
-    cpu=_quantized_on_cpu, fake=_fake_quantized, kernel="weft.ops.gate_triton:silu_mul_quantized",
+    cpu=reference_silu_mul_quantized, fake=_fake_quantized, kernel="weft.ops.gate_triton:silu_mul_quantized",
 )  # fmt: skip

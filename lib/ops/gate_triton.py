@@ -18,7 +18,7 @@ _MOST_GROUPS = 8
 
 @triton.jit
 def _gate_kernel(
-    x, out, scales, inner, tokens,
+    x, out, scales, inner, stride,
     PARTS: tl.constexpr, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -26,7 +26,6 @@ def _gate_kernel(
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < inner
     offsets = token * 2 * inner + column
-    stride = tokens.to(tl.int64) * 2 * inner
     gate = load_sum(x, offsets, inside, stride, PARTS, TYPE)
     up = load_sum(x, offsets + inner, inside, stride, PARTS, TYPE)
     row = (gate / (1 + tl.exp(-gate)) * up).to(TYPE)
@@ -59,7 +58,7 @@ def _run(x: Tensor, dtype: torch.dtype, quantized: bool) -> tuple[Tensor, Tensor
     with torch.cuda.device_of(x):
         if tokens:
             _gate_kernel[(tokens, triton.cdiv(ceil_blocks(inner), groups))](
-                x, out, scales, inner, tokens,
+                x, out, scales, inner, 2 * tokens * inner,
                 PARTS=num_parts(x), QUANTIZE=quantized, GROUPS=groups, TYPE=TRITON_DTYPES[dtype],
                 num_warps=max(1, groups // 2),
             )  # fmt: skip

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from weft.ops.fp8 import Quantized, ceil_blocks, quantize_by_definition
+from weft.ops.fp8 import Quantized, ceil_blocks, reference_quantize
 from weft.ops.parts import sum_parts
 from weft.ops.register import register
 
@@ -55,29 +55,34 @@ def add_parts(x: Tensor, residual: Tensor) -> Tensor:
     return total
 
 
-def _add(x: Tensor, residual: Tensor) -> Tensor:
+def reference_add_parts(x: Tensor, residual: Tensor) -> Tensor:
+    """`weft::add_parts` in plain torch, on any device."""
     return sum_parts(x, residual.dtype) + residual
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`weft::rms_norm` in plain torch, on any device."""
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def _rms_norm_quantized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    normed = _rms_norm(x, weight, eps)
-    return normed, *quantize_by_definition(normed)
+def reference_rms_norm_quantized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`weft::rms_norm_quantized` in plain torch, on any device."""
+    normed = reference_rms_norm(x, weight, eps)
+    return normed, *reference_quantize(normed)
 
 
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = _add(x, residual)
-    return _rms_norm(total, weight, eps), total
+def reference_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`weft::add_rms_norm` in plain torch, on any device."""
+    total = reference_add_parts(x, residual)
+    return reference_rms_norm(total, weight, eps), total
 
 
-def _add_rms_norm_quantized(
+def reference_add_rms_norm_quantized(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = _add(x, residual)
-    return *_rms_norm_quantized(total, weight, eps), total
+    """`weft::add_rms_norm_quantized` in plain torch, on any device."""
+    total = reference_add_parts(x, residual)
+    return *reference_rms_norm_quantized(total, weight, eps), total
 
 
 def _fake_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,22 +107,22 @@ def _fake_add_quantized(
 
 register(
     "rms_norm", "(Tensor x, Tensor weight, float eps) -> Tensor",
-    cpu=_rms_norm, fake=lambda x, weight, eps: torch.empty_like(x), kernel="weft.ops.norm_triton:norm",
+    cpu=reference_rms_norm, fake=lambda x, weight, eps: torch.empty_like(x), kernel="weft.ops.norm_triton:norm",
 )  # fmt: skip
 register(
     "rms_norm_quantized", "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-    cpu=_rms_norm_quantized, fake=_fake_rms_norm_quantized, kernel="weft.ops.norm_triton:norm_quantized",
+    cpu=reference_rms_norm_quantized, fake=_fake_rms_norm_quantized, kernel="weft.ops.norm_triton:norm_quantized",
 )  # fmt: skip
 register(
     "add_rms_norm", "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    cpu=_add_rms_norm, fake=_fake_add, kernel="weft.ops.norm_triton:add_norm",
+    cpu=reference_add_rms_norm, fake=_fake_add, kernel="weft.ops.norm_triton:add_norm",
 )  # fmt: skip
 register(
     "add_rms_norm_quantized",
     "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_add_rms_norm_quantized, fake=_fake_add_quantized, kernel="weft.ops.norm_triton:add_norm_quantized",
+    cpu=reference_add_rms_norm_quantized, fake=_fake_add_quantized, kernel="weft.ops.norm_triton:add_norm_quantized",
 )  # fmt: skip
 register(
     "add_parts", "(Tensor x, Tensor residual) -> Tensor",
-    cpu=_add, fake=lambda x, residual: torch.empty_like(residual), kernel="weft.ops.norm_triton:add",
+    cpu=reference_add_parts, fake=lambda x, residual: torch.empty_like(residual), kernel="weft.ops.norm_triton:add",
 )  # fmt: skip

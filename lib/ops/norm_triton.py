@@ -16,7 +16,7 @@ from weft.ops.parts import num_parts
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, total, normed, values, scales, columns, tokens, eps,
+    x, residual, weight, total, normed, values, scales, columns, stride, eps,
     PARTS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr,
     GROUPS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
@@ -25,7 +25,7 @@ def _norm_kernel(
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < columns
     offsets = token * columns + column
-    row = load_sum(x, offsets, inside, tokens.to(tl.int64) * columns, PARTS, TYPE)
+    row = load_sum(x, offsets, inside, stride, PARTS, TYPE)
     if ADD:
         row += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
         row = row.to(TYPE).to(tl.float32)
@@ -96,7 +96,7 @@ def _run(
     with torch.cuda.device_of(x):
         if tokens:
             _norm_kernel[(tokens,)](
-                x, like, x if weight is None else weight, total, normed, values, scales, columns, tokens, eps,
+                x, like, x if weight is None else weight, total, normed, values, scales, columns, tokens * columns, eps,
                 PARTS=num_parts(x), ADD=residual is not None, NORM=weight is not None, QUANTIZE=quantized,
                 GROUPS=groups, TYPE=TRITON_DTYPES[like.dtype], num_warps=max(1, min(8, groups // 2)),
             )  # fmt: skip

@@ -21,6 +21,20 @@ def register(name: str, signature: str, *, cpu: Callable[..., Any], fake: Callab
             still import weft and run on its CPU.
     """
 
+    implementation = cuda_implementation(name, kernel)
+    torch.library.define(f"weft::{name}", signature)
+    torch.library.impl(f"weft::{name}", "CPU", cpu)
+    torch.library.impl(f"weft::{name}", "CUDA", lambda *args: implementation()(*args))
+    torch.library.register_fake(f"weft::{name}", fake)
+
+
+def cuda_implementation(name: str, kernel: str) -> Callable[[], Callable[..., Any]]:
+    """What finds the implementation when it is first called for.
+
+    Raises:
+        DeviceError: (when called) there is no triton.
+    """
+
     @functools.cache
     def implementation() -> Callable[..., Any]:
         if triton_version() is None:
@@ -29,7 +43,4 @@ def register(name: str, signature: str, *, cpu: Callable[..., Any], fake: Callab
         found: Callable[..., Any] = getattr(import_module(module), function)
         return found
 
-    torch.library.define(f"weft::{name}", signature)
-    torch.library.impl(f"weft::{name}", "CPU", cpu)
-    torch.library.impl(f"weft::{name}", "CUDA", lambda *args: implementation()(*args))
-    torch.library.register_fake(f"weft::{name}", fake)
+    return implementation

@@ -53,7 +53,7 @@ def rotate_and_keep(
     return q
 
 
-def _on_cpu(
+def reference_rotate_and_keep(
     qkv: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
@@ -65,6 +65,7 @@ def _on_cpu(
     num_heads: int,
     starts: tuple[int, int],
 ) -> Tensor:
+    """`weft::rotate_and_keep` in plain torch, on any device."""
     kv_heads, dim = kv_pages.shape[-2:]
     whole = sum_parts(qkv, kv_pages.dtype)
     q, k, v = (
@@ -107,5 +108,5 @@ register(
     "rotate_and_keep",
     "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor slot_mapping, "
     "Tensor(a!) kv_pages, int num_heads, int[] starts) -> Tensor",
-    cpu=_on_cpu, fake=_fake, kernel="weft.ops.rotary_triton:rotate_and_keep",
+    cpu=reference_rotate_and_keep, fake=_fake, kernel="weft.ops.rotary_triton:rotate_and_keep",
 )  # fmt: skip

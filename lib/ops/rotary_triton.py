@@ -18,7 +18,7 @@ _HEADS = 8
 
 @triton.jit
 def _rotary_kernel(
-    qkv, q_norm, k_norm, cos, sin, slots, kv_pages, out, columns, tokens, to_values, k_start, v_start, eps,
+    qkv, q_norm, k_norm, cos, sin, slots, kv_pages, out, columns, stride, to_values, k_start, v_start, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, PARTS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +31,6 @@ def _rotary_kernel(
     live = pair < DIM // 2
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & live[None, :]
     offsets = token * columns + start[:, None] + pair[None, :]
-    stride = tokens.to(tl.int64) * columns
     left = load_sum(qkv, offsets, inside, stride, PARTS, TYPE)
     right = load_sum(qkv, offsets + DIM // 2, inside, stride, PARTS, TYPE)
     if NORM:
@@ -78,8 +77,8 @@ def rotate_and_keep(
         if tokens:
             _rotary_kernel[(tokens, blocks)](
                 qkv, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, cos.contiguous(),
-                sin.contiguous(), slot_mapping.contiguous(), kv_pages, out, columns, tokens, kv_pages.stride(0),
-                *starts, eps,
+                sin.contiguous(), slot_mapping.contiguous(), kv_pages, out, columns, tokens * columns,
+                kv_pages.stride(0), *starts, eps,
                 HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALF=power_of_two(dim // 2), BLOCK=_HEADS,
                 NORM=q_norm is not None and k_norm is not None, PARTS=num_parts(qkv),
                 TYPE=TRITON_DTYPES[kv_pages.dtype], num_warps=4,

@@ -9,17 +9,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import power_of_two
+from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two
+from weft.ops.parts import num_parts
 
 
 @triton.jit
 def _route_kernel(
-    logits, weights, experts, num_experts, stride,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, RENORMALIZE: tl.constexpr,
+    logits, weights, experts, num_experts, stride, part_stride,
+    PARTS: tl.constexpr, TYPE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
-    left = tl.load(logits + token * stride + expert, mask=expert < num_experts, other=float("-inf")).to(tl.float32)
+    inside = expert < num_experts
+    left = load_sum(logits, token * stride + expert, inside, part_stride, PARTS, TYPE)
+    left = tl.where(inside, left, float("-inf"))
     top = tl.max(left, 0)
     total = tl.sum(tl.exp(left - top), 0)
     slot = tl.arange(0, SLOTS)
@@ -38,17 +42,18 @@ def _route_kernel(
     tl.store(experts + token * TOP_K + slot, tl.minimum(chosen, num_experts - 1), mask=slot < TOP_K)
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`weft::route`."""
-    tokens, num_experts = logits.shape
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    tokens, num_experts = logits.shape[-2:]
+    logits = logits.contiguous()
     weights = logits.new_empty((tokens, top_k), dtype=torch.float32)
     experts = logits.new_empty((tokens, top_k), dtype=torch.int32)
     with torch.cuda.device_of(logits):
         if tokens:
             _route_kernel[(tokens,)](
-                logits, weights, experts, num_experts, logits.stride(0),
-                TOP_K=top_k, SLOTS=power_of_two(top_k), BLOCK=power_of_two(num_experts), RENORMALIZE=renormalize,
+                logits, weights, experts, num_experts, num_experts, tokens * num_experts,
+                PARTS=num_parts(logits), TYPE=TRITON_DTYPES[dtype], TOP_K=top_k, SLOTS=power_of_two(top_k),
+                BLOCK=power_of_two(num_experts), RENORMALIZE=renormalize,
                 num_warps=1,
             )  # fmt: skip
     return weights, experts

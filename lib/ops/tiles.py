@@ -15,7 +15,7 @@ MEASURED = Path(__file__).parent / "tiles.json"
 multiplied."""
 
 SCAN_PAIRS = 512
-"""Up to so many (token, expert) pairs, programs find their expert's tokens themselves; beyond, a kernel sorts them."""
+"""Up to so many (token, expert) pairs programs may find their expert's tokens themselves; more are sorted."""
 
 
 @attrs.frozen
@@ -29,7 +29,9 @@ class Tile:
         columns: at a time, a power of two; 128 in FP8.
         warps: of a program.
         stages: tiles in flight.
-        parts: into which the columns are split, each with programs of its own.
+        parts: into which the columns are split, each with programs of its own; of a linear layer.
+        span: tiles of rows that a program takes, one after the other, without a gap between their loads; of experts.
+        sort: whether the pairs are sorted by expert beforehand; of experts.
     """
 
     rows: int
@@ -38,6 +40,8 @@ class Tile:
     warps: int
     stages: int
     parts: int = 1
+    span: int = 1
+    sort: bool = False
 
 
 @functools.cache
@@ -47,9 +51,9 @@ def measured() -> dict[str, list[tuple[int, Tile]]]:
     return {key: sorted((row["tokens"], Tile(*row["tile"])) for row in rows) for key, rows in table.items()}
 
 
-def linear_key(rows: int, columns: int) -> str:
-    """What `tiles.json` calls an FP8 linear layer with weights `[rows, columns]`."""
-    return f"fp8_linear {rows}x{columns}"
+def linear_key(rows: int, columns: int, fp8: bool) -> str:
+    """What `tiles.json` calls a linear layer with weights `[rows, columns]`."""
+    return f"linear {'fp8' if fp8 else 'bf16'} {rows}x{columns}"
 
 
 def expert_key(rows: int, columns: int, num_experts: int, fp8: bool) -> str:
@@ -63,12 +67,13 @@ def find(key: str, tokens: int) -> Tile | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def linear_tile(tokens: int, rows: int, columns: int) -> Tile:
-    """The tile of an FP8 linear layer."""
-    if found := find(linear_key(rows, columns), tokens):
+def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
+    """The tile of a linear layer; None: torch's own product, which plain weights have beyond 64 tokens."""
+    if found := find(linear_key(rows, columns, fp8), tokens):
         return found
     if tokens > 64:
-        return Tile(128, 64 if tokens <= 512 else 128, 128, 4 if tokens <= 512 else 8, 4)
+        large = Tile(128, 64 if tokens <= 512 else 128, 128, 4 if tokens <= 512 else 8, 4)
+        return large if fp8 else None
     programs, steps = -(-rows // 64), -(-columns // 128)
     parts = max(1, min(steps // 4, 256 // programs, 8))
     return Tile(64, max(16, _power_of_two(tokens)), 128, 4, 4, parts)
@@ -79,14 +84,16 @@ def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: i
     """The tile of a product with experts; for the first one `rows` is 2 * I, and a tile holds half as many gates."""
     if found := find(expert_key(rows, columns, num_experts, fp8), tokens):
         return found
-    each = -(-tokens * top_k // num_experts)
-    most = 16 if tokens * top_k <= SCAN_PAIRS else min(128, max(16, _power_of_two(each)))
-    return Tile(128, most, 128 if fp8 else 64, 8 if most > 64 else 4, 4)
+    each, sort = -(-tokens * top_k // num_experts), tokens * top_k > SCAN_PAIRS
+    most = min(128, max(16, _power_of_two(each))) if sort else 16
+    return Tile(128, most, 128 if fp8 else 64, 8 if most > 64 else 4, 3, sort=sort)
 
 
-def linear_parts(tokens: int, rows: int, columns: int) -> int:
-    """The parts of an FP8 linear layer on CUDA."""
-    tile = linear_tile(tokens, rows, columns)
+def linear_parts(tokens: int, rows: int, columns: int, fp8: bool) -> int:
+    """The parts of a linear layer on CUDA."""
+    tile = linear_tile(tokens, rows, columns, fp8)
+    if tile is None:
+        return 1
     # Each part has columns: the last one is not left without.
     steps = -(-columns // tile.columns)
     return -(-steps // -(-steps // tile.parts))

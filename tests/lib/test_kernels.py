@@ -15,9 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.errors import DeviceError
 from weft.ops import experts as _experts  # noqa: F401 - what defines the ops
-from weft.ops import gate, linear, norm, rotary  # noqa: F401
-from weft.ops.fp8 import ceil_blocks, quantize_by_definition
+from weft.ops import gate, linear, norm, register, rotary  # noqa: F401
+from weft.ops.fp8 import ceil_blocks, reference_quantize
+from weft.ops.parts import sum_parts
+from weft.ops.table import backends
 from weft.ops.tiles import Tile
 
 FP8 = torch.float8_e4m3fn
@@ -30,6 +33,7 @@ class Case:
 
     Args:
         more: arguments of the function that the op has not, behind the others.
+        given: the others, where they are not the op's.
         written: which argument is written in place, if one is.
         tolerance: relative to the norm of a result; FP8 values and integers are to be equal.
     """
@@ -41,6 +45,7 @@ class Case:
     more: tuple[Any, ...] = ()
     written: int | None = None
     tolerance: float = 2e-6
+    given: tuple[Any, ...] | None = None
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -101,42 +106,62 @@ def rotations() -> list[Case]:
 def routes() -> list[Case]:
     kernel, ties = "weft.ops.route_triton:route", torch.tensor([[1.0, 3, 3, 0, 3], [2, 2, 2, 2, 2]])
     return [
-        Case(f"route {experts} {top_k} {renormalize}", kernel, "route", (logits, top_k, renormalize))
-        for experts, top_k, logits in ((5, 3, ties), (128, 8, randn(4, 128)), (60, 1, randn(4, 60)))
+        Case(f"route {experts} {top_k} {renormalize}", kernel, "route", (logits, top_k, renormalize, torch.float32))
+        for experts, top_k, logits in ((5, 3, ties), (128, 8, randn(3, 1, 128)), (60, 1, randn(4, 60)))
         for renormalize in (False, True)
     ]
 
 
 def linears() -> list[Case]:
-    found = []
+    found, kernel = [], "weft.ops.linear_triton:run_tile"
     for tokens, rows, columns, tile in (
-        (3, 200, 300, Tile(64, 16, 128, 4, 2)),
+        (1, 200, 300, Tile(64, 16, 128, 4, 2)),
         (17, 64, 512, Tile(64, 16, 128, 4, 2)),
         (70, 130, 256, Tile(128, 64, 128, 4, 2)),
     ):
-        x, bias = quantize_by_definition(randn(tokens, columns)), randn(rows)
-        args = (*x, *fp8_weight(rows, columns), bias if tokens == 3 else None, torch.float32)
-        found.append(Case(f"fp8_linear {tokens}", "weft.ops.linear_triton:run_tile", "fp8_linear", args, (tile,)))
+        x, bias = randn(tokens, columns), randn(rows) if tokens == 1 else None
+        rest = *fp8_weight(rows, columns), bias, torch.float32
+        for values, scales in (reference_quantize(x), (x, None)):
+            name = f"fp8_linear {tokens} {'plain' if scales is None else 'quantised'}"
+            found.append(Case(name, kernel, "fp8_linear", (values, scales, *rest), (tile,)))
+    return found
+
+
+def parts() -> list[Case]:
+    """Products that are left in parts, behind their references' sums."""
+    found, kernel = [], "weft.ops.linear_triton:run_tile"
+    for tokens, rows, columns, tile in (
+        (3, 72, 200, Tile(64, 16, 64, 4, 2, parts=3)),
+        (66, 72, 512, Tile(64, 64, 128, 4, 2, parts=4)),
+    ):
+        x, weight, bias = randn(tokens, columns), randn(rows, columns), randn(rows)
+        split = (x, None, weight, None, bias, torch.float32)
+        found.append(Case(f"linear {tokens}", kernel, "linear", (x, weight, bias), (tile,), given=split))
+        in_fp8 = (*reference_quantize(x), *fp8_weight(rows, columns), bias, torch.float32)
+        tile = attrs.evolve(tile, columns=128)
+        found.append(Case(f"fp8_linear {tokens} parts", kernel, "fp8_linear", in_fp8, (tile,)))
     return found
 
 
 def experts() -> list[Case]:
-    small, large = Tile(32, 16, 128, 4, 2), Tile(64, 64, 128, 4, 2)
+    small, large, whole = Tile(32, 16, 128, 4, 2), Tile(64, 64, 128, 4, 2, sort=True), Tile(256, 16, 128, 4, 2)
     found = []
     for tokens, top_k, num, fp8, tiles in (
         (1, 2, 4, False, (small, small)),
-        (1, 2, 4, True, (small, small)),
-        (9, 2, 4, True, (small, small)),
-        (20, 1, 1, False, (small, small)),
-        (300, 2, 3, True, (small, large)),
-        (300, 2, 3, False, (large, small)),
+        (1, 2, 4, True, (attrs.evolve(small, sort=True), small)),
+        (9, 2, 4, True, (whole, attrs.evolve(small, span=5))),
+        (9, 2, 4, True, (attrs.evolve(small, span=3, sort=True), attrs.evolve(small, span=8, sort=True))),
+        (20, 1, 1, False, (attrs.evolve(small, span=2), attrs.evolve(small, span=2, columns=16))),
+        (300, 2, 3, True, (attrs.evolve(whole, sort=True), large)),
+        (300, 2, 3, True, (attrs.evolve(large, span=2), large)),
+        (300, 2, 3, False, (large, attrs.evolve(small, sort=True))),
     ):
         hidden, inner = (160, 128) if fp8 else (40, 24)
         x = randn(tokens, hidden)
         gate_up, down = randn(num, 2 * inner, hidden), randn(num, hidden, inner)
         gate_up_scale = down_scale = scales = None
         if fp8:
-            x, scales = quantize_by_definition(x)
+            x, scales = reference_quantize(x)
             (gate_up, gate_up_scale), (down, down_scale) = fp8_weight(*gate_up.shape), fp8_weight(*down.shape)
         # The last expert is nobody's, where there are several.
         chosen = torch.rand(tokens, max(1, num - 1), generator=GENERATOR).argsort(1)[:, :top_k].int()
@@ -144,12 +169,12 @@ def experts() -> list[Case]:
         args = (x, scales, gate_up, gate_up_scale, down, down_scale, weights, chosen.contiguous(), torch.float32)
         # A sum that is rounded another way may fall to the next value of FP8.
         near = 5e-3 if fp8 else 2e-6
-        kernel = "weft.ops.experts_triton:run_tiles"
-        found.append(Case(f"run_experts {tokens} {fp8}", kernel, "run_experts", args, tiles, tolerance=near))
+        name, kernel = f"run_experts {tokens} {fp8} {len(found)}", "weft.ops.experts_triton:run_tiles"
+        found.append(Case(name, kernel, "run_experts", args, tiles, tolerance=near))
     return found
 
 
-CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *experts()]
+CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *experts()]
 
 _INTERPRETED = """
 import sys, torch
@@ -179,7 +204,7 @@ def interpret(calls: list[tuple[str, tuple[Any, ...]]], folder: Path) -> list[tu
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, tuple[Any, ...]]]:
     """All cases in one process: triton takes seconds to import."""
-    calls = [(case.kernel, (*case.args, *case.more)) for case in CASES]
+    calls = [(case.kernel, (*(case.args if case.given is None else case.given), *case.more)) for case in CASES]
     return interpret(calls, tmp_path_factory.mktemp("interpreted"))
 
 
@@ -204,7 +229,7 @@ def test_kernels_interpreted_equal_the_reference(index: int, interpreted: list[t
         pairs.append((args[case.written], given[case.written]))
         assert not torch.equal(given[case.written], case.args[case.written])
     for one, other in pairs:
-        assert_near(one, other, case.tolerance)
+        assert_near(sum_parts(one, other.dtype) if one.dim() > other.dim() else one, other, case.tolerance)
 
 
 def fused() -> list[tuple[str, tuple[Any, ...]]]:
@@ -226,8 +251,24 @@ def test_what_is_quantised_with_another_kernel_is_quantised_by_definition(tmp_pa
         assert not isinstance(plain, str), plain
         assert not isinstance(both, str), both
         first = plain if isinstance(plain, Tensor) else plain[0]
-        values, scales = quantize_by_definition(first)
+        values, scales = reference_quantize(first)
         made = [one for one in both if one.dtype == FP8 or (one.shape == scales.shape and one.dtype == torch.float32)]
         assert torch.equal(made[0].float(), values.float())
         assert torch.equal(made[1], scales)
         assert all(torch.equal(one, other) for one, other in zip(both[:1], [first], strict=True) if one.dtype != FP8)
+
+
+def test_the_table_of_ops_says_what_runs_between_attention_calls() -> None:
+    ops = ["norms", "silu_mul", "rotate_and_keep", "quantize", "route", "linear", "fp8_linear", "run_experts"]
+    for device, implementation in (("cpu", "reference"), ("cuda", "triton ")):
+        rows = {row.op: row for row in backends(device)}
+        assert all(rows[op].implementation.startswith(implementation) for op in ops)
+    assert rows["run_experts"].reason.endswith("else by rule")
+
+
+def test_a_kernel_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(register, "triton_version", lambda: None)
+    (row,) = [one for one in backends("cuda") if one.op == "run_experts"]
+    assert row.implementation.startswith("triton ")
+    with pytest.raises(DeviceError, match=r"f\(…\) on CUDA(.|\n)*weft\[cuda\]"):
+        register.cuda_implementation("f", "weft.ops.gate_triton:silu_mul")()
