@@ -25,7 +25,7 @@ from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, power_of_two, quantize_rows
 from weft.ops.norm_triton import quantize
-from weft.ops.product_triton import multiply_step, zeros
+from weft.ops.product_triton import load_step, multiply, multiply_step, zeros
 from weft.ops.tiles import Tile, expert_tile
 
 _CHUNK = 1024
@@ -120,38 +120,66 @@ def _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K: t
 
 
 @triton.jit
+def _store(acc, out, out_scales, weights, pair, live, tile, inner, tokens, TOP_K: tl.constexpr, GATED: tl.constexpr,
+           WIDTH: tl.constexpr, TOKENS: tl.constexpr, SWAP: tl.constexpr, FP8_OUT: tl.constexpr,
+           TYPE: tl.constexpr):  # fmt: skip
+    """A tile's result, of either product."""
+    if not SWAP:
+        acc = tl.trans(acc)
+    if GATED:
+        _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH, TOKENS, FP8_OUT, TYPE)
+    else:
+        _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K, WIDTH)
+
+
+@triton.jit
+def _rows(tile, inner, GATED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The rows of the weights that a tile takes: of the first product half of them gates, then the ups with them."""
+    which = tl.arange(0, ROWS)
+    n = tl.minimum(tile * WIDTH + which % WIDTH, inner - 1)
+    if GATED:
+        n += which // WIDTH * inner
+    return n
+
+
+@triton.jit
 def _expert_tiles(
     x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, inner, tokens,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, SWAP: tl.constexpr,
     FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """SPAN tiles of an expert's product with some pairs, stored: one loop over the columns of all, so that the next
-    tile's loads do not wait for the last one's end."""
+    """SPAN tiles of an expert's product with some pairs, stored. Several are one loop over the columns of all, so that
+    the next tile's loads do not wait for the last one's end."""
     WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
-    which = tl.arange(0, ROWS)
     height = 2 * inner if GATED else inner
     w = weight + expert.to(tl.int64) * height * columns
     s = scale + expert * tl.cdiv(height, 128) * tl.cdiv(columns, 128)
     source = pair // TOP_K if GATED else pair
     first = tl.program_id(1) * SPAN
-    last = tl.minimum(first + SPAN, tl.cdiv(inner, WIDTH))
-    steps = tl.cdiv(columns, COLUMNS)
-    acc = zeros(ROWS, TOKENS, SWAP)
-    for i in range((last - first) * steps):
-        tile = first + i // steps
-        n = tl.minimum(tile * WIDTH + which % WIDTH, inner - 1)
-        if GATED:  # half a tile of gates, then the ups that go with them
-            n += which // WIDTH * inner
-        k = i % steps * COLUMNS
-        acc = multiply_step(acc, x, x_scales, source, live, w, s, n, k, columns, FP8, QUANTIZE, EVEN, COLUMNS, SWAP)
-        if i % steps == steps - 1:
-            done = acc if SWAP else tl.trans(acc)
-            if GATED:
-                _store_gated(done, out, out_scales, pair, live, tile, inner, WIDTH, TOKENS, FP8_OUT, TYPE)
-            else:
-                _store_weighted(done, out, weights, pair, live, tile, inner, tokens, TOP_K, WIDTH)
-            acc = zeros(ROWS, TOKENS, SWAP)
+    if SPAN == 1:
+        n = _rows(first, inner, GATED, ROWS, WIDTH)
+        acc = multiply(
+            x, x_scales, source, live, w, s, n, 0, columns, columns, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, SWAP
+        )
+        _store(acc, out, out_scales, weights, pair, live, first, inner, tokens, TOP_K, GATED, WIDTH, TOKENS, SWAP,
+               FP8_OUT, TYPE)  # fmt: skip
+    else:
+        last = tl.minimum(first + SPAN, tl.cdiv(inner, WIDTH))
+        steps = tl.cdiv(columns, COLUMNS)
+        column = tl.arange(0, COLUMNS)
+        x_rows = x + source.to(tl.int64)[:, None] * columns + column[None, :]
+        acc = zeros(ROWS, TOKENS, SWAP)
+        for i in range((last - first) * steps):
+            n = _rows(first + i // steps, inner, GATED, ROWS, WIDTH)
+            k = i % steps * COLUMNS
+            w_rows = w + n.to(tl.int64)[:, None] * columns + column[None, :]
+            a, b = load_step(x_rows, w_rows, live, k, columns, EVEN, COLUMNS)
+            acc = multiply_step(acc, a, b, x_scales, s, source, live, n, k, columns, FP8, QUANTIZE, SWAP)
+            if i % steps == steps - 1:
+                _store(acc, out, out_scales, weights, pair, live, first + i // steps, inner, tokens, TOP_K, GATED,
+                       WIDTH, TOKENS, SWAP, FP8_OUT, TYPE)  # fmt: skip
+                acc = zeros(ROWS, TOKENS, SWAP)
 
 
 @triton.jit

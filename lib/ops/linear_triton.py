@@ -11,26 +11,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.ops.norm_triton import quantize
-from weft.ops.product_triton import multiply_step, zeros
+from weft.ops.product_triton import multiply
 from weft.ops.tiles import Tile, linear_tile
 
 
 @triton.jit
 def _linear_kernel(
     x, x_scales, weight, scale, bias, out, tokens, rows, columns, share,
-    FP8: tl.constexpr, QUANTIZE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(2)
     low = part * share
-    row = tl.minimum(n, rows - 1)
-    acc = zeros(ROWS, TOKENS, SWAP)
-    for k in range(low, tl.minimum(low + share, columns), COLUMNS):
-        acc = multiply_step(
-            acc, x, x_scales, t, t < tokens, weight, scale, row, k, columns, FP8, QUANTIZE, EVEN, COLUMNS, SWAP
-        )
+    acc = multiply(
+        x, x_scales, t, t < tokens, weight, scale, tl.minimum(n, rows - 1), low, tl.minimum(low + share, columns),
+        columns, FP8, False, EVEN, ROWS, TOKENS, COLUMNS, SWAP,
+    )  # fmt: skip
     first = out + part.to(tl.int64) * tokens * rows
     if BIAS:  # the first part's
         add = tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32) * (part == 0)
@@ -55,7 +53,7 @@ def fp8_linear(
     """`weft::fp8_linear`."""
     tile = linear_tile(values.shape[0], *weight.shape, fp8=True)
     assert tile is not None, "torch has no such product"
-    if scales is None and tile.tokens >= 64:  # each program would quantise it all
+    if scales is None:
         values, scales = quantize(values)
     return run_tile(values, scales, weight, scale, bias, dtype, tile)
 
@@ -69,7 +67,7 @@ def run_tile(
     dtype: torch.dtype,
     tile: Tile,
 ) -> Tensor:
-    """A linear layer with this tile, in FP8 if the weights have scales; x is quantised in the kernel if it has none."""
+    """A linear layer with this tile, in FP8 if the weights and x have scales."""
     (tokens, columns), rows, fp8 = x.shape, weight.shape[0], scale is not None
     share = triton.cdiv(triton.cdiv(columns, tile.columns), tile.parts) * tile.columns
     parts = triton.cdiv(columns, share)
@@ -80,7 +78,7 @@ def run_tile(
             _linear_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens), parts)](
                 x.contiguous(), out if x_scales is None else x_scales, weight, out if scale is None else scale,
                 out if bias is None else bias, out, tokens, rows, columns, share,
-                FP8=fp8, QUANTIZE=fp8 and x_scales is None, BIAS=bias is not None, EVEN=columns % tile.columns == 0,
+                FP8=fp8, BIAS=bias is not None, EVEN=columns % tile.columns == 0,
                 ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SWAP=tile.tokens < 64,
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip

@@ -1,5 +1,4 @@
-"""A step of the loop that all products of weights and activations share, in Triton. Import it only where triton is
-installed."""
+"""The loop that all products of weights and activations share, in Triton. Import it only where triton is installed."""
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -17,31 +16,33 @@ def zeros(ROWS: tl.constexpr, TOKENS: tl.constexpr, SWAP: tl.constexpr):
 
 
 @triton.jit
+def load_step(x_rows, w_rows, live, k, columns, EVEN: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns k:k + COLUMNS of the activations and of the weights, by pointers to their first COLUMNS."""
+    if EVEN:
+        w = tl.load(w_rows + k)
+        a = tl.load(x_rows + k, mask=live[:, None], other=0.0)
+    else:
+        inside = (k + tl.arange(0, COLUMNS) < columns)[None, :]
+        w = tl.load(w_rows + k, mask=inside, other=0.0)
+        a = tl.load(x_rows + k, mask=live[:, None] & inside, other=0.0)
+    return a, w
+
+
+@triton.jit
 def multiply_step(
-    acc, x, x_scales, token, live, weight, scale, row, k, columns,
-    FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr,
+    acc, a, w, x_scales, scale, token, live, row, k, columns,
+    FP8: tl.constexpr, QUANTIZE: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
-    """`acc` and the products over the columns k:k + COLUMNS, in float32: `[rows, tokens]` with SWAP, else
-    `[tokens, rows]`.
+    """`acc` and the products of `load_step`, in float32: `[rows, tokens]` with SWAP, else `[tokens, rows]`.
 
     Args:
-        x, x_scales: `[.., columns]`, and in FP8 a scale for every 128 of them, or none where x is quantised here.
-        token, live: which rows of x, and whether they count.
-        weight, scale: of this expert, with one scale for every 128 by 128.
-        row: which rows of the weights, all of them there.
+        x_scales: in FP8, of the activations, or none where they are quantised here.
+        scale: of this expert's weights, one for every 128 by 128.
+        token, live: which rows of the activations, and whether they count.
+        row: which rows of the weights.
     """
-    step = k + tl.arange(0, COLUMNS)
-    blocks = tl.cdiv(columns, 128)
-    x_rows = x + token.to(tl.int64)[:, None] * columns + step[None, :]
-    w_rows = weight + row.to(tl.int64)[:, None] * columns + step[None, :]
-    if EVEN:
-        w = tl.load(w_rows)
-        a = tl.load(x_rows, mask=live[:, None], other=0.0)
-    else:
-        inside = (step < columns)[None, :]
-        w = tl.load(w_rows, mask=inside, other=0.0)
-        a = tl.load(x_rows, mask=live[:, None] & inside, other=0.0)
     if FP8:
+        blocks = tl.cdiv(columns, 128)
         if QUANTIZE:
             a, factor = quantize_rows(a.to(tl.float32))
         else:
@@ -55,4 +56,26 @@ def multiply_step(
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     else:
         acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def multiply(
+    x, x_scales, token, live, weight, scale, row, low, high, columns,
+    FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """Products over the columns low:high, as `multiply_step` adds them up.
+
+    Args:
+        x: `[.., columns]`.
+        weight: `[.., columns]` of this expert; all of `row` are there.
+    """
+    step = tl.arange(0, COLUMNS)
+    x_rows = x + token.to(tl.int64)[:, None] * columns + step[None, :]
+    w_rows = weight + row.to(tl.int64)[:, None] * columns + step[None, :]
+    acc = zeros(ROWS, TOKENS, SWAP)
+    for k in range(low, high, COLUMNS):
+        a, w = load_step(x_rows, w_rows, live, k, columns, EVEN, COLUMNS)
+        acc = multiply_step(acc, a, w, x_scales, scale, token, live, row, k, columns, FP8, QUANTIZE, SWAP)
     return acc

@@ -30,7 +30,7 @@ _LAYER = {
     "rotate_and_keep": "QK norm, rotation and the KV cache in one kernel",
     "quantize": "128 columns of a token at a time",
     "route": "softmax, top-k and division in one kernel",
-    "linear": "for 16-bit weights up to 64 tokens, split as fp8_linear; torch's F.linear otherwise",
+    "linear": "torch's F.linear, but where a tile was measured to be faster",
     "fp8_linear": "split over its columns for few tokens; the next kernel adds the parts",
     "run_experts": "a launch a product; pairs are found by each program, or sorted where there are many",
 }

@@ -11,11 +11,15 @@ from pathlib import Path
 import attrs
 
 MEASURED = Path(__file__).parent / "tiles.json"
-"""Lists of `{"tokens": up to how many, "tile": [rows, tokens, columns, warps, stages, parts]}`, by what is
+"""Lists of `{"tokens": up to how many, "tile": the fields of a Tile, or null for torch's own}`, by what is
 multiplied."""
 
-SCAN_PAIRS = 512
-"""Up to so many (token, expert) pairs programs may find their expert's tokens themselves; more are sorted."""
+SCAN_PAIRS = 64
+"""Where nothing was measured: up to so many (token, expert) pairs programs find their expert's tokens themselves, and
+more are sorted."""
+
+MOST_SCANNED = 512
+"""Beyond so many pairs to look through, sorting is not even compared with."""
 
 
 @attrs.frozen
@@ -45,10 +49,11 @@ class Tile:
 
 
 @functools.cache
-def measured() -> dict[str, list[tuple[int, Tile]]]:
-    """The table of `tiles.json`: up to how many tokens, and which tile, by key."""
+def measured() -> dict[str, dict[int, Tile | None]]:
+    """The table of `tiles.json`: by key, the tile by the number of tokens up to which it was best, ascending; None:
+    torch's own product was."""
     table = json.loads(MEASURED.read_text(encoding="utf-8"))
-    return {key: sorted((row["tokens"], Tile(*row["tile"])) for row in rows) for key, rows in table.items()}
+    return {key: {row["tokens"]: row["tile"] and Tile(*row["tile"]) for row in rows} for key, rows in table.items()}
 
 
 def linear_key(rows: int, columns: int, fp8: bool) -> str:
@@ -61,19 +66,21 @@ def expert_key(rows: int, columns: int, num_experts: int, fp8: bool) -> str:
     return f"experts {'fp8' if fp8 else 'bf16'} {num_experts}x{rows}x{columns}"
 
 
-def find(key: str, tokens: int) -> Tile | None:
-    """The measured tile for so many tokens, if these shapes were measured."""
-    return next((tile for most, tile in measured().get(key, ()) if tokens <= most), None)
+def _is_measured(key: str, tokens: int) -> tuple[bool, Tile | None]:
+    """Whether these shapes were measured for so many tokens, and what was best."""
+    return next(((True, tile) for most, tile in measured().get(key, {}).items() if tokens <= most), (False, None))
 
 
 @functools.lru_cache(maxsize=4096)
 def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
-    """The tile of a linear layer; None: torch's own product, which plain weights have beyond 64 tokens."""
-    if found := find(linear_key(rows, columns, fp8), tokens):
-        return found
+    """The tile of a linear layer; None: torch's own product, which plain weights have unless measured to be slower."""
+    known, tile = _is_measured(linear_key(rows, columns, fp8), tokens)
+    if known:
+        return tile
+    if not fp8:
+        return None
     if tokens > 64:
-        large = Tile(128, 64 if tokens <= 512 else 128, 128, 4 if tokens <= 512 else 8, 4)
-        return large if fp8 else None
+        return Tile(128, 64 if tokens <= 512 else 128, 128, 4 if tokens <= 512 else 8, 4)
     programs, steps = -(-rows // 64), -(-columns // 128)
     parts = max(1, min(steps // 4, 256 // programs, 8))
     return Tile(64, max(16, _power_of_two(tokens)), 128, 4, 4, parts)
@@ -82,8 +89,9 @@ def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
 @functools.lru_cache(maxsize=4096)
 def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: int, fp8: bool) -> Tile:
     """The tile of a product with experts; for the first one `rows` is 2 * I, and a tile holds half as many gates."""
-    if found := find(expert_key(rows, columns, num_experts, fp8), tokens):
-        return found
+    _, tile = _is_measured(expert_key(rows, columns, num_experts, fp8), tokens)
+    if tile is not None:
+        return tile
     each, sort = -(-tokens * top_k // num_experts), tokens * top_k > SCAN_PAIRS
     most = min(128, max(16, _power_of_two(each))) if sort else 16
     return Tile(128, most, 128 if fp8 else 64, 8 if most > 64 else 4, 3, sort=sort)

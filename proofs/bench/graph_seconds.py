@@ -21,7 +21,8 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], device: str, repeats: int 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held += [call() for call in calls]
-    rounds, times = [], max(1, repeats // len(calls))
+    rounds: list[float] = []
+    times = max(1, repeats // len(calls))
     for _ in range(5):
         graph.replay()
         start_event, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,6 +1,7 @@
 """The kernels of a decoder layer at given sizes: what each reads and writes, how to call it, and what is right."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -90,7 +91,7 @@ class Maker:
     def route(self, sizes: Sizes, tokens: int) -> tuple[Tensor, Tensor]:
         """Weights and experts of tokens to which all experts are as likely."""
         logits = torch.randn(tokens, sizes.num_experts, device=self.device)
-        return experts_op.reference_route(logits, sizes.top_k, True)
+        return experts_op.reference_route(logits, sizes.top_k, True, torch.float32)
 
 
 def nbytes(*values: Any) -> int:
@@ -102,19 +103,18 @@ def layer_cases(make: Maker, sizes: Sizes, tokens: int) -> Iterator[Case]:
     """All kernels of a layer, attention excepted, in the order of the computation."""
     parts = sizes.top_k or 0
     yield norm_case(make, sizes, tokens, parts)
-    yield from linear_cases(make, "qkv", tokens, sizes.qkv, sizes.hidden, bool(parts))
+    yield linear_case(make, "qkv", tokens, sizes.qkv, sizes.hidden, "quantized" if parts else "plain")
     yield rotary_case(make, sizes, tokens)
+    yield linear_case(make, "o", tokens, sizes.hidden, sizes.heads * sizes.dim, "fp8" if parts else "plain")
+    yield norm_case(make, sizes, tokens, parts)
     if parts:
-        yield quantize_case(make, tokens, sizes.heads * sizes.dim)
-    yield from linear_cases(make, "o", tokens, sizes.hidden, sizes.heads * sizes.dim, bool(parts))
-    if parts:
-        yield from linear_cases(make, "router", tokens, sizes.num_experts, sizes.hidden, False)
+        yield linear_case(make, "router", tokens, sizes.num_experts, sizes.hidden, "plain")
         yield route_case(make, sizes, tokens)
         yield experts_case(make, sizes, tokens)
     else:
-        yield from linear_cases(make, "gate_up", tokens, 2 * sizes.inner, sizes.hidden, False)
+        yield linear_case(make, "gate_up", tokens, 2 * sizes.inner, sizes.hidden, "plain")
         yield gate_case(make, sizes, tokens)
-        yield from linear_cases(make, "down", tokens, sizes.hidden, sizes.inner, False)
+        yield linear_case(make, "down", tokens, sizes.hidden, sizes.inner, "plain")
 
 
 def norm_case(make: Maker, sizes: Sizes, tokens: int, parts: int) -> Case:
@@ -128,29 +128,36 @@ def norm_case(make: Maker, sizes: Sizes, tokens: int, parts: int) -> Case:
     return Case(name, shape, tokens, moved, [lambda: op(*args)], lambda: reference(*args))
 
 
-def linear_cases(make: Maker, name: str, tokens: int, rows: int, columns: int, in_fp8: bool) -> Iterator[Case]:
-    """A linear layer: weft's in FP8, torch's otherwise."""
-    copies, x = make.copies(rows, columns, itemsize=1 if in_fp8 else 2), make.randn(tokens, columns)
+def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, kind: str) -> Case:
+    """A linear layer.
+
+    Args:
+        kind: `plain`; or in FP8, of an input that is `quantized` or is still to be, `fp8`.
+    """
+    copies, x = make.copies(rows, columns, itemsize=2 if kind == "plain" else 1), make.randn(tokens, columns)
     shape, out_bytes = f"{name} {rows}x{columns}", tokens * rows * 2
-    if not in_fp8:
+    if kind == "plain":
         plain = [make.randn(rows, columns) for _ in range(copies)]
+        calls: list[Callable[[], Any]] = [partial(linear.linear, x, w) for w in plain]
         moved = nbytes(x, plain[0]) + out_bytes
-        yield Case("linear (torch)", shape, tokens, moved, [lambda w=w: F.linear(x, w) for w in plain], None)
-        return
+        return Case("linear", shape, tokens, moved, calls, lambda: F.linear(x.double(), plain[0].double()))
     weights = [make.fp8(rows, columns) for _ in range(copies)]
     made = fp8.Quantized(*fp8.reference_quantize(x))
+    given = made if kind == "quantized" else x
+    calls = [partial(linear.fp8_linear, given, *w, dtype=make.dtype) for w in weights]
+    args = made.values, made.scales, *weights[0], None, torch.float32
     moved = nbytes(made.values, made.scales, *weights[0]) + out_bytes
-    calls = [lambda w=w: linear.fp8_linear(made, *w, dtype=make.dtype) for w in weights]
-    args = made.values, made.scales, *weights[0], None, make.dtype
-    yield Case("fp8_linear", shape, tokens, moved, calls, lambda: linear.reference_fp8_linear(*args))
+    name = "fp8_linear" if kind == "quantized" else "fp8_linear, quantising"
+    return Case(name, shape, tokens, moved, calls, lambda: linear.reference_fp8_linear(*args))
 
 
 def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     """QK norm, rotation and the KV cache, of a product in as many parts as `fp8_linear` makes."""
-    made = make.randn(tokens, sizes.qkv)
-    if sizes.num_experts and make.device == "cuda":
-        first = fp8.Quantized(*fp8.reference_quantize(make.randn(tokens, sizes.hidden)))
-        made = linear.fp8_linear(first, *make.fp8(sizes.qkv, sizes.hidden), dtype=make.dtype)
+    x = make.randn(tokens, sizes.hidden)
+    if sizes.num_experts:
+        made = linear.fp8_linear(x, *make.fp8(sizes.qkv, sizes.hidden), dtype=make.dtype)
+    else:
+        made = linear.linear(x, make.randn(sizes.qkv, sizes.hidden))
     pages = make.randn(2, -(-tokens // 16) + 1, 16, sizes.kv_heads, sizes.dim)
     tables = make.randn(tokens, sizes.dim // 2), make.randn(tokens, sizes.dim // 2)
     slots = torch.randperm(tokens + 16, device=make.device)[:tokens]
@@ -166,13 +173,6 @@ def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     )  # fmt: skip
 
 
-def quantize_case(make: Maker, tokens: int, columns: int) -> Case:
-    """The quantiser alone, in front of the output projection."""
-    x = make.randn(tokens, columns)
-    call = [lambda: torch.ops.weft.quantize(x)]
-    return Case("quantize", f"{columns}", tokens, tokens * columns * 3, call, lambda: fp8.reference_quantize(x))
-
-
 def gate_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     """`silu(gate) * up`."""
     x = make.randn(tokens, 2 * sizes.inner)
@@ -182,10 +182,12 @@ def gate_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
 
 def route_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     """Softmax, top-k and division."""
-    logits = make.randn(tokens, sizes.num_experts)
-    call = [lambda: experts_op.route(logits, sizes.top_k, True)]
-    shape, moved = f"{sizes.top_k} of {sizes.num_experts}", nbytes(logits) + tokens * sizes.top_k * 8
-    return Case("route", shape, tokens, moved, call, lambda: experts_op.reference_route(logits, sizes.top_k, True))
+    logits = linear.linear(make.randn(tokens, sizes.hidden), make.randn(sizes.num_experts, sizes.hidden))
+    args = logits, sizes.top_k, True, make.dtype
+    shape = f"{logits.shape[0] if logits.dim() == 3 else 1} parts, {sizes.top_k} of {sizes.num_experts}"
+    moved = nbytes(logits) + tokens * sizes.top_k * 8
+    call = [lambda: experts_op.route(*args)]
+    return Case("route", shape, tokens, moved, call, lambda: experts_op.reference_route(*args))
 
 
 def experts_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
@@ -194,22 +196,23 @@ def experts_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     copies = 2 if make.device == "cuda" else 1
     first = [make.fp8(sizes.num_experts, 2 * sizes.inner, sizes.hidden) for _ in range(copies)]
     second = [make.fp8(sizes.num_experts, sizes.hidden, sizes.inner) for _ in range(copies)]
-    weights, experts = make.route(sizes, tokens)
-    touched = len(experts.unique()) / sizes.num_experts
+    # Other experts in each call, since those of one token would stay in the cache.
+    routes = [make.route(sizes, tokens) for _ in range(16 if make.device == "cuda" else 1)]
+    touched = sum(len(experts.unique()) for _, experts in routes) / len(routes) / sizes.num_experts
     moved = int(nbytes(*first[0], *second[0]) * touched) + nbytes(x.values, x.scales)
     moved += tokens * sizes.top_k * (4 * sizes.inner + 4 * sizes.hidden)
 
     def call(i: int) -> Tensor:
-        (up, up_scale), (down, down_scale) = first[i], second[i]
+        (up, up_scale), (down, down_scale) = first[i % copies], second[i % copies]
         scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
-        return experts_op.run_experts(x, up, down, weights, experts, **scales, dtype=make.dtype)
+        return experts_op.run_experts(x, up, down, *routes[i], **scales, dtype=make.dtype)
 
     def expected() -> Tensor:
-        args = x.values, x.scales, *first[0], *second[0], weights, experts, make.dtype
+        args = x.values, x.scales, *first[0], *second[0], *routes[0], make.dtype
         return experts_op.reference_run_experts(*args)
 
     shape = f"{sizes.top_k} of {sizes.num_experts}, {sizes.hidden}x{sizes.inner}"
-    return Case("run_experts", shape, tokens, moved, [lambda i=i: call(i) for i in range(copies)], expected)
+    return Case("run_experts", shape, tokens, moved, [partial(call, i) for i in range(len(routes))], expected)
 
 
 def relative_error(found: Any, expected: Any) -> float:

@@ -1,24 +1,23 @@
 """The kernels of a decoder layer, timed inside a CUDA graph, against the bytes that they must move.
 
-    python -m weft.proofs.bench.kernels [--out FOLDER] [--quick] [--search] [--tokens 1 64]
+    python -m weft.proofs.bench.kernels [--out FOLDER] [--quick] [--search SECONDS] [--tokens 1 64]
 
 For the sizes of Qwen3-30B-A3B in FP8 and of Qwen3-0.6B in bfloat16: microseconds a call over repeated replays of a
 graph that goes through enough copies of the weights to leave no cache a chance, the floor at 4.27 TB/s (the copy
 bandwidth of an H200), their quotient, and the greatest relative error against the reference. With `--search` the tiles
-of the products are tried out first, and the best are written to `tiles.json`, into the package and the folder. Without
-a GPU tiny sizes run by their references, to show that it runs: the figures mean nothing.
+of the products are tried out first (needs a GPU), and the best are written to `tiles.json`, into the package and the
+folder. Without a GPU tiny sizes run by their references, to show that it runs: the figures mean nothing.
 """
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
 
+from weft.proofs.bench.graph_seconds import graph_seconds
 from weft.proofs.bench.graphify_overhead import environment
 from weft.proofs.bench.kernel_cases import (
     QWEN3_0_6B,
@@ -49,36 +48,6 @@ class Row:
     floor_us: float
     share: float
     error: float | None
-
-
-def graph_seconds(calls: Sequence[Callable[[], Any]], device: str, repeats: int = 20) -> float:
-    """The median over five rounds of the device's time for one call, replayed in a graph of at least 16; by the host's
-    clock where there is no GPU."""
-    if device != "cuda":
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        return (time.perf_counter() - start) / len(calls)
-    calls = list(calls) * max(1, 16 // len(calls))
-    held: list[Any] = []
-    for call in calls[:2]:
-        held.append(call())
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            held.append(call())
-    rounds = []
-    for _ in range(5):
-        graph.replay()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(max(1, repeats // len(calls))):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        rounds.append(start.elapsed_time(end) / 1e3 / max(1, repeats // len(calls)) / len(calls))
-    return sorted(rounds)[2]
 
 
 def time_case(case: Case, model: str, device: str) -> Row:
@@ -118,19 +87,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--search", action="store_true", help="find the best tiles first")
+    parser.add_argument("--search", type=float, metavar="SECONDS", help="find the best tiles first, in this time")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quick = given.quick or device == "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
     sizes = (TINY_EXPERTS, TINY) if quick else (QWEN3_30B_A3B, QWEN3_0_6B)
-    found = search(sizes[0], given.tokens, device, given.out) if given.search else []
+    found = search(sizes, given.tokens, given.search, given.out) if given.search and device == "cuda" else []
     rows = time_layers(sizes, given.tokens, device)
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
         report = {"environment": environment(device), "bandwidth": BANDWIDTH, "rows": [attrs.asdict(r) for r in rows]}
-        (given.out / "kernels.json").write_text(json.dumps({**report, "search": found}, indent=1))
+        (given.out / "kernels.json").write_text(json.dumps(report, indent=1))
+        (given.out / "search.json").write_text(json.dumps([attrs.asdict(one) for one in found]))
     show(rows)
 
 

@@ -3,18 +3,24 @@
 import json
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from weft.ops import fp8, tiles
-from weft.ops.tiles import MEASURED, SCAN_PAIRS, Tile, expert_key, linear_key
+from weft.ops.tiles import MEASURED, MOST_SCANNED, Tile, expert_key, linear_key
+from weft.proofs.bench.graph_seconds import graph_seconds
 from weft.proofs.bench.kernel_cases import Maker, Sizes
 
 _PROCESSES = 14
+_PART_BYTES_PER_SECOND = 8e12
+"""At which the next kernel reads parts that a product left to add up: they come from the cache."""
 
 
 @attrs.frozen
@@ -22,7 +28,8 @@ class Product:
     """What a tile is searched for.
 
     Args:
-        kind: `linear`, `gate_up` or `down`.
+        kind: `linear`, `fp8_linear`, `gate_up` or `down`.
+        plain: whether its input is still to be quantised; of the way down.
     """
 
     kind: str
@@ -30,124 +37,231 @@ class Product:
     rows: int
     columns: int
     sizes: Sizes
+    plain: bool = False
 
     @property
     def key(self) -> str:
         """Its name in `tiles.json`."""
-        if self.kind == "linear":
-            return linear_key(self.rows, self.columns)
+        if self.kind.endswith("linear"):
+            return linear_key(self.rows, self.columns, self.kind == "fp8_linear")
         return expert_key(self.rows, self.columns, self.sizes.num_experts, True)
 
 
-def products(sizes: Sizes, tokens: Sequence[int]) -> Iterator[Product]:
-    """The products of a layer with experts."""
-    for count in tokens:
-        yield Product("linear", count, sizes.qkv, sizes.hidden, sizes)
-        yield Product("linear", count, sizes.hidden, sizes.heads * sizes.dim, sizes)
-        yield Product("gate_up", count, 2 * sizes.inner, sizes.hidden, sizes)
-        yield Product("down", count, sizes.hidden, sizes.inner, sizes)
+@attrs.frozen
+class Timed:
+    """A tile and its seconds, what it leaves to others included; or torch's, for tile None."""
+
+    product: Product
+    tile: Tile | None
+    seconds: float
+
+
+def products(sizes: Sizes, tokens: int) -> Iterator[Product]:
+    """The products of a layer."""
+    if sizes.num_experts:
+        yield Product("fp8_linear", tokens, sizes.qkv, sizes.hidden, sizes)
+        yield Product("fp8_linear", tokens, sizes.hidden, sizes.heads * sizes.dim, sizes)
+        yield Product("linear", tokens, sizes.num_experts, sizes.hidden, sizes)
+        yield Product("gate_up", tokens, 2 * sizes.inner, sizes.hidden, sizes)
+        yield Product("down", tokens, sizes.hidden, sizes.inner, sizes)
+        yield Product("down", tokens, sizes.hidden, sizes.inner, sizes, plain=True)
+    else:
+        yield Product("linear", tokens, sizes.qkv, sizes.hidden, sizes)
+        yield Product("linear", tokens, sizes.hidden, sizes.heads * sizes.dim, sizes)
+        yield Product("linear", tokens, 2 * sizes.inner, sizes.hidden, sizes)
+        yield Product("linear", tokens, sizes.hidden, sizes.inner, sizes)
 
 
 def candidates(product: Product) -> Iterator[Tile]:
     """The tiles to try."""
-    count = product.tokens
-    if product.kind == "linear":
-        wide = sorted({min(64, max(16, count)), min(128, max(16, count))} | ({32} if count > 16 else set()))
-        for most in wide:
-            for rows in (64, 128):
-                for stages in (3, 5):
-                    for parts in (1, 2, 4, 8) if count <= 64 else (1, 2, 4):
-                        yield Tile(rows, most, 128, 4, stages, parts)
+    count, many = product.tokens, product.tokens > 512
+    if not product.kind.endswith("linear"):
+        yield from _expert_candidates(product, many)
         return
-    scans = count * product.sizes.top_k <= SCAN_PAIRS
-    for most in (16,) if scans else (16, 32, 64):
-        for rows in (64, 128, 256):
-            for stages in (3, 4, 6):
-                for warps in (4, 8):
-                    yield Tile(rows, most, 128, warps, stages)
+    own = max(16, 1 << (min(count, 128) - 1).bit_length())
+    for most in {64, 128} if many else {own, max(own // 2, 16)}:
+        for rows in (128, 256) if many else (64, 128):
+            for columns in (128,) if product.kind == "fp8_linear" else (64, 128):
+                for stages in (3, 4) if many else (3, 5):
+                    for parts in (1,) if many else (1, 2, 4, 8):
+                        yield Tile(rows, most, columns, 8 if many else 4, stages, parts)
 
 
-def caller(product: Product, device: str) -> Any:
-    """What runs the product with a tile, on weights that take turns."""
-    from weft.ops.experts_triton import align, launch
+def _expert_candidates(product: Product, many: bool) -> Iterator[Tile]:
+    pairs, count = product.tokens * product.sizes.top_k, product.tokens
+    for sort in (False, True) if pairs <= MOST_SCANNED else (True,):
+        for most in (64, 128) if many else (16,) if count <= 64 else (16, 32, 64):
+            for rows in (128, 256) if many else (64, 128, 256):
+                for stages in (3, 4):
+                    for warps in (4, 8):
+                        for span in (1,) if many else (1, 2, 4):
+                            yield Tile(rows, most, 128, warps, stages, span=span, sort=sort)
+
+
+def maker(product: Product) -> Callable[[Tile | None], list[Callable[[], Any]]]:
+    """What makes calls of the product with a tile, on weights, or tokens' choices, that take turns."""
+    return _linear_maker(product) if product.kind.endswith("linear") else _expert_maker(product)
+
+
+def _linear_maker(product: Product) -> Callable[[Tile | None], list[Callable[[], Any]]]:
     from weft.ops.linear_triton import run_tile
 
-    make, count, sizes = Maker(device, torch.bfloat16), product.tokens, product.sizes
-    if product.kind == "linear":
-        x = fp8.reference_quantize(make.randn(count, product.columns))
-        copies = make.copies(product.rows, product.columns, itemsize=1)
-        weights = [make.fp8(product.rows, product.columns) for _ in range(copies)]
-        return lambda tile: [lambda w=w: run_tile(*x, *w, None, torch.bfloat16, tile) for w in weights]
-    gated = product.kind == "gate_up"
-    weights = [make.fp8(sizes.num_experts, product.rows, product.columns) for _ in range(2)]
-    by, experts = make.route(sizes, count)
-    x = make.randn(count if gated else count * sizes.top_k, product.columns)
-    values, scales = fp8.reference_quantize(x)
-    out = make.randn(count * sizes.top_k, sizes.inner) if gated else make.randn(
-        sizes.top_k, count, sizes.hidden, dtype=torch.float32
-    )  # fmt: skip
+    make, dtype, in_fp8 = Maker("cuda", torch.bfloat16), torch.bfloat16, product.kind == "fp8_linear"
+    shape, x = (product.rows, product.columns), make.randn(product.tokens, product.columns)
+    count = make.copies(*shape, itemsize=1 if in_fp8 else 2)
+    weights: list[Any] = [make.fp8(*shape) if in_fp8 else (make.randn(*shape), None) for _ in range(count)]
+    values, scales = fp8.reference_quantize(x) if in_fp8 else (x, None)
 
-    def calls(tile: Tile) -> list[Any]:
-        quantized = gated or tile.tokens >= 64
-        given = (values, scales) if quantized else (x, None)
-        aligned = align(experts, sizes.num_experts, tile.tokens) if count * sizes.top_k > SCAN_PAIRS else None
-        return [lambda w=w: launch(*given, *w, by, experts, aligned, out, tile, gated) for w in weights]
+    def run(tile: Tile | None, weight: Tensor, scale: Tensor | None) -> Tensor:
+        return F.linear(x, weight) if tile is None else run_tile(values, scales, weight, scale, None, dtype, tile)
+
+    return lambda tile: [partial(run, tile, *w) for w in weights]
+
+
+def _expert_maker(product: Product) -> Callable[[Tile | None], list[Callable[[], Any]]]:
+    from weft.ops.experts_triton import align, launch_down, launch_gate_up
+
+    make, count, sizes = Maker("cuda", torch.bfloat16), product.tokens, product.sizes
+    weights = [make.fp8(sizes.num_experts, product.rows, product.columns) for _ in range(2)]
+    routes = [make.route(sizes, count) for _ in range(16)]
+    x = make.randn(count if product.kind == "gate_up" else count * sizes.top_k, product.columns)
+    made = (x, None) if product.plain else fp8.reference_quantize(x)
+    out = make.randn(sizes.top_k, count, sizes.hidden, dtype=torch.float32)
+
+    def run(tile: Tile, i: int, aligned: Any) -> None:
+        (by, experts), (weight, scale) = routes[i], weights[i % 2]
+        if product.kind == "gate_up":
+            launch_gate_up(made[0], made[1], weight, scale, experts, aligned, torch.bfloat16, tile)
+            return
+        values, scales = torch.ops.weft.quantize(x) if product.plain and tile.tokens >= 64 else made
+        launch_down(values, scales, weight, scale, by, experts, aligned, out, tile)
+
+    def calls(tile: Tile | None) -> list[Callable[[], Any]]:
+        assert tile is not None
+        block = tile.tokens if tile.sort else 0
+        aligned = [align(experts, sizes.num_experts, block) if block else None for _, experts in routes]
+        return [partial(run, tile, i, aligned[i]) for i in range(len(routes))]
 
     return calls
 
 
-def compile_all(work: tuple[Product, list[Tile]]) -> None:
+def compile_some(work: tuple[Product, list[Tile]]) -> None:
     """Run each tile once, so that the compiled kernel stands in triton's cache on disk."""
     product, some = work
-    make = caller(attrs.evolve(product), "cuda")
+    make = maker(product)
     for tile in some:
         try:
             make(tile)[0]()
-        except Exception:  # a tile that does not fit: the one who times it says so
+        except Exception:  # a tile that does not fit: the one who times it leaves it out
             continue
     torch.cuda.synchronize()
 
 
-def search(sizes: Sizes, tokens: Sequence[int], device: str, out: Path | None) -> list[dict[str, Any]]:
-    """Time all candidates, write `tiles.json`, and return what was seen; nothing without a GPU."""
-    from weft.proofs.bench.kernels import graph_seconds
-
-    if device != "cuda":
-        return []
-    start, work = time.time(), []
-    for product in products(sizes, tokens):
-        found = [attrs.evolve(tile, parts=1) for tile in candidates(product)]
-        found = list(dict.fromkeys(found))
-        work += [(product, found[i::3]) for i in range(3)]
-    with multiprocessing.get_context("spawn").Pool(_PROCESSES) as pool:
-        pool.map(compile_all, work, chunksize=1)
-    print(f"compiled in {time.time() - start:.0f} s", flush=True)
-    seen = []
-    for product in products(sizes, tokens):
-        make = caller(product, device)
+def compile_all(work: Sequence[Product]) -> None:
+    """Compile the candidates of all products, each kind of kernel once."""
+    found: dict[Any, tuple[Product, Tile]] = {}
+    for product in work:
         for tile in candidates(product):
-            row = {"key": product.key, "kind": product.kind, "tokens": product.tokens, "tile": attrs.astuple(tile)}
-            try:
-                seen.append({**row, "us": graph_seconds(make(tile), device) * 1e6})
-            except Exception as error:
-                seen.append({**row, "error": f"{type(error).__name__}: {str(error)[:200]}"})
-        torch.cuda.empty_cache()
-    write(seen, out)
-    print(f"searched in {time.time() - start:.0f} s", flush=True)
-    return seen
+            pairs = 0 if tile.sort or product.kind.endswith("linear") else product.tokens
+            kind = "linear" if product.kind.endswith("linear") else (product.rows, product.columns)
+            key = kind, product.kind == "linear", product.plain, pairs, product.tokens == 1, attrs.evolve(tile, parts=1)
+            found.setdefault(key, (product, tile))
+    some: dict[tuple[Product, int], list[Tile]] = {}
+    for i, (product, tile) in enumerate(found.values()):
+        some.setdefault((product, i % 4), []).append(tile)
+    with multiprocessing.get_context("spawn").Pool(_PROCESSES) as pool:
+        pool.map(compile_some, [(product, part) for (product, _), part in some.items()], chunksize=1)
 
 
-def write(seen: Sequence[dict[str, Any]], out: Path | None) -> None:
-    """The best tile for each product and number of tokens."""
-    table: dict[str, list[dict[str, Any]]] = {}
-    for key, tokens in dict.fromkeys((row["key"], row["tokens"]) for row in seen):
-        rows = [row for row in seen if (row["key"], row["tokens"]) == (key, tokens) and "us" in row]
-        best = min(rows, key=lambda row: row["us"])
-        table.setdefault(key, []).append({"tokens": tokens, "tile": best["tile"]})
-    text = json.dumps(table, indent=1)
-    MEASURED.write_text(text + "\n", encoding="utf-8")
+def time_product(product: Product, until: float) -> Iterator[Timed]:
+    """Every candidate that fits the GPU, until the clock says so."""
+    make = maker(product)
+    if product.kind == "linear":
+        yield Timed(product, None, graph_seconds(make(None), "cuda"))
+    for tile in candidates(product):
+        if time.time() > until:
+            return
+        try:
+            seconds = graph_seconds(make(tile), "cuda")
+        except Exception as error:
+            if "OutOfResources" not in type(error).__name__:
+                raise
+            continue
+        left = 4 * tile.parts * product.tokens * product.rows / _PART_BYTES_PER_SECOND if tile.parts > 1 else 0
+        yield Timed(product, tile, seconds + left)
+
+
+def best(seen: Sequence[Timed], align_seconds: float) -> dict[str, Tile | None]:
+    """The tiles for one number of tokens, by key; both products with experts are chosen together."""
+    chosen: dict[str, Tile | None] = {}
+    for product in dict.fromkeys(one.product for one in seen if one.product.kind.endswith("linear")):
+        chosen[product.key] = min((one for one in seen if one.product == product), key=lambda one: one.seconds).tile
+    first = [one for one in seen if one.product.kind == "gate_up"]
+    second = [one for one in seen if one.product.kind == "down"]
+    pairs = [(a, b) for a in first for b in second if _fit(a.tile, b)]
+    if pairs:
+        a, b = min(pairs, key=lambda pair: pair[0].seconds + pair[1].seconds + align_seconds * _sorts(*pair))
+        chosen |= {a.product.key: a.tile, b.product.key: b.tile}
+    return chosen
+
+
+def _fit(first: Tile | None, second: Timed) -> bool:
+    """Whether the second product gets what the first one makes, quantised or not."""
+    return first is not None and second.product.plain == (first.rows != 256)
+
+
+def _sorts(first: Timed, second: Timed) -> int:
+    tiles = [one.tile for one in (first, second) if one.tile is not None and one.tile.sort]
+    return len({tile.tokens for tile in tiles})
+
+
+def search(sizes: Sequence[Sizes], tokens: Sequence[int], limit: float, out: Path | None) -> list[Timed]:
+    """Time the candidates, and write `tiles.json` after each number of tokens; what was not reached in `limit` seconds
+    keeps the tiles that it had."""
+    start, everything = time.time(), list[Timed]()
+    compile_all([product for size in sizes for count in tokens for product in products(size, count)])
+    print(f"compiled in {time.time() - start:.0f} s", flush=True)
+    for count in tokens:
+        for size in sizes:
+            seen = [one for product in products(size, count) for one in time_product(product, start + limit)]
+            if time.time() > start + limit:
+                print(f"out of time at {count} tokens of {size.name}", flush=True)
+                return everything
+            _update(count, best(seen, _align_seconds(size, count)), out)
+            everything += seen
+            torch.cuda.empty_cache()
+        print(f"{count} tokens: {time.time() - start:.0f} s", flush=True)
+    return everything
+
+
+def _align_seconds(size: Sizes, tokens: int) -> float:
+    """What it takes to sort the pairs of so many tokens."""
+    from weft.ops.experts_triton import align
+
+    if not size.num_experts:
+        return 0.0
+    _, experts = Maker("cuda", torch.bfloat16).route(size, tokens)
+    return graph_seconds([partial(align, experts, size.num_experts, 16)], "cuda")
+
+
+def _update(tokens: int, found: dict[str, Tile | None], out: Path | None) -> None:
+    """Put the tiles for one number of tokens into the table, and the table into the package and the folder."""
+    table = {key: dict(rows) for key, rows in tiles.measured().items()}
+    for key, tile in found.items():
+        table.setdefault(key, {})[tokens] = tile
+    text = format_table(table)
+    MEASURED.write_text(text, encoding="utf-8")
     for one in (tiles.measured, tiles.linear_tile, tiles.expert_tile):
         one.cache_clear()
     if out:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "tiles.json").write_text(text + "\n")
+        (out / "tiles.json").write_text(text)
+
+
+def format_table(table: dict[str, dict[int, Tile | None]]) -> str:
+    """`tiles.json`, a line a tile."""
+    lists = []
+    for key, rows in sorted(table.items()):
+        entries = [{"tokens": n, "tile": tile and attrs.astuple(tile)} for n, tile in sorted(rows.items())]
+        lists.append(f'  "{key}": [\n    ' + ",\n    ".join(map(json.dumps, entries)) + "\n  ]")
+    return "{\n" + ",\n".join(lists) + "\n}\n"

@@ -121,9 +121,9 @@ def linears() -> list[Case]:
     ):
         x, bias = randn(tokens, columns), randn(rows) if tokens == 1 else None
         rest = *fp8_weight(rows, columns), bias, torch.float32
-        for values, scales in (reference_quantize(x), (x, None)):
-            name = f"fp8_linear {tokens} {'plain' if scales is None else 'quantised'}"
-            found.append(Case(name, kernel, "fp8_linear", (values, scales, *rest), (tile,)))
+        found.append(Case(f"fp8_linear {tokens}", kernel, "fp8_linear", (*reference_quantize(x), *rest), (tile,)))
+        whole = "weft.ops.linear_triton:fp8_linear"
+        found.append(Case(f"fp8_linear {tokens} of plain values", whole, "fp8_linear", (x, None, *rest)))
     return found
 
 
