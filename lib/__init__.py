@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from weft.errors import WeftError
     from weft.outputs import IntermediateTensors, Output
     from weft.padding import inert, pad, unpad
+    from weft.sampling import SamplingParams
     from weft.settings import assert_max_captures, config, no_capture
     from weft.stages.model import Model, load
     from weft.state import State, admit, advance
@@ -39,6 +40,7 @@ _HOMES = {
     "weft.errors": ("WeftError",),
     "weft.outputs": ("IntermediateTensors", "Output"),
     "weft.padding": ("inert", "pad", "unpad"),
+    "weft.sampling": ("SamplingParams",),
     "weft.stages.model": ("Model", "load"),
     "weft.settings": ("assert_max_captures", "config", "no_capture"),
     "weft.state": ("State", "admit", "advance"),
@@ -70,6 +72,7 @@ __all__ = [
     "Model",
     "Output",
     "Program",
+    "SamplingParams",
     "Schema",
     "State",
     "WeftError",

@@ -31,6 +31,10 @@ class Batch:
         query_start_loc: [num_reqs + 1] int32, where each request's tokens start; padding repeats the last entry.
         samples: [num_reqs] bool, whether the step's last token of the request is the last of its prompt, or later: only
             then is a token sampled and kept.
+        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar lets a request draw,
+            the lowest first, as XGrammar writes it; None: all. Batches with and without one have different graphs.
+        targets: [num_tokens] int64, the prompt's next token behind each: the step returns their logprobs too; None
+            where no request wants them.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -38,6 +42,8 @@ class Batch:
     input_ids: Tensor = attrs.field(metadata=axes("num_tokens", pad=0))
     query_start_loc: Tensor = attrs.field(metadata=axes("num_reqs+1", pad="last"))
     samples: Tensor = attrs.field(metadata=axes("num_reqs", pad=0))
+    token_mask: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs", pad=-1))
+    targets: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
 
     @classmethod
     def decode(cls, rows: Sequence[int], *, device: torch.device | str = "cpu") -> Self:

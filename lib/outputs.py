@@ -29,8 +29,17 @@ class Output:
             temperature.
         logits: [num_reqs, vocab_size] float32 at each request's last token; None unless the step was built to keep
             them.
+        top_ids, top_logprobs: [num_reqs, n] int64 and float32, the n likeliest tokens, by the model as above; None
+            unless the step was built to find them.
+        prompt_logprobs: [num_tokens] float32, those of the batch's `targets`; None unless it has them.
+        prompt_top_ids, prompt_top_logprobs: [num_tokens, n], the likeliest in their place.
     """
 
     token_ids: Tensor = attrs.field(metadata=axes("num_reqs"))
     logprobs: Tensor = attrs.field(metadata=axes("num_reqs"))
     logits: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
+    top_ids: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
+    top_logprobs: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
+    prompt_logprobs: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
+    prompt_top_ids: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
+    prompt_top_logprobs: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))

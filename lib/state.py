@@ -2,7 +2,7 @@
 it."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import attrs
 import torch
@@ -11,7 +11,10 @@ from torch import Tensor
 from weft.batch import LAST_TOKEN, Batch, ResolvedBatch
 from weft.donation import donatable, donates
 from weft.errors import RequestError
+from weft.ops.sample_rows import count_tokens
 from weft.outputs import Output
+from weft.sampling import SamplingParams
+from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.trees import pytree
 
 
@@ -30,16 +33,14 @@ class State:
         positions: [max_num_reqs + 1] int64, tokens already in the cache: the sequence length, and the place of the next
             token, and so the counter of the request's random stream.
         last_tokens: [max_num_reqs + 1] int64, the token sampled last.
-        temperature: [max_num_reqs + 1] float32; 0 is greedy.
-        seeds: [max_num_reqs + 1] int64.
+        sampling: max_num_reqs + 1 rows; as wide as the vocabulary only on the stage that samples.
     """
 
     kv_pages: Tensor
     block_table: Tensor
     positions: Tensor
     last_tokens: Tensor
-    temperature: Tensor
-    seeds: Tensor
+    sampling: SamplingTable
     _taken_by: str = attrs.field(default="", init=False, repr=False, metadata={"weft.static": True})
 
     @classmethod
@@ -53,57 +54,77 @@ class State:
         num_pages: int,
         max_pages: int,
         page_size: int = 16,
+        vocab_size: int = 0,
+        max_biased: int = MAX_BIASED,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A state with no request in it: `num_pages` pages in all, at most `max_pages` of them a request."""
+        """A state with no request in it: `num_pages` pages in all, at most `max_pages` of them a request.
+
+        A stage that samples says its `vocab_size`, and the most tokens that a request may have in its `logit_bias`: a
+        row of its sampling table takes 2.25 bytes a token of the vocabulary.
+        """
         rows = max_num_reqs + 1
         return cls(
             torch.zeros(num_layers, 2, num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device),
             torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
-            torch.zeros(rows, dtype=torch.float32, device=device),
-            torch.zeros(rows, dtype=torch.int64, device=device),
+            SamplingTable.zeros(rows, vocab_size, max_biased, device),
         )
 
 
 @donates("state")
 def admit(
-    state: State, rows: Sequence[int], pages: Sequence[Sequence[int]], temperature: float, seeds: Sequence[int]
+    state: State,
+    rows: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]],
+    *,
+    generated: Sequence[Sequence[int]] | None = None,
+    positions: Sequence[int] | None = None,
 ) -> State:
-    """Start requests in rows of the state: their pages, sampling parameters, position 0.
+    """Start requests in rows of the state: their pages, sampling parameters, and where they begin.
 
     Args:
         state: donated.
         rows: one row a request.
         pages: the pages that each may fill, in order.
-        temperature: of all of them.
-        seeds: one a request; with the position it fixes what is sampled.
+        sampling: one a request, with its seed and all tokens that end it (`SamplingParams.for_request`).
+        prompts: the token ids of each, which penalties count.
+        generated: what each had generated before, if it is started again and reads that behind its prompt. None:
+            nothing.
+        positions: tokens that are in each one's pages already; None: 0.
 
     Raises:
-        RequestError: lengths differ, a row is not the state's or stands twice, or a page is not the state's, or more of
-            them than its table holds.
+        RequestError: lengths differ, a row is not the state's or stands twice, a page is not the state's, or more of
+            them than its table holds; a token that the model does not have, or no seed for a request that draws.
     """
-    _check_admission(state, rows, pages, seeds)
+    count = len(rows)
+    said = [()] * count if generated is None else generated
+    starts = [0] * count if positions is None else list(positions)
+    _check_admission(state, rows, pages, (sampling, prompts, said, starts))
+    write_rows(state.sampling, rows, sampling, prompts, said)
     device = state.positions.device
-    index = torch.tensor(rows, dtype=torch.int64, device=device)
-    table = torch.zeros(len(rows), state.block_table.shape[1], dtype=torch.int32)
+    table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = torch.tensor(own, dtype=torch.int32)
+    index, begins = torch.tensor([list(rows), starts], dtype=torch.int64).to(device)
     state.block_table[index] = table.to(device)
-    state.positions[index] = 0
+    state.positions[index] = begins
     state.last_tokens[index] = 0
-    state.temperature[index] = temperature
-    state.seeds[index] = torch.tensor(seeds, dtype=torch.int64, device=device)
     return state
 
 
-def _check_admission(state: State, rows: Sequence[int], pages: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-    call = f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, temperature, <{len(seeds)} seeds>)"
+def _check_admission(
+    state: State, rows: Sequence[int], pages: Sequence[Sequence[int]], others: Sequence[Sequence[Any]]
+) -> None:
+    asked, prompts = len(others[0]), len(others[1])
+    call = f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{asked} sampling>, <{prompts} prompts>)"
     num_rows, (_, most), num_pages = len(state.positions) - 1, state.block_table.shape, state.kv_pages.shape[2]
-    if not len(rows) == len(pages) == len(seeds):
-        raise RequestError(call, "numbers that differ", "give a list of pages and a seed for each row")
+    if any(len(other) != len(rows) for other in (pages, *others)):
+        raise RequestError(call, "numbers that differ", "pages, SamplingParams and a prompt for each row")
     if len(set(rows)) != len(rows) or any(not 0 <= row < num_rows for row in rows):
         raise RequestError(
             call, "a row that stands twice or is not the state's", f"different rows from 0 to {num_rows - 1}"
@@ -112,6 +133,49 @@ def _check_admission(state: State, rows: Sequence[int], pages: Sequence[Sequence
         if len(own) > most or any(not 0 <= page < num_pages for page in own):
             seen = f"pages {list(own)[: most + 1]}"
             raise RequestError(call, seen, f"at most {most} pages a request, from 0 to {num_pages - 1}")
+
+
+@donates("state")
+def grow(state: State, more: Sequence[tuple[int, int, Sequence[int]]]) -> State:
+    """Give requests more pages.
+
+    Args:
+        state: donated.
+        more: for each request its row, the number of pages that it has, and those that follow.
+
+    Raises:
+        RequestError: a row or a page that is not the state's, or more pages than a row of its table holds.
+    """
+    (num_rows, most), num_pages = state.block_table.shape, state.kv_pages.shape[2]
+    for row, start, pages in more:
+        outside = any(not 0 <= page < num_pages for page in pages)
+        if not 0 <= row < num_rows - 1 or not 0 <= start <= most - len(pages) or outside:
+            instead = f"rows below {num_rows - 1}, at most {most} pages a request, pages below {num_pages}"
+            raise RequestError("grow(state, more)", f"row {row}, pages {list(pages)} behind {start}", instead)
+    places = [(row, start + i, page) for row, start, pages in more for i, page in enumerate(pages)]
+    row, column, page = torch.tensor(places, dtype=torch.int64).T.contiguous().to(state.block_table.device)
+    state.block_table[row, column] = page.to(torch.int32)
+    return state
+
+
+@donates("state")
+def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> State:
+    """Copy pages of the KV cache, in all layers.
+
+    Args:
+        state: donated.
+        sources, targets: pages, none of them in both.
+
+    Raises:
+        RequestError: a page that is not the state's, or is in both.
+    """
+    num_pages = state.kv_pages.shape[2]
+    if set(sources) & set(targets) or any(not 0 <= page < num_pages for page in (*sources, *targets)):
+        call = f"copy_pages(state, {list(sources)}, {list(targets)})"
+        raise RequestError(call, "a page that is in both, or not the state's", f"pages from 0 to {num_pages - 1}")
+    source, target = torch.tensor([list(sources), list(targets)], dtype=torch.int64).to(state.kv_pages.device)
+    state.kv_pages[:, :, target] = state.kv_pages[:, :, source]
+    return state
 
 
 def resolve(state: State, batch: Batch) -> ResolvedBatch:
@@ -143,20 +207,23 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
 
 
 @donates("state")
-def advance(state: State, batch: Batch, out: Output) -> State:
-    """The next state's table of requests: positions move on, and sampled tokens become the last ones.
+def advance(state: State, batch: Batch, out: Output | None) -> State:
+    """The next state's table of requests: positions move on, sampled tokens become the last ones, and are counted.
 
     Every stage does this with the same batch and the same tokens, so that all tables stay equal.
 
     Args:
         state: donated.
         batch: the batch that was run.
-        out: what the last stage returned for it.
+        out: what the last stage returned for it; None where no request samples.
     """
     starts = batch.query_start_loc
     old = state.positions[batch.rows]
     kept = batch.rows >= 0
     state.positions[batch.rows] = torch.where(kept, old + (starts[1:] - starts[:-1]), old)
+    if out is None:
+        return state
     last = state.last_tokens[batch.rows]
     state.last_tokens[batch.rows] = torch.where(kept & batch.samples, out.token_ids, last)
+    count_tokens(state.sampling, batch.rows, out.token_ids, batch.samples)
     return state

@@ -1,52 +1,75 @@
 """The one module that imports torch's private names, so that a new torch breaks one file."""
 
 import contextlib
+import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch._C._functorch import peek_interpreter_stack
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "READ_BY_PICKLE",
     "DispatchMode",
     "FunctionMode",
+    "backend_switches",
     "borrowed",
+    "children_of",
     "clone_all",
     "copy_all",
     "current_device",
     "current_stream_id",
     "empty_strided_on",
     "function_modes",
+    "generator_bytes",
     "global_state_check",
     "host_store",
+    "in_compiled",
     "in_dispatch_mode",
     "in_functorch_transform",
     "in_plain_surroundings",
     "is_capturing",
+    "is_compiled",
     "is_higher_order",
+    "off_fast_path",
     "operator_name",
     "process_group",
     "pytree",
     "rendezvous_store",
     "replayer",
+    "root_store",
+    "seen_as",
     "stop_allocating_to_pool",
     "storage_id",
+    "switches",
     "symmetric_memory",
     "tensors_check",
+    "uncompiled",
     "unnamed_children",
+    "unseen",
 ]
+
+
+READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
+"""An attribute of every tensor that `Tensor.__reduce_ex__` looks at, and hardly anybody else."""
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DispatchMode(TorchDispatchMode):
@@ -82,6 +105,28 @@ class FunctionMode(TorchFunctionMode):
         TorchFunctionMode.__exit__(self, *error)
 
 
+def is_compiled(function: Any) -> bool:
+    """Whether `torch.compile` made a function or a module."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def uncompiled(function: F) -> F:
+    """Keep `torch.compile` off the frames of a function, and off all that it calls."""
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+def in_compiled(below: str) -> bool:
+    """Whether what `torch.compile` made is running, called after the innermost frame of the module `below`."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and (name := frame.f_globals.get("__name__")) != below:
+        if name == "torch._dynamo.eval_frame" and frame.f_code.co_qualname.startswith("_TorchDynamoContext."):
+            return True  # and not DisableContext, which keeps the compiler off
+        frame = frame.f_back
+    return False
+
+
 def is_higher_order(func: Any) -> bool:
     """Whether an operator takes functions, as torch.cond does."""
     return isinstance(func, HigherOrderOperator)
@@ -100,9 +145,16 @@ def unnamed_children(node: Any) -> list[Any] | None:
     return None if known is None or known.flatten_with_keys_fn is not None else list(known.flatten_fn(node)[0])
 
 
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no dispatch mode sees what is done."""
+    modes: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return modes
+
+
 def in_dispatch_mode() -> bool:
-    """Whether a dispatch mode is active in this thread: a capture, a trace, fake tensors, a counter of operators."""
-    return _len_torch_dispatch_stack() > 0
+    """Whether a dispatch mode is active in this thread (a capture, a trace, fake tensors, a counter of operators), or a
+    trace of torch.jit."""
+    return _len_torch_dispatch_stack() > 0 or _is_tracing()
 
 
 def in_functorch_transform() -> bool:
@@ -111,12 +163,14 @@ def in_functorch_transform() -> bool:
 
 
 def in_plain_surroundings() -> bool:
-    """Whether no dispatch mode, no function mode, no torch.func transform and no forward-mode level is active."""
+    """Whether no dispatch mode, no function mode, no torch.func transform, no forward-mode level and no trace of
+    torch.jit is active."""
     return (
         _len_torch_dispatch_stack() == 0
         and _len_torch_function_stack() == 0
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
+        and not _is_tracing()
     )
 
 
@@ -180,7 +234,65 @@ def function_modes() -> tuple[Any, ...]:
     if _len_torch_function_stack() == 0:
         return ()
     modes = [mode for mode in _get_current_function_mode_stack() if not getattr(mode, "only_looks", False)]
-    return tuple(str(getattr(mode, "device", mode)) for mode in modes)
+    return tuple(str(mode.device) if isinstance(mode, DeviceContext) else mode for mode in modes)
+
+
+def switches() -> tuple[tuple[str, Any], ...]:
+    """What a result depends on beside the arguments, by name: autograd's mode, autocast, defaults, and the switches by
+    which torch chooses among its kernels. `global_state_check` sees a change of any but those of `backend_switches`."""
+    devices = ("cpu", "cuda")
+    return (
+        ("inference mode", torch.is_inference_mode_enabled()),
+        ("grad mode", torch.is_grad_enabled()),
+        ("autocast", tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in devices)),
+        ("default dtype", torch.get_default_dtype()),
+        ("deterministic algorithms", torch.get_deterministic_debug_mode()),
+        ("float32 precision", torch._C._get_fp32_precision_getter("cuda", "matmul")),
+        ("reduced precision of float16", torch._C._get_cublas_allow_fp16_reduced_precision_reduction()),
+        ("reduced precision of bfloat16", torch._C._get_cublas_allow_bf16_reduced_precision_reduction()),
+        *backend_switches(),
+    )
+
+
+def backend_switches() -> tuple[tuple[str, Any], ...]:
+    """The switches, by name, that attention, convolutions and recurrent layers consult."""
+    c: Any = torch._C
+    attention = (c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(), c._get_math_sdp_enabled())
+    attention += (c._get_cudnn_sdp_enabled(), *c._get_sdp_priority_order(), torch.backends.mha.get_fastpath_enabled())
+    cudnn = (c._get_cudnn_enabled(), c._get_cudnn_benchmark(), c._get_cudnn_deterministic())
+    return (
+        ("kernels of attention", attention),
+        ("cudnn", (*cudnn, c._get_fp32_precision_getter("cuda", "conv"), c._get_fp32_precision_getter("cuda", "rnn"))),
+    )
+
+
+def off_fast_path() -> bool:
+    """Whether a module of torch.nn that is running (attention, a layer of a transformer) left its fast path only
+    because a function mode is in force."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__", "").startswith("torch.nn.modules."):
+            found = frame.f_locals
+            why = str(found.get("why_not_fast_path") or found.get("why_not_sparsity_fast_path"))
+            recorded = torch.is_grad_enabled() and any(
+                x is not None and x.requires_grad for x in found.get("tensor_args", ())
+            )
+            if "has_torch_function" in why and not recorded:
+                return True
+        frame = frame.f_back
+    return False
+
+
+def generator_bytes(generator: torch.Generator) -> bytes:
+    """The state of a random generator, read without any dispatch."""
+    with torch._C.DisableTorchFunction():
+        state = generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def children_of(spec: Any) -> list[Any]:
+    """The children of a tree's structure."""
+    return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
 
 
 def borrowed(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,6 +301,12 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     held = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def seen_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A view of `tensor` that is a lazy conjugate, or negative, of what is stored, where `like` is."""
+    view = torch._conj(tensor) if like.is_conj() else tensor
+    return torch._neg_view(view) if like.is_neg() else view
 
 
 def current_stream_id(device_index: int) -> Callable[[], int]:
@@ -221,6 +339,13 @@ def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> Any:
     return dist.PrefixStore(f"weft/{next(_RUNS)}", whole)  # type: ignore[attr-defined]
 
 
+def root_store(store: Any) -> Any:
+    """The store below all prefixes: what a launcher writes into."""
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return store
+
+
 def host_store(address: str, timeout: float) -> Any:
     """A store that this process hosts, at a free `port`, for a launcher's ranks to find."""
     return dist.TCPStore(address, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)  # type: ignore[attr-defined]
@@ -230,15 +355,34 @@ def process_group(backend: str, name: str, store: Any, rank: int, num_ranks: int
     """A process group of torch.distributed for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else.
 
     Args:
-        backend: `gloo` or `nccl`.
+        backend: `gloo` or `nccl`; that one's own watchdog, which ends the process without naming a rank, leaves it to
+            the caller's.
         name: different for each of a store.
+        timeout: seconds; of gloo, for the connections too.
     """
-    own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    apart = store.clone()  # it may wait for as long, and nobody else's wait on the store is cut short
+    apart.set_timeout(timedelta(seconds=timeout))
+    own = dist.PrefixStore(name, apart)  # type: ignore[attr-defined]
     if backend == "gloo":
         return dist.ProcessGroupGloo(own, rank, num_ranks, timedelta(seconds=timeout))
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout)
-    return dist.ProcessGroupNCCL(own, rank, num_ranks, options)
+    options._timeout = timedelta(seconds=2 * timeout + 60)
+    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return dist.ProcessGroupNCCL(own, rank, num_ranks, options)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """An environment variable set for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def symmetric_memory(
@@ -248,10 +392,17 @@ def symmetric_memory(
 
     Collective: every rank calls it with the same size. The memory lives as long as the views.
     """
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-    _SymmetricMemory.set_group_info(name, rank, num_ranks, dist.PrefixStore(name, store))  # type: ignore[attr-defined]
-    own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, name)
+    own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    unique: Any = f"weft/{name}/{next(_RUNS)}"  # the registry is the process's; every rank counts alike
+    group = dist.ProcessGroup(own_store, rank, num_ranks)
+    gloo = dist.ProcessGroupGloo(own_store, rank, num_ranks, timedelta(seconds=60))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    _register_process_group(unique, group)
+    _SymmetricMemory.set_group_info(unique, rank, num_ranks, own_store)
+    own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, unique)
     own.zero_()
     torch.cuda.synchronize(device)
     handle = _SymmetricMemory.rendezvous(own)

@@ -4,15 +4,17 @@ A *sized* class says, for each tensor field, which of its dimensions follow the 
 `weft.padding` pads and unpads any tree of such classes without knowing them.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import attrs
 from torch import Tensor
 
+from weft.alike import alike
 from weft.errors import DescriptorError, TreeError
+from weft.torchapi import children_of, unnamed_children
 from weft.torchapi import pytree as _pytree
-from weft.torchapi import unnamed_children
 
 C = TypeVar("C", bound=type)
 
@@ -101,15 +103,6 @@ def descriptor_field() -> dict[str, Any]:
     return {_STATIC: True, _DESCRIPTOR: True}
 
 
-def alike(value: Any) -> Any:
-    """A hashable stand-in for a Python value that tells apart what `==` does not: 1, 1.0 and True; 0.0 and -0.0."""
-    if isinstance(value, float):
-        return (type(value), value.hex())
-    if isinstance(value, tuple):
-        return (type(value), tuple(alike(v) for v in value))
-    return (type(value), value)
-
-
 @attrs.frozen(hash=True)
 class Context:
     """The static fields of a node, as part of a tree's structure."""
@@ -176,6 +169,15 @@ def pytree(cls: C) -> C:
     )
     type.__setattr__(cls, _FIELDS, NodeFields(children, statics))
     return cls
+
+
+def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
+    """What the keys of the dicts in a structure are, beyond what `==` says of them (see `alike`)."""
+    own: list[Any] = []
+    if isinstance(structure.type, type) and issubclass(structure.type, dict):
+        keys = structure.context[1] if structure.type is defaultdict else structure.context
+        own = [alike(key) for key in keys if type(key) is not str]
+    return (*own, *(found for child in children_of(structure) for found in keys_in(child)))
 
 
 def leaves_with_names(tree: Any) -> list[tuple[str, Any]]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from weft.batch import Batch
+from weft.sampling import SamplingParams
 from weft.stages.config import parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, Model
@@ -89,7 +90,7 @@ def time_decode(
     runner = make_runner(model, Limits(num_reqs, 4096), num_stages=num_stages, mode=mode)
     repeats = 30
     lengths = [context + 4 * (repeats + 2)] * num_reqs
-    state = make_state(model, runner.layouts, lengths, temperature=1.0, seeds=range(num_reqs))
+    state = make_state(model, runner.layouts, lengths, [SamplingParams(seed=row) for row in range(num_reqs)])
     for stage in state:
         stage.positions[:-1] = context  # as if prefilled: the time does not depend on what the pages hold
         stage.kv_pages.normal_()

@@ -137,6 +137,16 @@ def _sampled(data: st.DataObject, device: str) -> None:
     laws.seed_and_position_fix_the_sample(scenario, way, stages, data.draw(st.integers(1, 3)), ladder, device)
 
 
+def _served(data: st.DataObject, device: str) -> None:
+    trace = data.draw(strategies.traces())
+    num_stages = trace.config.num_layers - data.draw(st.integers(0, trace.config.num_layers - 1))
+    laws.stages_agree(trace, num_stages, data.draw(st.sampled_from(("none", *MODES, "none"))), device)
+
+
+def _scheduled(data: st.DataObject, device: str) -> None:
+    laws.hosts_agree(data.draw(strategies.traces(max_layers=1)), 2, device)
+
+
 def _reordered(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=2))
     orders = [data.draw(st.permutations(range(len(step)))) for step in scenario.moves]
@@ -175,6 +185,8 @@ LAWS = (
         "broken programs are refused",
         _on_programs(laws.broken_programs_are_refused, strategies.broken_programs()),
     ),
+    Law("L11", "stages agree, and requests are served as if alone", _served),
+    Law("L11", "hosts agree", _scheduled),
     Law("L13", "micro-batches are one", _microbatched),
     Law("L14", "memory is estimated", _estimated),
     Law("L15", "functions of graphs are functions", _with_func(laws.functions_of_graphs_are_functions)),

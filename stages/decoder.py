@@ -20,11 +20,13 @@ from weft.ops.linear import fp8_linear, linear
 from weft.ops.norm import add_parts, add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from weft.ops.paged_attention import paged_attention
 from weft.ops.rotary import rotate_and_keep
-from weft.ops.sample import sample
+from weft.ops.sample_rows import sample_rows
 from weft.outputs import IntermediateTensors, Output
+from weft.sampling_table import SamplingTable
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
+from weft.stages.logprobs import prompt_logprobs, top_logprobs
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.rope import inverse_frequencies, rope_tables
 from weft.state import State, resolve
@@ -34,13 +36,16 @@ DecoderStage = Callable[
 ]
 
 
-def decoder_stage(config: ModelConfig, layout: StageLayout, *, keep_logits: bool = False) -> DecoderStage:
+def decoder_stage(
+    config: ModelConfig, layout: StageLayout, *, keep_logits: bool = False, num_logprobs: int = 0
+) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
     Args:
         config: the whole model's.
         layout: which layers; the first stage embeds, the last normalises, projects to the vocabulary and samples.
         keep_logits: return the logits [num_reqs, vocab_size] too (in float32, they are large).
+        num_logprobs: return the logprobs of so many of the likeliest tokens too; 0: only the chosen one's.
 
     Returns:
         A pure function that takes the storage of its state.
@@ -58,11 +63,7 @@ def decoder_stage(config: ModelConfig, layout: StageLayout, *, keep_logits: bool
         hidden = layers(config, params, state.kv_pages, resolved, tables, hidden)
         if not layout.last:
             return state, IntermediateTensors(hidden)
-        logits = head(config, params, resolved, hidden)
-        token_ids, logprobs = sample(
-            logits, state.temperature[batch.rows], state.seeds[batch.rows], resolved.positions[resolved.last_index]
-        )
-        return state, Output(token_ids, logprobs, logits.float() if keep_logits else None)
+        return state, finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs)
 
     stage.__name__ = stage.__qualname__ = f"stage {layout.index} of {layout.num_stages}"
     return stage
@@ -199,3 +200,27 @@ def head(config: ModelConfig, params: DecoderParams, batch: ResolvedBatch, hidde
     assert params.lm_head is not None
     last = rms_norm(hidden[batch.last_index], params.norm, config.rms_norm_eps)
     return F.linear(last, params.lm_head)
+
+
+def finish(
+    config: ModelConfig,
+    params: DecoderParams,
+    table: SamplingTable,
+    batch: Batch,
+    resolved: ResolvedBatch,
+    hidden: Tensor,
+    keep_logits: bool = False,
+    num_logprobs: int = 0,
+) -> Output:
+    """What the last stage makes of the last layer's states [num_tokens, hidden_size]: a token for each request, and
+    what else was asked for."""
+    logits = head(config, params, resolved, hidden)
+    ids, logprobs = sample_rows(logits, table, batch.rows, resolved.positions[resolved.last_index], batch.token_mask)
+    top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
+    prompt: tuple[Tensor | None, ...] = (None, None, None)
+    if batch.targets is not None:
+        assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
+        assert params.lm_head is not None
+        normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
+        prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs)
+    return Output(ids, logprobs, logits.float() if keep_logits else None, *top, *prompt)

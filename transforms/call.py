@@ -8,20 +8,21 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.alike import alike
 from weft.donation import refuse_donated
 from weft.errors import DescriptorError, DonatedError
 from weft.padding import padded_shape
-from weft.torchapi import function_modes, in_dispatch_mode, in_functorch_transform, storage_id
+from weft.torchapi import children_of, function_modes, in_dispatch_mode, in_functorch_transform, storage_id, switches
 from weft.transforms.borrowing import refuse_stale
-from weft.transforms.memo import Key, check_hashable, check_plain, check_statics, leaf_key
+from weft.transforms.memo import Key, check_hashable, check_plain, check_statics, check_tensors, leaf_key
+from weft.transforms.overlap import overlap, overlaps_itself
 from weft.trees import (
     TreeSpec,
-    alike,
+    keys_in,
     leaf_axes,
     leaves_with_names,
     map_sized,
     tree_flatten,
-    tree_leaves,
     tree_structure,
 )
 
@@ -92,10 +93,16 @@ def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def refuse_shared(call: Call, roles: Roles, name: str) -> None:
-    """Raise if a donated argument's storage is that of another argument by reference: what it holds after the call
-    would be unsaid. (What is copied in is copied before anything is written.)"""
-    count = _num_donated(call.references, roles)
+    """Raise if a donated argument shares memory with another donated one, or its storage with another argument by
+    reference: what it holds after the call would be unsaid. (What is copied in, is so before anything is written.)"""
+    count = num_donated(call, roles)
     leaves = list(zip(call.leaf_names(), call.reference_leaves, strict=False))
+    donated = [(path, x) for path, x in leaves[:count] if isinstance(x, Tensor) and not x.is_meta]
+    for index, (path, leaf) in enumerate(donated):
+        if overlaps_itself(leaf):
+            raise _shared(name, f"{path}, which is donated, has elements that share memory, as an expanded tensor has")
+        if other := next((p for p, x in donated[:index] if overlap(x, leaf)), None):
+            raise _shared(name, f"{path} shares memory with {other}, and both are donated")
     owners = {storage_id(x): path for path, x in leaves[:count] if isinstance(x, Tensor) and x.numel()}
     for path, leaf in leaves[count:]:
         if isinstance(leaf, Tensor) and storage_id(leaf) in owners:
@@ -103,7 +110,7 @@ def refuse_shared(call: Call, roles: Roles, name: str) -> None:
 
 
 def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
-    count = _num_donated(call.references, roles)
+    count = num_donated(call, roles)
     donated = {id(x) for x in call.reference_leaves[:count] if isinstance(x, Tensor)}
     if donated and any(id(x) in donated for x in (*call.reference_leaves[count:], *call.copied_leaves)):
         leaves = (*call.reference_leaves, *call.copied_leaves)
@@ -111,9 +118,10 @@ def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
         raise _shared(name, f"{path} is a tensor that the same call donates")
 
 
-def _num_donated(references: dict[str, Any], roles: Roles) -> int:
-    """How many of the leaves by reference are donated: they stand first."""
-    return len(tree_leaves([references[n] for n in roles.donated if n in references]))
+def num_donated(call: Call, roles: Roles) -> int:
+    """How many of the leaves by reference are donated, or were: they stand first."""
+    arguments = zip(call.references, children_of(call.reference_tree), strict=True)
+    return sum(int(child.num_leaves) for name, child in arguments if name in roles.donated)
 
 
 def _shared(name: str, seen: str) -> DonatedError:
@@ -137,15 +145,32 @@ def inline_reason(call: Call) -> str | None:
     for leaf in (*call.reference_leaves, *call.copied_leaves):
         if isinstance(leaf, Tensor) and grad and leaf.requires_grad:
             return "an argument requires grad, and autograd must see the operators; torch.no_grad() lifts this"
-        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
-            return f"an argument is {leaf.layout}, which has no fixed addresses"
+        if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+            return f"an argument is {'nested' if leaf.is_nested else leaf.layout}, which has no fixed addresses"
     return None
 
 
-def _ambient() -> tuple[Any, ...]:
+def _ambient() -> tuple[tuple[str, Any], ...]:
     """What a result depends on beside the arguments: a replay must be of a capture in the same surroundings."""
-    casts = tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
-    return (torch.is_inference_mode_enabled(), *casts, torch.get_default_dtype(), function_modes())
+    return (*switches(), ("function modes", tuple(_Itself(mode) for mode in function_modes())))
+
+
+@attrs.frozen(eq=False)
+class _Itself:
+    """An object in a key: the same only as itself, however it is compared. A name is compared as such."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Itself):
+            return NotImplemented
+        return self.value == other.value if isinstance(self.value, str) else self.value is other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value) if isinstance(self.value, str) else id(self.value)
+
+    def __repr__(self) -> str:
+        return str(self.value)
 
 
 def check_sizes(call: Call, descriptor: Any, name: str) -> None:
@@ -165,7 +190,11 @@ def signature_of(call: Call) -> Key:
     leaves = [leaf_key(x, None, True) for x in call.reference_leaves]
     leaves += [leaf_key(x, None, False) for x in call.copied_leaves]
     statics = tuple((name, alike(value)) for name, value in call.statics.items())
-    return Key(_ambient(), "", (call.reference_tree, call.copied_tree), statics, None, tuple(leaves))
+    return Key(_ambient(), "", _structure(call.reference_tree, call.copied_tree), statics, None, tuple(leaves))
+
+
+def _structure(references: TreeSpec, copied: TreeSpec) -> tuple[TreeSpec, TreeSpec, tuple[Any, ...]]:
+    return references, copied, (*keys_in(references), *keys_in(copied))
 
 
 def hashable_signature(call: Call, name: str) -> Key:
@@ -186,7 +215,9 @@ def check_call(call: Call, roles: Roles, name: str) -> None:
         CaptureError: an argument that is neither tensors nor plain values, or a static one that holds a tensor.
         DonatedError: a donated argument shares its storage with another.
     """
-    check_plain((*call.reference_leaves, *call.copied_leaves), f"{name}(...)", call.leaf_names)
+    leaves = (*call.reference_leaves, *call.copied_leaves)
+    check_plain(leaves, f"{name}(...)", call.leaf_names)
+    check_tensors(leaves, f"{name}(...)", call.leaf_names)
     check_statics(call.statics, f"{name}(...)")
     refuse_shared(call, roles, name)
 
@@ -200,5 +231,5 @@ def key_of(call: Call, mode: str, descriptor: Any) -> Key:
     leaves = list(signature.leaves[: len(call.reference_leaves)])
     for leaf, spec in zip(call.copied_leaves, leaf_axes(call.copied), strict=True):
         leaves.append(leaf_key(leaf, padded_shape(leaf, spec, descriptor) if spec else None, False))
-    structure = (call.reference_tree, tree_structure(padded))
+    structure = _structure(call.reference_tree, tree_structure(padded))
     return attrs.evolve(signature, structure=structure, descriptor=descriptor, leaves=tuple(leaves))

@@ -1,6 +1,7 @@
 """Capture: record a function for one key on buffers of its own, and leave no trace in the caller's state."""
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -10,16 +11,21 @@ from torch import Tensor
 
 from weft.errors import CaptureError, WeftError
 from weft.padding import inert, padded_shape
+from weft.torchapi import unseen
 from weft.transforms.backends import Backend, Recording
-from weft.transforms.backends.audit import Audit
+from weft.transforms.backends.audit import Audit, Inputs
+from weft.transforms.buffers import blank_like, buffer_like
 from weft.transforms.call import Call, invoke
 from weft.transforms.options import Graphable
-from weft.transforms.results import Outputs, settle
+from weft.transforms.results import Outputs, refuse_opaque, refuse_recorded, settle
 from weft.trees import Axes, leaf_axes, leaves_with_names, tree_flatten, tree_leaves, tree_unflatten
 
 SAVED_BYTES = 2**26
-BLANK_BYTES = 2**20
-"""Padding up to this size is copied from a tensor of padding, in the launch of the values; larger tails are filled."""
+
+
+def _records(external: Iterable[Tensor]) -> bool:
+    """Whether autograd records what is done with these tensors from outside."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in external)
 
 
 @attrs.define(eq=False)
@@ -30,8 +36,9 @@ class Entry:
         recording: the graph.
         buffers: what it reads its copied inputs from.
         axes: of each buffer that is padded; None for the rest.
-        needs_autograd: it reads a tensor from outside that requires grad, so that under autograd the function itself
-            must run.
+        external: the tensors from outside that it reads and that could require grad: while one does, the function
+            itself must run under autograd.
+        consults_switches: it chose kernels by `weft.torchapi.backend_switches`.
         blanks: for each buffer that is padded with one number, a tensor of padding; None for large ones, and the rest.
         last_use: the number of the replay that used it last, by which the least used is found.
     """
@@ -39,13 +46,14 @@ class Entry:
     recording: Recording
     buffers: tuple[Any, ...]
     axes: tuple[Axes | None, ...]
-    needs_autograd: bool
+    external: tuple[Tensor, ...]
+    consults_switches: bool
     blanks: tuple[Tensor | None, ...]
     last_use: int = 0
 
     def runs_itself(self) -> bool:
         """Whether the function itself must run here, for autograd to see its operators."""
-        return self.needs_autograd and torch.is_grad_enabled()
+        return _records(self.external)
 
     @property
     def outputs(self) -> Outputs:
@@ -67,6 +75,8 @@ class Prepared:
         names: of the leaves.
         references: the leaves by reference, the caller's own tensors.
         buffers: for the copied leaves.
+        given: aliases of both, which the next run is given; each run has its own.
+        arguments: what the runs so far were given.
         axes: of the buffers that are padded.
         donated: the tensors that `run` may write.
         untouched: a context that leaves the donated tensors and the random generators as they were.
@@ -76,6 +86,8 @@ class Prepared:
     names: tuple[str, ...]
     references: tuple[Any, ...]
     buffers: tuple[Any, ...]
+    given: list[Any]
+    arguments: list[weakref.ref[Tensor]]
     axes: tuple[Axes | None, ...]
     donated: tuple[Tensor, ...]
     untouched: Callable[[Audit], AbstractContextManager[None]]
@@ -90,35 +102,52 @@ def prepare(of: Graphable, call: Call, descriptor: Any, device: torch.device) ->
     with torch.no_grad():
         example = call.copied if descriptor is None else inert(call.copied, descriptor)
         leaves, tree = tree_flatten(example)
-        buffers = tuple(torch.empty_like(x).copy_(x) if isinstance(x, Tensor) else x for x in leaves)
+        buffers = tuple(buffer_like(x) if isinstance(x, Tensor) else x for x in leaves)
     axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
     donated = _tensors({n: call.references[n] for n in of.roles.donated if n in call.references})
     saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
+    originals, count, grad = (*call.reference_leaves, *buffers), len(call.reference_leaves), torch.is_grad_enabled()
+    requiring = [not grad and isinstance(x, Tensor) and x.requires_grad for x in (*call.reference_leaves, *leaves)]
+    homes = tree_unflatten(call.reference_leaves, call.reference_tree)
+    given, arguments = _aliases(originals, requiring), list[weakref.ref[Tensor]]()
 
     def run() -> Outputs:
-        references = tree_unflatten([_alias(x) for x in call.reference_leaves], call.reference_tree)
-        homes = tree_unflatten(call.reference_leaves, call.reference_tree)
-        copied = tree_unflatten(list(buffers), tree)
-        with torch.enable_grad():  # no argument requires grad here; what the function makes itself may
+        own, given[:] = [*given], _aliases(originals, requiring)
+        arguments.extend(weakref.ref(x) for x in own if isinstance(x, Tensor))
+        references = tree_unflatten(own[:count], call.reference_tree)
+        copied = tree_unflatten(own[count:], tree)
+        with torch.set_grad_enabled(grad):
             result = invoke(of.fn, of.roles, {**call.statics, **references, **copied})
         return settle(result, [homes[n] for n in of.roles.donated if n in homes], call.reference_leaves)
 
     @contextmanager
     def untouched(audit: Audit) -> Iterator[None]:
-        with torch.no_grad(), _restored(saved), _generators_restored(audit, device):
-            yield
+        with torch.no_grad(), _restored(saved):
+            try:
+                yield
+            finally:
+                audit.random.restore()
 
     names, references = tuple(call.leaf_names()), tuple(call.reference_leaves)
-    return Prepared(run, names, references, buffers, axes, tuple(donated), untouched)
+    return Prepared(run, names, references, buffers, given, arguments, axes, tuple(donated), untouched)
 
 
 def audit_of(of: Graphable, prepared: Prepared, device: torch.device) -> Audit:
     """The audit of one run."""
     own = {id(x) for x in prepared.donated}
-    inputs = zip(prepared.names, (*prepared.references, *prepared.buffers), strict=True)
-    others = [(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) not in own]
+    inputs = [*zip(prepared.names, (*prepared.references, *prepared.buffers), strict=True)]
     return Audit(
-        f"graphify({of.name})", prepared.donated, others, collectives=of.collectives, on_device=device.type == "cuda"
+        f"graphify({of.name})",
+        Inputs(
+            writable=prepared.donated,
+            names=[(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) not in own],
+            buffers=_tensors(prepared.buffers),
+            lent=_tensors(prepared.references),
+            generators=[x for _, x in inputs if isinstance(x, torch.Generator)],
+            arguments=prepared.arguments,
+        ),
+        collectives=of.collectives,
+        on_device=device if device.type == "cuda" else None,
     )
 
 
@@ -136,7 +165,12 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
     audit = audit_of(of, prepared, backend.device)
     with prepared.untouched(audit), _noted(of.name, descriptor):
         recording = backend.capture(prepared.run, audit, split_at)
+        prepared.given.clear()
+        external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
+        refuse_opaque(audit.call, recording.outputs, call)
         audit.refuse_leaks(recording.outputs.leaves)
+    if not _records(external):
+        refuse_recorded(audit.call, recording.outputs, call, prepared.buffers)
     if split_at and recording.num_pieces == 1:
         called = sorted(audit.called)
         shown = ", ".join(called[:10]) + (", ..." if len(called) > 10 else "")
@@ -144,15 +178,8 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
         raise CaptureError(f"graphify({of.name})", seen, f"name an operator that it calls: {shown or 'it calls none'}")
     if descriptor is not None:
         _refuse_unsized(of.name, recording.outputs, descriptor, prepared.axes)
-    needs_autograd = any(x.requires_grad for x in audit.external.values())
-    blanks = tuple(_blank(buffer, spec) for buffer, spec in zip(prepared.buffers, prepared.axes, strict=True))
-    return Entry(recording, prepared.buffers, prepared.axes, needs_autograd, blanks)
-
-
-def _blank(buffer: Any, spec: Axes | None) -> Tensor | None:
-    if spec is None or isinstance(spec.pad, str) or buffer.nbytes > BLANK_BYTES:
-        return None
-    return torch.full_like(buffer, spec.pad)
+    blanks = tuple(blank_like(buffer, spec) for buffer, spec in zip(prepared.buffers, prepared.axes, strict=True))
+    return Entry(recording, prepared.buffers, prepared.axes, external, audit.consults_switches(), blanks)
 
 
 @contextmanager
@@ -177,28 +204,16 @@ def _restored(tensors: list[Tensor]) -> Iterator[None]:
             tensor.copy_(old)
 
 
-@contextmanager
-def _generators_restored(audit: Audit, device: torch.device) -> Iterator[None]:
-    """Draw no random numbers, as far as anybody can tell: from the default generators, and from those of the audit."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    states = [g.get_state() for g in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        audit.restore_generators()
-
-
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _alias(leaf: Any) -> Any:
-    """The same storage under a new tensor, so that donation inside the function does not mark the caller's."""
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+def _aliases(leaves: Iterable[Any], requiring: Iterable[bool]) -> list[Any]:
+    """The same storages under new tensors, so that donation inside the function, or `requires_grad_()`, does not mark
+    the caller's; those that are `requiring` grad do so from the start."""
+    with unseen():
+        pairs = zip(leaves, requiring, strict=True)
+        return [x.data.requires_grad_(requires) if isinstance(x, Tensor) else x for x, requires in pairs]
 
 
 def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any, of_buffers: tuple[Axes | None, ...]) -> None:

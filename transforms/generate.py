@@ -13,6 +13,8 @@ from weft.batch import Batch
 from weft.effects import Schema, TensorSchema
 from weft.errors import RequestError
 from weft.outputs import Output
+from weft.sampling import SamplingParams
+from weft.sampling_table import MAX_BIASED
 from weft.stages.decoder import DecoderStage, decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model
@@ -21,6 +23,7 @@ from weft.state import State, admit, advance
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import MODES, Limits, make_ladder
 from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.requests import Requests
 
 _MAX_TEMPERATURE = 1e38  # of float32
 PAGE_SIZE = 16
@@ -37,14 +40,16 @@ class Completion:
     Args:
         text: the tokens as text, without special tokens; None where the checkpoint has no tokenizer.
         token_ids: the tokens, the end-of-sequence token included.
-        logprobs: for each, the natural logarithm of the model's probability of it, before temperature.
-        finish_reason: `stop` (an end-of-sequence token) or `length` (`max_tokens`, or the model's own limit).
+        logprobs: for each, the natural logarithm of the model's probability of it, before temperature and all else.
+        finish_reason: `stop` (a token or a text that ends it) or `length` (`max_tokens`, or the model's own limit).
+        top_logprobs: for each, those of the likeliest tokens; None unless `SamplingParams.logprobs` asks for them.
     """
 
     text: str | None
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
+    top_logprobs: list[dict[int, float]] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -74,6 +79,7 @@ def make_runner(
     mode: str = "full",
     backend: str | None = None,
     keep_logits: bool = False,
+    num_logprobs: int = 0,
 ) -> Runner:
     """Compose the model's stages into a step: `graphify(compose(...))` on one stage, `pipeline(map(graphify, stages))`
     on more.
@@ -85,6 +91,7 @@ def make_runner(
         mode: a graph mode (`weft.transforms.ladder.MODES`).
         backend: of graphify.
         keep_logits: whether outputs hold logits.
+        num_logprobs: of how many of the likeliest tokens outputs hold the logprobs.
 
     Raises:
         ProgramError: more stages than layers.
@@ -92,7 +99,8 @@ def make_runner(
     """
     ladder = make_ladder(mode, limits)
     layouts = split_layers(model.config.num_layers, num_stages)
-    stages = tuple(decoder_stage(model.config, layout, keep_logits=keep_logits) for layout in layouts)
+    extras: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs}
+    stages = tuple(decoder_stage(model.config, layout, **extras) for layout in layouts)
     params = tuple(slice_params(model.params, layout) for layout in layouts)
     if num_stages == 1:
         whole = compose(stages, advance=advance)
@@ -111,19 +119,25 @@ def make_runner(
 
 
 def make_state(
-    model: Model, layouts: Sequence[StageLayout], lengths: Sequence[int], **sampling: Any
+    model: Model,
+    layouts: Sequence[StageLayout],
+    lengths: Sequence[int],
+    sampling: Sequence[SamplingParams] | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
 ) -> tuple[State, ...]:
     """Each stage's state with one request a length admitted, in rows 0, 1, ...; pages enough for each to grow to its
     length.
 
     Args:
         lengths: the most tokens that each request will hold.
-        sampling: `temperature` and `seeds`, as `weft.state.admit` takes them.
+        sampling, prompts: one a request, as `weft.state.admit` takes them. None: greedy; prompts that no penalty
+            counts.
     """
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
     config = model.config
+    asked = [SamplingParams(temperature=0.0)] * len(lengths) if sampling is None else sampling
 
     def one(layout: StageLayout) -> State:
         empty = State.zeros(
@@ -134,10 +148,11 @@ def make_state(
             num_pages=ends[-1],
             max_pages=max(counts),
             page_size=PAGE_SIZE,
+            vocab_size=config.vocab_size if layout.last else 0,
             dtype=model.dtype,
             device=model.device,
         )
-        return admit(empty, range(len(lengths)), pages, **sampling)
+        return admit(empty, range(len(lengths)), pages, asked, prompts or [()] * len(lengths))
 
     return tuple(one(layout) for layout in layouts)
 
@@ -161,42 +176,6 @@ def prefill_batches(prompts: Sequence[Sequence[int]], max_num_tokens: int, devic
                 samples = [True] * (len(rows) - 1) + [done == len(prompt)]
                 yield Batch.ragged(rows, chunks, samples=samples, device=device)
                 rows, chunks, room = [], [], max_num_tokens
-
-
-class Requests:
-    """The host's side of a run: what each request has said so far, and why it ended.
-
-    Args:
-        most: the most tokens that each request may generate.
-        eos: the tokens that end a request.
-    """
-
-    def __init__(self, most: Sequence[int], eos: Sequence[int]) -> None:
-        self.most = most
-        self.eos = frozenset(eos)
-        self.token_ids: list[list[int]] = [[] for _ in most]
-        self.logprobs: list[list[float]] = [[] for _ in most]
-        self.reasons: list[str | None] = [None] * len(most)
-
-    @property
-    def running(self) -> list[int]:
-        """The rows of the requests that have not ended."""
-        return [row for row, reason in enumerate(self.reasons) if reason is None]
-
-    def take(self, batch: Batch, out: Output) -> None:
-        """Read what a step said: the one point where the host waits for the device."""
-        columns = (batch.rows, batch.samples, out.token_ids, out.logprobs)
-        for row, sampled, token, logprob in torch.stack([c.double() for c in columns], 1).tolist():
-            if sampled:
-                self._add(int(row), int(token), logprob)
-
-    def _add(self, row: int, token: int, logprob: float) -> None:
-        self.token_ids[row].append(token)
-        self.logprobs[row].append(logprob)
-        if token in self.eos:
-            self.reasons[row] = "stop"
-        elif len(self.token_ids[row]) == self.most[row]:
-            self.reasons[row] = "length"
 
 
 def batches(prompts: Sequence[Sequence[int]], requests: Requests, device: torch.device) -> Iterator[Batch]:
@@ -242,6 +221,7 @@ def generate(
     max_tokens: int,
     temperature: float = 0.0,
     seed: int | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     pipeline: int = 1,
     graph: str = "full",
     progress: bool = False,
@@ -252,9 +232,11 @@ def generate(
         model: from `weft.load`.
         prompts: strings or lists of token ids, of any lengths.
         max_tokens: tokens to generate for each at most; the model's own limit on positions may end one sooner.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; short for `sampling=SamplingParams(temperature=...)`.
         seed: of all random choices: with it and its place in the list, a prompt's completion is the same in any
             company, split and graph mode, up to rounding of the logits. None: a fresh one.
+        sampling: how tokens are chosen and what ends a completion, of all prompts or one a prompt. A seed in it is that
+            prompt's, whatever its place.
         pipeline: stages that the layers are split into.
         graph: one of `weft.transforms.MODES`.
         progress: show a progress bar.
@@ -275,23 +257,56 @@ def generate(
     )
     _check_arguments(call, model, max_tokens, temperature, seed, graph, pipeline)
     encoded = encode_prompts(model, prompts, call)
-    limits = Limits(len(encoded), MAX_NUM_TOKENS)
-    runner = make_runner(model, limits, num_stages=pipeline, mode=graph)
-    most = [min(max_tokens, model.config.max_position_embeddings - len(ids)) for ids in encoded]
     seeds = request_seeds(secrets.randbits(62) if seed is None else seed, len(encoded))
+    params = _sampling_of_each(call, model, temperature, sampling, seeds)
+    limits = Limits(len(encoded), MAX_NUM_TOKENS)
+    num_logprobs = max(each.logprobs or 0 for each in params)
+    runner = make_runner(model, limits, num_stages=pipeline, mode=graph, num_logprobs=num_logprobs)
+    most = [min(max_tokens, model.config.max_position_embeddings - len(ids)) for ids in encoded]
     lengths = [len(ids) + new for ids, new in zip(encoded, most, strict=True)]
-    state = make_state(model, runner.layouts, lengths, temperature=temperature, seeds=seeds)
-    requests = Requests(most, model.config.eos_token_ids)
+    state = make_state(model, runner.layouts, lengths, params, encoded)
+    requests = Requests(most, params, None if model.tokenizer is None else model.decode)
     bar = tqdm(total=sum(most), desc="generate", unit="token", disable=not progress)
     for batch in batches(encoded, requests, model.device):
         state, out = runner.step(runner.params, state, batch)
         requests.take(batch, out)
         bar.update(sum(map(len, requests.token_ids)) - bar.n)
     bar.close()
-    return [
-        Completion(model.decode(ids), ids, logprobs, str(reason))
-        for ids, logprobs, reason in zip(requests.token_ids, requests.logprobs, requests.reasons, strict=True)
-    ]
+    return [_completion(requests, row) for row in range(len(encoded))]
+
+
+def _completion(requests: Requests, row: int) -> Completion:
+    tops = None if requests.sampling[row].logprobs is None else requests.top_logprobs[row]
+    ids, logprobs = requests.token_ids[row], requests.logprobs[row]
+    return Completion(requests.text(row), ids, logprobs, str(requests.reasons[row]), tops)
+
+
+def _sampling_of_each(
+    call: str,
+    model: Model,
+    temperature: float,
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    seeds: Sequence[int],
+) -> list[SamplingParams]:
+    if sampling is not None and temperature != 0:
+        raise RequestError(call, f"temperature={temperature!r} beside sampling", "SamplingParams(temperature=...)")
+    given = SamplingParams(temperature=temperature) if sampling is None else sampling
+    each = [given] * len(seeds) if isinstance(given, SamplingParams) else given
+    is_list = isinstance(each, list | tuple) and all(isinstance(params, SamplingParams) for params in each)
+    if not is_list or len(each) != len(seeds):
+        raise RequestError(call, f"sampling={sampling!r:.200}", f"one SamplingParams, or a list of {len(seeds)}")
+    for params in each:
+        params.check_tokens(model.config.vocab_size, MAX_BIASED)
+        if params.n != 1:
+            raise RequestError(call, f"n={params.n}", "give the prompt so many times: a completion a prompt")
+        if params.prompt_logprobs is not None:
+            seen = f"prompt_logprobs={params.prompt_logprobs}"
+            raise RequestError(call, seen, "a step on a Batch with targets, which returns them")
+        if params.stop and model.tokenizer is None:
+            raise RequestError(call, f"stop={params.stop!r}; the checkpoint has no tokenizer", "stop_token_ids=[...]")
+        if (params.logprobs or 0) > model.config.vocab_size:
+            raise RequestError(call, f"logprobs={params.logprobs}", f"at most {model.config.vocab_size}")
+    return [params.for_request(model.config.eos_token_ids, seed) for params, seed in zip(each, seeds, strict=True)]
 
 
 def request_seeds(seed: int, count: int) -> list[int]:

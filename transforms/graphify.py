@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from weft.donation import donate
 from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY, may_capture
-from weft.torchapi import in_plain_surroundings
+from weft.torchapi import in_plain_surroundings, uncompiled
 from weft.transforms.borrowing import lend, lending
 from weft.transforms.call import Call, check_call, hashable_signature, inline_reason, take_apart
 from weft.transforms.capture import Entry
@@ -24,7 +24,7 @@ from weft.transforms.dispatch import Decision
 from weft.transforms.graphs import Explanation, Graphs
 from weft.transforms.ladder import Ladder
 from weft.transforms.lower import Compiled, Lowered, lower
-from weft.transforms.memo import CacheInfo, Key
+from weft.transforms.memo import CacheInfo, Key, but_grad_mode
 from weft.transforms.memory import MemoryAnalysis, MemoryEstimate, analysis_of, estimate
 from weft.transforms.method import Method
 from weft.transforms.misses import miss_between
@@ -70,6 +70,7 @@ class Graphified(Generic[P, R]):
         """Whether results are the graph's own buffers, which the next replay overwrites."""
         return self._of.borrow
 
+    @uncompiled
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The fast path: a call like an earlier one is answered as that one was; any other by `_call`."""
         if in_plain_surroundings() and MAY_REPLAY.get():
@@ -86,9 +87,12 @@ class Graphified(Generic[P, R]):
             replay.enter()
         if replay.fill is not None:
             replay.fill(leaves)
-        replay.run()
-        graphs, handover = self._graphs, replay.handover
-        graphs.replays = replay.entry.last_use = graphs.replays + 1
+        try:
+            replay.run()
+        except Exception as error:
+            raise self._noted(error) from None
+        count, handover = self._graphs.count, replay.handover
+        count.replays = replay.entry.last_use = count.replays + 1
         return handover.build(handover.copies(handover.made), leaves)  # type: ignore[no-any-return]
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
@@ -100,16 +104,28 @@ class Graphified(Generic[P, R]):
             signature = hashable_signature(call, self._of.name)
             plan = self._plans.get(signature) or self._plan(call, signature)
             if plan.replay and plan.replay.may_run() and in_plain_surroundings() and signature in self._plans:
-                remember(self._readers, self._of.roles, self._of.name, args, kwargs, call, plan.replay)
-            return self._answer(plan.replay, call, args, kwargs)
+                holds = plan.replay.holds()
+                remember(self._readers, self._of.roles, self._of.name, args, kwargs, call, plan.replay, holds)
+        return self._answer(plan.replay, call, args, kwargs)
 
     def _answer(self, replay: Replay | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Replay; or run the function itself where there is no graph, or one that may not run here."""
         if replay is None or not replay.may_run():
-            self._graphs.eager += 1
+            with self._lock:
+                self._graphs.eager += 1
             return keep_in_place(self._fn(*args, **kwargs), self._of.roles, call)
-        result = self._replay(replay, (*self._moved(call), *call.copied_leaves))
-        return lend(result, replay.entry.outputs, self._of.name, self._graphs) if lending() else result
+        with self._lock:
+            result = self._replay(replay, (*self._moved(call), *call.copied_leaves))
+            return lend(result, replay.entry.outputs, self._of.name, self._graphs.count) if lending() else result
+
+    def _noted(self, error: Exception) -> Exception:
+        """An error that an operator raised in a replay, with a note on what was donated."""
+        if donated := ", ".join(self._of.roles.donated):
+            error.add_note(
+                f"{self._of.name} took {donated} before its replay failed: their storage holds what it had written by "
+                "then. Go on from a copy (weft.clone)."
+            )
+        return error
 
     def _moved(self, call: Call) -> list[Any]:
         """The leaves by reference, after the donated ones changed hands."""
@@ -205,9 +221,10 @@ class Graphified(Generic[P, R]):
             if inline_reason(given):
                 return self._fn(*args, **kwargs)
             if (other := hashable_signature(given, self._of.name)) != signature:
+                if but_grad_mode(other) == but_grad_mode(signature):
+                    return self._call(args, kwargs)
                 lowered.refuse(miss_between(other, signature, given.leaf_names(), self._of.roles.donated))
-            with self._lock:
-                return self._answer(replay, given, args, kwargs)
+            return self._answer(replay, given, args, kwargs)
 
         return Compiled(lowered, entry, run)
 
@@ -222,7 +239,8 @@ class Graphified(Generic[P, R]):
     def freeze(self) -> "Graphified[P, R]":
         """From now on a miss raises CacheMissError, which names the field that differed, instead of capturing.
 
-        A batch that no class of the ladder covers is no miss: it runs eagerly, as before (`cache_info().eager`)."""
+        A batch that no class of the ladder covers is no miss: it runs eagerly, as before (`cache_info().eager`). Nor is
+        there one inside `weft.no_capture()`, where nothing would be captured anyway."""
         self._graphs.frozen = True
         return self
 
@@ -252,6 +270,10 @@ class Graphified(Generic[P, R]):
         with self._lock:
             self._graphs.clear()
             self._plans, self._readers = {}, {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy (`copy.deepcopy` of a module that holds it) is of a copy of the function, and has no graphs yet."""
+        return Graphified, (self._of,)
 
     def __repr__(self) -> str:
         return f"<graphify({self._of.name}), {len(self._graphs.memo)} graphs>"
@@ -283,9 +305,9 @@ def graphify(
     """Make a pure function replay: same signature, same result, one captured graph a key.
 
     The key is the tree structure, static and other non-tensor values, each tensor's shape, dtype, stride and device,
-    the class of the batch, and the addresses of what is captured by reference. Results are safe unless borrowed: a
-    later call does not change them. Inside another capture, a torch.func transform, or where autograd would record,
-    the function itself runs.
+    the class of the batch, the addresses of what is captured by reference, and what holds around the call: autograd's
+    mode, autocast, function modes, torch's switches. Results are safe unless borrowed: a later call does not change
+    them. Inside another capture, a torch.func transform, or where autograd would record, the function itself runs.
 
     Args:
         fn: a pure function over pytrees of tensors. Left out, `graphify` is a decorator.
@@ -310,7 +332,8 @@ def graphify(
 
     Raises:
         CaptureError: at the first call, if the function reads tensors on the host, branches on them, has results whose
-            shapes depend on data, or writes to what it does not own; it names the line.
+            shapes depend on data, seeds a random generator, keeps tensors outside, or writes to what it does not own;
+            it names the line. An argument or a result that no key tells: subclasses of Tensor, objects.
         CacheMissError: a miss after `freeze()`.
 
     Where the device's memory is full at a capture, a warning says so; the call, and later ones, then use the graphs

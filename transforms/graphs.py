@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.descriptor import check_descriptor
-from weft.errors import CacheMissError, CaptureError
+from weft.errors import CacheMissError, CaptureError, DescriptorError
 from weft.settings import MAY_REPLAY, config, count_capture, may_capture
 from weft.transforms.backends import Backend, cuda_device, make_backend
 from weft.transforms.call import Call, check_sizes, key_of
@@ -40,6 +40,13 @@ class Explanation:
         return self.reason
 
 
+@attrs.define(eq=False)
+class Count:
+    """The replays of graphs that may share memory: those captured since `cache_clear()`."""
+
+    replays: int = 0
+
+
 class Graphs:
     """The memo of a graphified function, its back ends (one a device), and its counts.
 
@@ -48,6 +55,7 @@ class Graphs:
         forget: told of a graph that was dropped, so that nobody keeps it alive.
     """
 
+    count: Count
     backends: dict[torch.device | None, Backend]
     memo: dict[Key, Entry]
     exhausted: str
@@ -64,12 +72,13 @@ class Graphs:
         self.memo = {}
         self.exhausted = ""
         self.frozen = False
-        self.captures = self.replays = self.eager = 0
+        self.captures = self.eager = 0
+        self.count = Count()
         self._recaptures = Recaptures(self.of.name, self.of.roles.donated)
 
     def info(self) -> CacheInfo:
         """The counts."""
-        return CacheInfo(self.captures, self.replays, self.eager, len(self.memo))
+        return CacheInfo(self.captures, self.count.replays, self.eager, len(self.memo))
 
     def find(self, call: Call, decision: Decision[Any]) -> Entry | None:
         """The graph for a call that was dispatched so, if there is one."""
@@ -119,6 +128,7 @@ class Graphs:
         found = find_descriptors(call.copied)
         if len(found) == 1:
             check_descriptor(found[0], f"{self.of.name}(...)")
+            self._check_kind(found[0])
             check_sizes(call, found[0], self.of.name)
             return found[0]
         raise CaptureError(
@@ -129,6 +139,14 @@ class Graphs:
             "pass a weft.Batch (or a class of your own with a weft.descriptor_field()) of one class, or leave the "
             "ladder out",
         )
+
+    def _check_kind(self, descriptor: Any) -> None:
+        """Raise DescriptorError if the ladder is of another kind of descriptor."""
+        other = next((d for d in self.of.ladder or () if type(d) is not type(descriptor)), None)
+        if other is not None:
+            own, kind = type(descriptor).__name__, type(other).__name__
+            seen = f"a batch with a descriptor of class {own}, and a ladder of {kind}: '{other}'"
+            raise DescriptorError(f"{self.of.name}(...)", seen, f"a ladder of {own}, or batches of {kind}")
 
     def rungs(self, call: Call) -> list[Decision[Any]]:
         """Every class of the ladder, largest first; without one, what this call needs."""
@@ -186,11 +204,11 @@ class Graphs:
         self.captures += 1
         key = key_of(call, decision.mode, decision.descriptor)
         self._keep(key, entry)
-        self._recaptures.note(key, call.leaf_names(), self.replays)
+        self._recaptures.note(key, call.leaf_names(), self.count.replays)
         return entry
 
     def _keep(self, key: Key, entry: Entry) -> None:
-        entry.last_use = self.replays
+        entry.last_use = self.count.replays
         while self.of.max_captures is not None and len(self.memo) >= self.of.max_captures:
             least = min(self.memo, key=lambda k: self.memo[k].last_use)
             self._forget(self.memo.pop(least))

@@ -68,7 +68,8 @@ class Lowered(Generic[R]):
 class Compiled(Generic[R]):
     """A captured graph, and the way to call it. It takes calls of the lowered signature only, with what is captured by
     reference (donated arguments, params) where the lowered call had it; where the graphified function would run inline
-    (under autograd, torch.func, another capture) it does too."""
+    (under autograd, torch.func, another capture) it does too. In the other grad mode, in which a function may compute
+    something else, it has a graph of its own, captured at the first such call."""
 
     lowered: Lowered[R]
     _entry: Entry
@@ -114,10 +115,10 @@ def lower(
         CaptureError: what it does could not be captured.
     """
     prepared = prepare(of, call, decision.descriptor, device)
-    given = zip(prepared.names, (*prepared.references, *prepared.buffers), strict=True)
+    given = zip(prepared.given, prepared.names, (*prepared.references, *prepared.buffers), strict=True)
     donated = {id(x) for x in prepared.donated}
     own = {id(x) for x in prepared.references}
-    inputs = [(x, _origin(name, x, donated, own)) for name, x in given if isinstance(x, Tensor)]
+    inputs = [(x, _origin(name, leaf, donated, own)) for x, name, leaf in given if isinstance(x, Tensor)]
     writer = Writer(inputs, of.split_at if decision.mode == "piecewise" else frozenset())
     audit = audit_of(of, prepared, device)
     with prepared.untouched(audit):

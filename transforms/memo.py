@@ -8,21 +8,24 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from weft.alike import alike
 from weft.errors import CaptureError
-from weft.trees import alike, tree_leaves
+from weft.trees import tree_leaves
 
 
 @attrs.frozen
 class LeafKey:
     """What a captured graph assumes of one tensor argument."""
 
+    kind: type
     shape: tuple[int, ...]
     dtype: Any
     stride: tuple[int, ...]
     device: Any
-    flags: tuple[bool, bool]
-    """Whether it is a lazy conjugate, or negative, of what is stored."""
+    flags: tuple[bool, ...]
+    """Whether it is a lazy conjugate, or negative, of what is stored; whether it requires grad, and is quantized."""
     address: int | None
     """Where the storage must be, for arguments captured by reference; None for those that are copied in."""
 
@@ -32,7 +35,7 @@ class Key:
     """All that a capture depends on: equal keys may share a graph, and unequal ones may not."""
 
     ambient: tuple[Any, ...]
-    """What holds around the call: inference mode, autocast, default dtype, modes."""
+    """What holds around the call, each with its name: autograd's mode, autocast, switches of torch, function modes."""
     mode: str
     """A whole graph, or pieces."""
     structure: Any
@@ -42,16 +45,22 @@ class Key:
     """One `LeafKey` a tensor; for any other leaf what `alike` makes of it."""
 
 
+def but_grad_mode(key: Key) -> Key:
+    """The key of a like call in either grad mode."""
+    return attrs.evolve(key, ambient=tuple(pair for pair in key.ambient if pair[0] != "grad mode"))
+
+
 def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> Any:
     """The key of one leaf; `shape` is the padded one of a sized leaf, whose buffer is contiguous."""
     if not isinstance(leaf, Tensor):
         return alike(leaf)
-    flags = (leaf.is_conj(), leaf.is_neg())
+    kind, dtype, device = type(leaf), leaf.dtype, leaf.device
+    flags = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_quantized)
     if by_reference:
-        return LeafKey(tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.device, flags, leaf.data_ptr())
+        return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr())
     if shape is not None:
-        return LeafKey(shape, leaf.dtype, (), leaf.device, flags, None)
-    return LeafKey(tuple(leaf.shape), leaf.dtype, leaf.stride(), leaf.device, flags, None)
+        return LeafKey(kind, shape, dtype, (), device, flags, None)
+    return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, None)
 
 
 def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> None:
@@ -70,18 +79,32 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
         raise
 
 
-_PLAIN = (
+PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), enum.Enum, range, type, torch.Generator),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
+"""Values that no one can change."""
+
+
+def check_tensors(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]]) -> None:
+    """Raise an error for a tensor with more to it than its key says."""
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or (type(leaf) in (Tensor, Parameter) and not leaf.is_quantized):
+            continue
+        if leaf.is_quantized:
+            what, instead = "quantized, with scales that are no part of the key", "pass x.int_repr() and the scales"
+        else:
+            what = f"a {type(leaf).__name__}, a subclass of Tensor, which may give any operator a meaning of its own"
+            instead = "pass plain tensors: those that it wraps, or x.as_subclass(torch.Tensor)"
+        raise CaptureError(call, f"{[*names()][index]} is {what}", instead)
 
 
 def check_plain(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]]) -> None:
     """Raise an error for a leaf that may change under its holder: an object that is no value, and no pytree."""
     leaves = list(leaves)
-    if all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+    if all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
         return
-    name, leaf = next(p for p in zip(names(), leaves, strict=True) if not isinstance(p[1], (Tensor, *_PLAIN)))
+    name, leaf = next(p for p in zip(names(), leaves, strict=True) if not isinstance(p[1], (Tensor, *PLAIN)))
     seen = f"{name} is a {type(leaf).__name__}, which is neither a tensor, a plain value nor a pytree"
     raise CaptureError(call, seen, _instead_of(leaf))
 

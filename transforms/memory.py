@@ -11,8 +11,9 @@ from torch import Tensor
 
 from weft.padding import padded_shape
 from weft.transforms.backends import Backend
+from weft.transforms.buffers import BLANK_BYTES
 from weft.transforms.call import Call
-from weft.transforms.capture import BLANK_BYTES, Entry, capture
+from weft.transforms.capture import Entry, capture
 from weft.transforms.dispatch import Decision
 from weft.transforms.options import Graphable
 from weft.trees import leaf_axes

@@ -89,6 +89,8 @@ def _split_batch(batch: Batch, bounds: Sequence[int]) -> tuple[Batch, ...]:
                 input_ids=batch.input_ids[first:end],
                 query_start_loc=starts_here - starts_here[:1],
                 samples=batch.samples[a:b],
+                token_mask=None if batch.token_mask is None else batch.token_mask[a:b],
+                targets=None if batch.targets is None else batch.targets[first:end],
             )
         )
     return tuple(parts)

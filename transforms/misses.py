@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from weft.transforms.backends.audit import user_line
+from weft.transforms.backends.host_reads import user_line
 from weft.transforms.memo import Key, LeafKey
 from weft.transforms.structures import structure_differences
 from weft.trees import TreeSpec
@@ -103,18 +103,21 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
     for (name, value), (_, captured) in zip(new.statics, old.statics, strict=False):
         if value != captured:
             yield f"static argument {name}: {brief(value)}, captured {brief(captured)}"
-    if new.ambient != old.ambient:
-        yield f"inference mode, autocast, default dtype, modes: {new.ambient}, captured {old.ambient}"
+    for (name, value), (_, captured) in zip(new.ambient, old.ambient, strict=True):
+        if value != captured:
+            yield f"{name}: {value}, captured {captured}"
     if new.structure != old.structure:
         if new.descriptor == old.descriptor:  # which is part of the structure
-            for one, other in zip(new.structure, old.structure, strict=True):
+            for one, other in zip(new.structure[:2], old.structure[:2], strict=True):
                 yield from _of_arguments(one, other)
+            if new.structure[:2] == old.structure[:2]:
+                yield f"keys of dicts: {brief_all(new.structure[2])}, captured {brief_all(old.structure[2])}"
         return
     for name, a, b in zip(names, new.leaves, old.leaves, strict=True):
         if a == b:
             continue
         if isinstance(a, LeafKey) and isinstance(b, LeafKey):
-            for field in ("shape", "dtype", "stride", "device", "flags", "address"):
+            for field in ("kind", "shape", "dtype", "stride", "device", "flags", "address"):
                 value, captured = getattr(a, field), getattr(b, field)
                 if value != captured and field != "address":
                     yield f"{name}: {field} {value}, captured {captured}"
@@ -138,10 +141,17 @@ def brief(key: Any) -> str:
     """A key of one leaf as the value that it stands for."""
     if isinstance(key, LeafKey):
         return "a tensor"
-    kind, value = key
+    kind, value = key[:2]
     if issubclass(kind, float):
         return repr(kind.fromhex(value))
-    return "(" + ", ".join(brief(v) for v in value) + ")" if issubclass(kind, tuple) else repr(value)
+    if issubclass(kind, complex):
+        return str(value)
+    return f"({brief_all(value)})" if issubclass(kind, tuple) else repr(value)
+
+
+def brief_all(keys: Iterable[Any]) -> str:
+    """Several such keys."""
+    return ", ".join(brief(key) for key in keys)
 
 
 def miss_between(new: Key, old: Key, names: Sequence[str], donated: Sequence[str]) -> Miss:

@@ -9,7 +9,7 @@ import attrs
 from weft.descriptor import Descriptor
 from weft.donation import donated_argnames, donates
 from weft.errors import CaptureError
-from weft.torchapi import operator_name
+from weft.torchapi import is_compiled, operator_name
 from weft.transforms.call import Roles
 from weft.transforms.ladder import Ladder, as_ladder
 
@@ -76,7 +76,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     call = f"graphify({getattr(fn, '__name__', fn)}, ...)"
     _check_function(call, fn)
     _check(call, options)
-    signature, declared = inspect.signature(fn), donated_argnames(fn)
+    signature, declared = _signature_of(call, fn), donated_argnames(fn)
     static = names_in(options["static_argnames"])
     extra = tuple(n for n in names_in(options["donate_argnames"]) if n not in declared)
     by_name = options["reference_argnames"]
@@ -89,6 +89,10 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
                 f"one of {', '.join(signature.parameters)}",
             )
     donated = (*declared, *extra)
+    by_hand = () if by_name is None else references
+    if both := next((n for n in static if n in (*donated, *by_hand)), None):
+        seen = f"{both!r} in static_argnames, and in donate_argnames or reference_argnames"
+        raise CaptureError(call, seen, "one of them: a static argument is no tensor")
     by_reference = (*donated, *(n for n in references if n not in donated))
     ladder = options["ladder"]
     return Graphable(
@@ -119,9 +123,21 @@ def operators_in(call: str, given: Operators) -> Iterator[str]:
         yield name.partition(".")[0]
 
 
+def _signature_of(call: str, fn: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except (ValueError, TypeError):
+        name = getattr(fn, "__name__", "fn")
+        instead = f"a function around it, such as lambda x: {name}(x)"
+        raise CaptureError(call, "a builtin, whose arguments nobody knows by name", instead) from None
+
+
 def _check_function(call: str, fn: Any) -> None:
     if not callable(fn):
         raise CaptureError(call, f"{fn!r:.60}, which is no function", "a function over tensors")
+    if is_compiled(fn):
+        instead = "the function itself, or torch.compile(fn, mode='reduce-overhead') alone"
+        raise CaptureError(call, "what torch.compile made, which cannot compile while it is watched", instead)
     if any(test(fn) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)):
         seen = "a function that yields or awaits, of which a call runs nothing"
         raise CaptureError(call, seen, "a function that returns all its results")

@@ -12,10 +12,11 @@ from weft.errors import ProgramError
 from weft.transforms.microbatch import join, split
 from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs
 from weft.transforms.transports import Transport
+from weft.transforms.transports.fingerprint import fingerprint
 from weft.transforms.transports.local import Local
-from weft.transforms.transports.plan import Plan, fingerprint
+from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker, call_stage
-from weft.trees import tree_leaves
+from weft.trees import find_descriptors, tree_leaves
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
@@ -177,8 +178,10 @@ class Pipelined:
     ) -> tuple[tuple[Any, ...], list[Any]]:
         _check_entries("pipeline", len(self._ranks), params, state)
         plan = self._plan(jobs, [str(class_of(batch)) for batch in batches])
+        last = len(self.stages) - 1
+        keeps = getattr(self.stages[last], "lends", False)
         workers = [
-            Worker(rank, self.stages[rank], p, s, self._advance, batches)
+            Worker(rank, self.stages[rank], p, s, self._advance, batches, keeps and rank == last)
             for rank, p, s in zip(self._ranks, params, state, strict=True)
         ]
         self.transport.run(plan, workers)
@@ -194,7 +197,8 @@ class Pipelined:
 
 def class_of(batch: Any) -> Any:
     """What all ranks must agree on of a batch: its descriptor, or of plain tensors the schema."""
-    return batch.descriptor if isinstance(batch, Batch) else Schema.of(batch)
+    found = find_descriptors(batch)
+    return found[0] if found else Schema.of(batch)
 
 
 def pipeline(

@@ -13,8 +13,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.alike import EXACT, alike, by_identity
 from weft.donation import TAKEN, is_donatable
-from weft.trees import TreeSpec, alike, node_fields, tree_leaves, tree_unflatten
+from weft.trees import TreeSpec, node_fields, tree_leaves, tree_unflatten
 
 
 class ForeignError(Exception):
@@ -48,13 +49,11 @@ class Layout:
         read: takes a call's arguments apart; None if they have another structure, or a donated tensor among them.
         nodes: for each donatable node among the donated arguments, who takes it.
         aliased: the leaves (by index) that are donated tensors of their own, and who takes each.
-        num_references: how many of the leaves are captured by reference.
     """
 
     read: Read
     nodes: tuple[str, ...]
     aliased: tuple[tuple[int, str], ...]
-    num_references: int
 
 
 @attrs.define
@@ -99,14 +98,13 @@ def write_reader(
         _write_value(writer, argument.place, argument.value)
     for argument in references:
         _write(writer, argument.place, argument.value, True, argument.taker)
-    num_references = len(writer.leaves)
     for argument in copied:
         _write(writer, argument.place, argument.value, False, None)
     found = (_tuple(writer.key), _tuple(writer.leaves), _tuple(writer.tensors), _tuple(n for n, _ in writer.nodes))
     body = "\n    ".join((*writer.lines, f"return {', '.join(found)}"))
     names = {**writer.constants, "Tensor": Tensor, "alike": alike, "parameters": signature.parameters}
     read = _compiled(f"def made(args, kwargs):\n    {body}\n", names)
-    return Layout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased), num_references)
+    return Layout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased))
 
 
 def places(signature: inspect.Signature, num_args: int, keywords: Sequence[str]) -> dict[str, str]:
@@ -149,6 +147,8 @@ def _write(writer: _Writer, expression: str, value: Any, by_reference: bool, tak
     children, items = _children(value), name
     if type(value) is dict:
         writer.require(f"[*{name}] == {writer.constant([*value])}")
+        if any(type(key) is not str for key in value):
+            writer.require(f"alike(tuple({name})) == {writer.constant(alike(tuple(value)))}")
         items = f"{name}.values()"
     else:
         writer.require(f"len({name}) == {len(children)}")
@@ -182,7 +182,7 @@ def _write_value(writer: _Writer, expression: str, value: Any) -> None:
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
     if isinstance(value, float):
         writer.key.append(f"{name}.hex()")
-    elif isinstance(value, tuple):
+    elif type(value) not in EXACT and not by_identity(type(value)):
         writer.key.append(f"alike({name})")
     elif value is not None:
         writer.key.append(name)

@@ -77,12 +77,14 @@ class Reader(Generic[T]):
         for key, ready in list(self.ready.items()):
             self.ready[key] = tuple(r for r in ready if not gone(r.plan))
 
-    def remember(self, seen: Seen, plan: T) -> None:
-        """From now on `plan` is ready for calls like this one."""
+    def remember(self, seen: Seen, plan: T, holds: Callable[[], bool] | None = None) -> None:
+        """From now on `plan` is ready for calls like this one, as long as `holds()`."""
         check = tensors_check(seen[2])
         if not check(*seen[2]):  # such as a tensor that stands twice in the call
             return
-        made = Ready(plan, global_state_check(), check, is_inference_mode(), is_capturing())
+        state = global_state_check()
+        state_holds = state if holds is None else lambda: state() and holds()
+        made = Ready(plan, state_holds, check, is_inference_mode(), is_capturing())
         if len(self.ready) >= MAX_KEYS:
             self.ready.clear()
         self.ready[seen[0]] = (made, *self.ready.get(seen[0], ()))[:MAX_ALIKE]
@@ -96,19 +98,21 @@ def remember(
     kwargs: dict[str, Any],
     call: Call,
     plan: T,
+    holds: Callable[[], bool] | None,
 ) -> None:
-    """Make `plan` ready for the next call like this one; `readers` are those of each way to write a call."""
+    """Make `plan` ready for the next call like this one, as long as `holds()`; `readers` are those of each way to write
+    a call."""
     form = (len(args), *kwargs)
     found = readers.get(form, ())
     for reader in found:
         if (seen := reader.layout.read(args, kwargs)) is not None:
-            reader.remember(seen, plan)
+            reader.remember(seen, plan, holds)
             return
     made = make_reader(roles, name, args, kwargs, call) if len(found) < MAX_READERS else None
     if made is not None:
         readers[form] = (*found, made)
         if (seen := made.layout.read(args, kwargs)) is not None:
-            made.remember(seen, plan)
+            made.remember(seen, plan, holds)
 
 
 def make_reader(

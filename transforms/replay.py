@@ -8,7 +8,8 @@ import torch
 
 from weft.padding import unpad
 from weft.settings import MAY_REPLAY
-from weft.transforms.call import Call, Roles
+from weft.torchapi import backend_switches
+from weft.transforms.call import Call, Roles, num_donated
 from weft.transforms.capture import Entry
 from weft.transforms.dispatch import Decision
 from weft.transforms.results import Outputs, settle
@@ -40,6 +41,14 @@ class Replay:
         """Whether it may answer a call here: not inside `no_capture(replay=False)`, nor where autograd would record."""
         return MAY_REPLAY.get() and not self.entry.runs_itself()
 
+    def holds(self) -> Callable[[], bool] | None:
+        """What must go on to hold for a like call to be answered by it, beside all that any call is asked; None if
+        nothing: a closure's tensor may come to require grad, and some kernels are chosen by switches."""
+        entry, now = self.entry, backend_switches() if self.entry.consults_switches else None
+        if now is None and not (entry.external and torch.is_grad_enabled()):
+            return None
+        return lambda: not entry.runs_itself() and (now is None or backend_switches() == now)
+
 
 @attrs.frozen(eq=False)
 class Plan:
@@ -65,16 +74,15 @@ def keep_in_place(result: R, roles: Roles, call: Call) -> R:
     leaves it: a graph that was captured there finds it. A result that autograd recorded is left as it is."""
     if not roles.donated or (torch.is_grad_enabled() and any(_recorded(leaf) for leaf in tree_leaves(result))):
         return result
+    count = num_donated(call, roles)
     with torch.no_grad():
         homes = tree_unflatten(call.reference_leaves, call.reference_tree)
         found = settle(result, [homes[n] for n in roles.donated if n in homes], call.reference_leaves)
-        return tree_unflatten(  # type: ignore[no-any-return]
-            [
-                leaf if index is None else call.reference_leaves[index].detach()
-                for leaf, index in zip(found.leaves, found.references, strict=True)
-            ],
-            found.structure,
-        )
+    leaves = [
+        own if index is None else call.reference_leaves[index].detach() if index < count else leaf
+        for own, index, leaf in zip(found.leaves, found.references, tree_leaves(result), strict=True)
+    ]
+    return tree_unflatten(leaves, found.structure)  # type: ignore[no-any-return]
 
 
 def _recorded(leaf: Any) -> bool:
@@ -84,4 +92,4 @@ def _recorded(leaf: Any) -> bool:
 def _cut(outputs: Outputs, own: Any) -> Outputs:
     """The outputs as views of the size that class `own` has."""
     views, structure = tree_flatten(unpad(tree_unflatten(list(outputs.leaves), outputs.structure), own))
-    return Outputs(structure, tuple(views), outputs.references)
+    return attrs.evolve(outputs, structure=structure, leaves=tuple(views))

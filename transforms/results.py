@@ -10,8 +10,19 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from weft.errors import CaptureError
 from weft.torchapi import storage_id
-from weft.trees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_structure
+from weft.transforms.call import Call
+from weft.transforms.memo import PLAIN
+from weft.trees import (
+    TreeSpec,
+    leaves_with_names,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
 
 
 @attrs.frozen
@@ -22,11 +33,13 @@ class Outputs:
         structure: of the result.
         leaves: the recording's own output leaves, which a replay overwrites; None where `references` has an index.
         references: for each leaf, the index of the caller's own tensor that it is; None for one to copy.
+        recorded: for each leaf, whether it required grad when the function returned it.
     """
 
     structure: TreeSpec
     leaves: tuple[Any, ...]
     references: tuple[int | None, ...]
+    recorded: tuple[bool, ...]
 
 
 def _same_place(a: Any, b: Any) -> bool:
@@ -82,6 +95,7 @@ def settle(result: Any, donated: Sequence[Any], references: Sequence[Any]) -> Ou
     Every output that lies in donated storage without being its rightful next value is copied first, so that the order
     of the writes cannot be seen.
     """
+    recorded = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result)]
     result = tree_map(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, result)
     leaves, structure = tree_flatten(result)
     homes = _homes(result, donated)
@@ -95,9 +109,42 @@ def settle(result: Any, donated: Sequence[Any], references: Sequence[Any]) -> Ou
     values = [detached(leaf, homes.get(i)) for i, leaf in enumerate(leaves)]
     settled = [_write_back(value, homes.get(i)) for i, value in enumerate(values)]
     owners = _owners(settled, references)
+    for i, owner in enumerate(owners):  # a parameter that was detached is not the parameter
+        if owner is not None and i not in homes and references[owner].requires_grad != recorded[i]:
+            owners[i] = None
     # The caller's own tensors are not held here, or a graph would keep every state alive that it ever ran on.
     own = [leaf if owner is None else None for leaf, owner in zip(settled, owners, strict=True)]
-    return Outputs(structure, tuple(own), tuple(owners))
+    return Outputs(structure, tuple(own), tuple(owners), tuple(recorded))
+
+
+def refuse_recorded(name: str, outputs: Outputs, call: Call, buffers: Sequence[Any]) -> None:
+    """Raise CaptureError for a result that requires grad by the function's own doing, and not because it is an argument
+    that does: a replay records nothing."""
+    pairs = [*zip(buffers, call.copied_leaves, strict=True), *((x, x) for x in call.reference_leaves)]
+    requiring = {storage_id(own) for own, x in pairs if isinstance(x, Tensor) and x.requires_grad}
+    for index, (recorded, owner) in enumerate(zip(outputs.recorded, outputs.references, strict=True)):
+        leaf = outputs.leaves[index] if owner is None else call.reference_leaves[owner]
+        if recorded and storage_id(leaf) not in requiring:
+            seen = f"its result{_path(outputs, index)} requires grad, which a replay does not record"
+            raise CaptureError(name, seen, "return x.detach(), and call requires_grad_() on what was returned")
+
+
+def _path(outputs: Outputs, index: int) -> str:
+    """Where in the result a leaf stands."""
+    return leaves_with_names(tree_unflatten(list(outputs.leaves), outputs.structure))[index][0]
+
+
+def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
+    """Raise CaptureError for a result that is neither a tensor nor a value that nobody can change: it would be the
+    same object after every replay, with whatever tensors it holds."""
+    given = {id(x) for x in (*call.statics.values(), *call.reference_leaves, *call.copied_leaves)}
+    for index, leaf in enumerate(outputs.leaves):
+        if leaf is None or isinstance(leaf, (Tensor, *PLAIN)) or id(leaf) in given:
+            continue
+        where, kind = _path(outputs, index), type(leaf).__name__
+        seen = f"its result{where} is of class {kind}, neither tensor, plain value nor pytree"
+        instead = "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+        raise CaptureError(name, seen, instead)
 
 
 def _owners(leaves: Sequence[Any], references: Sequence[Any]) -> list[int | None]:

@@ -14,11 +14,11 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import RequestError
 from weft.outputs import Output
+from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.state import State
 from weft.transforms.generate import (
     MAX_NUM_TOKENS,
-    Requests,
     Runner,
     batches,
     encode_prompts,
@@ -26,9 +26,13 @@ from weft.transforms.generate import (
     make_state,
 )
 from weft.transforms.ladder import Limits
+from weft.transforms.requests import Requests
 from weft.trees import leaves_with_names
 
 PROMPTS = ("The function returns", "A list is", "In Python, ")
+
+TABLES = (".block_table", ".positions", ".last_tokens", ".sampling.floats", ".sampling.ints")
+"""The parts of a state that are alike on all stages."""
 
 TOLERANCE = 1e-4
 """Absolute, in float32, where two ways run matrix products of other shapes; in the same shapes, bits are equal."""
@@ -62,7 +66,7 @@ class Step:
         token_ids: (row, token) of each request in the batch.
         logits: [num_reqs, vocab_size].
         kv_pages: of all layers, the stages' put together.
-        tables: of each stage, all of its state but the KV pages.
+        tables: of each stage, what it knows of the requests (`TABLES`).
         seconds: from the call until the tokens are on the host.
     """
 
@@ -173,8 +177,9 @@ def run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_tokens: in
     limits = Limits(len(prompts), MAX_NUM_TOKENS)
     runner = make_runner(model, limits, num_stages=way.num_stages, mode=way.mode, keep_logits=True)
     lengths = [len(ids) + max_tokens for ids in prompts]
-    state = make_state(model, runner.layouts, lengths, temperature=0.0, seeds=range(len(prompts)))
-    requests = Requests([max_tokens] * len(prompts), model.config.eos_token_ids)
+    state = make_state(model, runner.layouts, lengths)
+    greedy = SamplingParams(temperature=0.0).for_request(model.config.eos_token_ids, seed=0)
+    requests = Requests([max_tokens] * len(prompts), [greedy] * len(prompts))
     steps = []
     for batch in batches(prompts, requests, model.device):
         start = perf_counter()
@@ -187,7 +192,7 @@ def run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_tokens: in
 def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> Step:
     assert out.logits is not None
     tokens = tuple(zip(batch.rows.tolist(), out.token_ids.tolist(), strict=True))
-    tables = tuple(tuple(x.clone() for name, x in leaves_with_names(s) if name != ".kv_pages") for s in state)
+    tables = tuple(tuple(x.clone() for name, x in leaves_with_names(s) if name in TABLES) for s in state)
     kept = Step(batch.descriptor, tokens, out.logits.clone(), torch.cat([s.kv_pages for s in state]), tables, seconds)
     if out.logits.is_cuda:
         torch.cuda.synchronize(out.logits.device)  # the copies are no part of the next step's time

@@ -3,8 +3,8 @@
 A pair is a token and one of its experts; pair p is slot `p % top_k` of token `p // top_k`.
 
 1. Of few pairs, a program finds those of its expert by itself, and takes them a tile at a time. Many are sorted by
-   expert, by `_align_kernel`, a program an expert, each expert's padded to whole blocks; programs for blocks that are
-   not there end at once.
+   expert (`weft.ops.align_triton`), each expert's padded to whole blocks; programs for blocks that are not there end
+   at once.
 2. `_expert_kernel` multiplies a tile of the expert's rows with its pairs: first gates and ups, which become
    `silu(gate) * up`, then, in a second launch, the way down, weighted.
 
@@ -17,80 +17,16 @@ result depends on the order of programs. Import it only where triton is installe
 
 from typing import Any
 
-import attrs
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.align_triton import Aligned, align, find_expert, scan
 from weft.ops.blocks_triton import TRITON_DTYPES, power_of_two, quantize_rows
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import load_step, multiply, multiply_step, zeros
 from weft.ops.tiles import Tile, expert_tile
-
-_CHUNK = 1024
-"""Pairs that `_align_kernel` looks at at a time."""
-
-
-@triton.jit
-def _align_kernel(
-    experts, order, owners, pairs, num_blocks,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Expert e's pairs, in ascending order, to its blocks of `order`, -1 behind them; and e to these blocks' `owners`.
-
-    The program behind the last expert marks the blocks behind the last one with -1.
-    """
-    expert = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    lane = tl.arange(0, CHUNK)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, pairs, CHUNK):
-        ids = tl.load(experts + start + lane, mask=start + lane < pairs, other=0)
-        # Lanes behind the end count as expert 0's.
-        counts += tl.histogram(ids, BINS) - tl.where(bins == 0, tl.maximum(start + CHUNK - pairs, 0), 0)
-    blocks = (counts + BLOCK - 1) // BLOCK
-    first = tl.sum(tl.where(bins < expert, blocks, 0), 0)
-    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
-    last = expert == tl.num_programs(0) - 1
-    end = tl.where(last, num_blocks, first + (count + BLOCK - 1) // BLOCK)
-    for start in range(first, end, CHUNK):
-        tl.store(owners + start + lane, tl.where(last, -1, expert), mask=start + lane < end)
-    for start in range(first * BLOCK + count, tl.where(last, first, end) * BLOCK, CHUNK):
-        tl.store(order + start + lane, -1, mask=start + lane < end * BLOCK)
-    found = first * BLOCK
-    for start in range(0, tl.where(last, 0, pairs), CHUNK):
-        ids = tl.load(experts + start + lane, mask=start + lane < pairs, other=-1)
-        mine = (ids == expert).to(tl.int32)
-        tl.store(order + found + tl.cumsum(mine, 0) - 1, start + lane, mask=mine != 0)
-        found += tl.sum(mine, 0)
-
-
-@triton.jit
-def _find_expert(experts, pairs, num_experts, PAIRS: tl.constexpr):
-    """This program's expert and how many pairs it has: with fewer pairs than experts, that of pair `program_id(0)`,
-    and 0 unless it is the expert's first pair; else the expert `program_id(0)`."""
-    pair = tl.arange(0, PAIRS)
-    ids = tl.load(experts + pair, mask=pair < pairs, other=-1)
-    own = tl.program_id(0)
-    expert = own
-    if pairs < num_experts:
-        expert = tl.load(experts + own)
-    mine = ids == expert
-    count = tl.sum(mine.to(tl.int32), 0)
-    if pairs < num_experts:
-        count = tl.where(tl.sum((mine & (pair < own)).to(tl.int32), 0) > 0, 0, count)
-    return expert, count
-
-
-@triton.jit
-def _scan(experts, expert, pairs, start, PAIRS: tl.constexpr, TOKENS: tl.constexpr):
-    """The expert's pairs number start, start + 1, …, and which of them there are."""
-    pair = tl.arange(0, PAIRS)
-    mine = tl.load(experts + pair, mask=pair < pairs, other=-1) == expert
-    rank = tl.cumsum(mine.to(tl.int32), 0) - 1 - start
-    here = (rank[None, :] == tl.arange(0, TOKENS)[:, None]) & mine[None, :]
-    return tl.sum(tl.where(here, pair[None, :], 0), 1), tl.sum(here.to(tl.int32), 1) > 0
 
 
 @triton.jit
@@ -192,9 +128,9 @@ def _expert_kernel(
     """`inner` is the result's columns; PAIRS > 0: the number of pairs as a power of two, each program finds its own."""
     tokens = pairs // TOP_K
     if PAIRS > 0:
-        expert, count = _find_expert(experts, pairs, num_experts, PAIRS)
+        expert, count = find_expert(experts, pairs, num_experts, PAIRS)
         for start in range(0, count, TOKENS):
-            pair, live = _scan(experts, expert, pairs, start, PAIRS, TOKENS)
+            pair, live = scan(experts, expert, pairs, start, PAIRS, TOKENS)
             _expert_tiles(
                 x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, inner, tokens,
                 TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, SPAN, SWAP, FP8_OUT, TYPE,
@@ -207,27 +143,6 @@ def _expert_kernel(
                 x, x_scales, weight, scale, weights, out, out_scales, expert, tl.maximum(pair, 0), pair >= 0, columns,
                 inner, tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, SPAN, SWAP, FP8_OUT, TYPE,
             )  # fmt: skip
-
-
-@attrs.frozen(eq=False)
-class Aligned:
-    """Pairs sorted by expert, in blocks: `order` `[blocks * block]`, and the expert of each block, or -1."""
-
-    order: Tensor
-    owners: Tensor
-
-
-def align(experts: Tensor, num_experts: int, block: int) -> Aligned:
-    """Sort the pairs of `experts` `[T, top_k]`, without a host read; there is room for the worst case."""
-    pairs = experts.numel()
-    blocks = pairs // block + min(pairs, num_experts)
-    order = experts.new_empty(blocks * block)
-    owners = experts.new_empty(blocks)
-    _align_kernel[(num_experts + 1,)](
-        experts, order, owners, pairs, blocks,
-        BINS=power_of_two(num_experts + 1), BLOCK=block, CHUNK=min(_CHUNK, power_of_two(pairs)), num_warps=4,
-    )  # fmt: skip
-    return Aligned(order, owners)
 
 
 def run_experts(

@@ -4,8 +4,8 @@ graph, since all that changes from one message to the next is counted on the dev
 A message is cut into shares, one a program. The programs of a share on both sides keep to themselves: the sender's
 waits until the slot is free, stores its share there, and then sets the share's flag to the message's number; the
 receiver's waits for that number, reads the share, and acknowledges it in the sender's memory. No program waits for
-another one of its own kernel. Stores before a release at system scope are seen after the acquire that reads it (PTX
-ISA, "Memory Consistency Model").
+another one of its own kernel. One whose wait is aborted stores nothing: a slot that is not free is still to be read.
+Stores before a release at system scope are seen after the acquire that reads it (PTX ISA, "Memory Consistency Model").
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -31,19 +31,21 @@ def _send_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     number = tl.load(counts + program) + 1
+    free = False
     waiting = True
     while waiting:
         free = tl.atomic_add(acks + program, 0, sem="acquire", scope="sys") >= number - SLOTS
         waiting = (not free) and (tl.load(abort, volatile=True) == 0)
-    first = program * share
-    slot = slots + (number % SLOTS) * slot_words + program * region
-    for start in range(0, share, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        inside = (offsets < share) & (first + offsets < words)
-        tl.store(slot + offsets, tl.load(source + first + offsets, mask=inside), mask=inside)
-    tl.debug_barrier()
-    tl.atomic_xchg(flags + program, number, sem="release", scope="sys")
-    tl.store(counts + program, number)
+    if free:
+        first = program * share
+        slot = slots + (number % SLOTS) * slot_words + program * region
+        for start in range(0, share, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            inside = (offsets < share) & (first + offsets < words)
+            tl.store(slot + offsets, tl.load(source + first + offsets, mask=inside), mask=inside)
+        tl.debug_barrier()
+        tl.atomic_xchg(flags + program, number, sem="release", scope="sys")
+        tl.store(counts + program, number)
 
 
 @triton.jit
@@ -53,19 +55,21 @@ def _recv_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     number = tl.load(counts + program) + 1
+    there = False
     waiting = True
     while waiting:
         there = tl.atomic_add(flags + program, 0, sem="acquire", scope="sys") >= number
         waiting = (not there) and (tl.load(abort, volatile=True) == 0)
-    first = program * share
-    slot = slots + (number % SLOTS) * slot_words + program * region
-    for start in range(0, share, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        inside = (offsets < share) & (first + offsets < words)
-        tl.store(target + first + offsets, tl.load(slot + offsets, mask=inside, cache_modifier=".cg"), mask=inside)
-    tl.debug_barrier()
-    tl.atomic_xchg(acks + program, number, sem="release", scope="sys")
-    tl.store(counts + program, number)
+    if there:
+        first = program * share
+        slot = slots + (number % SLOTS) * slot_words + program * region
+        for start in range(0, share, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            inside = (offsets < share) & (first + offsets < words)
+            tl.store(target + first + offsets, tl.load(slot + offsets, mask=inside, cache_modifier=".cg"), mask=inside)
+        tl.debug_barrier()
+        tl.atomic_xchg(acks + program, number, sem="release", scope="sys")
+        tl.store(counts + program, number)
 
 
 def plan(words: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from weft.ops.logits import scale
 from weft.ops.paged_attention import no_triton, triton_version
 from weft.ops.splitmix import exponential, random_bits
 
@@ -27,14 +28,16 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 
 
 def _on_cpu(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference."""
-    logits = logits.float()
+    return choose(logits, scale(logits.float(), temperature), temperature, seeds, positions)
+
+
+def choose(
+    logits: Tensor, scaled: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The reference: the arg max of `scaled`, with noise unless the temperature is 0, and its logprob by `logits`."""
     noise = -torch.log(exponential(random_bits(seeds, positions, logits.shape[-1])))
-    greedy = (temperature <= 0)[:, None]
-    # Differences to the largest, so that the smallest temperature overflows to -inf and never to a tie.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature[:, None])
-    token_ids = torch.where(greedy, logits, scaled + noise).argmax(-1)
-    logprobs = logits.log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)
+    token_ids = torch.where((temperature <= 0)[:, None], scaled, scaled + noise).argmax(-1)
+    logprobs = logits.float().log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)
     return token_ids, logprobs
 
 

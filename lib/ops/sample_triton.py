@@ -12,6 +12,7 @@ With TRITON_INTERPRET=1 set before, it runs on CPU tensors, for tests.
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+import attrs
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +23,9 @@ from weft.ops.splitmix import GOLDEN, MIX_1, MIX_2
 _BLOCK = 2048
 _PROGRAMS = 1024
 """How many programs a launch aims at."""
+
+FILTERED, ADJUSTED = tl.constexpr(1), tl.constexpr(2)
+"""Kinds of requests that are not plain."""
 
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
@@ -51,16 +55,25 @@ def _gumbel(stream, columns):
 
 
 @triton.jit
+def inverse(t):
+    """1 / temperature, finite for the smallest one, and 1 for a greedy request."""
+    return tl.where(t <= 0, 1.0, 1.0 / tl.maximum(t, 1e-30))
+
+
+@triton.jit
 def _part_kernel(
-    logits, temperature, seeds, positions, best, indices, chosen, maxima, sums,
-    vocab, stride, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, temperature, seeds, positions, best, indices, chosen, maxima, sums, adjusted, kinds, peaks, bounds,
+    vocab, stride, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
     row, split = tl.program_id(0), tl.program_id(1)
     t = tl.load(temperature + row)
     greedy = t <= 0
-    scale = tl.where(greedy, 1.0, 1.0 / t)
+    scale = inverse(t)
     seed, position = tl.load(seeds + row), tl.load(positions + row)
     stream = _mix(_mix(seed + _GOLDEN) + position * _GOLDEN)
+    kind, peak, bound = 0, 0.0, 0.0
+    if PROCESSED:
+        kind, peak, bound = tl.load(kinds + row), tl.load(peaks + row), tl.load(bounds + row)
     top = float("-inf")
     total = 0.0
     score = float("-inf")
@@ -76,6 +89,12 @@ def _part_kernel(
         fall = tl.where(top == new, 0.0, top - new)
         total = total * tl.exp(fall) + tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(below)), 0)
         scores = below * scale
+        if kind > 0:
+            own = x
+            if kind == ADJUSTED:
+                own = tl.load(adjusted + row.to(tl.int64) * vocab + columns, mask=inside, other=float("-inf"))
+            scores = tl.where(peak - own <= bound, (own - peak) * scale, float("-inf"))
+            fall = 0.0
         if not greedy:
             scores += _gumbel(stream, columns)
         scores = tl.where(inside & (x > float("-inf")), scores, float("-inf"))
@@ -95,16 +114,18 @@ def _part_kernel(
 
 @triton.jit
 def _combine_kernel(
-    temperature, best, indices, chosen, maxima, sums, token_ids, logprobs, SPLITS: tl.constexpr
+    temperature, best, indices, chosen, maxima, sums, kinds, token_ids, logprobs,
+    SPLITS: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    t = tl.load(temperature + row)
-    scale = tl.where(t <= 0, 1.0, 1.0 / t)
+    scale = inverse(tl.load(temperature + row))
     splits = row * SPLITS + tl.arange(0, SPLITS)
     tops = tl.load(maxima + splits)
     top = tl.max(tops, 0)
     falls = tl.where(tops == top, 0.0, tops - top)
     total = tl.sum(tl.load(sums + splits) * tl.exp(falls), 0)
+    if PROCESSED:
+        falls = tl.where(tl.load(kinds + row) > 0, 0.0, falls)
     scores = tl.load(best + splits) + falls * scale
     _, place = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
     winner = tl.arange(0, SPLITS) == place
@@ -121,8 +142,29 @@ def plan_splits(num_reqs: int, vocab: int) -> tuple[int, int]:
     return splits, triton.cdiv(blocks, splits) * _BLOCK
 
 
-def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """`weft::sample` on the GPU; see `weft.ops.sample.sample`."""
+@attrs.frozen(eq=False)
+class Processed:
+    """What `weft.ops.sample_rows_triton` found out for `draw`, of each request.
+
+    Args:
+        kinds: [num_reqs] int32: 0: drawn from softmax(logits / temperature); FILTERED: of that, only within a bound;
+            ADJUSTED: the same of `adjusted`.
+        adjusted: [num_reqs, vocab_size] float32, written only for requests of that kind.
+        peaks: [num_reqs] float32, the largest logit (of a greedy request 0).
+        bounds: [num_reqs] float32, how far from it, before temperature, tokens are kept.
+    """
+
+    kinds: Tensor
+    adjusted: Tensor
+    peaks: Tensor
+    bounds: Tensor
+
+
+def draw(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, processed: Processed | None = None
+) -> tuple[Tensor, Tensor]:
+    """`weft::sample` on the GPU; see `weft.ops.sample.sample`. With `processed`, the last part of
+    `weft::sample_rows`."""
     rows, vocab = logits.shape
     token_ids, logprobs = torch.empty_like(seeds), torch.empty_like(temperature)
     if rows == 0:
@@ -131,9 +173,15 @@ def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) 
     splits, share = plan_splits(rows, vocab)
     best, chosen, maxima, sums = torch.empty(4, rows, splits, dtype=torch.float32, device=logits.device)
     indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
+    found = processed or Processed(indices, best, best, best)  # which a kernel that is not told so does not read
+    is_processed = processed is not None
     _part_kernel[(rows, splits)](
         logits, temperature, seeds, positions, best, indices, chosen, maxima, sums,
-        vocab, logits.stride(0), share, SPLITS=splits, BLOCK=_BLOCK, num_warps=8,
+        found.adjusted, found.kinds, found.peaks, found.bounds,
+        vocab, logits.stride(0), share, SPLITS=splits, BLOCK=_BLOCK, PROCESSED=is_processed, num_warps=8,
     )  # fmt: skip
-    _combine_kernel[(rows,)](temperature, best, indices, chosen, maxima, sums, token_ids, logprobs, SPLITS=splits)
+    _combine_kernel[(rows,)](
+        temperature, best, indices, chosen, maxima, sums, found.kinds, token_ids, logprobs,
+        SPLITS=splits, PROCESSED=is_processed,
+    )  # fmt: skip
     return token_ids, logprobs

@@ -22,7 +22,15 @@ class OpBackend:
 
 _REFERENCE = OpBackend("paged_attention", "reference", "plain torch, batch invariant; the CPU has no other")
 
-_CPU_SAMPLE = OpBackend("sample", "reference", "plain torch; the CPU has no other")
+_CPU_SAMPLE = tuple(
+    OpBackend(op, "reference", "plain torch; the CPU has no other") for op in ("sample", "sample_rows", "count_tokens")
+)
+
+_SAMPLERS = {
+    "sample": "reads the logits once and keeps nothing of their size",
+    "sample_rows": "the same for a request that uses no feature; for others a threshold search, and never a sort",
+    "count_tokens": "one launch, which writes only for requests that have penalties",
+}
 
 _LAYER = {
     "norms": "residual addition, norm and quantisation in one kernel",
@@ -56,10 +64,10 @@ def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
     """
     kind = torch.device(device).type
     if kind == "cpu":
-        return (_REFERENCE, _CPU_SAMPLE, *_cpu_layer(), _CPU_COPIES)
+        return (_REFERENCE, *_CPU_SAMPLE, *_cpu_layer(), _CPU_COPIES)
     if kind == "cuda":
         copies = _cuda_copies(torch.device(device))
-        return (_cuda_attention(), _FLASHINFER, _cuda_sample(), *_cuda_layer(), copies)
+        return (_cuda_attention(), _FLASHINFER, *_cuda_samplers(), *_cuda_layer(), copies)
     raise DeviceError(f"backends({str(device)!r})", f"weft has no kernels for {kind!r}", "use 'cpu' or 'cuda'")
 
 
@@ -73,12 +81,12 @@ def _cuda_attention() -> OpBackend:
     return OpBackend("paged_attention", f"triton {version}", reason)
 
 
-def _cuda_sample() -> OpBackend:
+def _cuda_samplers() -> tuple[OpBackend, ...]:
     version = triton_version()
     if version is None:
         error = no_triton("sample on cuda")
-        return OpBackend("sample", "missing", f"{error.seen}; {error.instead}")
-    return OpBackend("sample", f"triton {version}", "reads the logits once and keeps nothing of their size")
+        return tuple(OpBackend(op, "missing", f"{error.seen}; {error.instead}") for op in _SAMPLERS)
+    return tuple(OpBackend(op, f"triton {version}", reason) for op, reason in _SAMPLERS.items())
 
 
 def _cpu_layer() -> Iterator[OpBackend]:

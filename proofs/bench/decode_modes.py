@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weft.proofs.bench.graphify_overhead import environment
+from weft.proofs.environment import environment
 from weft.proofs.gpu_run import QWEN3_0_6B, copy_bandwidth, random_model, time_decode
 
 MODES = ("none", "piecewise", "full")

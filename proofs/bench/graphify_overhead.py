@@ -20,7 +20,6 @@ nothing.
 import argparse
 import gc
 import json
-import platform
 import statistics
 import sys
 import time
@@ -35,7 +34,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops.table import backends
+from weft.proofs.environment import environment
 from weft.transforms.graphify import Graphified, graphify
 
 Step = Callable[..., tuple[Tensor, ...]]
@@ -178,19 +177,6 @@ def peers(count: int) -> Iterator[Contender]:
     for _ in range(5):
         call()
     yield Contender("reduce-overhead", "fresh, borrowed", count, 1, call)
-
-
-def environment(device: str) -> dict[str, Any]:
-    """Where the figures come from."""
-    return {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-        "machine": platform.platform(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "ops": [attrs.asdict(row) for row in backends(device)],
-    }
 
 
 @contextmanager

@@ -18,7 +18,6 @@ import attrs
 import torch
 
 from weft.proofs.bench.graph_seconds import graph_seconds
-from weft.proofs.bench.graphify_overhead import environment
 from weft.proofs.bench.kernel_cases import (
     QWEN3_0_6B,
     QWEN3_30B_A3B,
@@ -31,6 +30,7 @@ from weft.proofs.bench.kernel_cases import (
     relative_error,
 )  # fmt: skip
 from weft.proofs.bench.tile_search import search
+from weft.proofs.environment import environment
 
 BANDWIDTH = 4.27e12
 TOKENS = (1, 8, 64, 128, 256)

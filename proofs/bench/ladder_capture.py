@@ -19,8 +19,9 @@ import torch
 
 from weft.batch import Batch
 from weft.proofs.bench.decode_modes import TINY
-from weft.proofs.bench.graphify_overhead import environment
+from weft.proofs.environment import environment
 from weft.proofs.gpu_run import QWEN3_0_6B, random_model
+from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.generate import make_runner, make_state
 from weft.transforms.ladder import Limits
@@ -30,7 +31,7 @@ def capture_ladder(model: Model, limits: Limits, device: str) -> dict[str, Any]:
     """Estimate, capture and count one ladder."""
     runner = make_runner(model, limits, mode="full_and_piecewise")
     rows = range(limits.max_num_reqs)
-    state = make_state(model, runner.layouts, [300] * len(rows), temperature=1.0, seeds=rows)
+    state = make_state(model, runner.layouts, [300] * len(rows), [SamplingParams(seed=row) for row in rows])
     (graph,) = runner.graphs
     example = runner.params, state, Batch.decode(rows, device=device)
     start = time.perf_counter()

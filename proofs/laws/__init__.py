@@ -39,6 +39,7 @@ from weft.proofs.laws.pipeline import (
 )
 from weft.proofs.laws.requests import WAYS, order_is_free, seed_and_position_fix_the_sample
 from weft.proofs.laws.schedule import broken_programs_are_refused, checker_is_right, schedules_are_right
+from weft.proofs.laws.serving import hosts_agree, served_as_alone, stages_agree
 
 __all__ = [
     "TRANSFORMS",
@@ -61,6 +62,7 @@ __all__ = [
     "graph_is_eager_on_padded_functions",
     "graph_keeps_what_it_reads",
     "graphs_of_functions_are_functions",
+    "hosts_agree",
     "image_padding_is_inert",
     "memory_is_estimated",
     "microbatches_are_one",
@@ -75,7 +77,9 @@ __all__ = [
     "pipeline_is_composition_on_functions",
     "schedules_are_right",
     "seed_and_position_fix_the_sample",
+    "served_as_alone",
     "stage_padding_is_inert",
+    "stages_agree",
     "transforms_commute",
     "transforms_commute_on_functions",
 ]

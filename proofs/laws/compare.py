@@ -10,7 +10,7 @@ from weft.descriptor import Descriptor
 from weft.proofs.strategies.models import Scenario
 from weft.state import State, advance
 from weft.transforms.pipeline import compose
-from weft.trees import leaves_with_names
+from weft.trees import leaves_with_names, tree_map
 
 D = TypeVar("D", bound=Descriptor)
 
@@ -50,10 +50,16 @@ def assert_equal(law: str, seen: Any, expected: Any, *, exact: bool = True) -> N
 
 def visible(state: Sequence[State]) -> Any:
     """What a state says of its requests: all but the scratch row, which belongs to nobody."""
+    names = ("block_table", "positions", "last_tokens")
     return [
-        {"kv_pages": s.kv_pages, **{n: getattr(s, n)[:-1] for n in ("block_table", "positions", "last_tokens")}}
+        {"kv_pages": s.kv_pages, "sampling": tree_map(_of_requests, s.sampling)}
+        | {name: _of_requests(getattr(s, name)) for name in names}
         for s in state
     ]
+
+
+def _of_requests(table: Tensor) -> Tensor:
+    return table[:-1]
 
 
 def whole(scenario: Scenario) -> Callable[..., Any]:

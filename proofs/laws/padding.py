@@ -27,7 +27,7 @@ def padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor], devi
             other, padded = step(params, _garbage_scratch(poisoned), _garbage_tail(pad(batch, descriptor), batch))
             seen = unpad(padded, batch.descriptor)
             assert_equal("L2 padding is inert: output", seen, out, exact=False)
-            unwritten = tree_map(lambda x: torch.nan_to_num(x) if x.is_floating_point() else x, visible(other))
+            unwritten = tree_map(lambda x: x.nan_to_num(0.0, torch.inf) if x.is_floating_point() else x, visible(other))
             assert_equal("L2 padding is inert: state", unwritten, visible(state), exact=False)
 
 
@@ -41,8 +41,10 @@ def _run_to(scenario: Scenario, step: Any, params: Any, index: int, device: str,
 def _garbage_scratch(state: Sequence[State]) -> Sequence[State]:
     """The state with old data in the row that padding points to."""
     for s in state:
-        s.positions[-1], s.last_tokens[-1], s.seeds[-1] = 1, 3, 77
-        s.temperature[-1] = float("nan")
+        s.positions[-1], s.last_tokens[-1] = 1, 3
+        s.sampling.floats[-1] = float("nan")
+        for other in (s.sampling.ints, s.sampling.bias_ids, s.sampling.allowed, s.sampling.counts):
+            other[-1] = 77  # which uses penalties, a mask, min_tokens
         s.block_table[-1] = s.block_table[0]
     return state
 

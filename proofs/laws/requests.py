@@ -5,12 +5,14 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
-from weft.ops.sample import sample
+from weft.ops.sample_rows import sample_rows
 from weft.outputs import Output
 from weft.proofs.laws.compare import LawViolation, assert_equal, visible, whole
 from weft.proofs.strategies.models import Move, Scenario
+from weft.sampling_table import SamplingTable, write_rows
 from weft.state import advance
 from weft.transforms.graphify import graphify
 from weft.transforms.pipeline import pipeline
@@ -41,26 +43,31 @@ def seed_and_position_fix_the_sample(
     ladder: Sequence[BatchDescriptor],
     device: str = "cpu",
 ) -> None:
-    """L16: in any batch, bucket, order, mode and split, what a request samples is a function of its own logits, seed
-    and position, which the host counts here by itself; and both have an effect."""
+    """L16: in any batch, bucket, order, mode and split, what a request samples is a function of its own logits,
+    parameters, seed, position and tokens, which the host counts here by itself; and all have an effect."""
     step, count = make_way(scenario, way, num_stages, microbatches, ladder)
     params, state = scenario.params(count, device), scenario.state(count, device)
-    done = [0] * len(scenario.prompts)
+    done, said = [0] * len(scenario.prompts), [[] for _ in scenario.prompts]  # type: tuple[list[int], list[list[int]]]
     for batch, moves in zip(scenario.batches(device), scenario.moves, strict=True):
         state, out = step(params, state, batch)
         for index, move in enumerate(moves):
             done[move.row] += move.prompt_tokens or 1
             one = slice(index, index + 1)
-            seed, position = scenario.seed + move.row, done[move.row] - 1
-            expected = sample(out.logits[one], *_drawn(scenario.sampled, seed, position, device))
-            law = f"L16 seed {seed} and position {position} fix the sample"
+            position = done[move.row] - 1
+            expected = _draw_alone(scenario, move.row, said[move.row], out.logits[one], position)
+            law = f"L16 the seed of row {move.row} and position {position} fix the sample"
             assert_equal(law, out.token_ids[one], expected[0])
             assert_equal(law, out.logprobs[one], expected[1], exact=False)
+            said[move.row] += out.token_ids[one].tolist() if batch.samples[index] else []
 
 
-def _drawn(sampled: bool, seed: int, position: int, device: str) -> tuple[torch.Tensor, ...]:
-    numbers = (torch.tensor([x], dtype=torch.int64, device=device) for x in (seed, position))
-    return torch.tensor([float(sampled)], device=device), *numbers
+def _draw_alone(
+    scenario: Scenario, row: int, said: Sequence[int], logits: Tensor, position: int
+) -> tuple[Tensor, Tensor]:
+    """What a request draws that is alone in a table, where the host wrote all that it has said."""
+    table = SamplingTable.zeros(2, scenario.config.vocab_size, 4, logits.device)
+    write_rows(table, [0], [scenario.sampling[row]], [scenario.prompts[row]], [said])
+    return sample_rows(logits, table, *torch.tensor([[0], [position]], device=logits.device))
 
 
 def order_is_free(

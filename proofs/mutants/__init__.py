@@ -7,9 +7,10 @@ computes wrong results. `python -m weft.proofs.mutants --out FOLDER` says which 
 from weft.proofs.mutants.graphs import GRAPHS
 from weft.proofs.mutants.planted import Mutant
 from weft.proofs.mutants.schedules import SCHEDULES
+from weft.proofs.mutants.serving import SERVING
 from weft.proofs.mutants.steps import STEPS
 
 __all__ = ["MUTANTS", "Mutant"]
 
-MUTANTS = tuple(sorted((*GRAPHS, *SCHEDULES, *STEPS), key=lambda mutant: int(mutant.law.number[1:])))
+MUTANTS = tuple(sorted((*GRAPHS, *SCHEDULES, *SERVING, *STEPS), key=lambda mutant: int(mutant.law.number[1:])))
 """All planted bugs, at least one for each row of `weft.proofs.suite.LAWS`."""

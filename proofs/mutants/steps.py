@@ -13,10 +13,12 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.effects import Effect, Run
-from weft.ops.sample import sample
+from weft.ops.logits import SEED
+from weft.ops.sample_rows import count_tokens, sample_rows
 from weft.outputs import Output
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
+from weft.sampling_table import SamplingTable
 from weft.state import State, advance, resolve
 from weft.torchapi import in_dispatch_mode
 from weft.transforms.dispatch import Decision, dispatch
@@ -25,7 +27,7 @@ from weft.transforms.microbatch import join, split
 from weft.transforms.transports.worker import Link, Worker
 
 _GRAPHS = "weft.transforms.graphs"
-_COMPARE, _DECODER = "weft.proofs.laws.compare", "weft.stages.decoder"
+_COMPARE, _DECODER, _STATE = "weft.proofs.laws.compare", "weft.stages.decoder", "weft.state"
 _PIPELINE, _MICROBATCH = "weft.transforms.pipeline", "weft.transforms.microbatch"
 
 
@@ -90,13 +92,35 @@ def _join_backwards_in_graphs(outputs: Sequence[Any], parts: Sequence[Any]) -> A
     return _join_backwards(outputs, parts) if _in_capture() else join(outputs, parts)
 
 
-def _baked_seed(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Any:
+def _with_seeds(table: SamplingTable, seeds: Any) -> SamplingTable:
+    ints = table.ints.clone()
+    ints[:, SEED] = seeds
+    return attrs.evolve(table, ints=ints)
+
+
+def _baked_seed(logits: Tensor, table: SamplingTable, *where: Any) -> Any:
     """The host gives the kernel its seed as a number, which a capture freezes."""
-    return sample(logits, temperature, torch.full_like(seeds, 77) if _in_capture() else seeds, positions)
+    return sample_rows(logits, _with_seeds(table, 77) if _in_capture() else table, *where)
 
 
-def _seed_of_the_place(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Any:
-    return sample(logits, temperature, seeds[:1] + torch.arange(len(seeds), device=seeds.device), positions)
+def _seed_of_place(logits: Tensor, table: SamplingTable, rows: Tensor, *where: Any) -> Any:
+    seeds = table.ints[:, SEED].scatter(0, rows.clamp(min=0), torch.arange(len(rows), device=rows.device))
+    return sample_rows(logits, _with_seeds(table, seeds), rows, *where)
+
+
+def _rules_of_the_first(logits: Tensor, table: SamplingTable, rows: Tensor, *where: Any) -> Any:
+    """One request's parameters are taken for the whole batch."""
+    floats = table.floats[rows[:1]].expand_as(table.floats).contiguous()
+    return sample_rows(logits, attrs.evolve(table, floats=floats), rows, *where)
+
+
+def _counts_nothing(table: SamplingTable, *what: Any) -> None:
+    """Penalties see the prompt alone."""
+
+
+def _counts_chunks(table: SamplingTable, rows: Tensor, token_ids: Tensor, kept: Tensor) -> None:
+    """What is drawn behind a chunk of a prompt, and thrown away, is counted."""
+    count_tokens(table, rows, token_ids, torch.ones_like(kept))
 
 
 def _in_order_of_rows(state: State, batch: Batch) -> Any:
@@ -130,8 +154,11 @@ STEPS = (
     Mutant("dispatch looks at one side alone", find("L6", "images"), replace(_GRAPHS, "dispatch", _by_one_side)),
     Mutant("equal shape is taken for equal class", find("L7"), replace(_GRAPHS, "dispatch", _blind_dispatch)),
     Mutant("micro-batches run backwards", find("L13"), replace(_MICROBATCH, "split", _split_backwards)),
-    Mutant("a seed of the host is baked into a graph", find("L16"), replace(_DECODER, "sample", _baked_seed)),
-    Mutant("a seed goes with the place in the batch", find("L16"), replace(_DECODER, "sample", _seed_of_the_place)),
+    Mutant("a seed of the host is baked into a graph", find("L16"), replace(_DECODER, "sample_rows", _baked_seed)),
+    Mutant("a seed goes with the place in the batch", find("L16"), replace(_DECODER, "sample_rows", _seed_of_place)),
+    Mutant("all take the first one's parameters", find("L16"), replace(_DECODER, "sample_rows", _rules_of_the_first)),
+    Mutant("generated tokens are not counted", find("L16"), replace(_STATE, "count_tokens", _counts_nothing)),
+    Mutant("tokens behind a chunk are counted", find("L16"), replace(_STATE, "count_tokens", _counts_chunks)),
     Mutant("requests are sorted and not put back", find("L17"), replace(_DECODER, "resolve", _in_order_of_rows)),
 )
 """Bugs of `dispatch`, `pipeline`, `microbatch`, and of the models' stages."""

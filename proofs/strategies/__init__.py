@@ -36,6 +36,8 @@ from weft.proofs.strategies.programs import (
     job_lists,
     programs,
 )
+from weft.proofs.strategies.sampling import sampling_params
+from weft.proofs.strategies.traces import Arrival, Trace, traces
 
 __all__ = [
     "ARCHITECTURES",
@@ -48,6 +50,7 @@ __all__ = [
     "STATICS",
     "UPDATES",
     "VALUES",
+    "Arrival",
     "Broken",
     "Call",
     "Function",
@@ -59,6 +62,7 @@ __all__ = [
     "Rows",
     "Scenario",
     "Scheduled",
+    "Trace",
     "broken_programs",
     "call_sequences",
     "called",
@@ -74,7 +78,9 @@ __all__ = [
     "pure_functions",
     "resolution_ladders",
     "resolutions",
+    "sampling_params",
     "scenarios",
     "stage_lists",
+    "traces",
     "worlds",
 ]

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.batch import LAST_TOKEN, Batch
+from weft.proofs.strategies.sampling import sampling_params
+from weft.sampling import SamplingParams
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
@@ -88,7 +90,7 @@ class Scenario:
         moves: for each step, what it does with which rows; no row twice.
         uniform: for each step, whether its maker declares it a uniform decode (only ever true for all-decode steps).
         page_size: of the state.
-        sampled: the temperature is 1 and not 0.
+        sampling: what each row's request asks.
         seed: of the weights.
         loras: for each step, the number of active LoRAs that its descriptor tells; all 0 if empty.
     """
@@ -98,7 +100,7 @@ class Scenario:
     moves: tuple[tuple[Move, ...], ...]
     uniform: tuple[bool, ...]
     page_size: int
-    sampled: bool
+    sampling: tuple[SamplingParams, ...]
     seed: int
     loras: tuple[int, ...] = ()
 
@@ -163,11 +165,13 @@ class Scenario:
                 num_pages=ends[-1],
                 max_pages=max(pages),
                 page_size=self.page_size,
+                vocab_size=self.config.vocab_size if layout.last else 0,
+                max_biased=4,
                 device=device,
             )
             empty.kv_pages.fill_(poison)
             own = [range(end - n, end) for end, n in zip(ends, pages, strict=True)]
-            return admit(empty, rows, own, float(self.sampled), [self.seed + r for r in rows])
+            return admit(empty, rows, own, self.sampling, self.prompts)
 
         return tuple(one(layout) for layout in self.layouts(num_stages))
 
@@ -182,7 +186,7 @@ def scenarios(
     sampled: bool = False,
 ) -> Scenario:
     """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts, decodes, both at once;
-    with `loras`, of different numbers of active LoRAs; with `sampled`, never greedy."""
+    with `loras`, of different numbers of active LoRAs; with `sampled`, no request is greedy."""
     config = draw(configs(min_layers, max_layers))
     token = st.integers(0, config.vocab_size - 1)
     length = st.sampled_from((1, 1, 2, 3, 5, 9))
@@ -208,7 +212,7 @@ def scenarios(
         tuple(moves),
         tuple(uniform),
         draw(st.sampled_from((2, 4, 16))),
-        sampled or draw(st.booleans()),
+        tuple(draw(sampling_params(config.vocab_size, greedy=not sampled)) for _ in prompts),
         draw(st.integers(0, 999)),
         tuple(draw(st.integers(0, 2)) for _ in moves) if loras else (),
     )

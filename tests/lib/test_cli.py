@@ -17,6 +17,7 @@ import weft
 from weft import cli
 from weft.cli import demo as demo_module
 from weft.cli.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
+from weft.ops.logits import SEED
 from weft.stages.model import DEMO
 from weft.stages.model import DTYPES as MODEL_DTYPES
 from weft.transforms.generate import Completion, Runner, make_runner
@@ -335,7 +336,7 @@ def _damage_pages(state: Any, _: Any) -> None:
 
 
 def _damage_table(state: Any, _: Any) -> None:
-    state[-1].seeds[0] += 1  # greedy sampling does not read it
+    state[-1].sampling.ints[0, SEED] += 1  # greedy sampling does not read it
 
 
 def _damage_token(state: Any, _: Any) -> None:

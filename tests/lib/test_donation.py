@@ -38,7 +38,7 @@ def test_a_state_is_moved_from() -> None:
     places = [leaf.data_ptr() for leaf in tree_leaves(old)]
     new = donate(old, to="step(state)")
     assert [leaf.data_ptr() for leaf in tree_leaves(new)] == places
-    for field in ("kv_pages", "positions", "seeds"):
+    for field in ("kv_pages", "positions", "sampling"):
         with pytest.raises(DonatedError) as error:
             getattr(old, field)
         assert str(error.value) == (

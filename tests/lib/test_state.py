@@ -13,11 +13,14 @@ from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.errors import DonatedError, WeftError
+from weft.ops.logits import IN_PROMPT, MIN_LEN, SEED, TEMPERATURE
 from weft.outputs import Output
 from weft.padding import pad
 from weft.proofs.laws import assert_equal
+from weft.sampling import SamplingParams
 from weft.state import State, admit, advance, resolve
 from weft.transforms.graphify import graphify
+from weft.trees import tree_leaves
 
 FAST = settings(deadline=None, max_examples=80)
 ROWS, PAGE, MAX_PAGES = 5, 2, 6
@@ -34,7 +37,7 @@ def states(draw: st.DrawFn) -> State:
     """Any table of requests, the scratch row full of somebody's old data."""
     state = empty()
     numbers = st.integers(0, 7)
-    for field, values in (("positions", numbers), ("last_tokens", st.integers(0, 99)), ("seeds", numbers)):
+    for field, values in (("positions", numbers), ("last_tokens", st.integers(0, 99))):
         drawn = draw(st.lists(values, min_size=ROWS + 1, max_size=ROWS + 1))
         getattr(state, field).copy_(torch.tensor(drawn))
     table = draw(st.permutations(range((ROWS + 1) * MAX_PAGES)))
@@ -125,7 +128,7 @@ def test_a_batch_of_padding_changes_nothing(state: State, reqs: int, tokens: int
 
 
 @FAST
-@given(states(), batches(), st.integers(0, 4), st.integers(0, 4))
+@given(states(), batches(), st.integers(0, 4), st.integers(1, 4))
 def test_padding_changes_nothing_of_what_its_requests_get(s: State, batch: Batch, tokens: int, reqs: int) -> None:
     d = attrs.evolve(batch.descriptor, query_len=None)
     wide = pad(batch, BatchDescriptor(d.num_tokens + tokens, d.num_reqs + reqs))
@@ -153,39 +156,49 @@ def test_steps_are_captured_without_a_host_read() -> None:
     assert g.cache_info().captures == 2
 
 
+GREEDY = SamplingParams(temperature=0.0)
+
+
 def test_admit_fills_the_rows_and_no_other() -> None:
     state = empty()
     state.positions.fill_(3)
     state.last_tokens.fill_(4)
-    state = admit(state, [2, 0], [[7, 8], [9]], 0.5, [11, -12])
+    hot, cold = SamplingParams(temperature=0.5, seed=11), SamplingParams(temperature=0.25, seed=-12)
+    state = admit(state, [2, 0], [[7, 8], [9]], [hot, cold], [[1], [2, 3]])
     assert state.block_table[[2, 0]].tolist() == [[7, 8, 0, 0, 0, 0], [9, 0, 0, 0, 0, 0]]
     assert state.positions.tolist() == [0, 3, 0, 3, 3, 3]
     assert state.last_tokens.tolist() == [0, 4, 0, 4, 4, 4]
-    assert state.temperature.tolist() == [0.5, 0, 0.5, 0, 0, 0]
-    assert state.seeds.tolist() == [-12, 0, 11, 0, 0, 0]
+    assert state.sampling.floats[:, TEMPERATURE].tolist() == [0.25, 0, 0.5, 0, 0, 0]
+    assert state.sampling.ints[:, SEED].tolist() == [-12, 0, 11, 0, 0, 0]
     assert not state.block_table[[1, 3, 4, 5]].any()
 
 
 def test_admit_again_leaves_no_page_of_the_request_before() -> None:
-    state = admit(empty(), [1], [[5, 6, 7]], 1.0, [3])
-    assert admit(state, [1], [[8]], 0.0, [4]).block_table[1].tolist() == [8, 0, 0, 0, 0, 0]
+    state = admit(empty(), [1], [[5, 6, 7]], [GREEDY], [[1]])
+    assert admit(state, [1], [[8]], [GREEDY], [[1]]).block_table[1].tolist() == [8, 0, 0, 0, 0, 0]
 
 
 def test_admit_nobody() -> None:
-    assert_equal("admit nobody", admit(empty(), [], [], 1.0, []), empty())
+    assert_equal("admit nobody", admit(empty(), [], [], [], []), empty())
+
+
+def _asked(rows: Sequence[int], pages: Sequence[Sequence[int]], sampling: int, prompts: int) -> tuple[Any, ...]:
+    return rows, pages, [GREEDY] * sampling, [[1]] * prompts
 
 
 FAULTS: dict[str, tuple[Any, ...]] = {
-    "fewer seeds than rows": ([0, 1], [[0], [1]], 0.0, [7]),
-    "more seeds than rows": ([0], [[0]], 0.0, [7, 8]),
-    "fewer pages than rows": ([0, 1], [[0]], 0.0, [7, 8]),
-    "more pages than a row holds": ([0], [list(range(MAX_PAGES + 1))], 0.0, [7]),
-    "a page that does not exist": ([0], [[40]], 0.0, [7]),
-    "a negative page": ([0], [[-1]], 0.0, [7]),
-    "the scratch row": ([ROWS], [[0]], 0.0, [7]),
-    "the scratch row by its other name": ([-1], [[0]], 0.0, [7]),
-    "a row that does not exist": ([ROWS + 1], [[0]], 0.0, [7]),
-    "a row twice": ([0, 0], [[0], [1]], 0.0, [7, 8]),
+    "less sampling than rows": _asked([0, 1], [[0], [1]], 1, 2),
+    "more sampling than rows": _asked([0], [[0]], 2, 1),
+    "fewer prompts than rows": _asked([0, 1], [[0], [1]], 2, 1),
+    "fewer pages than rows": _asked([0, 1], [[0]], 2, 2),
+    "more pages than a row holds": _asked([0], [list(range(MAX_PAGES + 1))], 1, 1),
+    "a page that does not exist": _asked([0], [[40]], 1, 1),
+    "a negative page": _asked([0], [[-1]], 1, 1),
+    "the scratch row": _asked([ROWS], [[0]], 1, 1),
+    "the scratch row by its other name": _asked([-1], [[0]], 1, 1),
+    "a row that does not exist": _asked([ROWS + 1], [[0]], 1, 1),
+    "a row twice": _asked([0, 0], [[0], [1]], 2, 2),
+    "no seed for a request that draws": ([0], [[0]], [SamplingParams()], [[1]]),
 }
 
 
@@ -197,9 +210,25 @@ def test_admit_refuses(name: str) -> None:
     assert error.value.call.startswith("admit(")
 
 
+@pytest.mark.parametrize("name", ["generated", "positions"])
+def test_admit_refuses_fewer_than_rows_of_what_may_be_left_out(name: str) -> None:
+    with pytest.raises(WeftError, match="numbers that differ"):
+        admit(empty(), [0], [[0]], [GREEDY], [[1]], **{name: []})
+
+
+def test_a_request_that_is_started_again_counts_what_it_had_generated() -> None:
+    sizes: dict[str, int] = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "num_pages": 1, "max_pages": 1}
+    params = SamplingParams(temperature=0.0, presence_penalty=1.0, min_tokens=2, stop_token_ids=[0])
+    state = State.zeros(**sizes, max_num_reqs=1, vocab_size=4)
+    state = admit(state, [0], [[0]], [params], [[1, 1, 2]], generated=[[2, 3, 3]], positions=[5])
+    assert state.sampling.counts[0].tolist() == [0, IN_PROMPT, IN_PROMPT + 1, 2]
+    assert state.sampling.ints[0, MIN_LEN] == 5
+    assert state.positions[0] == 5
+
+
 def test_an_admitted_state_is_dead_and_names_its_taker() -> None:
     old = empty()
-    admit(old, [0], [[1]], 0.0, [1])
+    admit(old, [0], [[1]], [GREEDY], [[1]])
     with pytest.raises(DonatedError) as error:
         resolve(old, Batch.decode([0]))
     assert error.value.seen == "this State was donated to admit(state)"
@@ -211,4 +240,15 @@ def test_zeros() -> None:
     assert state.kv_pages.shape == (3, 2, 5, 16, 2, 8)
     assert state.kv_pages.dtype == torch.bfloat16
     assert (state.block_table.shape, state.block_table.dtype) == ((5, 2), torch.int32)
-    assert {t.shape for t in (state.positions, state.last_tokens, state.temperature, state.seeds)} == {(5,)}
+    assert {t.shape for t in (state.positions, state.last_tokens)} == {(5,)}
+    widths = [tuple(leaf.shape) for leaf in tree_leaves(state.sampling)]
+    assert widths == [(5, 6), (5, 4), (5, 0), (5, 0), (5, 0), (5, 0), (5, 0)]
+
+
+def test_zeros_of_a_stage_that_samples() -> None:
+    sizes: dict[str, int] = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "num_pages": 1, "max_pages": 1}
+    table = State.zeros(**sizes, max_num_reqs=4, vocab_size=33, max_biased=7).sampling
+    shapes = {name: tuple(getattr(table, name).shape) for name in ("allowed", "stops", "bias_ids", "bias", "counts")}
+    assert shapes == {"allowed": (5, 2), "stops": (5, 2), "bias_ids": (5, 7), "bias": (5, 7), "counts": (5, 33)}
+    assert table.counts.dtype == torch.int16
+    assert table.vocab_size == 33

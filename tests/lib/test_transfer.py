@@ -87,16 +87,53 @@ for _ in range(30):
         y = torch.full_like(x, 77)
         peer.recv(y, slots.view(x.dtype), flags, acks, yours, abort)
         assert torch.equal(x, y), (x.shape, (x != y).nonzero()[:4])
+for x in under_way:
+    peer.recv(torch.empty_like(x), slots.view(x.dtype), flags, acks, yours, abort)
 abort.fill_(1)
-peer.recv(torch.empty(5, dtype=torch.int32), slots.view(torch.int32), flags, acks, yours, abort)  # ends
+words = torch.arange(5, dtype=torch.int32)
+y = torch.full_like(words, 77)
+peer.recv(y, slots.view(torch.int32), flags, acks, yours, abort)  # ends, and stores nothing
+assert y.eq(77).all()
+for _ in range(peer.SLOTS):  # there is room
+    peer.send(words, slots.view(torch.int32), flags, acks, mine, abort)
+before = slots.clone(), flags.clone(), mine.clone()
+peer.send(words + 1, slots.view(torch.int32), flags, acks, mine, abort)  # ends, and overwrites nothing
+assert all(map(torch.equal, before, (slots, flags, mine)))
+print("right")
+"""
+
+
+_PACKED = """
+import random, sys, torch
+from weft.ops import peer_packed_triton as peer
+
+random.seed(int(sys.argv[1]))
+slots = torch.zeros(peer.SLOTS, peer.MOST, dtype=torch.int64)
+acks, mine, yours = (torch.zeros(peer.PROGRAMS, dtype=torch.int64) for _ in range(3))
+abort = torch.zeros(1, dtype=torch.int32)
+under_way = []
+for _ in range(40):
+    if len(under_way) < peer.SLOTS and random.random() < 0.6:
+        n = random.choice([1, 3, 5, 1023, 1025, 4099, 3 * peer.PROGRAMS + 1, peer.MOST - 1, peer.MOST])
+        x = torch.randint(-(2**31), 2**31 - 1, (n,)).to(torch.int32)
+        peer.send(x, slots, acks, mine, abort)
+        under_way.append(x)
+    elif under_way:
+        x = under_way.pop(0)
+        y = torch.full_like(x, 77)
+        peer.recv(y, slots, acks, yours, abort)
+        assert torch.equal(x, y), (x.shape, (x != y).nonzero()[:4])
+abort.fill_(1)
+peer.recv(torch.empty(5, dtype=torch.int32), slots, acks, yours, abort)  # ends
 print("right")
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_the_kernels_of_symmetric_memory_interpreted() -> None:
+@pytest.mark.parametrize("script", [_INTERPRETED, _PACKED], ids=["bulk", "packed"])
+def test_the_kernels_of_symmetric_memory_interpreted(script: str) -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", _INTERPRETED, str(random.Random(0).randrange(99))]
+    command = [sys.executable, "-c", script, str(random.Random(0).randrange(99))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "right", done.stderr[-2000:]

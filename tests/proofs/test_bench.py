@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from weft.ops.tiles import Tile
-from weft.proofs.bench import decode_modes, graphify_overhead, kernels, ladder_capture, tile_search
+from weft.proofs.bench import decode_modes, graphify_overhead, kernels, ladder_capture, sampling, tile_search
 from weft.proofs.bench.kernel_cases import QWEN3_0_6B, QWEN3_30B_A3B, Sizes
 from weft.proofs.bench.tile_search import Product, Timed
 
@@ -47,6 +47,15 @@ def test_ladder_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         assert run["bytes"] <= run["estimated_bytes"] <= 1.1 * run["bytes"]
         assert run["seconds"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["sampling", "--out", str(tmp_path), "--quick"])
+    sampling.main()
+    rows = json.loads((tmp_path / "sampling.json").read_text())["rows"]
+    assert [row["asked"] for row in rows] == list(sampling.ASKED)
+    assert all(row["us"] > 0 < row["sample_us"] for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
 def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

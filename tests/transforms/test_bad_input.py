@@ -510,7 +510,7 @@ class Decoder:
         self.broken = False
 
     def state(self) -> Any:
-        return make_state(self.model, self.layouts, [20, 20], temperature=0.0, seeds=[1, 2])
+        return make_state(self.model, self.layouts, [20, 20])
 
     def failing_last(self) -> list[Callable[..., Any]]:
         """The stages, the last of which branches on its result while `broken`."""
@@ -780,7 +780,7 @@ def test_what_a_function_does_that_a_graph_cannot() -> None:
         graphify(prints)(x)
     with weft.no_capture(replay=False):
         assert graphify(prints)(x).tolist() == [2, 2]
-    seen = "it returns a Opaque, which is no pytree and holds a tensor that it made"
+    seen = "its result is of class Opaque, neither tensor, plain value nor pytree"
     instead = "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
     with refused(CaptureError, "graphify(returns_an_object)", seen, instead):
         graphify(returns_an_object)(x)

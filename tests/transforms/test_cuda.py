@@ -11,6 +11,7 @@ from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.errors import CaptureError
 from weft.proofs.strategies import Rows
+from weft.sampling import SamplingParams
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.generate import generate, make_runner, make_state
 from weft.transforms.graphify import Graphified, graphify
@@ -46,7 +47,7 @@ def test_transformers_says_the_same(model: Model) -> None:
 
 def test_decode_steps_replay_one_graph(model: Model) -> None:
     runner = make_runner(model, Limits(4, 64), mode="full_decode_only")
-    state = make_state(model, runner.layouts, [32] * 3, temperature=0.0, seeds=range(3))
+    state = make_state(model, runner.layouts, [32] * 3)
     for batch in (
         Batch.ragged([0, 1, 2], [[1, 2, 3]] * 3, device="cuda"),
         *[Batch.decode([0, 1, 2], device="cuda")] * 9,
@@ -223,7 +224,7 @@ def test_a_dropped_graph_gives_its_memory_back() -> None:
 
 def test_an_estimate_is_near_what_the_ladder_of_a_model_takes(model: Model) -> None:
     runner = make_runner(model, Limits(64, 256), mode="full_and_piecewise")
-    state = make_state(model, runner.layouts, [32] * 64, temperature=1.0, seeds=range(64))
+    state = make_state(model, runner.layouts, [32] * 64, [SamplingParams(seed=row) for row in range(64)])
     before, batch = clone(state), Batch.decode([0, 1, 2], device="cuda")
     (graph,) = runner.graphs
     estimate = graph.memory_estimate(runner.params, state, batch)
@@ -245,3 +246,27 @@ def test_nothing_on_the_cpu_is_frozen_in_a_graph() -> None:
     outside = torch.ones(2)
     with pytest.raises(CaptureError, match="a tensor from outside it is on the CPU"):
         graphify(lambda x: (x + 1, outside * 2))(torch.ones(2, device="cuda"))
+
+
+def test_a_constant_on_the_cpu_is_the_functions_own() -> None:
+    g = graphify(lambda x: x * torch.tensor(3.0))
+    for value in (1.0, 5.0):
+        assert g(torch.full((2,), value, device="cuda")).tolist() == [3 * value] * 2
+
+
+def test_a_generator_of_the_gpu_is_not_seeded_inside() -> None:
+    def draw(x: torch.Tensor, seeds: bool) -> torch.Tensor:
+        x = x + torch.rand(2, device="cuda")
+        if seeds:
+            torch.cuda.manual_seed(7)
+        return x
+
+    g = graphify(draw)
+    torch.cuda.manual_seed(7)
+    x = torch.zeros(2, device="cuda")
+    first, wanted = g(x, False), torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(7))
+    assert torch.equal(first, wanted)
+    state = torch.cuda.get_rng_state()
+    with pytest.raises(CaptureError, match="it seeds a random generator, or sets its state"):
+        g(x, True)  # to the very seed that it has
+    assert torch.equal(torch.cuda.get_rng_state(), state)

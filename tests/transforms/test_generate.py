@@ -31,6 +31,7 @@ from weft.batch import Batch
 from weft.ops.sample import sample
 from weft.proofs.strategies import ARCHITECTURES, ROPES
 from weft.proofs.strategies.models import moe_fields
+from weft.sampling import SamplingParams
 from weft.stages import decoder
 from weft.stages.model import DEMO
 from weft.transforms.generate import Completion, Runner, make_runner, make_state, prefill_batches, request_seeds
@@ -454,7 +455,7 @@ def serve(
     """Six tokens for each prompt at temperature 1, where row i holds prompt i and every batch names its rows in
     `order`."""
     runner = make_runner(model, Limits(len(prompts), 2048), **options)
-    state = make_state(model, runner.layouts, [len(p) + 6 for p in prompts], temperature=1.0, seeds=seeds)
+    state = make_state(model, runner.layouts, [len(p) + 6 for p in prompts], [SamplingParams(seed=s) for s in seeds])
     batches = [Batch.ragged(order, [prompts[row] for row in order]), *(Batch.decode(order) for _ in range(5))]
     made: list[list[int]] = [[] for _ in prompts]
     for batch in batches:

@@ -988,7 +988,7 @@ def test_a_closed_over_parameter_keeps_its_gradient() -> None:
     with torch.no_grad():
         assert not g(X).requires_grad
         assert str(g.explain(X)).startswith("replays: ")
-    assert counts(g) == (1, 1, 2)
+    assert counts(g) == (2, 1, 2)
 
 
 def test_a_closed_over_parameter_keeps_its_gradient_beside_a_donated_state() -> None:

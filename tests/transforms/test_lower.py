@@ -37,17 +37,15 @@ step(state, params, batch), full for 'ragged 4 tokens, 4 reqs'
   %0 : float32[2]  state['n'], donated
   %1 : float32[2, 2]  params, by reference
   %2 : float32[4, 2]  batch.x, copied in
-  %3 = aten::detach(%0)  : float32[2]
-  %4 = aten::detach(%1)  : float32[2, 2]
-  %5 = aten::view(%3, [2])  : float32[2]
-  %6 = aten::mm(%2, %4)  : float32[4, 2]
-  aten::add_.Tensor(%5, 1)
-  %7 = aten::sin(%6)  : float32[4, 2]
-  %8 = aten::t(%7)  : float32[2, 4]
-  %9 = aten::clone(%8, memory_format=contiguous_format)  : float32[2, 4]
-  %10 = aten::t(%9)  : float32[4, 2]
+  %3 = aten::view(%0, [2])  : float32[2]
+  %4 = aten::mm(%2, %1)  : float32[4, 2]
+  aten::add_.Tensor(%3, 1)
+  %5 = aten::sin(%4)  : float32[4, 2]
+  %6 = aten::t(%5)  : float32[2, 4]
+  %7 = aten::clone(%6, memory_format=contiguous_format)  : float32[2, 4]
+  %8 = aten::t(%7)  : float32[4, 2]
   return [0]['n'] = state['n'], in its place
-  return [1].x = %10"""
+  return [1].x = %8"""
     )
 
 

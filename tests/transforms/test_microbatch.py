@@ -18,6 +18,7 @@ from weft.outputs import Output
 from weft.padding import pad
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
+from weft.sampling import SamplingParams
 from weft.state import State, admit, resolve
 from weft.transforms.graphify import graphify
 from weft.transforms.microbatch import join, microbatch, split
@@ -78,7 +79,7 @@ def test_parts_are_batches_of_the_same_class(batch: Batch, parts: int) -> None:
 @given(batches(), st.integers(1, 8))
 def test_parts_resolve_to_what_the_whole_resolves_to(batch: Batch, parts: int) -> None:
     state = State.zeros(num_layers=1, num_kv_heads=1, head_dim=2, max_num_reqs=8, num_pages=9, max_pages=4, page_size=2)
-    state = admit(state, range(8), [[r, r + 1] for r in range(8)], 0.0, range(8))
+    state = admit(state, range(8), [[r, r + 1] for r in range(8)], [SamplingParams(temperature=0.0)] * 8, [[1]] * 8)
     state.positions.copy_(torch.arange(9) % 3)
     whole, cut = resolve(state, batch), [resolve(state, part) for part in split(batch, parts)]
     for field in ("input_ids", "positions", "slot_mapping", "seq_lens", "rows"):

@@ -97,6 +97,19 @@ def test_a_whole_pipeline_as_one_graph() -> None:
     assert whole.cache_info().captures == 1
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("advance", [None, stepped])
+def test_results_of_stages_that_lend_are_all_there_at_the_end(stages: int, advance: Any) -> None:
+    lending = [graphify(scale, outputs="borrow") for _ in range(stages)]
+    made = pipeline(lending, microbatches=3, advance=advance)
+    plain = compose([scale] * stages, advance=advance)
+    state, other = STATES[:stages], STATES[:stages]
+    for i in range(3):
+        state, out = plain(PARAMS[:stages], state, torch.arange(6.0) + i)
+        other, seen = made(PARAMS[:stages], other, torch.arange(6.0) + i)
+        assert_equal(LAW, (other, seen), (state, out))
+
+
 def test_advance_feeds_the_last_output_to_every_stage() -> None:
     made = pipeline([scale] * 2, advance=lambda s, batch, out: (s, batch.tolist(), out.tolist()), microbatches=1)
     state, _ = made(PARAMS[:2], STATES[:2], torch.ones(1))

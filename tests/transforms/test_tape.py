@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.errors import CaptureError
 from weft.proofs.laws import assert_equal
 from weft.transforms.backends import make_backend
-from weft.transforms.backends.audit import Audit
+from weft.transforms.backends.audit import Audit, Inputs
 from weft.transforms.backends.tape import TapeBackend, TapeRecording
 
 LAW = "a tape replays what it recorded"
@@ -19,7 +19,7 @@ LAW = "a tape replays what it recorded"
 def record(fn: Callable[..., Any], *buffers: Tensor, own: tuple[Tensor, ...] = ()) -> TapeRecording:
     """A tape of `fn` on buffers that it may read, and `own` ones that it may also write."""
     named = [(f"buffer {i}", b) for i, b in enumerate(buffers)]
-    return TapeBackend().capture(lambda: fn(*buffers, *own), Audit("record(fn)", own, named))
+    return TapeBackend().capture(lambda: fn(*buffers, *own), Audit("record(fn)", Inputs(own, named)))
 
 
 def replays(fn: Callable[[Tensor], Any], shape: tuple[int, ...] = (2, 3)) -> None:

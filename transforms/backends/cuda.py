@@ -18,7 +18,8 @@ from torch import Tensor
 
 from weft.errors import CaptureError
 from weft.torchapi import DispatchMode, borrowed, current_stream_id, replayer, stop_allocating_to_pool
-from weft.transforms.backends.audit import Audit, tensors_in
+from weft.transforms.backends.audit import Audit
+from weft.transforms.backends.operators import tensors_in
 from weft.trees import tree_map
 
 
@@ -126,12 +127,12 @@ class CudaBackend:
             except (CaptureError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:
-                audit.restart()  # a kernel that is not loaded yet, perhaps, or an error that an eager run explains
+                pass  # a kernel that is not loaded yet, perhaps, a new generator, or what an eager run explains
+        audit.random.rehearse()
         with audit:
             fn()
         self.stream.synchronize()
-        self._generators.update(dict.fromkeys(audit.generators))
-        audit.restart()
+        self._generators.update(dict.fromkeys(audit.random.before))
         self._warm.add(kind)
         try:
             return self._record(fn, audit, split_at)
@@ -143,8 +144,8 @@ class CudaBackend:
             raise CaptureError(audit.call, f"CUDA refused: {seen}", instead) from error
 
     def _record(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
-        for generator in self._generators:
-            audit.generators.setdefault(generator, generator.get_state())
+        audit.random.know(self._generators)
+        audit.restart()
         free, reserved = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_reserved(self.device)
         session = _Session(self.device, self.pool, split_at, audit)
         try:
@@ -211,7 +212,7 @@ class _Session(DispatchMode):
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        for generator in self.audit.generators:
+        for generator in self.audit.random.before:
             if generator.device.type == "cuda":
                 self._graph.register_generator_state(generator)
         self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")

@@ -11,8 +11,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.torchapi import DispatchMode, storage_id
-from weft.transforms.backends.audit import TRANSFERS, Audit, tensors_in, written
+from weft.errors import CaptureError
+from weft.torchapi import DispatchMode, borrowed, storage_id
+from weft.transforms.backends.audit import Audit
+from weft.transforms.backends.operators import TRANSFERS, tensors_in, written
+from weft.transforms.backends.randomness import UnknownGenerator
 from weft.trees import tree_map
 
 _CPU = torch.device("cpu")
@@ -37,7 +40,13 @@ class Operation:
     def run(self) -> None:
         results = list(tensors_in(self.func(*self.args, **self.kwargs)))
         for index, tensor in self.fresh:
+            if results[index].shape != tensor.shape:
+                raise self._reshaped(tuple(results[index].shape), tuple(tensor.shape))
             tensor.copy_(results[index])
+
+    def _reshaped(self, seen: tuple[int, ...], captured: tuple[int, ...]) -> CaptureError:
+        seen_text = f"a result of shape {seen}, which was {captured} at the capture, so that it depends on data"
+        return CaptureError(f"a replay of {self.func}", seen_text, "call that operator outside the graphified function")
 
 
 class _Recorder(DispatchMode):
@@ -61,10 +70,18 @@ class _Recorder(DispatchMode):
         fresh = [(i, _as_it_is(t)) for i, t in enumerate(tensors_in(result)) if _is_fresh(t, inputs)]
         self._made.update(storage_id(t) for _, t in fresh)
         writes = func._schema.name in TRANSFERS or any(True for _ in written(func, args, kwargs))
-        if (fresh or writes) and func.overloadpacket not in _NOT_REPEATED and torch.Tag.inplace_view not in func.tags:
-            args, kwargs = tree_map(_as_it_is, (args, kwargs))
+        checks = not func._schema.returns  # such as the one by which linalg.inv raises
+        repeated = func.overloadpacket not in _NOT_REPEATED and torch.Tag.inplace_view not in func.tags
+        if (fresh or writes or checks) and repeated:
+            args, kwargs = tree_map(self._held, (args, kwargs))
             self.tape.append(Operation(func, args, kwargs, tuple(fresh)))
         return result
+
+    def _held(self, value: Any) -> Any:
+        """What the tape keeps of an argument: what is captured by reference is there whenever it is replayed."""
+        if isinstance(value, Tensor) and storage_id(value) in self.audit.lent and _has_address(value):
+            return borrowed(value)
+        return _as_it_is(value)
 
     def nbytes(self) -> int:
         """Bytes of the tensors that the tape keeps of those that the function made."""
@@ -81,6 +98,10 @@ def _is_fresh(result: Tensor, inputs: set[int]) -> bool:
 def _as_it_is(value: Any) -> Any:
     """The same storage under a tensor of the tape's own, whose shape no later `t_()` or `resize_()` changes."""
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _has_address(value: Tensor) -> bool:
+    return not (value.is_meta or value.is_conj() or value.is_neg()) and value.untyped_storage().nbytes() > 0
 
 
 @attrs.frozen
@@ -109,13 +130,26 @@ class TapeBackend:
     _warm: list[bool] = attrs.field(factory=list)
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> TapeRecording:
-        recorder = _Recorder(audit, split_at)
         with torch.no_grad():
             if not self._warm:
                 self._warm.append(True)
-                with audit:
-                    fn()
-                audit.restart()
-            with recorder, audit:
-                outputs = fn()
-        return TapeRecording(tuple(recorder.tape), outputs, recorder.num_pieces, recorder.nbytes())
+                _rehearse(fn, audit)
+            try:
+                return _record(fn, audit, split_at)
+            except UnknownGenerator:  # one that is met for the first time, or that the function makes
+                audit.random.rehearse()
+                _rehearse(fn, audit)
+                return _record(fn, audit, split_at)
+
+
+def _rehearse(fn: Callable[[], Any], audit: Audit) -> None:
+    with audit:
+        fn()
+
+
+def _record(fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> TapeRecording:
+    recorder = _Recorder(audit, split_at)
+    audit.restart()
+    with recorder, audit:
+        outputs = fn()
+    return TapeRecording(tuple(recorder.tape), outputs, recorder.num_pieces, recorder.nbytes())

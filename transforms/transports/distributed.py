@@ -1,17 +1,22 @@
 """The transport `distributed`: a process for each rank, under torchrun or `weft.transforms.launch`."""
 
 import os
+import time
 import weakref
 from collections.abc import Sequence
-from typing import Literal
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
-from weft.effects import Effect
-from weft.errors import DeviceError, ProgramError
-from weft.torchapi import rendezvous_store
+from weft.errors import DeviceError, ProgramError, RankError
+from weft.torchapi import rendezvous_store, root_store
+from weft.transforms.transports.board import Board
 from weft.transforms.transports.gloo import GlooEnd
-from weft.transforms.transports.messages import ProcessEnd, ProcessLink
+from weft.transforms.transports.guard import Guard
+from weft.transforms.transports.meeting import attend, gather
+from weft.transforms.transports.messages import DeviceEnd, ProcessEnd, ProcessLink
 from weft.transforms.transports.nccl import NcclEnd
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.watch import Watch
@@ -19,6 +24,8 @@ from weft.transforms.transports.worker import Worker
 
 _START = 30.0
 """Seconds that the processes have, at least, to find each other."""
+_PAUSE = 2e-5
+"""Seconds between two looks at an event by a host that waits for it."""
 
 
 class Distributed:
@@ -26,6 +33,9 @@ class Distributed:
 
     Made by every rank, in the same order. Under `torchrun`, or a launcher that sets its variables (RANK, WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT), on any number of nodes. It keeps to itself: no default process group is needed, or made.
+
+    With a GPU a step returns before it is done, and a rank that fails leaves the others' results unfilled: call
+    `synchronize()` before results are read on the host. Where nobody asks, the process ends with the named error.
 
     Args:
         device: where this rank's tensors are; None: `cuda:LOCAL_RANK` where there is one, else the CPU.
@@ -49,10 +59,29 @@ class Distributed:
         self.device = _device(device)
         self.backend = backend or ("gloo" if self.device.type == "cpu" else "nccl")
         self.timeout = timeout
-        store = rendezvous_store(self.rank, self.num_ranks, max(timeout, _START))
-        self.watch = Watch(store, self.rank, self.num_ranks, timeout)
-        self._link = ProcessLink(_make_end(self.backend, self.watch, self.device), self.watch, self.device)
-        self._close = weakref.finalize(self, self._link.end.close)
+        _check(self.backend, self.device)
+        start = max(timeout, _START)
+        store = rendezvous_store(self.rank, self.num_ranks, start)
+        self.watch = Watch(Board(store, self.rank, root_store(store), _host()), self.num_ranks, timeout)
+        end = _make_end(self.backend, self.watch, self.device)
+        self._link = ProcessLink(end, self.watch, self.device)
+        self._guard = _make_guard(end, self.watch, store)
+        self._close = weakref.finalize(self, _shut, end, self._guard, self.watch)
+        self._connect(start)
+
+    def _connect(self, timeout: float) -> None:
+        try:
+            gather(self.watch, timeout)
+            attend(self.watch, partial(self._link.end.connect, timeout), timeout)
+        except RankError as error:
+            if self._guard is not None:
+                self._guard.stand_down(error)
+            raise
+
+    @property
+    def end(self) -> ProcessEnd:
+        """This rank's ends of the edges."""
+        return self._link.end
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if num_ranks != self.num_ranks:
@@ -62,20 +91,45 @@ class Distributed:
 
     def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
         (worker,) = workers
-        effect: Effect | None = None
         try:
+            if self._guard is not None:
+                self._guard.check()
             self.watch.begin(plan)
             self._link.begin(plan)
             effects = plan.programs[self.rank].effects
             for index, effect in enumerate(effects):
                 self.watch.at(index, effect)
                 worker.perform(effect, self._link)
+                if self._guard is not None:
+                    self._guard.launched(self.watch.here)
             self.watch.at(len(effects), "its end")
         except BaseException as error:
-            self.watch.fail(str(effect or "the start of a step"), error)
-            self._close.detach()
+            self.watch.fail(error)
             self._link.end.close(failed=True)
+            if self._guard is not None:
+                self._guard.stand_down(error)
             raise
+
+    def check(self) -> None:
+        """Raise RankError if a rank has failed, as far as is known now."""
+        if self._guard is not None:
+            self._guard.check()
+        self.watch.raise_failure()
+
+    def synchronize(self) -> None:
+        """Wait until this rank's device has done what it was told, replays of graphs included: only then is what it
+        computed to be believed.
+
+        Raises:
+            RankError: a rank has failed, so that it never will, or that it did not receive what it computed with.
+        """
+        if self._guard is not None:
+            self.watch.at_sync()
+            event = self._guard.launched(self.watch.here)
+            while event is not None and not event.query():
+                self._guard.check()
+                time.sleep(_PAUSE)
+        self.check()
 
     def close(self) -> None:
         """Close the connections."""
@@ -105,15 +159,46 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", local) if on_gpu else torch.device("cpu")
 
 
-def _make_end(backend: str, watch: Watch, device: torch.device) -> ProcessEnd:
-    if (backend, device.type) == ("gloo", "cpu"):
-        return GlooEnd(watch)
-    if backend in ("nccl", "peer") and device.type == "cuda":
-        torch.cuda.set_device(device)
-        if backend == "nccl":
-            return NcclEnd(watch, device)
-        from weft.transforms.transports.peer import PeerEnd  # it imports triton
+def _host() -> int | None:
+    """The rank whose process hosts the store; None: its launcher's."""
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
-        return PeerEnd(watch, device)
-    instead = "gloo with the CPU, or nccl or peer with a GPU"
-    raise DeviceError("Distributed(...)", f"backend={backend!r}, device='{device}'", instead)
+
+def _make_guard(end: ProcessEnd, watch: Watch, store: Any) -> Guard | None:
+    """The guard of an end whose work runs on a device; it asks the store by a connection of its own, for one is held as
+    long as somebody waits on it."""
+    if not isinstance(end, DeviceEnd):
+        return None
+    apart = store.clone()
+    return Guard(watch.beside(Board(apart, watch.rank, root_store(apart), watch.board.host)), end)
+
+
+def _shut(end: ProcessEnd, guard: Guard | None, watch: Watch) -> None:
+    """Close the connections; where a guard knows better, in vain, and then it says so."""
+    if guard is None:
+        end.close()
+        return
+    with suppress(RankError), guard.during(watch.here):
+        end.close()
+    guard.close()
+
+
+def _check(backend: str, device: torch.device) -> None:
+    """Raise DeviceError unless the back end can serve the device, and the device is there."""
+    call = f"Distributed(backend={backend!r}, device='{device}')"
+    if (backend, device.type) not in (("gloo", "cpu"), ("nccl", "cuda"), ("peer", "cuda")):
+        seen = f"backend={backend!r} for a device of type {device.type}"
+        raise DeviceError(call, seen, "gloo with the CPU, or nccl or peer with a GPU")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(call, f"{torch.cuda.device_count()} GPUs", "a device for each process of the machine")
+
+
+def _make_end(backend: str, watch: Watch, device: torch.device) -> ProcessEnd:
+    if backend == "gloo":
+        return GlooEnd(watch)
+    torch.cuda.set_device(device)
+    if backend == "nccl":
+        return NcclEnd(watch, device)
+    from weft.transforms.transports.peer import PeerEnd  # it imports triton
+
+    return PeerEnd(watch, device)

@@ -1,6 +1,6 @@
 """What went wrong on a rank, and how the others find out which one it was."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -32,18 +32,25 @@ class Failure:
         return RankError(f"rank {rank}: '{waiting}'", seen, instead, self.rank, self.instruction, self.cause)
 
 
-def culprit(programs: Sequence[Program], at: Sequence[int], rank: int, capacity: int) -> int:
-    """Whom a rank waits for in the end: along who waits for whom, to one that nothing keeps from going on.
+def blockers(programs: Sequence[Program], at: Sequence[int], rank: int, capacity: int) -> Sequence[int]:
+    """The ranks that must move before one can.
 
     Args:
         programs: of all ranks.
         at: how many of its effects each has performed.
-        rank: where to begin.
+        rank: the one that waits, or not.
         capacity: messages that an edge holds.
     """
-    machine, seen = Machine(programs, capacity), set[int]()
+    machine = Machine(programs, capacity)
     machine.place(at)
-    while rank not in seen and (step := machine.next(rank)) is not None and (blockers := machine.blockers(step)):
+    step = machine.next(rank)
+    return () if step is None else machine.blockers(step)
+
+
+def culprit(rank: int, waits_for: Callable[[int], Sequence[int]]) -> int:
+    """Whom a rank waits for in the end: along who waits for whom, to one that nothing keeps from going on."""
+    seen = set[int]()
+    while rank not in seen and (others := waits_for(rank)):
         seen.add(rank)
-        rank = blockers[0]
+        rank = others[0]
     return rank

@@ -20,10 +20,14 @@ class GlooEnd:
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
-        self._group = process_group("gloo", "gloo", watch.store, watch.rank, watch.num_ranks, watch.timeout)
+        self._group: Any = None
         self._under_way: dict[int, deque[tuple[list[Any], Sequence[Tensor]]]] = defaultdict(deque)
         self._sent: dict[int, int] = defaultdict(int)
         self._received: dict[int, int] = defaultdict(int)
+
+    def connect(self, timeout: float, /) -> None:
+        watch = self.watch
+        self._group = process_group("gloo", "gloo", watch.board.store, watch.rank, watch.num_ranks, timeout)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         if len(self._under_way[peer]) >= CAPACITY:

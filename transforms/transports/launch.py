@@ -1,34 +1,42 @@
 """`launch`: start a process for each rank, wait for all, and end them all when one fails."""
 
+import atexit
+import math
 import multiprocessing as mp
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
 from weft.errors import RankError
 from weft.torchapi import host_store
+from weft.transforms.transports.board import Exit, Store, note_exit
 from weft.transforms.transports.failures import Failure
 
 HOST = "127.0.0.1"
 _GRACE = 5.0
 """Seconds that the other ranks get, beyond the time-out, to end by themselves after one failed."""
+_BLAMED = 2.0
+"""Seconds that a rank gets to end once all others have, and blame it: it may have stalled."""
 
 
 @attrs.frozen(eq=False)
 class Ended:
-    """How a rank ended: with a result, or an error and its traceback."""
+    """How a rank ended: with a result, or an error and its traceback, or its process did without a word (`exit`)."""
 
     result: Any = None
     error: BaseException | None = None
     text: str = ""
+    exit: str = ""
 
 
 def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 30.0) -> list[Any]:
@@ -52,21 +60,26 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     context = mp.get_context("forkserver")  # one process imports torch; the ranks are forks of it
     context.set_forkserver_preload(["weft.transforms.transports.distributed", "weft.transforms.generate"])
     started: list[tuple[BaseProcess, Connection]] = []
-    for rank in range(num_ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        environment = _environment(rank, num_ranks, store.port)
-        process: BaseProcess = context.Process(
-            target=_run_rank, args=(theirs, environment, fn, args), name=f"weft rank {rank}"
-        )
-        process.start()
-        theirs.close()
-        started.append((process, ours))
     try:
-        ended = _collect(started, timeout + _GRACE)
+        for rank in range(num_ranks):
+            started.append(_start(context, _environment(rank, num_ranks, store.port), fn, args))
+        ended = _collect(started, timeout + _GRACE, store)
     finally:
         for process, _ in started:
             _end(process)
     return _results(ended, started)
+
+
+def _start(
+    context: Any, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[BaseProcess, Connection]:
+    """A rank's process, and what it will write its result into."""
+    ours, theirs = context.Pipe(duplex=False)
+    name = f"weft rank {environment['RANK']}"
+    process: BaseProcess = context.Process(target=_run_rank, args=(theirs, environment, fn, args), name=name)
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -84,12 +97,24 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 def _run_rank(pipe: Connection, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(environment)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         message = pickle.dumps(Ended(fn(*args)))
+        atexit._run_exitfuncs()  # transports close, once what they sent has left; multiprocessing would not call them
+    except SystemExit:
+        raise
     except BaseException as error:
         message = _pickled_error(error)
     pipe.send_bytes(message)
     pipe.close()
+
+
+def _end_with_parent() -> None:
+    """A rank does not outlive its launcher."""
+    parent = mp.parent_process()
+    assert parent is not None, "a rank is started by a process"
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _pickled_error(error: BaseException) -> bytes:
@@ -102,53 +127,74 @@ def _pickled_error(error: BaseException) -> bytes:
     return message
 
 
-def _collect(started: list[tuple[BaseProcess, Connection]], grace: float) -> dict[int, Ended]:
-    """How each rank ended; after a first failure the others have `grace` seconds."""
+def _collect(started: list[tuple[BaseProcess, Connection]], grace: float, store: Store) -> dict[int, Ended]:
+    """How each rank ended; after a first failure the others have `grace` seconds. All ranks are told of each."""
     ended: dict[int, Ended] = {}
-    deadline: float | None = None
+    deadline = math.inf
     pipes = {ours: rank for rank, (_, ours) in enumerate(started)}
     while pipes:
-        left = None if deadline is None else max(deadline - time.monotonic(), 0)
+        left = None if deadline == math.inf else max(deadline - time.monotonic(), 0)
         ready = wait(list(pipes), left)
         if not ready:
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = pipes.pop(pipe)
-            ended[rank] = _read(pipe, started[rank][0], rank)
-            if ended[rank].error is not None and deadline is None:
-                deadline = time.monotonic() + grace
+            ended[rank] = _read(pipe, started[rank][0])
+            note_exit(store, rank, _exit(ended[rank]))
+        if any(found.error or found.exit for found in ended.values()):
+            only_blamed = set(pipes.values()) <= {error.rank for error in _rank_errors(ended)}
+            deadline = min(deadline, time.monotonic() + (_BLAMED if only_blamed else grace))
     return ended
 
 
-def _read(pipe: Connection, process: BaseProcess, rank: int) -> Ended:
+def _read(pipe: Connection, process: BaseProcess) -> Ended:
     try:
         return pickle.loads(pipe.recv_bytes())  # type: ignore[no-any-return]
     except EOFError:
         process.join(1.0)
         code = process.exitcode
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        return Ended(error=Failure(rank, "its part", f"its process ended: {how}").for_rank(rank, "launch"))
+        return Ended(exit=signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}")
+
+
+def _exit(ended: Ended) -> Exit:
+    """What the other ranks are told."""
+    if ended.error is not None:
+        return Exit(False, f"it raised {type(ended.error).__name__}: {ended.error}")
+    return Exit(False, ended.exit) if ended.exit else Exit(True, "its function returned")
+
+
+def _rank_errors(ended: dict[int, Ended]) -> list[RankError]:
+    """What ranks say of each other."""
+    return [found.error for _, found in sorted(ended.items()) if isinstance(found.error, RankError)]
 
 
 def _results(ended: dict[int, Ended], started: list[tuple[BaseProcess, Connection]]) -> list[Any]:
-    failed = {rank: found for rank, found in ended.items() if found.error is not None}
-    if not failed:
+    """What all returned, or the error that says most: of a rank that failed itself, then of one that heard of it."""
+    silent = [rank for rank, found in sorted(ended.items()) if found.exit]
+    failed = [rank for rank, found in sorted(ended.items()) if found.error is not None]
+    if not failed and not silent:
         return [ended[rank].result for rank in range(len(started))]
-    # The one who failed itself knows best; the others only heard of it.
-    first = min(failed, key=lambda rank: (isinstance(failed[rank].error, RankError), rank))
-    error = failed[first].error
+    if not failed:
+        cause = f"its process ended: {ended[silent[0]].exit}"
+        raise Failure(silent[0], "its part", cause).for_rank(silent[0], "launch")
+    first = min(failed, key=lambda rank: (isinstance(ended[rank].error, RankError), rank))
+    error = ended[first].error
     assert error is not None
     error.add_note(f"on rank {first} of {len(started)}")
-    if failed[first].text and not isinstance(error, RankError):
-        error.add_note(failed[first].text)
+    if not isinstance(error, RankError):
+        error.add_note(ended[first].text)
     raise error
 
 
 def _end(process: BaseProcess) -> None:
     """End a process that we started, if it has not ended."""
     process.join(0.1 if process.exitcode is None else 0)
-    for stop in (process.terminate, process.kill):
-        if process.exitcode is None:
-            stop()
-            process.join(2.0)
+    if process.exitcode is None:
+        process.terminate()
+        with suppress(ProcessLookupError):
+            os.kill(cast("int", process.pid), signal.SIGCONT)  # one that was stopped does not hear it otherwise
+        process.join(2.0)
+    if process.exitcode is None:
+        process.kill()
+        process.join(2.0)

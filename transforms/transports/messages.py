@@ -2,7 +2,7 @@
 
 import hashlib
 import pickle
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -73,14 +73,36 @@ def _rebuilt(value: Any, schema: Schema) -> Layout:
     return Layout(structure, tuple(leaves), schema)
 
 
+class Marked(Protocol):
+    """What a device is to get done, as an event of its stream."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+
+
 class ProcessEnd(transfer.End, Protocol):
     """An end between processes."""
+
+    def connect(self, timeout: float, /) -> None:
+        """Meet the other ranks: all of them call it."""
 
     def drain(self) -> None:
         """Return when all that was sent may be overwritten by what follows on this rank."""
 
     def close(self, failed: bool = False) -> None:
-        """Break the connections."""
+        """Break the connections, if they are not broken."""
+
+
+@runtime_checkable
+class DeviceEnd(ProcessEnd, Protocol):
+    """An end whose sends and receives return before they are done, in the order of a device's stream: a guard waits for
+    them."""
+
+    def mark(self) -> Marked | None:
+        """What is done when all that was launched so far is; None where it was only captured."""
+
+    def abort(self) -> None:
+        """End every wait on the device; what was to be received is lost. In any thread, at any time."""
 
 
 class ProcessLink:
@@ -121,17 +143,17 @@ class ProcessLink:
         self.end.drain()
 
     def _key(self, effect: Send | Recv | Broadcast, source: int) -> str:
-        """The name of a message's layout: the same for all of the same class from the same place."""
+        """The name of a message's layout: the same for all of the same class from the same place of a pipeline."""
         assert self.plan is not None, "a step has begun"
         classes = self.plan.programs[source].classes
-        text = f"{isinstance(effect, Broadcast)} {classes[effect.microbatch] if classes else ''}"
+        text = f"{isinstance(effect, Broadcast)} {classes[effect.microbatch] if classes else ''} {self.plan.stages}"
         return f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def _publish(self, effect: Send | Broadcast, key: str, layout: Layout) -> None:
         known = self._layouts.get(key)
         if known is None:
             self._layouts[key] = layout
-            self.watch.store.set(key, pickle.dumps(layout))
+            self.watch.board.write(key, pickle.dumps(layout))
         elif known != layout:
             raise ProgramError(
                 f"rank {self.watch.rank}: '{effect}'",

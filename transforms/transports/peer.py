@@ -6,25 +6,30 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops import peer_triton
+from weft.ops import peer_packed_triton as packed
+from weft.ops import peer_triton as bulk
 from weft.ops.peer_triton import PROGRAMS, SLOTS
 from weft.torchapi import symmetric_memory
+from weft.transforms.transports.messages import Marked
 from weft.transforms.transports.watch import Watch
 
 SLOT_BYTES = 2**24
 """Bytes of a slot; a longer message goes in parts."""
-_FLAG_BYTES = PROGRAMS * 8
+_COUNTS = PROGRAMS * 8
 
 
 @attrs.frozen(eq=False)
 class Channel:
     """One end of an edge: where the receiver's slots and flags are, where the sender's acknowledgements, and how many
-    messages there were."""
+    messages there were. Two of them: for small messages, whose words are flags themselves, and for the others."""
 
     slots: Tensor
     flags: Tensor
     acks: Tensor
     counts: Tensor
+    packed_slots: Tensor
+    packed_acks: Tensor
+    packed_counts: Tensor
 
 
 class PeerEnd:
@@ -38,47 +43,79 @@ class PeerEnd:
         self.watch = watch
         self.device = device
         self.slot_bytes = slot_bytes
-        edge = SLOTS * slot_bytes + _FLAG_BYTES
-        nbytes = 2 * edge + watch.num_ranks * _FLAG_BYTES
-        self._views = symmetric_memory("peer", watch.store, watch.rank, watch.num_ranks, nbytes, device)
+        self._inbox = (SLOTS * slot_bytes, _COUNTS, 8 * packed.SLOTS * packed.MOST)
+        self._outbox = (_COUNTS, 8 * packed.PROGRAMS)
         self._abort = torch.zeros(1, dtype=torch.int32, device=device)
         self._aside = torch.cuda.Stream(device)
-        self._sends = {peer: self._channel(watch.rank, peer) for peer in range(watch.num_ranks) if peer != watch.rank}
-        self._recvs = {peer: self._channel(peer, watch.rank) for peer in range(watch.num_ranks) if peer != watch.rank}
+        self._views: list[Tensor] = []
+        self._sends: dict[int, Channel] = {}
+        self._recvs: dict[int, Channel] = {}
+
+    def connect(self, _: float, /) -> None:
+        watch = self.watch
+        torch.cuda.set_device(self.device)
+        nbytes = 2 * sum(self._inbox) + watch.num_ranks * sum(self._outbox)
+        self._views = symmetric_memory("peer", watch.board.store, watch.rank, watch.num_ranks, nbytes, self.device)
+        for peer in range(watch.num_ranks):
+            if peer != watch.rank:
+                self._sends[peer] = self._channel(watch.rank, peer)
+                self._recvs[peer] = self._channel(peer, watch.rank)
 
     def _channel(self, source: int, to: int) -> Channel:
         """The edge from one rank to another: a rank has one from below, and one from above."""
-        inbox, outbox = self._views[to], self._views[source]
-        edge = SLOTS * self.slot_bytes + _FLAG_BYTES
-        start = 0 if source < to else edge
-        slots = inbox[start : start + SLOTS * self.slot_bytes].view(SLOTS, self.slot_bytes)
-        flags = inbox[start + SLOTS * self.slot_bytes : start + edge].view(torch.int64)
-        first = 2 * edge + to * _FLAG_BYTES
-        acks = outbox[first : first + _FLAG_BYTES].view(torch.int64)
-        return Channel(slots, flags, acks, torch.zeros(PROGRAMS, dtype=torch.int64, device=self.device))
+        inbox, outbox = 2 * sum(self._inbox), sum(self._outbox)
+        first = 0 if source < to else sum(self._inbox)
+        slots, flags, packed_slots = self._views[to][first : first + sum(self._inbox)].split(self._inbox)
+        mine = self._views[source][inbox + to * outbox : inbox + (to + 1) * outbox]
+        acks, packed_acks = mine.split(self._outbox)
+        counts, packed_counts = torch.zeros(PROGRAMS + packed.PROGRAMS, dtype=torch.int64, device=self.device).split(
+            [PROGRAMS, packed.PROGRAMS]
+        )
+        return Channel(
+            slots.view(SLOTS, self.slot_bytes),
+            flags.view(torch.int64),
+            acks.view(torch.int64),
+            counts,
+            packed_slots.view(torch.int64).view(packed.SLOTS, packed.MOST),
+            packed_acks.view(torch.int64),
+            packed_counts,
+        )
 
     def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
-        channel = self._sends[peer]
+        to = self._sends[peer]
         for part in self._parts(tensors):
-            slots = channel.slots.view(part.dtype)
-            peer_triton.send(part, slots, channel.flags, channel.acks, channel.counts, self._abort)
+            if _is_small(part):
+                packed.send(part, to.packed_slots, to.packed_acks, to.packed_counts, self._abort)
+            else:
+                bulk.send(part, to.slots.view(part.dtype), to.flags, to.acks, to.counts, self._abort)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
-        channel = self._recvs[peer]
+        source = self._recvs[peer]
         for part in self._parts(tensors):
-            slots = channel.slots.view(part.dtype)
-            peer_triton.recv(part, slots, channel.flags, channel.acks, channel.counts, self._abort)
+            if _is_small(part):
+                packed.recv(part, source.packed_slots, source.packed_acks, source.packed_counts, self._abort)
+            else:
+                bulk.recv(part, source.slots.view(part.dtype), source.flags, source.acks, source.counts, self._abort)
 
     def _parts(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Each tensor as words of 4 bytes (of 1, where it is no multiple), in parts that fit a slot."""
+        """Each tensor as words of 4 bytes (of 1, where it is no multiple), in parts that fit a slot: by its size alone,
+        so that both ends do alike."""
         for tensor in tensors:
             words = tensor.reshape(-1).view(torch.uint8)
-            words = words.view(torch.int32) if tensor.nbytes % 4 == 0 and tensor.data_ptr() % 4 == 0 else words
-            most = peer_triton.capacity(self.slot_bytes, words.dtype)
+            if tensor.nbytes % 4 == 0:
+                words = (words if tensor.data_ptr() % 4 == 0 else words.clone()).view(torch.int32)
+            most = bulk.capacity(self.slot_bytes, words.dtype)
             yield from words.split(most) if words.numel() > most else (words,)
 
     def drain(self) -> None:
         """Nothing to wait for: a send has left its buffer when its kernel ends."""
+
+    def mark(self) -> Marked | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def abort(self) -> None:
         """End every kernel that waits here, from a stream of its own."""
@@ -91,3 +128,7 @@ class PeerEnd:
             self.abort()
         else:
             torch.cuda.synchronize(self.device)
+
+
+def _is_small(part: Tensor) -> bool:
+    return part.dtype == torch.int32 and part.numel() <= packed.MOST

@@ -2,8 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any
+import platform
 
 import attrs
 import torch
@@ -33,7 +32,7 @@ class Plan:
     @functools.cached_property
     def text(self) -> str:
         """What all ranks compare, line by line: versions, stages, programs."""
-        versions = f"weft {__version__}, torch {torch.__version__}"
+        versions = f"weft {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
         return "\n".join([versions, *self.stages, listing(self.programs)])
 
     @functools.cached_property
@@ -50,17 +49,3 @@ class Plan:
     def lends(self) -> bool:
         """Whether results are lent, so that a receiver must copy them before its fence is passed."""
         return any(isinstance(effect, Fence) for program in self.programs for effect in program.effects)
-
-
-def fingerprint(index: int, fn: Callable[..., Any]) -> str:
-    """A stage in one line: its name, and a hash of its code and of the plain values that it closes over."""
-    inner = fn
-    while hasattr(inner, "__wrapped__"):
-        inner = inner.__wrapped__
-    found = hashlib.blake2b(digest_size=6)
-    if (code := getattr(inner, "__code__", None)) is not None:
-        found.update(code.co_code + repr([c for c in code.co_consts if not hasattr(c, "co_code")]).encode())
-        cells: Sequence[Any] = getattr(inner, "__closure__", None) or ()
-        values = [cell.cell_contents for cell in cells]
-        found.update(repr([v for v in values if attrs.has(type(v)) or isinstance(v, int | float | str)]).encode())
-    return f"stage {index}: {getattr(fn, '__name__', type(fn).__name__)} {found.hexdigest()}"

@@ -3,121 +3,23 @@
 import contextvars
 import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from weft.effects import Broadcast, Fence, Program, Recv, Send
+from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import CaptureError, ProgramError, RankError
 from weft.torchapi import in_dispatch_mode
-from weft.transforms.checker import Edge, Step, puts, takes
-from weft.transforms.transports.failures import Failure, culprit
+from weft.transforms.checker import Step
+from weft.transforms.transports.exchange import Exchange
+from weft.transforms.transports.failures import Failure
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker
 from weft.trees import tree_map
-
-CAPACITY = 2
-"""Messages that an edge holds."""
-
-
-Queue = deque[tuple[int, Any]]
-
-
-def _has_room(queue: Queue) -> bool:
-    return len(queue) < CAPACITY
-
-
-def _holds_none(queue: Queue, microbatch: int) -> bool:
-    return all(sent != microbatch for sent, _ in queue)
-
-
-class Exchange:
-    """What the threads of one run share: the edges, where each rank is, and the first failure."""
-
-    def __init__(self, programs: Sequence[Program], timeout: float) -> None:
-        self.programs = programs
-        self.num_ranks = self.left = len(programs)
-        self.timeout = timeout
-        self.failure: Failure | None = None
-        self.at = [0] * self.num_ranks
-        self._edges: dict[Edge, Queue] = {}
-        self._changed = threading.Condition()
-
-    def put(self, step: Step, value: Any) -> None:
-        for edge in puts(step, self.num_ranks):
-            with self._changed:
-                queue = self._edges.setdefault(edge, deque())
-                self._wait(step, partial(_has_room, queue), edge.to)
-                queue.append((step.effect.microbatch, value))
-                self._changed.notify_all()
-
-    def take(self, step: Step, copied: Callable[[Any], Any]) -> Any:
-        edge = takes(step)
-        assert edge is not None, "only an effect that takes is received"
-        with self._changed:
-            queue = self._edges.setdefault(edge, deque())
-            self._wait(step, lambda: bool(queue), edge.source)
-            value = copied(queue[0][1])
-            queue.popleft()
-            self._changed.notify_all()
-        return value
-
-    def drained(self, step: Step) -> None:
-        """Wait until all that the rank sent of a micro-batch was received."""
-        mb = step.effect.microbatch
-        with self._changed:
-            for edge in [edge for edge in self._edges if edge.source == step.rank]:
-                queue = self._edges[edge]
-                self._wait(step, partial(_holds_none, queue, mb), edge.to)
-
-    def fail(self, failure: Failure) -> None:
-        with self._changed:
-            self.failure = self.failure or failure
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """A rank has come to its end, well or not."""
-        with self._changed:
-            self.left -= 1
-            self._changed.notify_all()
-
-    def join(self) -> None:
-        """Wait for all ranks; after a failure no longer than the time-out, for one may never end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.left == 0 or self.failure is not None)
-            if self.failure is not None:
-                self._changed.wait_for(lambda: self.left == 0, self.timeout if self.failure.error is not None else 0.1)
-
-    def _wait(self, step: Step, ready: Callable[[], bool], peer: int) -> None:
-        """Wait until `ready()`; a rank that shows no progress for the time-out has stalled."""
-        start, seen = time.monotonic(), list(self.at)
-        while not ready():
-            if self.failure is not None:
-                raise self.failure.for_rank(step.rank, str(step.effect))
-            if self.at != seen:
-                start, seen = time.monotonic(), list(self.at)
-            left = start + self.timeout - time.monotonic()
-            if left <= 0:
-                self.failure = self._stalled(peer)
-                self._changed.notify_all()
-                raise self.failure.for_rank(step.rank, str(step.effect))
-            self._changed.wait(left)
-
-    def instruction(self, rank: int) -> str:
-        """What a rank is about to do."""
-        effects, index = self.programs[rank].effects, self.at[rank]
-        return str(effects[index]) if index < len(effects) else "its end"
-
-    def _stalled(self, peer: int) -> Failure:
-        rank = culprit(self.programs, self.at, peer, CAPACITY)
-        return Failure(rank, self.instruction(rank), f"no progress for {self.timeout:g} s")
 
 
 @attrs.frozen(eq=False)

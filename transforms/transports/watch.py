@@ -1,74 +1,54 @@
-"""How ranks in processes of their own see each other beside the messages: through a store that all can reach.
+"""A rank's view of the others, beside the messages: whether they run the same programs, and who keeps it waiting."""
 
-Each rank writes down what it is about to do before it does it, and the first one that fails writes down why. Whoever
-waits in vain reads both, and can say which rank, at which instruction, and what happened.
-"""
-
-import json
 import time
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
 
 import attrs
 
 from weft.errors import ProgramError, RankError
-from weft.transforms.transports.failures import Failure, culprit
+from weft.transforms.transports.board import Board, Position
+from weft.transforms.transports.failures import Failure, blockers, culprit
 from weft.transforms.transports.plan import Plan
 
 CAPACITY = 2
 """Messages that an edge between processes holds: of more, a sender waits."""
+AGREE = "agree on the programs"
+"""What ranks do before the first step by a plan."""
+SYNC = "synchronize"
+"""What a host does that waits for its device; before it, the device may replay steps of which nothing is written."""
 _POLL = 0.1
-"""The most seconds between two looks at the store by a rank that waits for it."""
+"""The most seconds between two looks at the board by a rank that waits for it."""
 _GRACE = 1.0
 """Seconds to wait for a rank that failed to say why, after its connections closed."""
+_MAX_PLANS = 16
+"""Plans that are kept to say who waits for whom: a rank that keeps others waiting is few steps behind."""
 _SAME = "the same code, configuration and batches on every rank: batches by a pure function of what all know"
-
-
-class Store(Protocol):
-    """What is used of `torch.distributed.Store`."""
-
-    def set(self, key: str, value: Any, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-
-
-@attrs.frozen
-class Position:
-    """Where a rank is: in which of its steps, by which plan, how many effects it has performed, and what comes next."""
-
-    step: int
-    digest: str
-    index: int
-    instruction: str
-
-    def __str__(self) -> str:
-        return f"{self.step} {self.digest} {self.index} {self.instruction}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Position":
-        """The inverse of `str`."""
-        step, digest, index, instruction = text.split(" ", 3)
-        return cls(int(step), digest, int(index), instruction)
 
 
 class Watch:
     """A rank's view of the others.
 
     Args:
-        store: shared by all ranks of the run.
-        rank, num_ranks: whose view, of how many.
+        board: shared by all ranks of the run.
+        num_ranks: how many.
         timeout: seconds that a rank may keep another one waiting.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, timeout: float) -> None:
-        self.store = store
-        self.rank = rank
+    def __init__(self, board: Board, num_ranks: int, timeout: float) -> None:
+        self.board = board
+        self.rank = board.rank
         self.num_ranks = num_ranks
         self.timeout = timeout
         self.failure: Failure | None = None
-        self._plan: Plan | None = None
-        self._here = Position(0, "-", 0, "its start")
+        self.here = Position()
+        self._plans: dict[str, Plan] = {}
         self._agreed: set[str] = set()
+
+    def beside(self, board: Board) -> "Watch":
+        """The view of the same rank from another thread, which asks by a board of its own."""
+        other = Watch(board, self.num_ranks, self.timeout)
+        other._plans = self._plans
+        return other
 
     def begin(self, plan: Plan) -> None:
         """A step begins: all ranks must run the same plan, which they compare the first time that they do.
@@ -79,13 +59,15 @@ class Watch:
         """
         if self.failure is not None:
             raise self.failure.for_rank(self.rank, "the next step")
-        self._plan = plan
-        self._here = Position(self._here.step + 1, plan.digest, 0, "agree on the programs")
-        if plan.digest in self._agreed:
-            return
-        self.at(0, self._here.instruction)
+        self.here = Position(self.here.step + 1, plan.digest, 0, AGREE)
+        if plan.digest not in self._agreed:
+            self._agree(plan)
+        self._keep(plan)
+
+    def _agree(self, plan: Plan) -> None:
         key = f"plan/{len(self._agreed)}"
-        self.store.set(f"{key}/{self.rank}", plan.text)
+        self.board.write(f"{key}/{self.rank}", plan.text)
+        self.board.place(self.here)
         for peer in range(self.num_ranks):
             if peer != self.rank:
                 self._compare(plan, peer, self.wait(f"{key}/{peer}", peer).decode())
@@ -98,112 +80,150 @@ class Watch:
         lines = zip(mine.splitlines(), theirs.splitlines(), strict=False)
         a, b = next((pair for pair in lines if pair[0] != pair[1]), ("(all its lines)", "(more lines)"))
         raise ProgramError(
-            f"step {self._here.step} of rank {self.rank}",
+            f"step {self.here.step} of rank {self.rank}",
             f"'{a.strip()}', where rank {peer} has '{b.strip()}'",
             _SAME,
         )
 
+    def _keep(self, plan: Plan) -> None:
+        self._plans.pop(plan.digest, None)
+        self._plans[plan.digest] = plan
+        if len(self._plans) > _MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+
     def at(self, index: int, instruction: object) -> None:
         """Say what this rank is about to do."""
-        self._here = attrs.evolve(self._here, index=index, instruction=str(instruction))
-        self.store.set(f"at/{self.rank}", str(self._here))
+        self.here = attrs.evolve(self.here, index=index, instruction=str(instruction))
+        self.board.place(self.here)
 
-    def position(self, rank: int) -> Position:
-        """Where a rank last said that it is."""
-        key = f"at/{rank}"
-        if rank == self.rank:
-            return self._here
-        return Position.parse(self.store.get(key).decode()) if self._has(key) else Position(0, "-", 0, "its start")
+    def at_sync(self) -> None:
+        """Say that this rank waits for its device, and for which time since its last step."""
+        self.at(self.here.index + 1 if self.here.instruction == SYNC else 0, SYNC)
 
-    def wait(self, key: str, peer: int) -> bytes:
-        """The value that `peer` sets for a key.
+    def wait(self, key: str, peer: int, timeout: float | None = None) -> bytes:
+        """The value that `peer` writes under a key.
 
         Raises:
             RankError: it does not come.
+            ProgramError: it will not come, for `peer` is in another program.
         """
-        start, pause = time.monotonic(), _POLL / 64
-        while not self._has(key):
-            if time.monotonic() - start > self.timeout:
-                raise self.explain(peer, f"no progress for {self.timeout:g} s")
+        limit = self.timeout if timeout is None else timeout
+        end, pause = time.monotonic() + limit, _POLL / 64
+        while True:
+            failure = self.board.failure()
+            if self.board.has(key):  # asked after: what a rank wrote before it failed counts
+                return self.board.read(key)
+            if failure is not None:
+                self.failure = failure
+                raise failure.for_rank(self.rank, self.here.instruction)
+            if time.monotonic() > end:
+                raise self.explain(peer, f"no progress for {limit:g} s")
+            self._refuse_hopeless(key, peer)
             time.sleep(pause)
             pause = min(2 * pause, _POLL)
-            self.raise_failure()
-            self._compare_positions(peer)
-        return self.store.get(key)
 
-    def _has(self, key: str) -> bool:
-        try:
-            return self.store.check([key])
-        except RuntimeError as error:
-            text = f"the store of the run is gone ({str(error).splitlines()[0]:.80}): the process that hosts it ended"
-            raise Failure(0, "its part of the run", text).for_rank(self.rank, self._here.instruction) from error
-
-    def _compare_positions(self, peer: int) -> None:
-        """A rank that is in the same step by another plan, which it need not agree on, will never come."""
-        theirs = self.position(peer)
-        if theirs.step == self._here.step and theirs.digest != self._here.digest:
-            raise ProgramError(
-                f"step {self._here.step} of rank {self.rank}: '{self._here.instruction}'",
-                f"rank {peer} is at '{theirs.instruction}' of another program",
-                _SAME,
-            )
-
-    def fail(self, instruction: str, error: BaseException) -> None:
-        """Write down that this rank failed, for the others; the first to write is believed."""
-        cause = f"{type(error).__name__}: {error}"
-        if isinstance(error, RankError) and error.rank is not None:
-            self._post(Failure(error.rank, error.instruction, error.cause))
-        else:
-            self._post(Failure(self.rank, instruction, cause))
-
-    def _post(self, failure: Failure) -> None:
-        self.failure = self.failure or failure
-        record = json.dumps([failure.rank, failure.instruction, failure.cause])
-        try:
-            self.store.compare_set("failure", "", record)
-        except RuntimeError:  # the store is gone: its host ended, which the others see as well
+    def _refuse_hopeless(self, key: str, peer: int) -> None:
+        """Raise if `peer` will never write the key: its process ended, or it is in the same step by another plan, which
+        it need not agree on."""
+        ended, theirs = self.board.exit(peer), self.board.position(peer)
+        elsewhere = theirs.step == self.here.step and theirs.digest != self.here.digest
+        if not (ended or elsewhere) or self.board.has(key):
             return
+        if ended:
+            raise self.explain(peer, "its process ended", closed=True)
+        raise ProgramError(
+            f"step {self.here.step} of rank {self.rank}: '{self.here.instruction}'",
+            f"rank {peer} is at '{theirs.instruction}' of another program",
+            _SAME,
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Write down that this rank failed, where it is, for the others; the first to write is believed."""
+        if isinstance(error, RankError) and error.rank is not None:
+            failure = Failure(error.rank, error.instruction, error.cause)
+        else:
+            failure = Failure(self.rank, self.here.instruction, f"{type(error).__name__}: {error}")
+        self.post(failure)
+
+    def post(self, failure: Failure) -> Failure:
+        """Write a failure down; the one that is believed."""
+        try:
+            self.failure = self.board.post(failure)
+        except RankError:  # the store is gone, which the others see as well
+            self.failure = failure
+        return self.failure
 
     def raise_failure(self) -> None:
         """Raise RankError if some rank wrote down that it failed."""
-        if self._has("failure"):
-            rank, instruction, cause = json.loads(self.store.get("failure"))
-            self.failure = Failure(rank, instruction, cause)
-            raise self.failure.for_rank(self.rank, self._here.instruction)
+        failure = self.board.failure()
+        if failure is not None:
+            self.failure = failure
+            raise failure.for_rank(self.rank, self.here.instruction)
 
-    def explain(self, peer: int, cause: str, *, closed: bool = False) -> RankError:
-        """The error of this rank, which waited for `peer` in vain.
+    def explain(
+        self, peer: int, cause: str, *, closed: bool = False, silent: Collection[int] = (), waiting: str | None = None
+    ) -> RankError:
+        """The error of this rank, which waited in vain.
 
         Args:
-            peer: for whom it waited.
+            peer: for whom it waited, or itself if its device did.
             cause: what it saw.
-            closed: that was a connection to it that broke: then it is its fault, unless it soon says why it is not.
+            closed: that was the end of `peer`: then it is its fault, unless it soon says why it is not.
+            silent: ranks that no longer say where their devices are.
+            waiting: what it was to do; None: what this rank last said.
         """
-        end = time.monotonic() + (_GRACE if closed else 0.0)
+        waits = self.here.instruction if waiting is None else waiting
         try:
-            while True:
-                self.raise_failure()
-                if time.monotonic() >= end:
-                    break
-                time.sleep(_POLL / 4)
-            rank = peer if closed else self._blame(peer)
-            where = self.position(rank).instruction
+            found = (
+                self.gone([peer], Failure(peer, "", cause))
+                if closed
+                else self.board.failure() or self._stalled(peer, cause, silent)
+            )
         except RankError as error:
             return error
-        failure = Failure(rank, where, cause)
-        self._post(failure)
-        return failure.for_rank(self.rank, self._here.instruction)
+        return self.post(found).for_rank(self.rank, waits)
 
-    def _blame(self, peer: int) -> int:
-        """Whom the rank that this one waits for waits for in the end."""
-        if self._plan is None:
-            return peer
-        programs, at = self._plan.programs, []
-        for program in programs:
-            found, count = self.position(program.rank), len(program.effects)
-            ahead = found.step - self._here.step
-            at.append(0 if ahead < 0 else count if ahead > 0 else min(found.index, count))
-        return culprit(programs, at, peer, CAPACITY)
+    def gone(self, peers: Sequence[int], otherwise: Failure) -> Failure:
+        """Why some of `peers` have gone: what one wrote about it in the end, or how its process ended."""
+        end = time.monotonic() + _GRACE
+        while time.monotonic() < end:
+            if (failure := self.board.failure()) is not None:
+                return failure
+            for peer in peers:
+                if (ended := self.board.exit(peer)) is not None:
+                    return Failure(peer, self.board.position(peer).instruction, f"its process ended: {ended.text}")
+            time.sleep(_POLL / 4)
+        return attrs.evolve(otherwise, instruction=self.board.position(otherwise.rank).instruction)
+
+    def _stalled(self, peer: int, cause: str, silent: Collection[int]) -> Failure:
+        """Whom `peer` waits for in the end, and what that one does not get done."""
+        rank = culprit(peer, self._blockers)
+        if (ended := self.board.exit(rank)) is not None:
+            cause = f"its process ended: {ended.text}"
+        elif rank in silent:
+            cause = f"{cause}: its process ended, or was stopped"
+        alive = ended is None and rank not in silent
+        where = self.board.device(rank) if alive else self.board.position(rank)
+        return Failure(rank, where.instruction, cause)
+
+    def _blockers(self, rank: int) -> Sequence[int]:
+        """The ranks that must move before one can, as far as is known of its plan."""
+        places = [self.board.device(r) for r in range(self.num_ranks)]
+        here = places[rank]
+        if here.instruction == AGREE:
+            return [r for r, place in enumerate(places) if place.step < here.step]
+        if here.instruction == SYNC:
+            behind = [r for r, place in enumerate(places) if _reached(place) < _reached(here)]
+            return sorted(behind, key=lambda r: _reached(places[r]))
+        if (plan := self._plans.get(here.digest)) is None:
+            return ()
+        counts = [len(program.effects) for program in plan.programs]
+        ahead = [place.step - here.step for place in places]
+        at = [
+            0 if a < 0 else count if a > 0 or place.instruction == SYNC else min(place.index, count)
+            for a, place, count in zip(ahead, places, counts, strict=True)
+        ]
+        return blockers(plan.programs, at, rank, CAPACITY)
 
     def closed(self, peer: int, error: BaseException) -> RankError:
         """The error for a wait on a connection to `peer` that ended in an error."""
@@ -211,3 +231,8 @@ class Watch:
         if "timed out" in text.lower() or "timeout" in text.lower():
             return self.explain(peer, f"no progress for {self.timeout:g} s")
         return self.explain(peer, f"its process ended, or was cut off ({text:.120})", closed=True)
+
+
+def _reached(place: Position) -> tuple[int, int]:
+    """How far a rank is: in steps, and in waits for its device since."""
+    return place.step, place.index + 1 if place.instruction == SYNC else 0

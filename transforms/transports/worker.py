@@ -1,12 +1,15 @@
 """A worker: one rank under way. It performs the effects of its program, whatever carries its messages."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import attrs
 
+from weft.donation import clone
 from weft.effects import Broadcast, Effect, Fence, Recv, Run, Schema, Send
 from weft.errors import ProgramError
+from weft.transforms.measure import measuring
 
 
 class Link(Protocol):
@@ -31,6 +34,7 @@ class Worker:
         stage, params, state: its own; the state is the next one after each `run`.
         advance: what `run advance` calls.
         batches: the micro-batches.
+        keeps: whether what its stage makes is copied, for it is lent and stays here to the end.
         inputs: what it received and has not yet run, by micro-batch.
         results: what its stage made, and then what the last one made, by micro-batch.
     """
@@ -41,12 +45,18 @@ class Worker:
     state: Any
     advance: Callable[..., Any] | None
     batches: Sequence[Any]
+    keeps: bool = False
     inputs: dict[int, Any] = attrs.field(factory=dict)
     results: dict[int, Any] = attrs.field(factory=dict)
     outputs: dict[int, Any] = attrs.field(factory=dict)
 
     def perform(self, effect: Effect, link: Link) -> None:
         """Do what the next effect of the program says."""
+        recorder = measuring()
+        with nullcontext() if recorder is None else recorder.span(self.rank, effect):
+            self._perform(effect, link)
+
+    def _perform(self, effect: Effect, link: Link) -> None:
         mb = effect.microbatch
         match effect:
             case Run("advance"):
@@ -55,7 +65,7 @@ class Worker:
             case Run():
                 x = self.inputs.pop(mb, None)
                 made = call_stage(self.rank, self.stage, self.params, self.state, self.batches[mb], x)
-                self.state, self.results[mb] = made
+                self.state, self.results[mb] = made[0], clone(made[1]) if self.keeps else made[1]
             case Send(_, _, schema):
                 match_schema(self.rank, effect, schema, self.results[mb])
                 link.send(effect, self.results.pop(mb))

@@ -1,0 +1,162 @@
+"""What requests ask of their logits, as pure functions: each row of [num_reqs, vocab_size] by its own parameters.
+
+`process` runs them in this order, which is that of vLLM's sampler (docs.vllm.ai, `vllm.v1.sample.sampler.Sampler`):
+allowed tokens, the stop tokens of a request that is still too short, bias, penalties (repetition, frequency, presence),
+temperature, min_p, top_k, top_p. transformers' `generate` agrees but for one pair: it runs min_p last, so that there
+top_p counts the tokens that min_p drops.
+"""
+
+from collections.abc import Iterable
+
+import attrs
+import torch
+from torch import Tensor
+
+TEMPERATURE, TOP_P, MARGIN, REPETITION, FREQUENCY, PRESENCE = range(6)
+"""Columns of a table's `floats`. The margin is -log(min_p): the largest distance from the best scaled logit."""
+
+SEED, FEATURES, TOP_K, MIN_LEN = range(4)
+"""Columns of a table's `ints`."""
+
+PENALTIES, BIAS, ALLOWED, STOPS, FILTERS = 1, 2, 4, 8, 16
+"""Bits of a request's features: those that it uses. What the others' parameters hold is not read."""
+
+IN_PROMPT = -(1 << 15)
+"""In a table's `counts`: the bit, the sign, of a token that the prompt holds. The others count it in what was
+generated."""
+
+MOST_COUNTED = (1 << 15) - 1
+"""A token that was generated oftener counts as often as this, which any penalty >= 0.01 makes 300 of."""
+
+
+@attrs.frozen(eq=False)
+class Rules:
+    """The rows of a table (`weft.sampling_table.SamplingTable`) of some requests, in their order; int32 masks hold a
+    bit a token, the lowest first."""
+
+    floats: Tensor
+    ints: Tensor
+    allowed: Tensor
+    stops: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    counts: Tensor
+
+    def uses(self, feature: int) -> Tensor:
+        """[num_reqs, 1] bool: whether each request uses one of the features."""
+        return (self.ints[:, FEATURES, None] & feature) != 0
+
+
+def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:
+    """A mask with the bits of these tokens: [ceil(vocab_size / 32)] int32, on the CPU.
+
+    >>> pack_bits([0, 1, 33], 40).tolist()
+    [3, 2]
+    """
+    bits = torch.zeros(-(-vocab_size // 32) * 32, dtype=torch.int64)
+    bits[list(token_ids)] = 1
+    return (bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+
+
+def unpack_bits(mask: Tensor, vocab_size: int) -> Tensor:
+    """[num_reqs, vocab_size] bool of a mask [num_reqs, ceil(vocab_size / 32)] int32."""
+    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
+    return bits.flatten(1)[:, :vocab_size] != 0
+
+
+def bar(logits: Tensor, barred: Tensor) -> Tensor:
+    """-inf where `barred` [num_reqs, vocab_size] is true."""
+    return logits.masked_fill(barred, -torch.inf)
+
+
+def add_bias(logits: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
+    """Add to some tokens: `token_ids` and `bias` are [num_reqs, most]; -1 is no token."""
+    return logits.scatter_add(1, token_ids.clamp(min=0).to(torch.int64), torch.where(token_ids < 0, 0.0, bias))
+
+
+def penalise_repetition(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Divide positive logits of tokens that the prompt or the completion holds, and multiply negative ones.
+
+    Source: Keskar et al., "CTRL", 2019, arXiv 1909.05858, in the form of transformers.
+    """
+    penalised = torch.where(logits < 0, logits * penalty[:, None], logits / penalty[:, None])
+    return torch.where(seen, penalised, logits)
+
+
+def penalise_frequency(logits: Tensor, generated: Tensor, penalty: Tensor) -> Tensor:
+    """Subtract the penalty for each time [num_reqs, vocab_size] that a token was generated, as OpenAI's API says."""
+    return logits - penalty[:, None] * generated
+
+
+def penalise_presence(logits: Tensor, generated: Tensor, penalty: Tensor) -> Tensor:
+    """Subtract the penalty of every token that was generated, as OpenAI's API says."""
+    return logits - torch.where(generated > 0, penalty[:, None], 0.0)
+
+
+def scale(logits: Tensor, temperature: Tensor) -> Tensor:
+    """(logits - their largest) / temperature; where that is 0, which is greedy, the logits.
+
+    Differences to the largest, so that the smallest temperature overflows to -inf and never to a tie.
+    """
+    greedy = (temperature <= 0)[:, None]
+    top = logits.amax(-1, keepdim=True)
+    top = torch.where(top == -torch.inf, 0.0, top)  # where all is barred: not -inf - -inf
+    return torch.where(greedy, logits, (logits - top) / torch.where(greedy, 1.0, temperature[:, None]))
+
+
+def keep_min_p(scaled: Tensor, margin: Tensor) -> Tensor:
+    """Bar tokens less likely than min_p times the likeliest one, with margin = -log(min_p) (Nguyen et al., 2024,
+    arXiv 2407.01082)."""
+    return bar(scaled, scaled.amax(-1, keepdim=True) - scaled > margin[:, None])
+
+
+def keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
+    """Bar all but the k largest, and those that tie with the last of them; 0 keeps all (Fan et al., 2018, arXiv
+    1805.04833)."""
+    last = torch.where(top_k <= 0, scaled.shape[1], top_k).clamp(max=scaled.shape[1]) - 1
+    least = scaled.sort(-1, descending=True).values.gather(1, last[:, None])
+    return bar(scaled, scaled < least)
+
+
+def keep_top_p(scaled: Tensor, top_p: Tensor) -> Tensor:
+    """Keep a token only if those likelier than it have less than top_p of the probability together (Holtzman et al.,
+    2019, arXiv 1904.09751): the least set of the likeliest tokens that has as much, and those that tie with its last.
+    """
+    ordered = scaled.sort(-1, descending=True).values
+    mass = (ordered - ordered[:, :1]).exp().double().cumsum(-1)
+    last = (mass < top_p.double()[:, None] * mass[:, -1:]).sum(-1, keepdim=True).clamp(max=scaled.shape[1] - 1)
+    return torch.where((top_p < 1)[:, None], bar(scaled, scaled < ordered.gather(1, last)), scaled)
+
+
+def adjust(logits: Tensor, rules: Rules, positions: Tensor, token_mask: Tensor | None = None) -> Tensor:
+    """The part of `process` that comes before temperature, and that can change what is the most likely token."""
+    vocab = logits.shape[1]
+    if token_mask is not None:
+        logits = bar(logits, ~unpack_bits(token_mask, vocab))
+    logits = bar(logits, rules.uses(ALLOWED) & ~unpack_bits(rules.allowed, vocab))
+    too_short = (positions + 1 < rules.ints[:, MIN_LEN])[:, None]
+    logits = bar(logits, rules.uses(STOPS) & too_short & unpack_bits(rules.stops, vocab))
+    logits = torch.where(rules.uses(BIAS), add_bias(logits, rules.bias_ids, rules.bias), logits)
+    generated = (rules.counts & ~IN_PROMPT).float()
+    penalised = penalise_repetition(logits, rules.counts != 0, rules.floats[:, REPETITION])
+    penalised = penalise_frequency(penalised, generated, rules.floats[:, FREQUENCY])
+    penalised = penalise_presence(penalised, generated, rules.floats[:, PRESENCE])
+    return torch.where(rules.uses(PENALTIES), penalised, logits)
+
+
+def process(logits: Tensor, rules: Rules, positions: Tensor, token_mask: Tensor | None = None) -> Tensor:
+    """What tokens are drawn from: the softmax of the result is their distribution, its arg max the greedy token.
+
+    Args:
+        logits: [num_reqs, vocab_size], computed with in float32.
+        rules: of these requests.
+        positions: [num_reqs] int64, of the last token that the model has read.
+        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar allows; None: all.
+
+    Returns:
+        [num_reqs, vocab_size] float32, -inf for tokens that cannot be drawn.
+    """
+    scaled = scale(adjust(logits.float(), rules, positions, token_mask), rules.floats[:, TEMPERATURE])
+    kept = keep_min_p(scaled, rules.floats[:, MARGIN])
+    kept = keep_top_p(keep_top_k(kept, rules.ints[:, TOP_K]), rules.floats[:, TOP_P])
+    return torch.where(rules.uses(FILTERS), kept, scaled)

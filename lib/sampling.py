@@ -1,0 +1,171 @@
+"""`SamplingParams`: what a request asks of sampling, checked on the host."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import attrs
+
+from weft.errors import RequestError
+
+_LARGEST = 1e30  # with room for products in float32
+
+
+def _as_tuple(value: Any) -> Any:
+    """A tuple of what was given; a string is one; what is no collection is left to be refused."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, Mapping) else value
+
+
+def _as_dict(value: Any) -> Any:
+    return {} if value is None else dict(value) if isinstance(value, Mapping) else value
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM.
+
+    Args:
+        temperature: divides the logits; 0 is greedy.
+        top_k: draw from so many of the likeliest tokens (and those that tie with the last); 0: all.
+        top_p: draw from the least set of the likeliest tokens that together have this probability.
+        min_p: draw from tokens at least this many times as likely as the likeliest; 0: all.
+        repetition_penalty: logits of tokens in the prompt or the completion are divided by it if positive, multiplied
+            if negative.
+        presence_penalty: subtracted from the logits of tokens in the completion.
+        frequency_penalty: subtracted from them as often as they stand there.
+        logit_bias: added to the logits of these tokens.
+        allowed_token_ids: no other tokens are drawn; None: all are allowed.
+        bad_token_ids: never drawn.
+        min_tokens: a request of fewer tokens draws no token that would end it.
+        stop_token_ids: tokens that end the request, beside the model's own.
+        stop: texts that end it, and that its own text ends before.
+        ignore_eos: the model's end-of-sequence tokens do not end it.
+        seed: with a token's position it fixes what is drawn; None: a fresh one.
+        logprobs: return the logprobs of so many of the likeliest tokens, beside the chosen one's; None: none.
+        prompt_logprobs: the same for each token of the prompt.
+        n: completions of the prompt, each with a seed of its own.
+
+    Raises:
+        RequestError: a value that no request could have.
+
+    >>> SamplingParams(top_p=0)
+    Traceback (most recent call last):
+        ...
+    weft.errors.RequestError: SamplingParams(top_p=0)
+      saw: top_p=0
+      instead: a number > 0 and <= 1; 1 keeps all
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = attrs.field(factory=dict, converter=_as_dict)
+    allowed_token_ids: Sequence[int] | None = attrs.field(default=None, converter=_as_tuple)
+    bad_token_ids: Sequence[int] = attrs.field(default=(), converter=_as_tuple)
+    min_tokens: int = 0
+    stop_token_ids: Sequence[int] = attrs.field(default=(), converter=_as_tuple)
+    stop: str | Sequence[str] = attrs.field(default=(), converter=_as_tuple)
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        for name, (holds, instead) in _CHECKS.items():
+            if not holds(getattr(self, name)):
+                raise RequestError(self.call(), f"{name}={getattr(self, name)!r}", instead)
+        if self.allowed_token_ids is not None and not set(self.allowed_token_ids) - set(self.bad_token_ids):
+            raise RequestError(self.call(), "no token that is allowed and not bad", "allow one that is not bad")
+
+    def call(self) -> str:
+        """The call that makes it: what differs from the defaults."""
+        defaults = {f.name: {} if f.name == "logit_bias" else f.default for f in attrs.fields(type(self))}
+        # By what they print: True is no 1.
+        changed = (name for name, default in defaults.items() if repr(getattr(self, name)) != repr(default))
+        return f"SamplingParams({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+
+    def for_request(self, eos_token_ids: Iterable[int], seed: int) -> Self:
+        """These, for one request: all tokens that end it in `stop_token_ids`, and a seed.
+
+        Args:
+            eos_token_ids: the model's own.
+            seed: taken where none was given.
+
+        Raises:
+            RequestError: `min_tokens` bars all tokens that are allowed.
+        """
+        ends = () if self.ignore_eos else tuple(eos_token_ids)
+        stops = tuple(dict.fromkeys((*self.stop_token_ids, *ends)))
+        left = set(self.allowed_token_ids or ()) - set(self.bad_token_ids) - set(stops)
+        if self.allowed_token_ids is not None and self.min_tokens and not left:
+            seen = f"all allowed tokens would end the request, and min_tokens={self.min_tokens} bars them"
+            raise RequestError(self.call(), seen, "allow another, or min_tokens=0")
+        return attrs.evolve(self, stop_token_ids=stops, seed=seed if self.seed is None else self.seed)
+
+    def check_tokens(self, vocab_size: int, most_biased: int) -> None:
+        """Refuse tokens that the model does not have, or more biases than a table holds.
+
+        Raises:
+            RequestError: it is so.
+        """
+        for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"):
+            if wrong := [token for token in getattr(self, name) or () if token >= vocab_size]:
+                instead = f"token ids of this model go from 0 to {vocab_size - 1}"
+                raise RequestError(self.call(), f"{name} holds {wrong[0]}", instead)
+        if len(self.logit_bias) > most_biased:
+            seen = f"{len(self.logit_bias)} tokens in logit_bias; the state holds {most_biased} a request"
+            raise RequestError(self.call(), seen, f"State.zeros(..., max_biased={len(self.logit_bias)})")
+        bars = {*self.bad_token_ids, *(self.stop_token_ids if self.min_tokens else ())}
+        if self.allowed_token_ids is None and len(bars) >= vocab_size:
+            raise RequestError(self.call(), f"all {vocab_size} tokens barred", "leave one that can be drawn")
+
+
+def _is_int(value: Any, least: int = 0, most: int = 2**31 - 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    # NaN fails both comparisons.
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is_int, value))
+
+
+def _are_biases(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_int(token) and _is_number(bias, -_LARGEST, _LARGEST) for token, bias in value.items()
+    )
+
+
+_TOKENS = "a list of token ids"
+_COUNT_OR_NONE = (lambda x: x is None or _is_int(x), "a whole number >= 0, or None")
+_PENALTY = (lambda x: _is_number(x, -2, 2), "a number from -2 to 2; 0 changes nothing")
+_CHECKS: dict[str, tuple[Any, str]] = {
+    "temperature": (lambda x: _is_number(x, 0, 1e38), "a finite number >= 0; 0 is greedy"),
+    "top_k": (_is_int, "a whole number >= 0; 0 keeps all"),
+    "top_p": (lambda x: _is_number(x, 0, 1) and x > 0, "a number > 0 and <= 1; 1 keeps all"),
+    "min_p": (lambda x: _is_number(x, 0, 1), "a number from 0 to 1; 0 keeps all"),
+    "repetition_penalty": (lambda x: _is_number(x, 1 / _LARGEST, _LARGEST), "a number > 0; 1 changes nothing"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "logit_bias": (_are_biases, "a dict of finite numbers by token ids"),
+    "allowed_token_ids": (lambda x: x is None or (_are_tokens(x) and x), f"{_TOKENS}, at least one; None allows all"),
+    "bad_token_ids": (_are_tokens, _TOKENS),
+    "min_tokens": (_is_int, "a whole number >= 0"),
+    "stop_token_ids": (_are_tokens, _TOKENS),
+    "stop": (lambda x: isinstance(x, tuple) and all(isinstance(s, str) and s for s in x), "texts that are not empty"),
+    "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
+    "seed": (lambda x: x is None or _is_int(x, -(2**63), 2**63 - 1), "a whole number of 64 bits, or None"),
+    "logprobs": _COUNT_OR_NONE,
+    "prompt_logprobs": _COUNT_OR_NONE,
+    "n": (lambda x: _is_int(x, 1), "a whole number >= 1"),
+}
+"""What must hold of each field, and what to write where it does not."""

@@ -1,0 +1,156 @@
+"""`SamplingTable`: what the requests of a state ask of sampling, on the device; and how it is written."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Self
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import RequestError
+from weft.ops.logits import ALLOWED, BIAS, FILTERS, IN_PROMPT, MOST_COUNTED, PENALTIES, STOPS, Rules, pack_bits
+from weft.sampling import SamplingParams
+from weft.trees import pytree
+
+MAX_BIASED = 300
+"""Tokens that a request may bias, as in OpenAI's API."""
+
+
+@pytree
+@attrs.frozen(eq=False)
+class SamplingTable:
+    """A row a request, and a last one, scratch. Only a stage that samples has tables as wide as the vocabulary; the
+    width of the others' is 0. What a row does not use (`FEATURES`) may hold anything: it is written only where used.
+
+    Args:
+        floats: [rows, 6] float32; columns are named in `weft.ops.logits`.
+        ints: [rows, 4] int64, likewise.
+        allowed: [rows, ceil(vocab_size / 32)] int32, a bit for each token that may be drawn.
+        stops: the same for tokens that end the request.
+        bias_ids: [rows, max_biased] int32; -1 is no token.
+        bias: [rows, max_biased] float32.
+        counts: [rows, vocab_size] int16, how often a token was generated, and `IN_PROMPT`.
+    """
+
+    floats: Tensor
+    ints: Tensor
+    allowed: Tensor
+    stops: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    counts: Tensor
+
+    @classmethod
+    def zeros(cls, num_rows: int, vocab_size: int, max_biased: int, device: torch.device | str) -> Self:
+        """A table whose rows are greedy, and use nothing."""
+        words, biased = -(-vocab_size // 32), max_biased if vocab_size else 0
+
+        def zeros(width: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(num_rows, width, dtype=dtype, device=device)
+
+        return cls(
+            zeros(6, torch.float32),
+            zeros(4, torch.int64),
+            zeros(words, torch.int32),
+            zeros(words, torch.int32),
+            zeros(biased, torch.int32),
+            zeros(biased, torch.float32),
+            zeros(vocab_size, torch.int16),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the stage that samples; 0 on others."""
+        return self.counts.shape[1]
+
+    def rules(self, rows: Tensor) -> Rules:
+        """The rows of some requests [num_reqs] int64."""
+        return Rules(*(getattr(self, field.name)[rows] for field in attrs.fields(type(self))))
+
+
+def features(params: SamplingParams) -> int:
+    """The bits of what a request uses; filters change nothing for a greedy one."""
+    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+    allowed = params.allowed_token_ids is not None or bool(params.bad_token_ids)
+    stops = params.min_tokens > 0 and bool(params.stop_token_ids)
+    filters = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    used = {PENALTIES: penalties, BIAS: bool(params.logit_bias), ALLOWED: allowed, STOPS: stops, FILTERS: filters}
+    return sum(bit for bit, uses in used.items() if uses)
+
+
+def write_rows(
+    table: SamplingTable,
+    rows: Sequence[int],
+    params: Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]],
+    generated: Sequence[Sequence[int]],
+) -> None:
+    """Write requests into rows of a table, in place.
+
+    Args:
+        params: one a request, as `for_request` makes them.
+        prompts: token ids.
+        generated: token ids that a request had generated before (it was preempted); a part of its prompt no more.
+
+    Raises:
+        RequestError: a request that draws has no seed, or a token is none.
+    """
+    for each, tokens in zip(params, zip(prompts, generated, strict=True), strict=True):
+        _check_row(table, each, tokens)
+    device = table.floats.device
+    index = torch.tensor(rows, dtype=torch.int64, device=device)
+    floats, ints = torch.zeros(len(rows), 6), torch.zeros(len(rows), 4, dtype=torch.int64)
+    for i, (each, prompt) in enumerate(zip(params, prompts, strict=True)):
+        floats[i], ints[i] = torch.tensor(_floats(each)), torch.tensor(_ints(each, len(prompt)))
+    table.floats[index], table.ints[index] = floats.to(device), ints.to(device)
+    if table.vocab_size:
+        for row, each, prompt, own in zip(rows, params, prompts, generated, strict=True):
+            _write_wide(table, row, each, prompt, own)
+
+
+def _check_row(table: SamplingTable, params: SamplingParams, tokens: tuple[Sequence[int], Sequence[int]]) -> None:
+    if params.seed is None and params.temperature > 0:
+        seen = "a request that draws, without a seed"
+        raise RequestError(f"admit(state, ..., {params.call()})", seen, "params.for_request(eos_token_ids, seed)")
+    if not table.vocab_size:
+        return
+    params.check_tokens(table.vocab_size, table.bias.shape[1])
+    if wrong := [token for part in tokens for token in part if not 0 <= token < table.vocab_size]:
+        seen = f"token {wrong[0]} in a prompt"
+        raise RequestError(f"admit(state, ..., {params.call()})", seen, f"token ids from 0 to {table.vocab_size - 1}")
+
+
+def _floats(params: SamplingParams) -> list[float]:
+    # 0.0 - 0.0 is 0.0, and not -0.0, whose bits are another's.
+    margin = 0.0 - math.log(params.min_p) if params.min_p else math.inf
+    penalties = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
+    return [params.temperature, params.top_p, margin, *penalties]
+
+
+def _ints(params: SamplingParams, prompt_len: int) -> list[int]:
+    return [params.seed or 0, features(params), params.top_k, prompt_len + params.min_tokens]
+
+
+def _write_wide(
+    table: SamplingTable, row: int, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]
+) -> None:
+    """The parts of a row that are as wide as the vocabulary, where they are used."""
+    used, device = features(params), table.floats.device
+    if used & ALLOWED:
+        every = range(table.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        table.allowed[row] = pack_bits(set(every) - set(params.bad_token_ids), table.vocab_size).to(device)
+    if used & STOPS:
+        table.stops[row] = pack_bits(params.stop_token_ids, table.vocab_size).to(device)
+    if used & BIAS:
+        count = len(params.logit_bias)
+        table.bias_ids[row] = -1
+        table.bias_ids[row, :count] = torch.tensor(list(params.logit_bias), dtype=torch.int32).to(device)
+        table.bias[row, :count] = torch.tensor(list(params.logit_bias.values())).to(device)
+    if used & PENALTIES:
+        counts = {token: min(count, MOST_COUNTED) for token, count in Counter(generated).items()}
+        counts |= {token: counts.get(token, 0) + IN_PROMPT for token in set(prompt)}
+        table.counts[row] = 0
+        tokens = torch.tensor(list(counts), dtype=torch.int64).to(device)
+        table.counts[row, tokens] = torch.tensor(list(counts.values()), dtype=torch.int16).to(device)

@@ -1,0 +1,323 @@
+"""Ranks that fail at each instruction in turn, and what all other ranks say of it.
+
+    python -m weft.proofs.failures --out FOLDER [--runs 200]
+
+Each run starts a process for every rank of a pipeline of 2, 3 or 4 stages, lets one of them raise, exit, be killed,
+stall or be stopped at one instruction of its program, and asks: did every other rank raise a RankError that names that
+rank and that instruction, in time; did the launcher; and have all processes ended. The runs take each place in turn,
+and the ways to fail in turn. A quarter as many again kill a rank at any time, while it starts and connects too: then
+all must name it, and the same instruction.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+from tqdm import tqdm
+
+from weft.effects import Effect
+from weft.errors import RankError
+from weft.transforms.graphify import graphify
+from weft.transforms.pipeline import Pipelined, pipeline
+from weft.transforms.transports import Transport
+from weft.transforms.transports.distributed import Distributed
+from weft.transforms.transports.launch import launch
+from weft.transforms.transports.plan import Plan
+from weft.transforms.transports.worker import Link, Worker
+
+NUM_RANKS = (2, 3, 4)
+STEPS = 4
+"""Steps that a run would take."""
+TIMEOUT = 1.5
+"""Seconds that a rank may keep another one waiting."""
+LIMIT = 6.0
+"""Seconds beyond the time-out in which all must be over: a process that is stopped is asked to end first."""
+LATEST = 0.4
+"""Seconds after which a rank is killed at the latest, where it is killed at any time."""
+HANG = 60.0
+"""Seconds after which a run is given up."""
+
+
+class Planted(Exception):
+    """The error of a rank that raises."""
+
+
+def _raise() -> None:
+    raise Planted("planted")
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "raise": _raise,
+    "exit": lambda: os._exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stall": lambda: time.sleep(3600),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+@attrs.frozen
+class Case:
+    """One way to fail, at one place.
+
+    Args:
+        num_ranks: of the pipeline.
+        rank: that fails.
+        index: at which of its effects; after the last: at its end.
+        way: one of WAYS.
+        step: in which step, from 0.
+        instruction: as its program prints the effect; empty: any.
+        delay: seconds after which it fails, wherever it then is; None: at that place.
+        backend: of the transport.
+        timeout: seconds that a rank may keep another one waiting.
+    """
+
+    num_ranks: int
+    rank: int
+    index: int
+    way: str
+    step: int
+    instruction: str
+    delay: float | None = None
+    backend: Literal["gloo", "nccl", "peer"] = "gloo"
+    timeout: float = TIMEOUT
+
+    def __str__(self) -> str:
+        if self.delay is not None:
+            return f"{self.way} rank {self.rank} of {self.num_ranks} after {self.delay:.3f} s"
+        return f"{self.way} at '{self.instruction}' of rank {self.rank} of {self.num_ranks}, step {self.step}"
+
+
+@attrs.frozen
+class Outcome:
+    """What became of a case: the seconds from the failure until the last other rank had raised its error, those until
+    all processes had ended, and what was wrong, if anything was."""
+
+    case: Case
+    raised: float
+    ended: float
+    wrong: str | None
+
+
+@attrs.define(eq=False)
+class Failing(Worker):
+    """A worker that fails at one of its effects."""
+
+    case: Case = attrs.field(kw_only=True)
+    folder: Path = attrs.field(kw_only=True)
+    count: int = 0
+
+    def perform(self, effect: Effect, link: Link) -> None:
+        if self.count == self.case.index:
+            fail(self.case, self.folder)
+        self.count += 1
+        super().perform(effect, link)
+
+
+def fail(case: Case, folder: Path) -> None:
+    """Fail as the case says; the time is written down."""
+    (folder / "failed").write_text(repr(time.monotonic()))
+    WAYS[case.way]()
+
+
+@attrs.define(eq=False)
+class Sabotaged:
+    """A transport in which one rank fails."""
+
+    transport: Transport
+    case: Case
+    folder: Path
+    steps: int = 0
+
+    def ranks(self, num_ranks: int) -> Sequence[int]:
+        return self.transport.ranks(num_ranks)
+
+    def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
+        now = self.steps == self.case.step
+        self.steps += 1
+        used = [self._failing(worker) if now and worker.rank == self.case.rank else worker for worker in workers]
+        self.transport.run(plan, used)
+        if now and self.case.rank in (worker.rank for worker in workers):
+            fail(self.case, self.folder)
+
+    def _failing(self, worker: Worker) -> Failing:
+        return Failing(**attrs.asdict(worker, recurse=False), case=self.case, folder=self.folder)
+
+
+def scale(p: torch.Tensor, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+    """A stage."""
+    y = (batch if x is None else x) * p
+    return s + y.sum(), y
+
+
+def advance(s: torch.Tensor, batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return s + out.sum() - batch.sum()
+
+
+def make_pipeline(num_ranks: int, transport: Transport | None = None) -> Pipelined:
+    """Stages that lend their results, so that every kind of effect is in the programs."""
+    stages = [graphify(scale, outputs="borrow") for _ in range(num_ranks)]
+    return pipeline(stages, microbatches=2, advance=advance, transport=transport)
+
+
+def run_rank(case: Case, folder: Path) -> None:
+    """A rank's part: steps, until one raises."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    if rank == case.rank and case.delay is not None:
+        threading.Timer(case.delay, fail, (case, folder)).start()
+    try:
+        take_steps(case, folder)
+    except BaseException as error:
+        about = (error.rank, error.instruction) if isinstance(error, RankError) else (None, repr(error))
+        record = {"pid": os.getpid(), "about": about, "error": str(error), "time": time.monotonic()}
+        (folder / f"rank{rank}").write_text(json.dumps(record))
+        raise
+
+
+def take_steps(case: Case, folder: Path) -> None:
+    """Take steps in which one rank fails, and wait for what they compute."""
+    transport = Distributed(timeout=case.timeout, backend=case.backend)
+    step = make_pipeline(case.num_ranks, Sabotaged(transport, case, folder))
+    state: Any = (torch.zeros((), device=transport.device),)
+    param, batch = (torch.tensor(x, device=transport.device) for x in (2.0, [0.0, 1.0, 2.0, 3.0]))
+    for _ in range(STEPS) if case.delay is None else itertools.count():
+        state, _ = step((param,), state, batch)
+    transport.synchronize()
+
+
+def cases() -> Iterator[Case]:
+    """All of them: every place once, then every place with the next way, until each had each way, in two steps."""
+    places = [
+        (program.num_ranks, program.rank, index, str(effect))
+        for num_ranks in NUM_RANKS
+        for program in make_pipeline(num_ranks).programs(2)
+        for index, effect in enumerate((*program.effects, "its end"))
+    ]
+    for step, turn in itertools.product((1, 0), range(len(WAYS))):
+        for number, (num_ranks, rank, index, instruction) in enumerate(places):
+            yield Case(num_ranks, rank, index, [*WAYS][(number + turn) % len(WAYS)], step, instruction)
+
+
+@contextmanager
+def no_longer_than(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread where what is inside hangs."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"it hangs for {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def cases_at_any_time() -> Iterator[Case]:
+    """A rank killed some time after it started: before it has met the others, until it is at its steps."""
+    chance = random.Random(0)
+    while True:
+        num_ranks = chance.choice(NUM_RANKS)
+        rank = chance.randrange(num_ranks)
+        yield Case(num_ranks, rank, -1, "kill", -1, "", delay=chance.random() * LATEST)
+
+
+def run_case(case: Case, target: Callable[[Case, Path], None] = run_rank) -> Outcome:
+    """Start the ranks, each with `target`, wait for their end, and see what they said."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, heard = Path(name), None
+        try:
+            with no_longer_than(HANG + 2 * case.timeout):
+                launch(target, case.num_ranks, case, folder, timeout=case.timeout)
+        except Exception as error:
+            heard = error
+        ended = time.monotonic()
+        began = float((folder / "failed").read_text()) if (folder / "failed").exists() else ended
+        records = {
+            rank: json.loads(path.read_text())
+            for rank in range(case.num_ranks)
+            if (path := folder / f"rank{rank}").exists()
+        }
+    raised = max((record["time"] - began for rank, record in records.items() if rank != case.rank), default=0.0)
+    return Outcome(case, raised, ended - began, _wrong(case, records, heard, ended - began))
+
+
+def _wrong(case: Case, records: dict[int, Any], heard: Exception | None, seconds: float) -> str | None:
+    """What is not as it should be."""
+    others = [record["about"] for rank, record in records.items() if rank != case.rank]
+    wanted = [case.rank, case.instruction or (others[0][1] if others else "")]
+    for rank in range(case.num_ranks):
+        if rank != case.rank and rank not in records:
+            return f"rank {rank} raised nothing"
+        if rank != case.rank and records[rank]["about"] != wanted:
+            return f"rank {rank} said {records[rank]['about']}: {records[rank]['error']}"
+    if isinstance(heard, Planted) if case.way == "raise" else isinstance(heard, RankError):
+        said = wanted if not isinstance(heard, RankError) else [heard.rank, heard.instruction]
+    else:
+        return f"the launcher said {heard!r}"
+    if said != wanted:
+        return f"the launcher said {said}"
+    if any(Path(f"/proc/{record['pid']}").exists() for record in records.values()):
+        return "a process is left"
+    return f"it took {seconds:.1f} s" if seconds > case.timeout + LIMIT else None
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What the record says."""
+    ways = {}
+    for way in WAYS:
+        own = [outcome for outcome in outcomes if outcome.case.way == way]
+        ways[way] = {
+            "runs": len(own),
+            "raised": _spread([o.raised for o in own]),
+            "ended": _spread([o.ended for o in own]),
+        }
+    return {
+        "environment": {"torch": torch.__version__, "python": platform.python_version(), "cpus": os.cpu_count()},
+        "timeout": TIMEOUT,
+        "runs": len(outcomes),
+        "at any time": sum(o.case.delay is not None for o in outcomes),
+        "places": len({(o.case.num_ranks, o.case.rank, o.case.index) for o in outcomes if o.case.delay is None}),
+        "instructions": Counter(o.case.instruction.split()[0] for o in outcomes if o.case.delay is None),
+        "ways": ways,
+        "wrong": [f"{outcome.case}: {outcome.wrong}" for outcome in outcomes if outcome.wrong],
+    }
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
+    return {"median": round(statistics.median(seconds), 3), "max": round(max(seconds), 3)} if seconds else None
+
+
+def main() -> None:
+    """Run the cases, write `failures.json`, and exit with 1 if one went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--runs", type=int, default=200)
+    given = parser.parse_args()
+    chosen = [*itertools.islice(cases(), given.runs), *itertools.islice(cases_at_any_time(), given.runs // 4)]
+    outcomes = [run_case(case) for case in tqdm(chosen, unit="run")]
+    report = summary(outcomes)
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "failures.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+    raise SystemExit(1 if report["wrong"] else 0)
+
+
+if __name__ == "__main__":
+    main()

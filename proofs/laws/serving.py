@@ -1,0 +1,117 @@
+"""L11 and L16 over traces: all stages agree on the requests, and each request gets what it would get alone."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+
+from weft.batch import Batch
+from weft.outputs import Output
+from weft.proofs.laws.compare import LawViolation, assert_equal
+from weft.proofs.serving import Streamed, Window, serve
+from weft.proofs.strategies.traces import Trace
+from weft.state import State, admit, advance
+from weft.transforms.engine.requests import Request
+from weft.transforms.engine.work import Work, advance_work, edited
+from weft.transforms.graphify import graphify
+from weft.transforms.ladder import Limits, make_ladder
+from weft.transforms.pipeline import Pipelined, compose, pipeline
+from weft.transforms.transports import Transport
+from weft.trees import leaves_with_names
+
+TABLES = (".block_table", ".positions", ".last_tokens", ".sampling.floats", ".sampling.ints")
+"""What every stage knows of the requests."""
+
+
+def spanned(
+    trace: Trace, num_stages: int, mode: str, transport: Transport | None = None, backend: str | None = None
+) -> Pipelined:
+    """The trace's model as a pipeline over work, its stages graphified in a mode."""
+    limits = Limits(trace.budget.cohort_size, trace.budget.max_num_tokens)
+    stages = trace.stages(num_stages)
+    if mode != "none":
+        ladder = make_ladder(mode, limits)
+        split_at = ("weft::paged_attention",)
+        stages = [graphify(stage, ladder=ladder, split_at=split_at, backend=backend) for stage in stages]
+    return pipeline([edited(stage) for stage in stages], advance=advance_work, transport=transport)
+
+
+def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") -> None:
+    """L11: after any number of steps all stages hold the same tables, whatever came, ended, was aborted or had to make
+    room; and (L16) each request's tokens are those that it gets alone, and eagerly."""
+    run = Streamed(
+        spanned(trace, num_stages, mode), trace.params(num_stages, device), trace.state(num_stages, device), device
+    )
+    windows: list[Window] = []
+    for window in serve(trace, run):
+        tables = [{name: x[:-1] for name, x in leaves_with_names(state) if name in TABLES} for state in run.state]
+        for index, table in enumerate(tables[1:], 1):
+            assert_equal(f"L11 stages agree: stage {index} and stage 0", table, tables[0])
+        windows.append(window)
+    served_as_alone(trace, windows, device)
+
+
+def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
+    """L11: ranks that schedule each for itself, and see the same tokens, decide the same: the same work, as data."""
+    shared: list[Sequence[Output | None]] = []
+    works: list[Sequence[Work]] = []
+    run = Streamed(spanned(trace, 1, "none"), trace.params(1, device), trace.state(1, device), device)
+
+    def first(own: Sequence[Work]) -> Sequence[Output | None]:
+        works.append(own)
+        shared.append(run(own))
+        return shared[-1]
+
+    def other(own: Sequence[Work]) -> Sequence[Output | None]:
+        if list(own) != list(works[-1]):
+            theirs = [str(work) for work in works[-1]]
+            raise LawViolation(f"L11 hosts agree: one does {[str(work) for work in own]}, another {theirs}")
+        return shared[-1]
+
+    ranks = [serve(trace, first), *(serve(trace, other) for _ in range(num_ranks - 1))]
+    for windows in zip_longest(*ranks):
+        if len({window is None for window in windows}) > 1:
+            raise LawViolation("L11 hosts agree: one has come to its end, and another has not")
+
+
+def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu") -> None:
+    """Raise LawViolation unless each request got the tokens that it gets alone; an aborted one the first of them."""
+    got = {running.request.id: running for window in windows for running in window.got}
+    for arrival in trace.arrivals:
+        request = arrival.request
+        running = got.get(request.id)
+        tokens = [] if running is None else running.tokens[len(request.prompt) :]
+        expected = alone(trace, request, device)
+        aborted = arrival.aborted is not None and (running is None or running.reason in ("", "abort"))
+        if tokens != (expected[: len(tokens)] if aborted else expected):
+            raise LawViolation(f"L16 served as alone: {request} got {tokens}, and alone {expected}")
+
+
+def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
+    """The tokens of a request that is run by itself, eagerly, in one piece."""
+    step, params = compose(trace.stages(1), advance=advance), trace.params(1, device)
+    most = -(-(len(request.prompt) + request.max_tokens) // trace.page_size)
+    state: tuple[State, ...] = (
+        admit(_small(trace, most, device), [0], [range(most)], [request.sampling], [request.prompt]),
+    )
+    batch, tokens = Batch.ragged([0], [request.prompt], device=device), list[int]()
+    while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in request.sampling.stop_token_ids):
+        state, out = step(params, state, batch)
+        tokens.append(int(out.token_ids[0]))
+        batch = Batch.decode([0], device=device)
+    return tokens
+
+
+def _small(trace: Trace, num_pages: int, device: torch.device | str) -> State:
+    config = trace.config
+    return State.zeros(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_num_reqs=1,
+        num_pages=num_pages,
+        max_pages=num_pages,
+        page_size=trace.page_size,
+        vocab_size=config.vocab_size,
+        device=device,
+    )

@@ -1,0 +1,36 @@
+"""What requests ask of sampling: each parameter left alone, or any that a model of that vocabulary can serve."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from weft.sampling import SamplingParams
+
+_CHOICES: dict[str, st.SearchStrategy[Any]] = {
+    "top_k": st.sampled_from((1, 2, 5, 1000)),
+    "top_p": st.sampled_from((1e-3, 0.3, 0.9)),
+    "min_p": st.sampled_from((0.01, 0.3, 1.0)),
+    "repetition_penalty": st.sampled_from((0.7, 1.3)),
+    "presence_penalty": st.sampled_from((-1.0, 0.5)),
+    "frequency_penalty": st.sampled_from((-0.5, 1.5)),
+    "min_tokens": st.integers(1, 4),
+}
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn, vocab_size: int, greedy: bool = True) -> SamplingParams:
+    """Parameters of a request, its seed and the tokens that end it included; with `greedy`, it may be that.
+
+    Of tokens, at most four are biased, and at least half can always be drawn.
+    """
+    tokens = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=vocab_size // 6, unique=True)
+    choices = _CHOICES | {
+        "logit_bias": st.dictionaries(st.integers(0, vocab_size - 1), st.floats(-9, 9, width=32), max_size=4),
+        "allowed_token_ids": tokens.map(lambda ids: [*ids, *range(vocab_size // 2)]),
+        "bad_token_ids": tokens,
+    }
+    names = draw(st.one_of(st.just([]), st.lists(st.sampled_from(sorted(choices)), unique=True)))
+    drawn = {name: draw(choices[name]) for name in names}
+    temperature = draw(st.sampled_from((0.0, 0.7, 1.0) if greedy else (0.7, 1.0, 1.5)))
+    seed = draw(st.integers(-(2**63), 2**63 - 1))
+    return SamplingParams(temperature=temperature, seed=seed, stop_token_ids=draw(tokens), **drawn)

@@ -1,0 +1,128 @@
+"""Random traces of requests: who comes when, wants what, and goes before its end; and what there is for them."""
+
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+
+from weft.proofs.strategies.models import configs
+from weft.proofs.strategies.sampling import sampling_params
+from weft.stages.config import ModelConfig
+from weft.stages.decoder import DecoderStage, decoder_stage
+from weft.stages.layout import StageLayout, split_layers
+from weft.stages.params import slice_params
+from weft.stages.random_weights import random_params
+from weft.state import State
+from weft.transforms.engine.requests import Request
+from weft.transforms.engine.scheduler import Budget
+from weft.trees import tree_map
+
+
+@attrs.frozen
+class Arrival:
+    """A request, the tick before which it comes, and the tick before which it is aborted (None: never)."""
+
+    tick: int
+    request: Request
+    aborted: int | None = None
+
+
+@attrs.frozen(eq=False, repr=False)
+class Trace:
+    """A random model, and requests that come and go.
+
+    Args:
+        config: of the model.
+        arrivals: in order of their ticks.
+        budget: what a step may do.
+        num_pages, page_size: of the KV cache.
+        window: ticks that are scheduled before the tokens of the first of them are read.
+        seed: of the weights.
+    """
+
+    config: ModelConfig
+    arrivals: tuple[Arrival, ...]
+    budget: Budget
+    num_pages: int
+    page_size: int
+    window: int
+    seed: int
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({self.config.architecture}, {self.config.num_layers} layers, seed={self.seed}, {self.budget}, "
+            f"num_pages={self.num_pages}, page_size={self.page_size}, window={self.window}, arrivals={self.arrivals})"
+        )
+
+    def layouts(self, num_stages: int) -> tuple[StageLayout, ...]:
+        """The split of the model's layers."""
+        return split_layers(self.config.num_layers, num_stages)
+
+    def stages(self, num_stages: int) -> list[DecoderStage]:
+        """The model's stages, which keep their logits."""
+        return [decoder_stage(self.config, layout, keep_logits=True) for layout in self.layouts(num_stages)]
+
+    def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
+        """The weights of each stage, of deviation 0.3, so that differences show."""
+        (whole,) = self.layouts(1)
+        made = random_params(self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3)
+        made = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, made)
+        return tuple(slice_params(made, layout) for layout in self.layouts(num_stages))
+
+    def state(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[State, ...]:
+        """An empty state for each stage."""
+        return tuple(
+            State.zeros(
+                num_layers=len(layout.layers),
+                num_kv_heads=self.config.num_kv_heads,
+                head_dim=self.config.head_dim,
+                max_num_reqs=self.budget.max_num_reqs,
+                num_pages=self.num_pages,
+                max_pages=self.budget.max_pages,
+                page_size=self.page_size,
+                vocab_size=self.config.vocab_size if layout.last else 0,
+                device=device,
+            )
+            for layout in self.layouts(num_stages)
+        )
+
+
+@st.composite
+def traces(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_requests: int = 6) -> Trace:
+    """A model, and up to `max_requests` requests: prompts of 1 to 12 tokens, some with the same beginning; some end by
+    a stop token, some are aborted; rows, pages and tokens a step are scarce, or not."""
+    config = draw(configs(min_layers, max_layers))
+    page_size, num_rows = draw(st.sampled_from((2, 4))), draw(st.sampled_from((2, 1, 2, 3, 4)))
+    num_cohorts = draw(st.integers(1, 3))
+    count = draw(st.integers(1, max_requests))
+    arrivals = tuple(draw(_arrivals(config, index)) for index in range(count))
+    longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
+    max_pages = -(-longest // page_size)
+    size = -(-num_rows // num_cohorts)
+    budget = Budget(num_rows, draw(st.sampled_from((size, size + 3, 16))), max_pages, num_cohorts, draw(st.booleans()))
+    return Trace(
+        config,
+        tuple(sorted(arrivals, key=lambda a: a.tick)),
+        budget,
+        draw(st.sampled_from((max_pages, max_pages + 2, max_pages * num_rows))),
+        page_size,
+        draw(st.sampled_from((4, 1, 2, 3))),
+        draw(st.integers(0, 999)),
+    )
+
+
+@st.composite
+def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int) -> Arrival:
+    token = st.integers(0, config.vocab_size - 1)
+    begin = draw(st.sampled_from(((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8))))
+    prompt: tuple[int, ...] = (*begin, *draw(st.lists(token, min_size=0 if begin else 1, max_size=4)))
+    request = Request(
+        f"request {index}",
+        prompt,
+        draw(st.integers(1, 7)),
+        draw(sampling_params(config.vocab_size)),
+        priority=draw(st.sampled_from((0, 0, 1))),
+    )
+    tick = draw(st.integers(0, 6))
+    return Arrival(tick, request, draw(st.one_of(st.integers(tick + 1, tick + 5), st.none())))

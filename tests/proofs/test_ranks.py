@@ -1,0 +1,57 @@
+"""Ranks in processes of their own do what one process does, bitwise; started by torchrun, as a user would."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.proofs.ranks import VARIANTS
+
+
+def _torchrun(num_ranks: int, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--standalone"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command += ["-m", "weft.proofs.ranks", *args]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks_by_gloo_are_one_process(num_ranks: int, tmp_path: Path) -> None:
+    done = _torchrun(num_ranks, "--backend", "gloo", "--traces", "8", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads((tmp_path / f"ranks-{num_ranks}-gloo.json").read_text())
+    assert [row["variant"] for row in record["rows"]] == list(VARIANTS)
+    assert all(row["traces"] == 8 and row["tokens"] > 10 for row in record["rows"])
+    assert all(row["captures"] > 0 for row in record["rows"] if row["variant"] != "none")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["nccl", "peer"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_on_gpus_are_one_process(num_ranks: int, backend: str) -> None:
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs")
+    done = _torchrun(num_ranks, "--backend", backend, "--traces", "4")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("equal") == len(VARIANTS)
+
+
+def test_a_difference_on_one_rank_is_an_error_on_all() -> None:
+    """What `proofs.ranks` would say of a rank that computes something else."""
+    code = (
+        "import os\n"
+        "import weft.stages.decoder as decoder\n"
+        "from weft.proofs import ranks\n"
+        "plain = decoder.sample\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    decoder.sample = lambda *args: (plain(*args)[0] * 0, plain(*args)[1])\n"
+        "ranks.main(['--traces', '3', '--variants', 'none', '--timeout', '20'])\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
+    done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    assert "LawViolation: none, rank 0 of 2" in done.stderr

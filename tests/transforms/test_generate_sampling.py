@@ -1,0 +1,160 @@
+"""`generate` with `SamplingParams`: against transformers' own loop, alone and in company, in every way to run it."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import weft
+from weft.errors import RequestError
+from weft.proofs.laws import assert_equal
+from weft.sampling import SamplingParams
+from weft.sampling_table import MAX_BIASED
+from weft.stages.model import DEMO, Model
+
+PROMPTS = ["The function returns", "A list is", "In Python, "]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return weft.load(DEMO, "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+def complete(model: Model, sampling: Any, prompts: list[str] = PROMPTS, **options: Any) -> list[weft.Completion]:
+    return weft.generate(model, prompts, **{"max_tokens": 24, "seed": 3, "graph": "none"} | options, sampling=sampling)
+
+
+GREEDY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, {}),
+    "repetition": ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    "bias": ({"logit_bias": {97: 2.5, 32: -1.0}}, {"sequence_bias": [[[97], 2.5], [[32], -1.0]]}),
+    "bad tokens": ({"bad_token_ids": [32, 101]}, {"suppress_tokens": [32, 101]}),
+    "both": (
+        {"repetition_penalty": 1.2, "logit_bias": {97: 1.5}, "bad_token_ids": [116]},
+        {"repetition_penalty": 1.2, "sequence_bias": [[[97], 1.5]], "suppress_tokens": [116]},
+    ),
+    "min tokens": (
+        {"min_tokens": 9, "stop_token_ids": [101, 115]},
+        {"min_new_tokens": 9, "eos_token_id": [101, 115]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_completions_are_those_of_transformers(model: Model, theirs: Any, name: str) -> None:
+    ours, options = GREEDY[name]
+    for prompt in PROMPTS:
+        ids = model.encode(prompt)
+        made = theirs.generate(
+            torch.tensor([ids]), do_sample=False, max_new_tokens=24, pad_token_id=0,
+            **{"eos_token_id": list(model.config.eos_token_ids) or None} | options,
+        )  # fmt: skip
+        sampling = SamplingParams(temperature=0.0, **ours)
+        [completion] = complete(model, sampling, [prompt])
+        assert completion.token_ids == made[0, len(ids) :].tolist()
+
+
+MIXED = [
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2, seed=4),
+    SamplingParams(temperature=0.0, presence_penalty=0.7, frequency_penalty=0.2, min_tokens=3, stop_token_ids=[101]),
+    SamplingParams(temperature=1.2, logit_bias={32: -3.0}, bad_token_ids=[97], logprobs=2, seed=9),
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"graph": "full"}, {"graph": "piecewise"}, {"pipeline": 2}, {"pipeline": 3, "graph": "full_and_piecewise"}],
+    ids=str,
+)
+def test_a_request_says_the_same_alone_in_company_and_in_every_way(model: Model, options: dict[str, Any]) -> None:
+    together = complete(model, MIXED, **options)
+    for index, (prompt, params) in enumerate(zip(PROMPTS, MIXED, strict=True)):
+        [alone] = complete(model, params, [prompt])
+        assert together[index].token_ids == alone.token_ids
+        assert together[index].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        assert together[index].finish_reason == alone.finish_reason
+    backwards = complete(model, MIXED[::-1], PROMPTS[::-1], **options)[::-1]
+    assert [c.token_ids for c in backwards] == [c.token_ids for c in together]
+
+
+def test_temperature_is_short_for_sampling(model: Model) -> None:
+    short = complete(model, None, temperature=0.8)
+    assert_equal("short", short, complete(model, SamplingParams(temperature=0.8)))
+    assert short != complete(model, SamplingParams(temperature=0.8), seed=4)
+
+
+def test_a_seed_in_sampling_is_the_requests_whatever_that_of_all(model: Model) -> None:
+    params = SamplingParams(seed=11)
+    first, second = complete(model, params, PROMPTS[:1] * 2, seed=1), complete(model, params, PROMPTS[:1], seed=2)
+    assert first[0].token_ids == first[1].token_ids == second[0].token_ids
+
+
+def test_a_stop_text_ends_a_request_and_its_text(model: Model) -> None:
+    [whole] = complete(model, SamplingParams(temperature=0.0), PROMPTS[:1])
+    assert whole.text is not None
+    stop = whole.text[5:8]
+    [cut] = complete(model, SamplingParams(temperature=0.0, stop=["never this", stop]), PROMPTS[:1])
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    [later] = complete(model, SamplingParams(temperature=0.0, stop=[stop], min_tokens=20), PROMPTS[:1])
+    assert len(later.token_ids) == 20
+
+
+def test_a_stop_token_ends_a_request_and_eos_can_be_ignored(model: Model) -> None:
+    [whole] = complete(model, SamplingParams(temperature=0.0), PROMPTS[:1])
+    token = whole.token_ids[4]
+    [cut] = complete(model, SamplingParams(temperature=0.0, stop_token_ids=[token]), PROMPTS[:1])
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
+    assert cut.finish_reason == "stop"
+    eos = attrs.evolve(model, config=attrs.evolve(model.config, eos_token_ids=(token,)))
+    assert complete(eos, SamplingParams(temperature=0.0), PROMPTS[:1])[0].token_ids == cut.token_ids
+    [on] = complete(eos, SamplingParams(temperature=0.0, ignore_eos=True), PROMPTS[:1])
+    assert on.token_ids == whole.token_ids
+
+
+def test_logprobs_of_the_likeliest(model: Model) -> None:
+    """Each request gets as many as it asks for; greedy, the first is the chosen one."""
+    asked = [SamplingParams(temperature=0.0, logprobs=3), SamplingParams(temperature=0.0), MIXED[0]]
+    first, second, _ = complete(model, [*asked[:2], SamplingParams(seed=1, logprobs=0)])
+    assert second.top_logprobs is None
+    assert first.top_logprobs is not None
+    for token, logprob, likeliest in zip(first.token_ids, first.logprobs, first.top_logprobs, strict=True):
+        assert len(likeliest) == 3
+        assert next(iter(likeliest)) == token
+        assert likeliest[token] == pytest.approx(logprob, abs=1e-5)
+        assert list(likeliest.values()) == sorted(likeliest.values(), reverse=True)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "two temperatures": (SamplingParams(), {"temperature": 0.5}, "temperature=0.5 beside sampling"),
+    "too few": ([SamplingParams()], {}, "instead: one SamplingParams, or a list of 3"),
+    "no parameters": (5, {}, "sampling=5"),
+    "a dict": ({"top_p": 1}, {}, "one SamplingParams, or a list of 3"),
+    "completions": (SamplingParams(n=2), {}, "saw: n=2"),
+    "of prompts": (SamplingParams(prompt_logprobs=1), {}, "instead: a step on a Batch with targets"),
+    "no such token": (SamplingParams(bad_token_ids=[10**6]), {}, "bad_token_ids holds 1000000"),
+    "more logprobs than tokens": (SamplingParams(logprobs=10**6), {}, "saw: logprobs=1000000"),
+    "biases": (SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASED + 1), 1.0)), {}, "logit_bias"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_generate_does_not_serve_is_refused(model: Model, name: str) -> None:
+    sampling, options, seen = REFUSED[name]
+    with pytest.raises(RequestError) as error:
+        complete(model, sampling, **options)
+    assert seen in str(error.value)
+
+
+def test_a_stop_text_needs_a_tokenizer(model: Model) -> None:
+    mute = attrs.evolve(model, tokenizer=None)
+    with pytest.raises(RequestError, match="the checkpoint has no tokenizer"):
+        weft.generate(mute, [[65]], max_tokens=2, sampling=SamplingParams(stop="a"))

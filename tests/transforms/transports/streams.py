@@ -1,0 +1,102 @@
+"""A device on the CPU: what is sent and received is done by a thread, in order, while the host goes on."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.proofs import failures
+from weft.transforms.transports import distributed
+from weft.transforms.transports.messages import DeviceEnd
+from weft.transforms.transports.watch import Watch
+
+
+class Done:
+    """An event of the thread."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+
+class StreamEnd:
+    """An end over the store, whose host calls return at once, as a GPU's do."""
+
+    def __init__(self, watch: Watch, deaf: bool) -> None:
+        self.watch, self.deaf = watch, deaf
+        self.store = watch.board.store.clone()  # type: ignore[attr-defined]
+        self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.counts = {way: [0] * watch.num_ranks for way in ("send", "recv")}
+        self.aborted = threading.Event()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self.tasks.get()()
+
+    def connect(self, _: float, /) -> None: ...
+    def drain(self) -> None: ...
+
+    def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
+        key = self._key("send", peer)
+        self.tasks.put(lambda: self.store.set(key, b"".join(t.numpy().tobytes() for t in tensors)))
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
+        key = self._key("recv", peer)
+
+        def receive() -> None:
+            while not self.store.check([key]):
+                if self.aborted.is_set() and not self.deaf:
+                    return
+                time.sleep(0.005)
+            data = torch.frombuffer(bytearray(self.store.get(key)), dtype=torch.uint8)
+            parts = data.split([t.nbytes for t in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.reshape(-1).view(torch.uint8).copy_(part)
+
+        self.tasks.put(receive)
+
+    def _key(self, way: str, peer: int) -> str:
+        self.counts[way][peer] += 1
+        source, to = (self.watch.rank, peer) if way == "send" else (peer, self.watch.rank)
+        return f"message/{source}/{to}/{self.counts[way][peer]}"
+
+    def mark(self) -> Done:
+        done = Done()
+        self.tasks.put(done.reached.set)
+        return done
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self, failed: bool = False) -> None:
+        if failed:
+            self.abort()
+            return
+        done = self.mark()
+        while not done.query():
+            time.sleep(0.005)
+
+
+def run_rank(case: failures.Case, folder: Path) -> None:
+    """A rank of the proof of failures, on such a device."""
+    _on_streams(case, folder, deaf=False)
+
+
+def run_deaf_rank(case: failures.Case, folder: Path) -> None:
+    """The same, where nothing ends what waits on the device."""
+    _on_streams(case, folder, deaf=True)
+
+
+def _on_streams(case: failures.Case, folder: Path, deaf: bool) -> None:
+    def make_end(_: str, watch: Watch, device: torch.device) -> DeviceEnd:
+        return StreamEnd(watch, deaf)
+
+    distributed._make_end = make_end
+    failures.run_rank(case, folder)

@@ -1,0 +1,101 @@
+"""What operators read and write, by their schemas and by what is known of them beside."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PINS = {"aten::pin_memory", "aten::_pin_memory"}
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+TRANSFERS = {"weft::send", "weft::recv"}
+"""Between ranks: collective, and repeated although they compute nothing."""
+_BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
+
+
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """The tensors among operator arguments or results: those are flat, but for lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from tensors_in(*value)
+        elif isinstance(value, dict):
+            yield from tensors_in(*value.values())
+
+
+def flat_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """`tensors_in`, for arguments that are mostly tensors and numbers."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += tensors_in(*value)
+    return found
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """The places and names of the arguments that an operator writes, by its schema."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes."""
+    for index, name in _written_arguments(func):
+        yield from tensors_in(args[index] if index < len(args) else kwargs.get(name))
+    # Batch normalisation in training updates its running statistics, which its schema does not say.
+    if func.overloadpacket in _BATCH_NORMS:
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        if named.get("training") or named.get("train"):
+            yield from tensors_in(named.get("running_mean"), named.get("running_var"))
+
+
+@functools.cache
+def is_harmless(func: Any) -> bool:
+    """Whether calls of an operator may be let through whatever its arguments are: it writes nothing, depends on no
+    data, and is neither collective nor makes pinned memory."""
+    aten = torch.ops.aten
+    indexing = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
+    watched = (*indexing, aten._local_scalar_dense, aten.as_strided)
+    copies = (aten._to_copy.default, aten.copy_.default)
+    tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    suspect = func.overloadpacket in (*watched, *_BATCH_NORMS) or func in copies or any(t in func.tags for t in tags)
+    suspect = suspect or func._schema.name in PINS or is_collective(func)
+    return not suspect and not _written_arguments(func)
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operator waits for other ranks."""
+    return func.namespace in _COLLECTIVES or func._schema.name in TRANSFERS
+
+
+def data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a replay could not repeat the operator, or None."""
+    aten = torch.ops.aten
+    if func is aten._local_scalar_dense.default:
+        return "a tensor's value is read on the host"
+    if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+        indices = args[1] if len(args) > 1 else kwargs["indices"]
+        if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+            return "indexing with a boolean mask, whose result depends on data in shape or in work"
+        return None
+    if func in (aten._to_copy.default, aten.copy_.default):
+        return _crossing(func, args, kwargs)
+    if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+        return f"{func} has a result whose shape or value on the host depends on data"
+    return None
+
+
+def _crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a copy is between host and device, or None: inside a graph it would move what the host held at capture."""
+    if func is torch.ops.aten.copy_.default:
+        source, target = args[1].device, args[0].device
+    else:
+        source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
+    if source.type == target.type:
+        return None
+    return f"a copy from {source.type} to {target.type} inside the function"

@@ -1,0 +1,92 @@
+"""Requests: what was asked, and how far each has come."""
+
+import attrs
+
+from weft.sampling import SamplingParams
+from weft.transforms.engine.pages import hash_page
+
+
+@attrs.frozen
+class Request:
+    """A prompt to go on from.
+
+    Args:
+        id: a name, unique among the requests that have not ended.
+        prompt: token ids, at least one.
+        max_tokens: tokens to generate at most.
+        sampling: how its tokens are chosen, and all that end it (`SamplingParams.for_request`).
+        priority: the lower goes first; among equals who came first.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    priority: int = 0
+
+
+@attrs.define(eq=False)
+class Running:
+    """A request under way, as the host knows it: some steps behind the device, whose counts it knows and whose tokens
+    it does not.
+
+    Args:
+        request: what was asked.
+        arrival: its place in the order of arrival.
+        tokens: the prompt and the tokens read so far.
+        row: its row of the state; -1: it waits.
+        cohort: who it is stepped with.
+        pages: of the KV cache, in order.
+        hashes: the names of its full pages of known tokens.
+        kept: its pages that are found by their content.
+        computed: tokens in the cache, with the steps under way.
+        sampled: tokens generated, with the steps under way.
+        on_device: whether the state holds the token it goes on from.
+        last_job: the last job that samples for it.
+        reason: why it ended: `stop`, `length` or `abort`.
+    """
+
+    request: Request
+    arrival: int
+    tokens: list[int]
+    row: int = -1
+    cohort: int = -1
+    pages: list[int] = attrs.field(factory=list)
+    hashes: list[bytes] = attrs.field(factory=list)
+    kept: int = 0
+    computed: int = 0
+    sampled: int = 0
+    on_device: bool = False
+    last_job: int | None = None
+    reason: str = ""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Whose turn it is: the least."""
+        return self.request.priority, self.arrival
+
+    @property
+    def length(self) -> int:
+        """Its tokens, with those under way."""
+        return len(self.request.prompt) + self.sampled
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that the device has sampled, or will, and the host has not read."""
+        return self.length - len(self.tokens)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it goes on from the token sampled last."""
+        return self.on_device and self.computed == self.length - 1
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all its tokens are sampled, or will be."""
+        return self.sampled == self.request.max_tokens
+
+    def name_pages(self, page_size: int) -> None:
+        """Give names to the pages that known tokens have filled."""
+        for start in range(len(self.hashes) * page_size, len(self.tokens) - page_size + 1, page_size):
+            before = self.hashes[-1] if self.hashes else b""
+            self.hashes.append(hash_page(before, self.tokens[start : start + page_size]))

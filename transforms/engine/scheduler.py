@@ -1,0 +1,319 @@
+"""The scheduler: what every step does, decided on the host, some steps ahead of what the device has said.
+
+Pure, in the sense of `State`: each function takes the host's state and returns the next one, which owns what the old
+one held. What comes out is a function of what went in alone: ranks that see the same requests and the same tokens, at
+the same places, decide the same.
+"""
+
+import bisect
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from weft.batch import LAST_TOKEN
+from weft.errors import RequestError
+from weft.transforms.engine.pages import Pages
+from weft.transforms.engine.requests import Request, Running
+from weft.transforms.engine.work import Admission, Edits, Growth, Work
+
+
+@attrs.frozen
+class Budget:
+    """What there is to give, and to whom.
+
+    Args:
+        max_num_reqs: rows of the state: requests under way at once.
+        max_num_tokens: tokens of a batch, at least one for each request of a cohort.
+        max_pages: pages of a request, as its block table holds.
+        num_cohorts: groups of requests that are stepped in turn; a pipeline of as many stages is kept busy. Each has
+            at most its share of the rows.
+        mixed: whether a batch may hold decodes and prompts; else prompts go in a batch of their own, and decodes stay
+            uniform.
+
+    Raises:
+        RequestError: numbers that leave no room for a request.
+    """
+
+    max_num_reqs: int
+    max_num_tokens: int
+    max_pages: int
+    num_cohorts: int = 1
+    mixed: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        least = min(self.max_num_reqs, self.max_pages, self.num_cohorts)
+        if least < 1 or self.max_num_tokens < self.cohort_size:
+            instead = f"numbers from 1 on, and at least {max(self.cohort_size, 1)} tokens"
+            raise RequestError(str(self), "no room for a step of all requests", instead)
+
+    @property
+    def cohort_size(self) -> int:
+        """Requests of a cohort at most."""
+        return -(-self.max_num_reqs // max(self.num_cohorts, 1))
+
+
+@attrs.define(eq=False)
+class HostState:
+    """What the host knows.
+
+    Args:
+        pages: of the KV cache.
+        free_rows: rows that no request has.
+        waiting: requests without a row, in the order of their turns.
+        running: the others, by id.
+        unread: for each job whose tokens the host has not read, who sampled one, in the order of its rows.
+        row_jobs: the last job that returns something for a row.
+        num_ticks, num_jobs, num_arrivals: how many there were.
+    """
+
+    pages: Pages
+    free_rows: list[int]
+    waiting: list[Running] = attrs.field(factory=list)
+    running: dict[str, Running] = attrs.field(factory=dict)
+    unread: dict[int, tuple[tuple[int, Running], ...]] = attrs.field(factory=dict)
+    row_jobs: dict[int, int] = attrs.field(factory=dict)
+    num_ticks: int = 0
+    num_jobs: int = 0
+    num_arrivals: int = 0
+
+    @classmethod
+    def empty(cls, budget: Budget, num_pages: int, page_size: int) -> "HostState":
+        """Nothing under way."""
+        return cls(Pages(num_pages, page_size), list(range(budget.max_num_reqs - 1, -1, -1)))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+        return not self.waiting and not self.running
+
+    def find(self, request_id: str) -> Running | None:
+        """The request of that id that has not ended."""
+        return self.running.get(request_id) or next((r for r in self.waiting if r.request.id == request_id), None)
+
+
+def add(host: HostState, request: Request, budget: Budget) -> HostState:
+    """A request arrives.
+
+    Raises:
+        RequestError: its id is taken, or it could never be served.
+    """
+    call, length = f"add(request {request.id!r})", len(request.prompt) + request.max_tokens
+    if host.find(request.id) is not None:
+        raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
+    if not request.prompt or request.max_tokens < 1:
+        seen = f"{len(request.prompt)} prompt tokens, max_tokens={request.max_tokens}"
+        raise RequestError(call, seen, "at least one of each")
+    most = min(budget.max_pages, host.pages.num_pages)
+    if host.pages.pages_for(length) > most:
+        seen = f"{length} tokens with those to generate, where {most} pages hold {most * host.pages.page_size}"
+        raise RequestError(call, seen, "a shorter prompt, fewer max_tokens, or more pages")
+    _wait(host, Running(request, host.num_arrivals, [*request.prompt]))
+    host.num_arrivals += 1
+    return host
+
+
+def abort(host: HostState, request_id: str) -> HostState:
+    """End a request; what is under way for it is dropped when it is read.
+
+    Raises:
+        RequestError: there is no such request.
+    """
+    found = host.find(request_id)
+    if found is None:
+        raise RequestError(f"abort({request_id!r})", "no request of that id that has not ended", "an id that was added")
+    _end(host, found, "abort")
+    return host
+
+
+def observe(host: HostState, job: int, token_ids: Sequence[int]) -> tuple[HostState, list[Running]]:
+    """Read what a job sampled; jobs are read in order.
+
+    Args:
+        host: taken.
+        job: its number.
+        token_ids: of each row of its batch.
+
+    Returns:
+        The host's state, and the requests that got a token; those that it ended have a `reason`.
+    """
+    got = []
+    for index, running in host.unread.pop(job):
+        if running.reason:
+            continue  # it ended before: this token was sampled ahead of knowing
+        token = token_ids[index]
+        running.tokens.append(token)
+        _keep_pages(host, running)
+        if token in running.request.sampling.stop_token_ids:
+            _end(host, running, "stop")
+        elif len(running.tokens) == len(running.request.prompt) + running.request.max_tokens:
+            _end(host, running, "length")
+        got.append(running)
+    return host, got
+
+
+def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ...]]:
+    """The next steps: of the next cohort, its decodes, and as many tokens of prompts as the budget allows.
+
+    Who came first, of the least priority, goes first. When pages run out, the last in that order gives up its own, and
+    begins anew later: its tokens are computed again, and none is sampled twice.
+    """
+    cohort = host.num_ticks % budget.num_cohorts
+    host.num_ticks += 1
+    growths = dict(_decodes(host, cohort))
+    decodes = list(growths)
+    grown = tuple(growth for growth in growths.values() if growth is not None)
+    room = budget.max_num_tokens - (len(decodes) if budget.mixed else 0)
+    chunks, edits = _prompts(host, budget, cohort, room)
+    works = []
+    if decodes and (not chunks or not budget.mixed):
+        works.append(_work(host, Edits(growths=grown), [(r, 0) for r in decodes]))
+        decodes, grown = [], ()
+    if chunks:
+        works.append(_work(host, attrs.evolve(edits, growths=grown), [*((r, 0) for r in decodes), *chunks]))
+    for running, _ in chunks:
+        _keep_pages(host, running)
+    return host, tuple(works)
+
+
+def _decodes(host: HostState, cohort: int) -> Iterator[tuple[Running, Growth | None]]:
+    """The requests of a cohort that go on from their last tokens, with the page that each needs."""
+    mine = sorted((r for r in host.running.values() if r.cohort == cohort and r.decodes), key=lambda r: r.key)
+    for running in mine:
+        if running.row < 0 or running.is_full:
+            continue
+        start = len(running.pages)
+        if running.computed < start * host.pages.page_size:
+            yield running, None
+        elif _make_room(host, running):
+            more = host.pages.take(1)
+            running.pages += more
+            yield running, Growth(running.row, start, tuple(more))
+
+
+def _make_room(host: HostState, running: Running) -> bool:
+    """Free a page for a request, from the last in turn; False if that is itself."""
+    while not host.pages.num_free:
+        last = max(host.running.values(), key=lambda r: r.key)
+        _preempt(host, last)
+        if last is running:
+            return False
+    return True
+
+
+def _prompts(host: HostState, budget: Budget, cohort: int, room: int) -> tuple[list[tuple[Running, int]], Edits]:
+    """Chunks of prompts of at most `room` tokens: of those that were begun, and then of those that wait."""
+    chunks: list[tuple[Running, int]] = []
+    copies: list[tuple[int, int]] = []
+    admitted: list[Admission] = []
+    begun = (r for r in host.running.values() if r.cohort == cohort and not r.decodes and r.computed < r.length)
+    for running in sorted(begun, key=lambda r: r.key):
+        room = _take_chunk(running, room, chunks)
+    share = -(-(len(host.running) + len(host.waiting)) // budget.num_cohorts)
+    size = sum(r.cohort == cohort for r in host.running.values())
+    while room and host.waiting and host.free_rows and size < min(share, budget.cohort_size):
+        head = host.waiting[0]
+        if head.num_unread or not _give_pages(host, head, copies):
+            break
+        size += 1
+        _start(host, head, cohort, admitted)
+        room = _take_chunk(head, room, chunks)
+    host.pages.release([source for source, _ in copies])
+    return chunks, Edits(tuple(copies), tuple(admitted))
+
+
+def _take_chunk(running: Running, room: int, chunks: list[tuple[Running, int]]) -> int:
+    taken = min(room, running.length - running.computed)
+    if taken:
+        chunks.append((running, taken))
+    return room - taken
+
+
+def _give_pages(host: HostState, running: Running, copies: list[tuple[int, int]]) -> bool:
+    """Give a request the pages of its tokens, those first that are there already; False if there are too few.
+
+    At least its last token is computed: where all are there, the last page is copied, to be written on.
+    """
+    pages, length = host.pages, running.length
+    running.name_pages(pages.page_size)
+    shared = pages.find(running.hashes)
+    source = shared.pop() if len(shared) * pages.page_size == length else None
+    held = [*shared, *([] if source is None else [source])]
+    need = pages.pages_for(length) - len(shared)
+    if need > pages.count_free(held):
+        return False
+    pages.share(held)
+    running.pages = [*shared, *pages.take(need)]
+    running.computed = len(shared) * pages.page_size
+    if source is not None:
+        copies.append((source, running.pages[len(shared)]))
+        running.computed = length - 1
+    return True
+
+
+def _start(host: HostState, running: Running, cohort: int, admitted: list[Admission]) -> None:
+    del host.waiting[0]
+    running.row, running.cohort = host.free_rows.pop(), cohort
+    running.last_job = host.row_jobs.get(running.row)
+    host.running[running.request.id] = running
+    request = running.request
+    generated = tuple(running.tokens[len(request.prompt) :])
+    placed = (running.row, tuple(running.pages), running.computed)
+    admitted.append(Admission(*placed, request.sampling, request.prompt, generated))
+
+
+def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]]) -> Work:
+    """A step: of each request so many tokens of its prompt, or 0: the one sampled last."""
+    job, uniform = host.num_jobs, not any(count for _, count in parts)
+    host.num_jobs += 1
+    after = max((r.last_job for r, _ in parts if r.last_job is not None), default=None)
+    token_ids = [_next_tokens(running, count) for running, count in parts]
+    samples = tuple(running.computed + max(count, 1) == running.length for running, count in parts)
+    for (running, count), sampled in zip(parts, samples, strict=True):
+        running.computed += max(count, 1)
+        if sampled:
+            running.sampled += 1
+            running.on_device = True
+        if any(samples):
+            running.last_job = host.row_jobs[running.row] = job
+    host.unread[job] = tuple((i, r) for i, (r, _) in enumerate(parts) if samples[i])
+    rows = tuple(running.row for running, _ in parts)
+    return Work(job, edits, rows, () if uniform else tuple(token_ids), samples, after)
+
+
+def _next_tokens(running: Running, count: int) -> tuple[int, ...]:
+    return tuple(running.tokens[running.computed : running.computed + count]) if count else (LAST_TOKEN,)
+
+
+def _keep_pages(host: HostState, running: Running) -> None:
+    """Have pages found by their content that are full of tokens which are known, and computed by steps before."""
+    running.name_pages(host.pages.page_size)
+    full = min(len(running.tokens), running.computed) // host.pages.page_size
+    for index in range(running.kept, full):
+        host.pages.keep(running.pages[index], running.hashes[index])
+    running.kept = max(running.kept, full)
+
+
+def _preempt(host: HostState, running: Running) -> None:
+    """Take a request's row and pages; it waits to begin anew with the tokens that it has."""
+    _free(host, running)
+    _wait(host, running)
+
+
+def _end(host: HostState, running: Running, reason: str) -> None:
+    if running.row >= 0:
+        _free(host, running)
+    else:
+        host.waiting.remove(running)
+    running.reason = reason
+
+
+def _free(host: HostState, running: Running) -> None:
+    del host.running[running.request.id]
+    host.pages.release(running.pages)
+    host.free_rows.append(running.row)
+    running.row = running.cohort = -1
+    running.pages, running.computed, running.kept, running.on_device = [], 0, 0, False
+
+
+def _wait(host: HostState, running: Running) -> None:
+    bisect.insort(host.waiting, running, key=lambda r: r.key)

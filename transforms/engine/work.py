@@ -1,0 +1,161 @@
+"""Work: what one step does, as data that every rank gets alike; and how it is done to a state."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from weft.batch import LAST_TOKEN, Batch
+from weft.donation import donates
+from weft.outputs import Output
+from weft.sampling import SamplingParams
+from weft.state import State, admit, advance, copy_pages, grow
+from weft.trees import pytree
+
+_STATIC = {"weft.static": True}
+
+
+@attrs.frozen
+class Admission:
+    """A request gets a row of the state.
+
+    Args:
+        row: which.
+        pages: its pages, in order.
+        computed: tokens that are in them already.
+        sampling, prompt: of the request.
+        generated: what it had generated before it was preempted.
+    """
+
+    row: int
+    pages: tuple[int, ...]
+    computed: int
+    sampling: SamplingParams
+    prompt: tuple[int, ...]
+    generated: tuple[int, ...] = ()
+
+
+@attrs.frozen
+class Growth:
+    """A request gets more pages: behind the `start` that it has."""
+
+    row: int
+    start: int
+    pages: tuple[int, ...]
+
+
+@attrs.frozen
+class Edits:
+    """What changes in the tables before a step.
+
+    Args:
+        copies: (from, to): pages copied, to be written on by another request.
+        admissions, growths: rows given, and pages.
+    """
+
+    copies: tuple[tuple[int, int], ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    growths: tuple[Growth, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.copies or self.admissions or self.growths)
+
+
+@attrs.frozen
+class Work:
+    """One step, on the host.
+
+    Args:
+        job: its number, over all steps.
+        edits: made before it.
+        rows: of the state, one a request.
+        token_ids: of each request; none for a uniform decode, which goes on from the last tokens.
+        samples: whether each samples a token.
+        after: the job whose tokens must have returned before this one runs; None: no such job.
+    """
+
+    job: int
+    edits: Edits
+    rows: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    samples: tuple[bool, ...]
+    after: int | None
+
+    @property
+    def feeds(self) -> bool:
+        """Whether any token returns."""
+        return any(self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the batch."""
+        return sum(map(len, self.token_ids)) or len(self.rows)
+
+    def place(self, device: torch.device | str) -> "PlacedWork":
+        """Its tensors on a device."""
+        if not self.token_ids:
+            return PlacedWork(Batch.decode(self.rows, device=device), self.edits)
+        return PlacedWork(Batch.ragged(self.rows, self.token_ids, samples=self.samples, device=device), self.edits)
+
+    def __str__(self) -> str:
+        counts = [len(ids) if ids != (LAST_TOKEN,) else "last" for ids in self.token_ids] or ["last"] * len(self.rows)
+        more = ["" if sampled else " and more" for sampled in self.samples]
+        parts = (f"row {row}: {count}{rest}" for row, count, rest in zip(self.rows, counts, more, strict=True))
+        return f"job {self.job}: " + ", ".join(parts)
+
+
+@pytree
+@attrs.frozen(eq=False)
+class PlacedWork:
+    """Work whose batch is on a device: what a stage made by `edited` takes for its batch."""
+
+    batch: Batch
+    edits: Edits = attrs.field(metadata=_STATIC)
+
+
+Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+
+
+def edited(stage: Stage) -> Stage:
+    """A stage over work, of a stage over batches: it edits its tables, and runs. Only what runs can be a graph."""
+
+    @donates("state")
+    @functools.wraps(stage)
+    def run(params: Any, state: Any, work: PlacedWork, x: Any) -> tuple[Any, Any]:
+        return stage(params, apply_edits(state, work.edits), work.batch, x)
+
+    run.lends = getattr(stage, "lends", False)  # type: ignore[attr-defined]
+    return run
+
+
+@donates("state")
+def advance_work(state: State, work: PlacedWork, out: Output | None) -> State:
+    """`advance`, over work."""
+    return advance(state, work.batch, out)
+
+
+@donates("state")
+def apply_edits(state: State, edits: Edits) -> State:
+    """The state with its tables edited.
+
+    Args:
+        state: donated.
+        edits: rows given to no two requests.
+    """
+    if edits.copies:
+        state = copy_pages(state, *zip(*edits.copies, strict=True))
+    if given := edits.admissions:
+        state = admit(
+            state,
+            [a.row for a in given],
+            [a.pages for a in given],
+            [a.sampling for a in given],
+            [a.prompt for a in given],
+            generated=[a.generated for a in given],
+            positions=[a.computed for a in given],
+        )
+    if edits.growths:
+        state = grow(state, [(g.row, g.start, g.pages) for g in edits.growths])
+    return state

@@ -1,0 +1,184 @@
+"""The guard of a rank whose work runs on a device: there, a rank that fails shows as a kernel that never ends.
+
+The host launches and goes on; what it launched is marked by events of the device's stream. A thread looks at the oldest
+event that is not done, and at the board. Once another rank has failed, or nothing was done for too long, it knows the
+reason, ends what waits on the device, and whatever the host next asks of the transport raises it.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import attrs
+
+from weft.errors import RankError
+from weft.transforms.transports.board import Position, Pulse
+from weft.transforms.transports.failures import Failure
+from weft.transforms.transports.messages import DeviceEnd, Marked
+from weft.transforms.transports.watch import Watch
+
+_POLL = 0.05
+"""Seconds between two looks."""
+_SILENT = 1.0
+"""Seconds without a look after which another rank's guard counts as gone."""
+_GRACE = 5.0
+"""Seconds that the host has to hear of a failure, before the process is ended."""
+
+
+@attrs.frozen(eq=False)
+class Mark:
+    """What the device was told to do before `event`: one effect, or what the host waits for in a call."""
+
+    position: Position
+    event: Marked
+
+
+class Call:
+    """A call of the host that may not return, as an event."""
+
+    def __init__(self) -> None:
+        self.returned = False
+
+    def query(self) -> bool:
+        return self.returned
+
+
+def end_process(error: RankError) -> None:
+    """The last resort, where the host or the device cannot be reached: say why, and end."""
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class Guard:
+    """A thread that watches what a rank's device was told to do.
+
+    Args:
+        watch: the rank's view of the others, for this thread alone (`Watch.beside`).
+        end: the rank's end of its edges.
+        poll: seconds between two looks.
+        grace: seconds that the host has, once a failure is known, to ask for it, where something is still to be done:
+            it may hang, or read what was never received.
+        last: called where it does not ask.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        end: DeviceEnd,
+        *,
+        poll: float = _POLL,
+        grace: float = _GRACE,
+        last: Callable[[RankError], None] = end_process,
+    ) -> None:
+        self.watch = watch
+        self.error: RankError | None = None
+        self.end = end
+        self._poll, self._grace, self._last = poll, grace, last
+        self._marks: deque[Mark] = deque()
+        self._pulse = Pulse(watch.board)
+        self._count, self._since = 0, time.monotonic()
+        self._closed, self._told = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"weft guard of rank {watch.rank}", daemon=True)
+        self._thread.start()
+
+    def launched(self, position: Position) -> Marked | None:
+        """Watch for what the device was told so far, `position` included; what ends when it has done it."""
+        event = self.end.mark()
+        if event is not None:
+            self._marks.append(Mark(position, event))
+        return event
+
+    @contextmanager
+    def during(self, position: Position) -> Iterator[None]:
+        """Watch a call of the host, which the failure of another rank may keep from returning."""
+        call = Call()
+        self._marks.append(Mark(position, call))
+        try:
+            yield
+        finally:
+            call.returned = True
+        self.check()
+
+    def check(self) -> None:
+        """Raise RankError if a failure is known."""
+        if self.error is not None:
+            self._told.set()
+            raise self.error
+
+    def stand_down(self, error: BaseException) -> None:
+        """The host has failed: it need not be told, unless it failed for what the guard did.
+
+        Raises:
+            RankError: that is why it failed.
+        """
+        self._told.set()
+        if self.error is not None and not isinstance(error, RankError):
+            raise self.error from error
+
+    def close(self) -> None:
+        """End the thread; and the process, if the device hangs, or the host never asked how it ended."""
+        self._closed.set()
+        self._thread.join(self._poll + self._grace)
+        if self.error is not None and not self._done():
+            self._last(self.error)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._poll):
+            try:
+                error = self._look()
+            except RankError as lost:  # the board is gone
+                error = lost
+            except RuntimeError as broken:
+                error = self._broken(broken)
+            if error is not None:
+                self._fail(error)
+                return
+
+    def _broken(self, error: RuntimeError) -> RankError:
+        """The error for a device that has failed itself, as its events tell."""
+        where = self._marks[0].position.instruction
+        cause = f"its device failed: {str(error).splitlines()[0]:.120}"
+        return self.watch.post(Failure(self.watch.rank, where, cause)).for_rank(self.watch.rank, where)
+
+    def _fail(self, error: RankError) -> None:
+        hangs = bool(self._marks)
+        self.error = error
+        threading.Thread(target=self.end.abort, name="weft abort", daemon=True).start()  # which may hang too
+        if hangs and not self._told.wait(self._grace):
+            self._last(error)
+
+    def _done(self) -> bool:
+        """Whether the device has done all that it was told, and the host is in no call that it watches."""
+        while self._marks and self._marks[0].event.query():
+            self._marks.popleft()
+            self._since = time.monotonic()
+        return not self._marks
+
+    def _look(self) -> RankError | None:
+        """Say where the device is, and see whether some rank has failed."""
+        if self._done():
+            self._since = time.monotonic()
+        oldest = self._marks[0].position if self._marks else None
+        self._count += 1
+        self.watch.board.beat(self._count, oldest)
+        waiting = "the next step" if oldest is None else oldest.instruction
+        if (failure := self.watch.board.failure()) is not None:
+            return failure.for_rank(self.watch.rank, waiting)
+        for peer in range(self.watch.num_ranks):
+            ended = self.watch.board.exit(peer)
+            if ended is not None and not ended.clean:
+                return self.watch.explain(peer, "its process ended", closed=True, waiting=waiting)
+        late = time.monotonic() - self._since
+        if oldest is None or late < self.watch.timeout / 2:
+            self._pulse = Pulse(self.watch.board)
+            return None
+        self._pulse.feel(range(self.watch.num_ranks))
+        if late < self.watch.timeout:
+            return None
+        silent = self._pulse.silent(min(_SILENT, self.watch.timeout / 4))
+        cause = f"no progress for {self.watch.timeout:g} s"
+        return self.watch.explain(self.watch.rank, cause, silent=silent, waiting=waiting)
