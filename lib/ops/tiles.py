@@ -80,7 +80,7 @@ def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
     if not fp8:
         return None
     if tokens > 64:
-        return Tile(128, 64 if tokens <= 512 else 128, 128, 4 if tokens <= 512 else 8, 4)
+        return Tile(128, 64, 128, 8, 3)
     programs, steps = -(-rows // 64), -(-columns // 128)
     parts = max(1, min(steps // 4, 256 // programs, 8))
     return Tile(64, max(16, _power_of_two(tokens)), 128, 4, 4, parts)
@@ -93,8 +93,9 @@ def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: i
     if tile is not None:
         return tile
     each, sort = -(-tokens * top_k // num_experts), tokens * top_k > SCAN_PAIRS
-    most = min(128, max(16, _power_of_two(each))) if sort else 16
-    return Tile(128, most, 128 if fp8 else 64, 8 if most > 64 else 4, 3, sort=sort)
+    # More than 64 tokens to 128 rows spill registers.
+    most = min(64, max(16, _power_of_two(each))) if sort else 16
+    return Tile(128, most, 128 if fp8 else 64, 8 if most == 64 else 4, 3, sort=sort)
 
 
 def linear_parts(tokens: int, rows: int, columns: int, fp8: bool) -> int:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,29 @@ def test_kernels_interpreted_equal_the_reference(index: int, interpreted: list[t
         assert not torch.equal(given[case.written], case.args[case.written])
     for one, other in pairs:
         assert_near(sum_parts(one, other.dtype) if one.dim() > other.dim() else one, other, case.tolerance)
+
+
+def on_cuda(values: tuple[Any, ...]) -> list[Any]:
+    return [x.cuda() if isinstance(x, Tensor) else x for x in values]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+def test_kernels_on_a_gpu_equal_the_reference(index: int) -> None:
+    """The tensor cores add up products in FP8 with fewer bits than float32 has."""
+    case = CASES[index]
+    module, _, function = case.kernel.partition(":")
+    args = on_cuda((*(case.args if case.given is None else case.given), *case.more))
+    found = getattr(import_module(module), function)(*args)
+    given = [x.clone() if isinstance(x, Tensor) else x for x in case.args]
+    expected = getattr(torch.ops.weft, case.op)(*given)
+    pairs = list(zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected)), strict=True))
+    if case.written is not None:
+        pairs.append((args[case.written], given[case.written]))
+    in_fp8 = any(isinstance(x, Tensor) and x.dtype == FP8 for x in case.args)
+    for one, other in pairs:
+        summed = sum_parts(one, other.dtype) if one.dim() > other.dim() else one
+        assert_near(summed.cpu(), other, 1e-2 if in_fp8 else 10 * case.tolerance)
 
 
 def fused() -> list[tuple[str, tuple[Any, ...]]]:
