@@ -14,6 +14,9 @@ from weft.trees import axes, descriptor_field, pytree
 LAST_TOKEN = -1
 """In `Batch.input_ids`: the request's last sampled token, which only the state knows."""
 
+EMBEDDED = -2
+"""In `Batch.input_ids`: a token whose embedding is given, in `Batch.inputs_embeds`."""
+
 SCRATCH_ROW = -1
 """In `Batch.rows`: padding. It indexes the state's last row, which no request owns."""
 
@@ -27,7 +30,8 @@ class Batch:
     Args:
         descriptor: the shape class.
         rows: [num_reqs] int64, the request's row in the state; -1 for padding.
-        input_ids: [num_tokens] int64, request after request; -1 stands for the request's last sampled token.
+        input_ids: [num_tokens] int64, request after request; -1 stands for the request's last sampled token,
+            -2 for one whose embedding is given.
         query_start_loc: [num_reqs + 1] int32, where each request's tokens start; padding repeats the last entry.
         samples: [num_reqs] bool, whether the step's last token of the request is the last of its prompt, or later: only
             then is a token sampled and kept.
@@ -35,6 +39,8 @@ class Batch:
             the lowest first, as XGrammar writes it; None: all. Batches with and without one have different graphs.
         targets: [num_tokens] int64, the prompt's next token behind each: the step returns their logprobs too; None
             where no request wants them.
+        inputs_embeds: [num_tokens, hidden_size] in the model's dtype, the embeddings of tokens that have no id, such as
+            those of an image, where `input_ids` is -2; None: no such token. Only the first stage takes it.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -44,6 +50,7 @@ class Batch:
     samples: Tensor = attrs.field(metadata=axes("num_reqs", pad=0))
     token_mask: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs", pad=-1))
     targets: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
+    inputs_embeds: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
 
     @classmethod
     def decode(cls, rows: Sequence[int], *, device: torch.device | str = "cpu") -> Self:
@@ -69,6 +76,7 @@ class Batch:
         token_ids: Sequence[Sequence[int]],
         *,
         samples: Sequence[bool] | None = None,
+        inputs_embeds: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
         """A batch of prompts, chunks of prompts and single decode tokens (`[LAST_TOKEN]`), in any mixture.
@@ -77,6 +85,7 @@ class Batch:
             rows: the requests' rows in the state.
             token_ids: the tokens of each, at least one.
             samples: whether each is past its prompt after this step; all of them by default.
+            inputs_embeds: [num_tokens, hidden_size], the embeddings of the tokens that are EMBEDDED (-2).
             device: where the tensors go.
 
         Raises:
@@ -97,13 +106,19 @@ class Batch:
                 call, f"request {lengths.index(0)} has no token", "leave such a request out of the batch"
             )
         _check_rows(call, rows)
+        _check_embeds(call, token_ids, inputs_embeds)
         return cls(
             BatchDescriptor(sum(lengths), len(rows)),
             torch.tensor(rows, dtype=torch.int64, device=device),
             torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64, device=device),
             torch.tensor([0, *_running_sum(lengths)], dtype=torch.int32, device=device),
             torch.tensor(flags, dtype=torch.bool, device=device),
+            inputs_embeds=None if inputs_embeds is None else inputs_embeds.to(device),
         )
+
+    def after_first(self) -> Self:
+        """What stages behind the first one get of it."""
+        return self if self.inputs_embeds is None else attrs.evolve(self, inputs_embeds=None)
 
 
 def _check_rows(call: str, rows: Sequence[int]) -> None:
@@ -111,6 +126,18 @@ def _check_rows(call: str, rows: Sequence[int]) -> None:
         raise DescriptorError(call, "a row stands twice", "join the request's tokens in one list")
     if rows and min(rows) < 0:
         raise DescriptorError(call, f"row {min(rows)}", "rows are >= 0; weft.pad adds the padding")
+
+
+def _check_embeds(call: str, token_ids: Sequence[Sequence[int]], inputs_embeds: Tensor | None) -> None:
+    embedded = any(EMBEDDED in ids for ids in token_ids)
+    count = sum(map(len, token_ids))
+    if embedded and inputs_embeds is None:
+        raise DescriptorError(
+            call, "a token that is EMBEDDED (-2), and no inputs_embeds", f"inputs_embeds [{count}, …]"
+        )
+    if inputs_embeds is not None and (inputs_embeds.dim() != 2 or len(inputs_embeds) != count):
+        seen = f"inputs_embeds of shape {list(inputs_embeds.shape)} for {count} tokens"
+        raise DescriptorError(call, seen, "a row for each token, [num_tokens, hidden_size]")
 
 
 def _running_sum(lengths: Sequence[int]) -> list[int]:
@@ -125,7 +152,7 @@ class ResolvedBatch:
     Args:
         descriptor: the batch's.
         rows: [num_reqs] int64, as in the batch.
-        input_ids: [num_tokens] int64, with the last tokens filled in; 0 for padding.
+        input_ids: [num_tokens] int64, with the last tokens filled in; -2 where the embedding is given; 0 for padding.
         positions: [num_tokens] int64, each token's place in its request; 0 for padding.
         query_start_loc: [num_reqs + 1] int32.
         seq_lens: [num_reqs] int32, the context after this step; 0 for padding.

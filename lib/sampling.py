@@ -21,7 +21,7 @@ def _as_dict(value: Any) -> Any:
     return {} if value is None else dict(value) if isinstance(value, Mapping) else value
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class SamplingParams:
     """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM.
 
@@ -79,11 +79,11 @@ class SamplingParams:
     def __attrs_post_init__(self) -> None:
         for name, (holds, instead) in _CHECKS.items():
             if not holds(getattr(self, name)):
-                raise RequestError(self.call(), f"{name}={getattr(self, name)!r}", instead)
+                raise RequestError(repr(self), f"{name}={getattr(self, name)!r}", instead)
         if self.allowed_token_ids is not None and not set(self.allowed_token_ids) - set(self.bad_token_ids):
-            raise RequestError(self.call(), "no token that is allowed and not bad", "allow one that is not bad")
+            raise RequestError(repr(self), "no token that is allowed and not bad", "allow one that is not bad")
 
-    def call(self) -> str:
+    def __repr__(self) -> str:
         """The call that makes it: what differs from the defaults."""
         defaults = {f.name: {} if f.name == "logit_bias" else f.default for f in attrs.fields(type(self))}
         # By what they print: True is no 1.
@@ -105,7 +105,7 @@ class SamplingParams:
         left = set(self.allowed_token_ids or ()) - set(self.bad_token_ids) - set(stops)
         if self.allowed_token_ids is not None and self.min_tokens and not left:
             seen = f"all allowed tokens would end the request, and min_tokens={self.min_tokens} bars them"
-            raise RequestError(self.call(), seen, "allow another, or min_tokens=0")
+            raise RequestError(repr(self), seen, "allow another, or min_tokens=0")
         return attrs.evolve(self, stop_token_ids=stops, seed=seed if self.seed is None else self.seed)
 
     def check_tokens(self, vocab_size: int, most_biased: int) -> None:
@@ -117,13 +117,13 @@ class SamplingParams:
         for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"):
             if wrong := [token for token in getattr(self, name) or () if token >= vocab_size]:
                 instead = f"token ids of this model go from 0 to {vocab_size - 1}"
-                raise RequestError(self.call(), f"{name} holds {wrong[0]}", instead)
+                raise RequestError(repr(self), f"{name} holds {wrong[0]}", instead)
         if len(self.logit_bias) > most_biased:
             seen = f"{len(self.logit_bias)} tokens in logit_bias; the state holds {most_biased} a request"
-            raise RequestError(self.call(), seen, f"State.zeros(..., max_biased={len(self.logit_bias)})")
+            raise RequestError(repr(self), seen, f"State.zeros(..., max_biased={len(self.logit_bias)})")
         bars = {*self.bad_token_ids, *(self.stop_token_ids if self.min_tokens else ())}
         if self.allowed_token_ids is None and len(bars) >= vocab_size:
-            raise RequestError(self.call(), f"all {vocab_size} tokens barred", "leave one that can be drawn")
+            raise RequestError(repr(self), f"all {vocab_size} tokens barred", "leave one that can be drawn")
 
 
 def _is_int(value: Any, least: int = 0, most: int = 2**31 - 1) -> bool:

@@ -113,13 +113,13 @@ def write_rows(
 def _check_row(table: SamplingTable, params: SamplingParams, tokens: tuple[Sequence[int], Sequence[int]]) -> None:
     if params.seed is None and params.temperature > 0:
         seen = "a request that draws, without a seed"
-        raise RequestError(f"admit(state, ..., {params.call()})", seen, "params.for_request(eos_token_ids, seed)")
+        raise RequestError(f"admit(state, ..., {params!r})", seen, "params.for_request(eos_token_ids, seed)")
     if not table.vocab_size:
         return
     params.check_tokens(table.vocab_size, table.bias.shape[1])
     if wrong := [token for part in tokens for token in part if not 0 <= token < table.vocab_size]:
         seen = f"token {wrong[0]} in a prompt"
-        raise RequestError(f"admit(state, ..., {params.call()})", seen, f"token ids from 0 to {table.vocab_size - 1}")
+        raise RequestError(f"admit(state, ..., {params!r})", seen, f"token ids from 0 to {table.vocab_size - 1}")
 
 
 def _floats(params: SamplingParams) -> list[float]:
@@ -139,8 +139,10 @@ def _write_wide(
     """The parts of a row that are as wide as the vocabulary, where they are used."""
     used, device = features(params), table.floats.device
     if used & ALLOWED:
-        every = range(table.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-        table.allowed[row] = pack_bits(set(every) - set(params.bad_token_ids), table.vocab_size).to(device)
+        good = ~pack_bits(params.bad_token_ids, table.vocab_size)
+        if params.allowed_token_ids is not None:
+            good &= pack_bits(params.allowed_token_ids, table.vocab_size)
+        table.allowed[row] = good.to(device)
     if used & STOPS:
         table.stops[row] = pack_bits(params.stop_token_ids, table.vocab_size).to(device)
     if used & BIAS:

@@ -146,6 +146,9 @@ class Sabotaged:
     def ranks(self, num_ranks: int) -> Sequence[int]:
         return self.transport.ranks(num_ranks)
 
+    def share(self, value: Any) -> Any:
+        return self.transport.share(value)
+
     def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
         now = self.steps == self.case.step
         self.steps += 1

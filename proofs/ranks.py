@@ -21,14 +21,13 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from tqdm.auto import tqdm
 
-from weft.outputs import Output
 from weft.proofs.environment import environment
 from weft.proofs.laws.compare import assert_equal, visible
 from weft.proofs.laws.serving import spanned
-from weft.proofs.serving import Streamed, serve
+from weft.proofs.serving import serve
 from weft.proofs.strategies.traces import Trace, traces
 from weft.state import advance
-from weft.transforms.engine.work import Work, apply_edits
+from weft.transforms.engine.steppers import Stepped, Streamed
 from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.pipeline import pipeline
@@ -62,24 +61,6 @@ class Row:
 HEADER = f"{'a rank runs':20}{'traces':>8}{'steps':>8}{'tokens':>8}{'captures':>10}{'seconds':>8}"
 
 
-class WholeSteps:
-    """Does work one step after the other, all of a rank's part of each as one graph."""
-
-    def __init__(self, step: Graphified[Any, Any], params: Any, state: Any, device: torch.device | str) -> None:
-        self.step = step
-        self.params = params
-        self.state = state
-        self.device = device
-
-    def __call__(self, works: Sequence[Work]) -> Sequence[Output | None]:
-        outputs = []
-        for work in works:
-            state = tuple(apply_edits(state, work.edits) for state in self.state)
-            self.state, out = self.step(self.params, state, work.place(self.device).batch)
-            outputs.append(out)
-        return outputs
-
-
 def draw_traces(count: int, min_layers: int) -> list[Trace]:
     """The same traces in every process."""
     drawn: list[Trace] = []
@@ -96,7 +77,7 @@ def draw_traces(count: int, min_layers: int) -> list[Trace]:
 
 def make_run(
     trace: Trace, variant: str, num_stages: int, transport: Transport, device: torch.device | str
-) -> Streamed | WholeSteps:
+) -> Streamed | Stepped:
     """What does the trace's work, for the ranks that run here."""
     here = transport.ranks(num_stages)
     params = tuple(trace.params(num_stages, device)[rank] for rank in here)
@@ -105,7 +86,7 @@ def make_run(
         return Streamed(spanned(trace, num_stages, variant, transport), params, state, device)
     ladder = make_ladder("full", Limits(trace.budget.cohort_size, trace.budget.max_num_tokens))
     step = pipeline(trace.stages(num_stages), advance=advance, transport=transport)
-    return WholeSteps(graphify(step, ladder=ladder, collectives=True), params, state, device)
+    return Stepped(graphify(step, ladder=ladder, collectives=True), params, state, device)
 
 
 def check_trace(trace: Trace, variant: str, transport: Distributed, row: Row) -> None:
@@ -127,9 +108,9 @@ def check_trace(trace: Trace, variant: str, transport: Distributed, row: Row) ->
     row.captures += count_captures(spread)
 
 
-def count_captures(run: Streamed | WholeSteps) -> int:
+def count_captures(run: Streamed | Stepped) -> int:
     """The graphs that this rank captured."""
-    steps: list[Any] = [run.step] if isinstance(run, WholeSteps) else [*run.pipelined.stages]
+    steps: list[Any] = [run.step] if isinstance(run, Stepped) else [*run.pipelined.stages]
     for index, step in enumerate(steps):
         while not isinstance(step, Graphified) and hasattr(step, "__wrapped__"):
             step = step.__wrapped__

@@ -8,10 +8,11 @@ alone: a bias, a QK norm, a router or the scales of FP8 that a model lacks are N
 from collections.abc import Callable
 
 import attrs
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.batch import Batch, ResolvedBatch
+from weft.batch import EMBEDDED, Batch, ResolvedBatch
 from weft.donation import donates
 from weft.ops.experts import route, run_experts
 from weft.ops.fp8 import Quantized
@@ -58,7 +59,7 @@ def decoder_stage(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
         resolved = resolve(state, batch)
-        hidden = embed(params, resolved) if x is None else x.hidden_states
+        hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
         tables = rope_tables(params.inv_freq, resolved.positions, attention_factor, hidden.dtype)
         hidden = layers(config, params, state.kv_pages, resolved, tables, hidden)
         if not layout.last:
@@ -69,10 +70,14 @@ def decoder_stage(
     return stage
 
 
-def embed(params: DecoderParams, batch: ResolvedBatch) -> Tensor:
-    """The embeddings [num_tokens, hidden_size] of the batch's tokens; first stage only."""
+def embed(params: DecoderParams, batch: ResolvedBatch, given: Tensor | None) -> Tensor:
+    """The embeddings [num_tokens, hidden_size] of the batch's tokens, those that are `given` among them; first stage
+    only."""
     assert params.embed_tokens is not None, "only the first stage's parameters hold the embedding"
-    return F.embedding(batch.input_ids, params.embed_tokens)
+    if given is None:
+        return F.embedding(batch.input_ids, params.embed_tokens)
+    known = F.embedding(batch.input_ids.clamp(min=0), params.embed_tokens)
+    return torch.where((batch.input_ids == EMBEDDED)[:, None], given, known)
 
 
 def layers(

@@ -1,16 +1,17 @@
 """`load`: a checkpoint in Hugging Face's format as a value."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 import torch
 from tokenizers import Tokenizer
 
-from weft.errors import CheckpointError, DeviceError, RequestError
+from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError
 from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config
-from weft.stages.layout import split_layers
-from weft.stages.params import DecoderParams, num_bytes
+from weft.stages.layout import StageLayout, split_layers
+from weft.stages.params import DecoderParams, num_bytes, slice_params
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What a decoder runs in."""
@@ -25,15 +26,21 @@ class Model:
 
     Args:
         config: from config.json.
-        params: the weights, all layers.
+        params: the weights, of the layers in `layout`.
         tokenizer: from tokenizer.json; None where the folder has none (then prompts are token ids).
         path: where it came from.
+        layout: which part of the model this is: all of it, or one stage.
     """
 
     config: ModelConfig
     params: DecoderParams
     tokenizer: Tokenizer | None
     path: Path
+    layout: StageLayout = attrs.field(kw_only=True)
+
+    @layout.default
+    def _whole(self) -> StageLayout:
+        return split_layers(self.config.num_layers, 1)[0]
 
     @property
     def device(self) -> torch.device:
@@ -61,7 +68,9 @@ class Model:
 
     def __repr__(self) -> str:
         size = num_bytes(self.params) / 2**20
-        return f"<Model {self.config.architecture}, {self.config.num_layers} layers, {size:.1f} MiB on {self.device}>"
+        part = "" if self.layout.num_stages == 1 else f", stage {self.layout.index} of {self.layout.num_stages}"
+        layers = len(self.layout.layers)
+        return f"<Model {self.config.architecture}{part}, {layers} layers, {size:.1f} MiB on {self.device}>"
 
 
 def pick_device(device: torch.device | str | None, *, call: str) -> torch.device:
@@ -105,6 +114,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     *,
+    stage: tuple[int, int] | None = None,
     progress: bool = False,
 ) -> Model:
     """Load a checkpoint folder as Hugging Face writes it: config.json, *.safetensors, and tokenizer.json if there is
@@ -114,6 +124,7 @@ def load(
         path: the folder.
         device: where the weights go; None: CUDA where there is one, else the CPU.
         dtype: `float32`, `bfloat16` or `float16`; None: the checkpoint's own.
+        stage: `(index, num_stages)`: read the layers of that stage alone, for a rank of a pipeline; None: all.
         progress: show a progress bar.
 
     Raises:
@@ -121,6 +132,7 @@ def load(
             says.
         ConfigError: config.json has a field that weft does not support.
         DeviceError: this machine has no such device.
+        ProgramError: no such stage.
 
     >>> load(DEMO, "cpu").config.architecture
     'Qwen3ForCausalLM'
@@ -130,10 +142,18 @@ def load(
     folder = Path(path)
     config = load_config(folder)
     kind = kind or pick_dtype(config.dtype, call=call)
-    (whole,) = split_layers(config.num_layers, 1)
+    layout = _layout(config, stage, call)
     tokenizer = _load_tokenizer(folder)
-    params = load_params(folder, config, whole, device=where, dtype=kind, progress=progress)
-    return Model(config, params, tokenizer, folder)
+    params = load_params(folder, config, layout, device=where, dtype=kind, progress=progress)
+    return Model(config, params, tokenizer, folder, layout=layout)
+
+
+def _layout(config: ModelConfig, stage: tuple[int, int] | None, call: str) -> StageLayout:
+    index, num_stages = (0, 1) if stage is None else stage
+    if not 0 <= index < num_stages:
+        seen = f"stage={stage!r}"
+        raise ProgramError(call, seen, "(index, num_stages), the stages numbered from 0")
+    return split_layers(config.num_layers, num_stages)[index]
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -150,3 +170,17 @@ def _load_tokenizer(folder: Path) -> Tokenizer | None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def stage_params(model: Model, layouts: Sequence[StageLayout]) -> tuple[DecoderParams, ...]:
+    """The parameters of stages: parts of a whole model, or the stage that the model is.
+
+    Raises:
+        ProgramError: the model is another stage.
+    """
+    if model.layout.num_stages == 1:
+        return tuple(slice_params(model.params, layout) for layout in layouts)
+    if (model.layout,) != tuple(layouts):
+        call, seen = f"stage_params({model!r}, {list(layouts)})", f"a model that is {model.layout}"
+        raise ProgramError(call, seen, "weft.load(folder, stage=...) of the stage that runs here")
+    return (model.params,)

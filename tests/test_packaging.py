@@ -17,7 +17,7 @@ import weft
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms", "proofs": "weft.proofs"}
 FOLDERS = tuple(PACKAGES)
-CLI = ("demo", "demo_report", "doctor", "plan", "plan_report")
+CLI = ("demo", "demo_report", "doctor", "generate", "plan", "plan_report")
 LOOK_DOWN = {"weft", "weft.__main__", "weft.cli", *(f"weft.cli.{name}" for name in CLI)}
 OPTIONAL = {"triton", "flashinfer", "transformers", "hypothesis", "matplotlib", "z3"}
 DEMO_BYTES = 2_000_000

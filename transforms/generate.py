@@ -1,6 +1,5 @@
 """`generate`: prompts in, completions out. The host schedules; every token comes from the step."""
 
-import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,13 +16,15 @@ from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED
 from weft.stages.decoder import DecoderStage, decoder_stage
 from weft.stages.layout import StageLayout, split_layers
-from weft.stages.model import Model
-from weft.stages.params import slice_params
+from weft.stages.model import Model, stage_params
 from weft.state import State, admit, advance
+from weft.transforms.engine.requests import request_seeds
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import MODES, Limits, make_ladder
 from weft.transforms.pipeline import compose, pipeline
 from weft.transforms.requests import Requests
+from weft.transforms.transports import Transport
+from weft.transforms.transports.local import Local
 
 _MAX_TEMPERATURE = 1e38  # of float32
 PAGE_SIZE = 16
@@ -57,10 +58,10 @@ class Runner:
     """A model made ready to step: the step, its parameters a stage, and how to make its state.
 
     Args:
-        step: `(params, state, batch) -> (state, Output)` over tuples with one entry a stage.
-        params: one entry a stage.
-        stages: the plain stages that the step is composed of.
-        layouts: which layers each stage owns.
+        step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage that runs here.
+        params: one entry for each of these.
+        stages: the plain stages that the step is composed of, all of them.
+        layouts: which layers each stage owns that runs here.
         graphs: the graphified functions inside the step, for their `cache_info()`.
     """
 
@@ -80,6 +81,7 @@ def make_runner(
     backend: str | None = None,
     keep_logits: bool = False,
     num_logprobs: int = 0,
+    transport: Transport | None = None,
 ) -> Runner:
     """Compose the model's stages into a step: `graphify(compose(...))` on one stage, `pipeline(map(graphify, stages))`
     on more.
@@ -92,16 +94,19 @@ def make_runner(
         backend: of graphify.
         keep_logits: whether outputs hold logits.
         num_logprobs: of how many of the likeliest tokens outputs hold the logprobs.
+        transport: of the pipeline; None: `Local()`.
 
     Raises:
-        ProgramError: more stages than layers.
+        ProgramError: more stages than layers, or a model that is another part than runs here.
         DescriptorError: an unknown mode.
     """
     ladder = make_ladder(mode, limits)
-    layouts = split_layers(model.config.num_layers, num_stages)
+    transport = transport or Local()
+    every = split_layers(model.config.num_layers, num_stages)
+    layouts = tuple(every[rank] for rank in transport.ranks(num_stages))
     extras: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs}
-    stages = tuple(decoder_stage(model.config, layout, **extras) for layout in layouts)
-    params = tuple(slice_params(model.params, layout) for layout in layouts)
+    stages = tuple(decoder_stage(model.config, layout, **extras) for layout in every)
+    params = stage_params(model, layouts)
     if num_stages == 1:
         whole = compose(stages, advance=advance)
         if mode == "none":
@@ -114,7 +119,7 @@ def make_runner(
         else [graphify(stage, ladder=ladder, split_at=SPLIT_AT, backend=backend) for stage in stages]
     )
     schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
-    step = pipeline(graphs or stages, microbatches=num_stages, advance=advance, schema=schema)
+    step = pipeline(graphs or stages, microbatches=num_stages, advance=advance, schema=schema, transport=transport)
     return Runner(step, params, stages, layouts, tuple(graphs))
 
 
@@ -224,6 +229,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     pipeline: int = 1,
     graph: str = "full",
+    transport: Transport | None = None,
     progress: bool = False,
 ) -> list[Completion]:
     """Complete prompts, all in one batch.
@@ -239,6 +245,7 @@ def generate(
             prompt's, whatever its place.
         pipeline: stages that the layers are split into.
         graph: one of `weft.transforms.MODES`.
+        transport: where the stages run; None: in this process. Every rank makes the same call, and returns the same.
         progress: show a progress bar.
 
     Returns:
@@ -257,11 +264,12 @@ def generate(
     )
     _check_arguments(call, model, max_tokens, temperature, seed, graph, pipeline)
     encoded = encode_prompts(model, prompts, call)
-    seeds = request_seeds(secrets.randbits(62) if seed is None else seed, len(encoded))
+    transport = transport or Local()
+    seeds = request_seeds(transport.share(secrets.randbits(62)) if seed is None else seed, len(encoded))
     params = _sampling_of_each(call, model, temperature, sampling, seeds)
     limits = Limits(len(encoded), MAX_NUM_TOKENS)
     num_logprobs = max(each.logprobs or 0 for each in params)
-    runner = make_runner(model, limits, num_stages=pipeline, mode=graph, num_logprobs=num_logprobs)
+    runner = make_runner(model, limits, num_stages=pipeline, mode=graph, num_logprobs=num_logprobs, transport=transport)
     most = [min(max_tokens, model.config.max_position_embeddings - len(ids)) for ids in encoded]
     lengths = [len(ids) + new for ids, new in zip(encoded, most, strict=True)]
     state = make_state(model, runner.layouts, lengths, params, encoded)
@@ -307,12 +315,6 @@ def _sampling_of_each(
         if (params.logprobs or 0) > model.config.vocab_size:
             raise RequestError(call, f"logprobs={params.logprobs}", f"at most {model.config.vocab_size}")
     return [params.for_request(model.config.eos_token_ids, seed) for params, seed in zip(each, seeds, strict=True)]
-
-
-def request_seeds(seed: int, count: int) -> list[int]:
-    """A seed for each of `count` requests, by hashing: neighbouring seeds share none."""
-    digests = (hashlib.blake2b(f"{seed} {row}".encode(), digest_size=8).digest() for row in range(count))
-    return [int.from_bytes(digest, "little") >> 1 for digest in digests]
 
 
 def _check_arguments(

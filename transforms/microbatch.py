@@ -78,22 +78,21 @@ def _split_batch(batch: Batch, bounds: Sequence[int]) -> tuple[Batch, ...]:
             )
         all_starts = batch.query_start_loc.tolist()
         starts = [all_starts[r] for r in bounds[:-1]] + [old.num_tokens]
-    parts = []
-    for a, b, first, end in zip(bounds, bounds[1:], starts, starts[1:], strict=False):
-        starts_here = batch.query_start_loc[a : b + 1]
-        parts.append(
-            attrs.evolve(
-                batch,
-                descriptor=BatchDescriptor(end - first, b - a, old.query_len, old.num_active_loras),
-                rows=batch.rows[a:b],
-                input_ids=batch.input_ids[first:end],
-                query_start_loc=starts_here - starts_here[:1],
-                samples=batch.samples[a:b],
-                token_mask=None if batch.token_mask is None else batch.token_mask[a:b],
-                targets=None if batch.targets is None else batch.targets[first:end],
-            )
-        )
-    return tuple(parts)
+    spans = zip(bounds, bounds[1:], starts, starts[1:], strict=False)
+    return tuple(_part(batch, (a, b), (first, end)) for a, b, first, end in spans)
+
+
+def _part(batch: Batch, reqs: tuple[int, int], tokens: tuple[int, int]) -> Batch:
+    """The requests from one to another, and their tokens, of every field that says what it follows."""
+    old, (a, b), (first, end) = batch.descriptor, reqs, tokens
+    spans = {"num_reqs": slice(a, b), "num_reqs+1": slice(a, b + 1), "num_tokens": slice(first, end)}
+    own = BatchDescriptor(end - first, b - a, old.query_len, old.num_active_loras)
+
+    def cut(value: Tensor, axes: Axes) -> Tensor:
+        return value[tuple(spans[name] if name else slice(None) for name in axes.dims)]
+
+    part: Batch = map_sized(cut, batch, own)
+    return attrs.evolve(part, query_start_loc=part.query_start_loc - part.query_start_loc[:1])
 
 
 def _common_length(tree: Any) -> int:

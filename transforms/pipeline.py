@@ -16,7 +16,7 @@ from weft.transforms.transports.fingerprint import fingerprint
 from weft.transforms.transports.local import Local
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker, call_stage
-from weft.trees import find_descriptors, tree_leaves
+from weft.trees import find_descriptors, tree_leaves, tree_map
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
@@ -180,8 +180,9 @@ class Pipelined:
         plan = self._plan(jobs, [str(class_of(batch)) for batch in batches])
         last = len(self.stages) - 1
         keeps = getattr(self.stages[last], "lends", False)
+        later = [after_first(batch) for batch in batches]
         workers = [
-            Worker(rank, self.stages[rank], p, s, self._advance, batches, keeps and rank == last)
+            Worker(rank, self.stages[rank], p, s, self._advance, later if rank else batches, keeps and rank == last)
             for rank, p, s in zip(self._ranks, params, state, strict=True)
         ]
         self.transport.run(plan, workers)
@@ -193,6 +194,13 @@ class Pipelined:
 
     def __repr__(self) -> str:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
+
+
+def after_first(tree: Any) -> Any:
+    """What stages behind the first one get of a batch, or of what holds one: not what only the first takes."""
+    return tree_map(
+        lambda x: x.after_first() if isinstance(x, Batch) else x, tree, is_leaf=lambda x: isinstance(x, Batch)
+    )
 
 
 def class_of(batch: Any) -> Any:

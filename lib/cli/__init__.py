@@ -20,7 +20,6 @@ from weft import __version__
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
-    from weft.stages.model import Model
     from weft.transforms.generate import Completion
 
 MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
@@ -28,6 +27,9 @@ MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 
 DTYPES = ("float32", "bfloat16", "float16")
 """What `--dtype` takes: the names in `weft.stages.model.DTYPES`, without its import."""
+
+TRANSPORTS = ("local", "threads", "gloo", "nccl", "peer")
+"""What `--transport` takes."""
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 """What a shell reports of a process that SIGINT, or SIGPIPE, ended."""
@@ -93,7 +95,15 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens for each prompt (default 64)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, metavar="S", help="of all random choices (default: a fresh one)")
-    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default 1)")
+    parser.add_argument(
+        "--pp", type=int, metavar="N", help="pipeline stages, a process for each (default 1; torchrun's processes)"
+    )
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        help="what carries messages between stages (default: nccl between GPUs, gloo between processes on the CPU; "
+        "local: all stages in this process)",
+    )
     parser.add_argument("--graph", choices=MODES, default="full", help="what is captured and replayed (default full)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights and the KV cache (default: the checkpoint's)")
@@ -162,45 +172,33 @@ def _ids(text: str) -> list[int]:
 def _generate(arguments: argparse.Namespace) -> int:
     if not arguments.prompts:
         arguments.parser.error("no prompt: give at least one --prompt TEXT or --prompt-ids 1,2,3")
-    from weft.stages.model import load
-    from weft.transforms.generate import generate
+    from weft.cli.generate import Wanted, complete
 
-    progress = sys.stderr.isatty()
-    model = load(arguments.model, arguments.device, arguments.dtype, progress=progress)
-    completions = generate(
-        model,
-        arguments.prompts,
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
-        pipeline=arguments.pp,
-        graph=arguments.graph,
-        progress=progress,
-    )
+    names = ("model", "prompts", "max_tokens", "temperature", "seed", "graph", "device", "dtype", "transport")
+    wanted = Wanted(stages=arguments.pp, **{name: getattr(arguments, name) for name in names})
+    prompts, completions = complete(wanted, progress=sys.stderr.isatty())
+    if completions is None:
+        return 0  # a rank that is not the first: that one prints
     if arguments.json:
         print("\n".join(json.dumps(attrs.asdict(completion)) for completion in completions))
     else:
-        _print_completions(model, arguments.prompts, completions)
+        _print_completions(prompts, completions)
     return 0
 
 
-def _print_completions(
-    model: "Model", prompts: Sequence[str | Sequence[int]], completions: "Sequence[Completion]"
-) -> None:
+def _print_completions(prompts: Sequence[str], completions: "Sequence[Completion]") -> None:
     """Each completion behind its prompt; as ids, in the form that `--prompt-ids` takes, where there is no tokenizer."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        if completion.text is None:
-            shown, new = ",".join(map(str, prompt)), "," + ",".join(map(str, completion.token_ids))
-        else:
-            shown, new = prompt if isinstance(prompt, str) else str(model.decode(list(prompt))), completion.text
+        ids = ",".join(map(str, completion.token_ids))
+        new = f",{ids}" if completion.text is None else completion.text
         count, reason = len(completion.token_ids), completion.finish_reason
         title = f"[{index + 1} of {len(prompts)}] {count} token{'s' * (count != 1)}, {reason}"
         console.print(Text(title, style="dim"))
-        console.print(Text.assemble((printable(shown), "bold"), printable(new)), end="\n\n")
+        console.print(Text.assemble((printable(prompt), "bold"), printable(new)), end="\n\n")
 
 
 def printable(text: str) -> str:

@@ -53,9 +53,12 @@ def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:
     >>> pack_bits([0, 1, 33], 40).tolist()
     [3, 2]
     """
-    bits = torch.zeros(-(-vocab_size // 32) * 32, dtype=torch.int64)
-    bits[list(token_ids)] = 1
-    return (bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+    words: dict[int, int] = {}
+    for token in token_ids:
+        words[token // 32] = words.get(token // 32, 0) | 1 << token % 32
+    mask = torch.zeros(-(-vocab_size // 32), dtype=torch.int64)
+    mask[torch.tensor(list(words), dtype=torch.int64)] = torch.tensor(list(words.values()), dtype=torch.int64)
+    return mask.to(torch.int32)
 
 
 def unpack_bits(mask: Tensor, vocab_size: int) -> Tensor:

@@ -8,10 +8,11 @@ import torch
 from weft.batch import Batch
 from weft.outputs import Output
 from weft.proofs.laws.compare import LawViolation, assert_equal
-from weft.proofs.serving import Streamed, Window, serve
+from weft.proofs.serving import Window, serve
 from weft.proofs.strategies.traces import Trace
 from weft.state import State, admit, advance
 from weft.transforms.engine.requests import Request
+from weft.transforms.engine.steppers import Streamed
 from weft.transforms.engine.work import Work, advance_work, edited
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, make_ladder

@@ -46,7 +46,7 @@ def _predicting() -> AbstractContextManager[Any]:
         if all(host is not seen for seen in hosts):
             hosts.append(host)
         host, got = observe(host, job, token_ids)
-        for running in got:
+        for _, running in got:
             left = len(running.request.prompt) + running.request.max_tokens - len(running.tokens)
             if hosts.index(host) % 2 and not running.reason and left == 1:
                 scheduler._end(host, running, "length")

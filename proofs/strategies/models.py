@@ -108,8 +108,8 @@ class Scenario:
         steps = [[(m.row, m.prompt_tokens) for m in step] for step in self.moves]
         return (
             f"Scenario({self.config.architecture}, {self.config.num_layers} layers, prompts={self.prompts}, "
-            f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size}"
-            + (f", LoRAs a step={self.loras})" if self.loras else ")")
+            f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size}, "
+            f"sampling={self.sampling}" + (f", LoRAs a step={self.loras})" if self.loras else ")")
         )
 
     def batches(self, device: torch.device | str = "cpu") -> list[Batch]:

@@ -44,7 +44,7 @@ def test_the_defaults_are_vllms_and_use_nothing() -> None:
         "n": 1,
     }  # fmt: skip
     assert features(params) == 0
-    assert params.call() == "SamplingParams()"
+    assert repr(params) == "SamplingParams()"
 
 
 REFUSED: dict[str, Any] = {

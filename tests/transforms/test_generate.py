@@ -34,7 +34,8 @@ from weft.proofs.strategies.models import moe_fields
 from weft.sampling import SamplingParams
 from weft.stages import decoder
 from weft.stages.model import DEMO
-from weft.transforms.generate import Completion, Runner, make_runner, make_state, prefill_batches, request_seeds
+from weft.transforms.engine.requests import request_seeds
+from weft.transforms.generate import Completion, Runner, make_runner, make_state, prefill_batches
 from weft.transforms.ladder import MODES, Limits
 from weft.transforms.memo import CacheInfo
 

@@ -1,5 +1,7 @@
 """Requests: what was asked, and how far each has come."""
 
+import hashlib
+
 import attrs
 
 from weft.sampling import SamplingParams
@@ -90,3 +92,14 @@ class Running:
         for start in range(len(self.hashes) * page_size, len(self.tokens) - page_size + 1, page_size):
             before = self.hashes[-1] if self.hashes else b""
             self.hashes.append(hash_page(before, self.tokens[start : start + page_size]))
+
+
+def request_seeds(seed: int, count: int) -> list[int]:
+    """A seed for each of `count` requests, by hashing: neighbouring seeds share none."""
+    return [request_seed(seed, index) for index in range(count)]
+
+
+def request_seed(seed: int, index: int) -> int:
+    """The seed of request `index` of a run."""
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -112,20 +112,26 @@ def add(host: HostState, request: Request, budget: Budget) -> HostState:
     return host
 
 
-def abort(host: HostState, request_id: str) -> HostState:
+def finish(host: HostState, request_id: str, reason: str) -> HostState:
     """End a request; what is under way for it is dropped when it is read.
+
+    Args:
+        host: taken.
+        request_id: of a request that has not ended.
+        reason: such as `abort`.
 
     Raises:
         RequestError: there is no such request.
     """
     found = host.find(request_id)
     if found is None:
-        raise RequestError(f"abort({request_id!r})", "no request of that id that has not ended", "an id that was added")
-    _end(host, found, "abort")
+        call = f"finish({request_id!r}, {reason!r})"
+        raise RequestError(call, "no request of that id that has not ended", "an id that was added")
+    _end(host, found, reason)
     return host
 
 
-def observe(host: HostState, job: int, token_ids: Sequence[int]) -> tuple[HostState, list[Running]]:
+def observe(host: HostState, job: int, token_ids: Sequence[int]) -> tuple[HostState, list[tuple[int, Running]]]:
     """Read what a job sampled; jobs are read in order.
 
     Args:
@@ -134,7 +140,8 @@ def observe(host: HostState, job: int, token_ids: Sequence[int]) -> tuple[HostSt
         token_ids: of each row of its batch.
 
     Returns:
-        The host's state, and the requests that got a token; those that it ended have a `reason`.
+        The host's state, and the requests that got a token, each with its place in the batch; those that it ended have
+        a `reason`.
     """
     got = []
     for index, running in host.unread.pop(job):
@@ -147,7 +154,7 @@ def observe(host: HostState, job: int, token_ids: Sequence[int]) -> tuple[HostSt
             _end(host, running, "stop")
         elif len(running.tokens) == len(running.request.prompt) + running.request.max_tokens:
             _end(host, running, "length")
-        got.append(running)
+        got.append((index, running))
     return host, got
 
 
@@ -235,7 +242,8 @@ def _give_pages(host: HostState, running: Running, copies: list[tuple[int, int]]
     """
     pages, length = host.pages, running.length
     running.name_pages(pages.page_size)
-    shared = pages.find(running.hashes)
+    told = running.request.sampling.prompt_logprobs is not None  # then every token of it is computed
+    shared = [] if told else pages.find(running.hashes)
     source = shared.pop() if len(shared) * pages.page_size == length else None
     held = [*shared, *([] if source is None else [source])]
     need = pages.pages_for(length) - len(shared)
@@ -265,19 +273,36 @@ def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]]) -
     """A step: of each request so many tokens of its prompt, or 0: the one sampled last."""
     job, uniform = host.num_jobs, not any(count for _, count in parts)
     host.num_jobs += 1
-    after = max((r.last_job for r, _ in parts if r.last_job is not None), default=None)
-    token_ids = [_next_tokens(running, count) for running, count in parts]
-    samples = tuple(running.computed + max(count, 1) == running.length for running, count in parts)
-    for (running, count), sampled in zip(parts, samples, strict=True):
+    work = Work(
+        job,
+        edits,
+        tuple(running.request.id for running, _ in parts),
+        tuple(running.row for running, _ in parts),
+        () if uniform else tuple(_next_tokens(running, count) for running, count in parts),
+        tuple(running.computed + max(count, 1) == running.length for running, count in parts),
+        max((r.last_job for r, _ in parts if r.last_job is not None), default=None),
+        _targets(parts),
+        tuple(running.computed for running, _ in parts),
+    )
+    for (running, count), sampled in zip(parts, work.samples, strict=True):
         running.computed += max(count, 1)
-        if sampled:
-            running.sampled += 1
-            running.on_device = True
-        if any(samples):
+        running.sampled += sampled
+        running.on_device |= sampled
+        if work.feeds:
             running.last_job = host.row_jobs[running.row] = job
-    host.unread[job] = tuple((i, r) for i, (r, _) in enumerate(parts) if samples[i])
-    rows = tuple(running.row for running, _ in parts)
-    return Work(job, edits, rows, () if uniform else tuple(token_ids), samples, after)
+    host.unread[job] = tuple((i, r) for i, (r, _) in enumerate(parts) if work.samples[i])
+    return work
+
+
+def _targets(parts: Sequence[tuple[Running, int]]) -> tuple[tuple[int, ...], ...]:
+    if all(running.request.sampling.prompt_logprobs is None for running, _ in parts):
+        return ()
+    found = []
+    for running, count in parts:
+        start, length = running.computed + 1, max(count, 1)
+        own = running.request.prompt[start : start + length]
+        found.append((*own, *[0] * (length - len(own))))
+    return tuple(found)
 
 
 def _next_tokens(running: Running, count: int) -> tuple[int, ...]:

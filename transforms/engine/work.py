@@ -70,23 +70,29 @@ class Work:
     Args:
         job: its number, over all steps.
         edits: made before it.
+        requests: their ids.
         rows: of the state, one a request.
         token_ids: of each request; none for a uniform decode, which goes on from the last tokens.
         samples: whether each samples a token.
         after: the job whose tokens must have returned before this one runs; None: no such job.
+        targets: of each request, the prompt's next token behind each; none where nobody wants a prompt's logprobs.
+        starts: of each request, the tokens before this step.
     """
 
     job: int
     edits: Edits
+    requests: tuple[str, ...]
     rows: tuple[int, ...]
     token_ids: tuple[tuple[int, ...], ...]
     samples: tuple[bool, ...]
     after: int | None
+    targets: tuple[tuple[int, ...], ...] = ()
+    starts: tuple[int, ...] = ()
 
     @property
     def feeds(self) -> bool:
-        """Whether any token returns."""
-        return any(self.samples)
+        """Whether anything returns."""
+        return any(self.samples) or bool(self.targets)
 
     @property
     def num_tokens(self) -> int:
@@ -97,7 +103,11 @@ class Work:
         """Its tensors on a device."""
         if not self.token_ids:
             return PlacedWork(Batch.decode(self.rows, device=device), self.edits)
-        return PlacedWork(Batch.ragged(self.rows, self.token_ids, samples=self.samples, device=device), self.edits)
+        batch = Batch.ragged(self.rows, self.token_ids, samples=self.samples, device=device)
+        if self.targets:
+            targets = torch.tensor([token for own in self.targets for token in own], dtype=torch.int64)
+            batch = attrs.evolve(batch, targets=targets.to(device))
+        return PlacedWork(batch, self.edits)
 
     def __str__(self) -> str:
         counts = [len(ids) if ids != (LAST_TOKEN,) else "last" for ids in self.token_ids] or ["last"] * len(self.rows)

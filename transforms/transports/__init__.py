@@ -1,7 +1,7 @@
 """Transports: what executes a pipeline's programs. One protocol, and a worker for each rank."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker
@@ -16,6 +16,9 @@ class Transport(Protocol):
         Raises:
             ProgramError: there is no place for so many.
         """
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank: what all must agree on and one decides. Each calls it, in the same order."""
 
     def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
         """Execute checked programs, those of `ranks(...)` here.

@@ -1,6 +1,8 @@
 """The transport `distributed`: a process for each rank, under torchrun or `weft.transforms.launch`."""
 
+import itertools
 import os
+import pickle
 import time
 import weakref
 from collections.abc import Sequence
@@ -67,6 +69,7 @@ class Distributed:
         self._link = ProcessLink(end, self.watch, self.device)
         self._guard = _make_guard(end, self.watch, store)
         self._close = weakref.finalize(self, _shut, end, self._guard, self.watch)
+        self._shared = itertools.count()
         self._connect(start)
 
     def _connect(self, timeout: float) -> None:
@@ -88,6 +91,13 @@ class Distributed:
             seen = f"{num_ranks} stages and {self.num_ranks} processes"
             raise ProgramError(f"pipeline(..., transport={self!r})", seen, "a process for each stage")
         return (self.rank,)
+
+    def share(self, value: Any) -> Any:
+        key = f"shared/{next(self._shared)}"
+        if self.rank == 0:
+            self.watch.board.write(key, pickle.dumps(value))
+            return value
+        return pickle.loads(self.watch.wait(key, 0))
 
     def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
         (worker,) = workers

@@ -55,6 +55,9 @@ class Local:
     def ranks(self, num_ranks: int) -> Sequence[int]:
         return range(num_ranks)
 
+    def share(self, value: Any) -> Any:
+        return value
+
     def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
         queues = Queues(len(workers))
         links = [LocalLink(worker.rank, queues, plan.lends) for worker in workers]

@@ -81,6 +81,9 @@ class Threads:
             raise ProgramError(f"pipeline(..., transport={self!r})", seen, "a device for each stage")
         return range(num_ranks)
 
+    def share(self, value: Any) -> Any:
+        return value
+
     def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
         if in_dispatch_mode():
             raise CaptureError(

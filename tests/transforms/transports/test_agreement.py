@@ -1,0 +1,68 @@
+"""Ranks that decide by themselves what they should decide alike are found out, by name, before they compute."""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.errors import ProgramError, RankError
+from weft.stages.decoder import decoder_stage
+from weft.stages.layout import split_layers
+from weft.stages.model import DEMO, load
+from weft.state import advance
+from weft.transforms import graphs
+from weft.transforms.dispatch import Decision
+from weft.transforms.generate import make_state
+from weft.transforms.graphify import graphify
+from weft.transforms.ladder import Ladder
+from weft.transforms.pipeline import pipeline
+from weft.transforms.transports.distributed import Distributed
+from weft.transforms.transports.launch import launch
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
+
+
+def _largest(descriptor: Any, ladder: Ladder[Any]) -> Decision[Any]:
+    return Decision("full", max(ladder.full, key=lambda d: d.num_tokens), "the largest: of this rank's own accord")
+
+
+def whole_step(deciding: int | None, from_step: int) -> list[int]:
+    """A rank's whole step as one graph: receive, run, sample, send, advance; one rank may dispatch by its own rule,
+    from some step on."""
+    transport = Distributed(backend="gloo", timeout=8.0)
+    rank, model = transport.rank, load(DEMO, "cpu", stage=(transport.rank, 2))
+    layouts = split_layers(model.config.num_layers, 2)
+    stages = [decoder_stage(model.config, layout) for layout in layouts]
+    ladder = [BatchDescriptor(16, 4), BatchDescriptor(4, 2), BatchDescriptor.uniform(2)]
+    step = graphify(pipeline(stages, advance=advance, transport=transport), ladder=ladder, collectives=True)
+    state = make_state(model, [layouts[rank]], [32, 32])
+    prompts = Batch.ragged([0, 1], [[5, 6], [7]])
+    for number, batch in enumerate((prompts, Batch.decode([0, 1]), Batch.decode([0, 1]))):
+        by_itself = rank == deciding and number >= from_step
+        with mock.patch.object(graphs, "dispatch", _largest) if by_itself else nullcontext():
+            state, out = step((model.params,), state, batch)
+    return out.token_ids.tolist()  # type: ignore[no-any-return]
+
+
+def test_ranks_that_dispatch_alike_agree() -> None:
+    first, second = launch(whole_step, 2, None, 0)
+    assert first == second
+    assert len(first) == 2
+
+
+@pytest.mark.parametrize("deciding", [0, 1])
+def test_programs_of_different_classes_are_found_out_at_their_first_step(deciding: int) -> None:
+    classes = ["'mb 0: ragged 16 tokens, 4 reqs'", "'mb 0: ragged 4 tokens, 2 reqs'"]
+    with pytest.raises(ProgramError, match=", where rank 1 has ".join(classes if deciding == 0 else classes[::-1])):
+        launch(whole_step, 2, deciding, 0)
+
+
+def test_a_rank_that_takes_another_graph_later_keeps_nobody_waiting() -> None:
+    """It replays what the others have never seen: they are told who is not where they are."""
+    with pytest.raises((ProgramError, RankError)):
+        launch(whole_step, 2, 1, 1)
