@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from weft.ops import tiles
 from weft.ops.tiles import MEASURED, MOST_SCANNED, Tile, expert_key, expert_tile, linear_key, linear_parts, linear_tile
-from weft.proofs.bench.tile_search import format_table
+from weft.proofs.bench.tile_table import format_table
 
 QWEN = {"first": expert_key(1536, 2048, 128, True), "second": expert_key(2048, 768, 128, True)}
 

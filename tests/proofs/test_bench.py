@@ -8,7 +8,7 @@ import pytest
 from weft.ops.tiles import Tile
 from weft.proofs.bench import decode_modes, graphify_overhead, kernels, ladder_capture, sampling, tile_search
 from weft.proofs.bench.kernel_cases import QWEN3_0_6B, QWEN3_30B_A3B, Sizes
-from weft.proofs.bench.tile_search import Product, Timed
+from weft.proofs.bench.tile_table import Product, Timed, best
 
 
 def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,8 +94,8 @@ def test_the_best_tiles_of_both_products_fit_together() -> None:
     whole, half = Tile(256, 16, 128, 4, 3), Tile(128, 16, 128, 4, 3)
     sorted_half, wide = Tile(128, 16, 128, 4, 3, sort=True), Tile(128, 32, 128, 4, 3, sort=True)
     seen = [Timed(first, whole, 8.0), Timed(second, half, 9.0), Timed(first, half, 10.0), Timed(plain, half, 5.0)]
-    assert list(tile_search.best(seen, 4.0).values()) == [half]  # one key in this test: 10 + 5 < 8 + 9
+    assert list(best(seen, 4.0).values()) == [half]  # one key in this test: 10 + 5 < 8 + 9
     seen += [Timed(first, sorted_half, 3.0), Timed(plain, wide, 1.0), Timed(plain, sorted_half, 2.0)]
-    assert list(tile_search.best(seen, 4.0).values()) == [sorted_half]  # 3 + 2 + 4 < 3 + 1 + 2 * 4
+    assert list(best(seen, 4.0).values()) == [sorted_half]  # 3 + 2 + 4 < 3 + 1 + 2 * 4
     linear = Product("linear", 64, 5, 5, QWEN3_0_6B)
-    assert tile_search.best([Timed(linear, None, 1.0), Timed(linear, half, 2.0)], 0.0) == {linear.key: None}
+    assert best([Timed(linear, None, 1.0), Timed(linear, half, 2.0)], 0.0) == {linear.key: None}
