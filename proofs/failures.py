@@ -299,6 +299,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "places": len({(o.case.num_ranks, o.case.rank, o.case.index) for o in outcomes if o.case.delay is None}),
         "instructions": Counter(o.case.instruction.split()[0] for o in outcomes if o.case.delay is None),
         "ways": ways,
+        "slowest": {str(o.case): round(o.raised, 3) for o in sorted(outcomes, key=lambda o: -o.raised)[:3]},
         "wrong": [f"{outcome.case}: {outcome.wrong}" for outcome in outcomes if outcome.wrong],
     }
 

@@ -1,4 +1,4 @@
-"""L11 and L16 over traces: all stages agree on the requests, and each request gets what it would get alone."""
+"""L11 over traces: all stages agree on the requests, and each request gets what it would get alone."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -39,7 +39,7 @@ def spanned(
 
 def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") -> None:
     """L11: after any number of steps all stages hold the same tables, whatever came, ended, was aborted or had to make
-    room; and (L16) each request's tokens are those that it gets alone, and eagerly."""
+    room; and each request's tokens are those that it gets alone, and eagerly."""
     run = Streamed(
         spanned(trace, num_stages, mode), trace.params(num_stages, device), trace.state(num_stages, device), device
     )
@@ -85,7 +85,7 @@ def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu"
         expected = alone(trace, request, device)
         aborted = arrival.aborted is not None and (running is None or running.reason in ("", "abort"))
         if tokens != (expected[: len(tokens)] if aborted else expected):
-            raise LawViolation(f"L16 served as alone: {request} got {tokens}, and alone {expected}")
+            raise LawViolation(f"L11 served as alone: {request} got {tokens}, and alone {expected}")
 
 
 def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:

@@ -44,11 +44,15 @@ def test_a_difference_on_one_rank_is_an_error_on_all() -> None:
     """What `proofs.ranks` would say of a rank that computes something else."""
     code = (
         "import os\n"
+        "import attrs\n"
         "import weft.stages.decoder as decoder\n"
         "from weft.proofs import ranks\n"
-        "plain = decoder.sample\n"
+        "plain = decoder.finish\n"
+        "def wrong(*args):\n"
+        "    out = plain(*args)\n"
+        "    return attrs.evolve(out, logprobs=out.logprobs * 2)\n"
         "if os.environ['RANK'] == '1':\n"
-        "    decoder.sample = lambda *args: (plain(*args)[0] * 0, plain(*args)[1])\n"
+        "    decoder.finish = wrong\n"
         "ranks.main(['--traces', '3', '--variants', 'none', '--timeout', '20'])\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]

@@ -4,9 +4,12 @@ Each rank writes what it is about to do before it does it, and the first one tha
 how a process ended. Whoever waits in vain reads all three.
 """
 
+import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import attrs
@@ -16,6 +19,8 @@ from weft.transforms.transports.failures import Failure
 
 T = TypeVar("T")
 
+_BEAT = 0.2
+"""Seconds between two beats."""
 START = "its start"
 """Where a rank is before its first step."""
 
@@ -146,7 +151,7 @@ class Board:
 
 
 class Pulse:
-    """Since when each rank has not beaten, as far as this one has felt."""
+    """Since when each rank has not beaten, as far as this one has felt; one that never did is not counted."""
 
     def __init__(self, board: Board) -> None:
         self.board = board
@@ -163,7 +168,26 @@ class Pulse:
     def silent(self, seconds: float) -> list[int]:
         """The ranks that have not beaten for so long."""
         now = time.monotonic()
-        return [rank for rank, (_, since) in self._last.items() if now - since > seconds]
+        return [rank for rank, (beat, since) in self._last.items() if beat is not None and now - since > seconds]
+
+
+class Heart:
+    """A thread that beats, so that others see whether this process still runs."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name=f"weft heart of rank {board.rank}", daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(RankError):  # the store is gone, which whoever waits sees
+            for count in itertools.count():
+                self.board.beat(count, None)
+                if self._stopped.wait(_BEAT):
+                    return
+
+    def close(self) -> None:
+        self._stopped.set()
 
 
 def note_exit(store: Store, rank: int, ended: Exit) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from weft.errors import DeviceError, ProgramError, RankError
 from weft.torchapi import rendezvous_store, root_store
-from weft.transforms.transports.board import Board
+from weft.transforms.transports.board import Board, Heart
 from weft.transforms.transports.gloo import GlooEnd
 from weft.transforms.transports.guard import Guard
 from weft.transforms.transports.meeting import attend, gather
@@ -67,7 +67,8 @@ class Distributed:
         self.watch = Watch(Board(store, self.rank, root_store(store), _host()), self.num_ranks, timeout)
         end = _make_end(self.backend, self.watch, self.device)
         self._link = ProcessLink(end, self.watch, self.device)
-        self._guard = _make_guard(end, self.watch, store)
+        apart = store.clone()  # a connection is held as long as somebody waits on it
+        self._guard = _make_guard(end, self.watch, Board(apart, self.rank, root_store(apart), _host()))
         self._close = weakref.finalize(self, _shut, end, self._guard, self.watch)
         self._shared = itertools.count()
         self._connect(start)
@@ -77,7 +78,7 @@ class Distributed:
             gather(self.watch, timeout)
             attend(self.watch, partial(self._link.end.connect, timeout), timeout)
         except RankError as error:
-            if self._guard is not None:
+            if isinstance(self._guard, Guard):
                 self._guard.stand_down(error)
             raise
 
@@ -102,7 +103,7 @@ class Distributed:
     def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
         (worker,) = workers
         try:
-            if self._guard is not None:
+            if isinstance(self._guard, Guard):
                 self._guard.check()
             self.watch.begin(plan)
             self._link.begin(plan)
@@ -110,19 +111,19 @@ class Distributed:
             for index, effect in enumerate(effects):
                 self.watch.at(index, effect)
                 worker.perform(effect, self._link)
-                if self._guard is not None:
+                if isinstance(self._guard, Guard):
                     self._guard.launched(self.watch.here)
             self.watch.at(len(effects), "its end")
         except BaseException as error:
             self.watch.fail(error)
             self._link.end.close(failed=True)
-            if self._guard is not None:
+            if isinstance(self._guard, Guard):
                 self._guard.stand_down(error)
             raise
 
     def check(self) -> None:
         """Raise RankError if a rank has failed, as far as is known now."""
-        if self._guard is not None:
+        if isinstance(self._guard, Guard):
             self._guard.check()
         self.watch.raise_failure()
 
@@ -133,7 +134,7 @@ class Distributed:
         Raises:
             RankError: a rank has failed, so that it never will, or that it did not receive what it computed with.
         """
-        if self._guard is not None:
+        if isinstance(self._guard, Guard):
             self.watch.at_sync()
             event = self._guard.launched(self.watch.here)
             while event is not None and not event.query():
@@ -174,21 +175,17 @@ def _host() -> int | None:
     return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
-def _make_guard(end: ProcessEnd, watch: Watch, store: Any) -> Guard | None:
-    """The guard of an end whose work runs on a device; it asks the store by a connection of its own, for one is held as
-    long as somebody waits on it."""
-    if not isinstance(end, DeviceEnd):
-        return None
-    apart = store.clone()
-    return Guard(watch.beside(Board(apart, watch.rank, root_store(apart), watch.board.host)), end)
+def _make_guard(end: ProcessEnd, watch: Watch, board: Board) -> Guard | Heart:
+    """What runs beside a rank: for work on a device a guard, which beats too."""
+    return Guard(watch.beside(board), end) if isinstance(end, DeviceEnd) else Heart(board)
 
 
-def _shut(end: ProcessEnd, guard: Guard | None, watch: Watch) -> None:
+def _shut(end: ProcessEnd, guard: Guard | Heart, watch: Watch) -> None:
     """Close the connections; where a guard knows better, in vain, and then it says so."""
-    if guard is None:
-        end.close()
-        return
-    with suppress(RankError), guard.during(watch.here):
+    if isinstance(guard, Guard):
+        with suppress(RankError), guard.during(watch.here):
+            end.close()
+    else:
         end.close()
     guard.close()
 

@@ -1,12 +1,12 @@
 """What went wrong on a rank, and how the others find out which one it was."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
 from weft.effects import Program
 from weft.errors import RankError
-from weft.transforms.checker import Machine
+from weft.transforms.checker import Machine, takes
 
 
 @attrs.frozen(eq=False)
@@ -32,7 +32,9 @@ class Failure:
         return RankError(f"rank {rank}: '{waiting}'", seen, instead, self.rank, self.instruction, self.cause)
 
 
-def blockers(programs: Sequence[Program], at: Sequence[int], rank: int, capacity: int) -> Sequence[int]:
+def blockers(
+    programs: Sequence[Program], at: Sequence[int], rank: int, capacity: int, silent: Collection[int] = ()
+) -> Sequence[int]:
     """The ranks that must move before one can.
 
     Args:
@@ -40,11 +42,16 @@ def blockers(programs: Sequence[Program], at: Sequence[int], rank: int, capacity
         at: how many of its effects each has performed.
         rank: the one that waits, or not.
         capacity: messages that an edge holds.
+        silent: ranks that have stopped: they wait for nobody, and what they sent last may not have left them.
     """
     machine = Machine(programs, capacity)
     machine.place(at)
     step = machine.next(rank)
-    return () if step is None else machine.blockers(step)
+    if step is None or rank in silent:
+        return ()
+    edge = takes(step)
+    late = (edge.source,) if edge is not None and edge.source in silent else ()
+    return machine.blockers(step) or late
 
 
 def culprit(rank: int, waits_for: Callable[[int], Sequence[int]]) -> int:

@@ -1,6 +1,5 @@
 """How ranks meet before their first step: all must be there, and then all connect."""
 
-import itertools
 import queue
 import threading
 import time
@@ -40,8 +39,7 @@ def attend(watch: Watch, connect: Callable[[], None], timeout: float) -> None:
     errors: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     threading.Thread(target=lambda: errors.put(_attempt(connect)), name=CONNECT, daemon=True).start()
     end, pulse = time.monotonic() + timeout, Pulse(watch.board)
-    for count in itertools.count():
-        watch.board.beat(count, None)
+    while True:
         pulse.feel(_others(watch))
         try:
             error = errors.get(timeout=_POLL)

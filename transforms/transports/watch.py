@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 import attrs
 
 from weft.errors import ProgramError, RankError
-from weft.transforms.transports.board import Board, Position
+from weft.transforms.transports.board import Board, Position, Pulse
 from weft.transforms.transports.failures import Failure, blockers, culprit
 from weft.transforms.transports.plan import Plan
 
@@ -18,8 +18,10 @@ SYNC = "synchronize"
 """What a host does that waits for its device; before it, the device may replay steps of which nothing is written."""
 _POLL = 0.1
 """The most seconds between two looks at the board by a rank that waits for it."""
-_GRACE = 1.0
-"""Seconds to wait for a rank that failed to say why, after its connections closed."""
+_LOOK = 1.0
+"""Seconds that a rank that waited in vain looks whether the others beat."""
+_GRACE = 3.0
+"""Seconds to wait for a rank to say why, after its connections closed: it may have waited in vain, and look."""
 _MAX_PLANS = 16
 """Plans that are kept to say who waits for whom: a rank that keeps others waiting is few steps behind."""
 _SAME = "the same code, configuration and batches on every rank: batches by a pure function of what all know"
@@ -161,7 +163,13 @@ class Watch:
             raise failure.for_rank(self.rank, self.here.instruction)
 
     def explain(
-        self, peer: int, cause: str, *, closed: bool = False, silent: Collection[int] = (), waiting: str | None = None
+        self,
+        peer: int,
+        cause: str,
+        *,
+        closed: bool = False,
+        silent: Collection[int] | None = None,
+        waiting: str | None = None,
     ) -> RankError:
         """The error of this rank, which waited in vain.
 
@@ -169,16 +177,12 @@ class Watch:
             peer: for whom it waited, or itself if its device did.
             cause: what it saw.
             closed: that was the end of `peer`: then it is its fault, unless it soon says why it is not.
-            silent: ranks that no longer say where their devices are.
+            silent: ranks that no longer beat; None: look.
             waiting: what it was to do; None: what this rank last said.
         """
         waits = self.here.instruction if waiting is None else waiting
         try:
-            found = (
-                self.gone([peer], Failure(peer, "", cause))
-                if closed
-                else self.board.failure() or self._stalled(peer, cause, silent)
-            )
+            found = self.gone([peer], Failure(peer, "", cause)) if closed else self._stalled(peer, cause, silent)
         except RankError as error:
             return error
         return self.post(found).for_rank(self.rank, waits)
@@ -195,18 +199,29 @@ class Watch:
             time.sleep(_POLL / 4)
         return attrs.evolve(otherwise, instruction=self.board.position(otherwise.rank).instruction)
 
-    def _stalled(self, peer: int, cause: str, silent: Collection[int]) -> Failure:
-        """Whom `peer` waits for in the end, and what that one does not get done."""
-        rank = culprit(peer, self._blockers)
+    def _stalled(self, peer: int, cause: str, silent: Collection[int] | None) -> Failure:
+        """Whom `peer` waits for in the end, and what that one does not get done; unless somebody has said so."""
+        still = self._silent() if silent is None else silent
+        if (failure := self.board.failure()) is not None:
+            return failure
+        rank = culprit(peer, lambda waiting: self._blockers(waiting, still))
         if (ended := self.board.exit(rank)) is not None:
             cause = f"its process ended: {ended.text}"
-        elif rank in silent:
+        elif rank in still:
             cause = f"{cause}: its process ended, or was stopped"
-        alive = ended is None and rank not in silent
+        alive = ended is None and rank not in still
         where = self.board.device(rank) if alive else self.board.position(rank)
         return Failure(rank, where.instruction, cause)
 
-    def _blockers(self, rank: int) -> Sequence[int]:
+    def _silent(self) -> list[int]:
+        """The ranks that no longer beat; it takes a moment, but for a failure that is written down."""
+        pulse, end = Pulse(self.board), time.monotonic() + _LOOK
+        while time.monotonic() < end and self.board.failure() is None:
+            pulse.feel(range(self.num_ranks))
+            time.sleep(_POLL)
+        return pulse.silent(0.7 * _LOOK)
+
+    def _blockers(self, rank: int, silent: Collection[int]) -> Sequence[int]:
         """The ranks that must move before one can, as far as is known of its plan."""
         places = [self.board.device(r) for r in range(self.num_ranks)]
         here = places[rank]
@@ -223,7 +238,7 @@ class Watch:
             0 if a < 0 else count if a > 0 or place.instruction == SYNC else min(place.index, count)
             for a, place, count in zip(ahead, places, counts, strict=True)
         ]
-        return blockers(plan.programs, at, rank, CAPACITY)
+        return blockers(plan.programs, at, rank, CAPACITY, silent)
 
     def closed(self, peer: int, error: BaseException) -> RankError:
         """The error for a wait on a connection to `peer` that ended in an error."""
