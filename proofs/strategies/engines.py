@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
-from weft.stages.checkpoint import random_params
 from weft.stages.config import parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
+from weft.stages.random_weights import random_params
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.ladder import MODES
