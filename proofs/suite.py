@@ -149,7 +149,7 @@ def _scheduled(data: st.DataObject, device: str) -> None:
 
 
 def _paged(data: st.DataObject, device: str) -> None:
-    laws.pages_are_read_by_whom_they_were_written_for(data.draw(strategies.traces(max_layers=1)))
+    laws.pages_are_read_by_whom_they_were_written_for(data.draw(strategies.traces(max_layers=1, alone=0)))
 
 
 def _engine(data: st.DataObject, device: str) -> None:

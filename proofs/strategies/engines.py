@@ -102,8 +102,9 @@ def _calls(draw: st.DrawFn) -> Call:
     begin = draw(st.sampled_from(((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7))))
     rest = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=0 if begin else 1, max_size=4))
     sampling = draw(sampling_params(VOCABULARY))
-    more = {"n": draw(st.sampled_from((1, 1, 1, 3))), "prompt_logprobs": draw(st.sampled_from((None, None, 0)))}
+    n, told = draw(st.sampled_from((1, 1, 1, 3))), draw(st.sampled_from((None, None, 0)))
+    sampling = attrs.evolve(sampling, n=n, prompt_logprobs=told)
     step = draw(st.integers(0, 8))
     aborted = draw(st.one_of(st.none(), st.none(), st.integers(step + 1, step + 6)))
     priority = draw(st.sampled_from((0, 0, 1)))
-    return Call(step, (*begin, *rest), attrs.evolve(sampling, **more), draw(st.integers(1, 5)), priority, aborted)
+    return Call(step, (*begin, *rest), sampling, draw(st.integers(1, 5)), priority, aborted)

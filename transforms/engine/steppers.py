@@ -20,8 +20,10 @@ class Stepper(Protocol):
     """Does work in order; nothing waits for the device."""
 
     state: Any
-    graphs: Sequence[Graphified[..., Any]]
-    """What was graphified and runs here."""
+
+    @property
+    def graphs(self) -> Sequence[Graphified[..., Any]]:
+        """What was graphified and runs here."""
 
     def __call__(self, works: Sequence[Work]) -> Sequence[Output | None]:
         """What the last stage made of each; None where nothing returns."""
@@ -66,7 +68,7 @@ class Stepped:
         self.step = step
         self.params = params
         self.state = state
-        self.graphs = (step,) if isinstance(step, Graphified) else ()
+        self.graphs: tuple[Graphified[..., Any], ...] = (step,) if isinstance(step, Graphified) else ()
         self._place = Placer(device)
 
     def __call__(self, works: Sequence[Work]) -> Sequence[Output | None]:
