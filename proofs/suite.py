@@ -149,7 +149,8 @@ def _scheduled(data: st.DataObject, device: str) -> None:
 
 
 def _paged(data: st.DataObject, device: str) -> None:
-    laws.pages_are_read_by_whom_they_were_written_for(data.draw(strategies.traces(max_layers=1, alone=0)))
+    trace = data.draw(strategies.traces(max_layers=1, alone=0, page_sizes=(2, 4, 8)))
+    laws.pages_are_read_by_whom_they_were_written_for(trace)
 
 
 def _engine(data: st.DataObject, device: str) -> None:

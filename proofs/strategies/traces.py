@@ -91,12 +91,19 @@ class Trace:
 
 
 @st.composite
-def traces(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_requests: int = 6, alone: int = 2) -> Trace:
+def traces(
+    draw: st.DrawFn,
+    min_layers: int = 1,
+    max_layers: int = 3,
+    max_requests: int = 6,
+    alone: int = 2,
+    page_sizes: tuple[int, ...] = (2, 4),
+) -> Trace:
     """A model, and up to `max_requests` requests: prompts of 1 to 12 tokens, some with the same beginning; some end by
     a stop token, some are aborted; of `alone` + 1 one has another of its prompt; rows, pages and tokens a step are
     scarce, or not."""
     config = draw(configs(min_layers, max_layers))
-    page_size, num_rows = draw(st.sampled_from((2, 4, 8))), draw(st.sampled_from((2, 1, 2, 3, 4)))
+    page_size, num_rows = draw(st.sampled_from(page_sizes)), draw(st.sampled_from((2, 1, 2, 3, 4)))
     num_cohorts = draw(st.integers(1, 3))
     count = draw(st.sampled_from([n for n in (4, 3, 6, 2, 5, 1) if n <= max_requests]))
     arrivals = [draw(_arrivals(config, index)) for index in range(count)]
