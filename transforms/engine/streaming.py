@@ -3,16 +3,37 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from weft.errors import ProgramError
 from weft.transforms.engine.outputs import RequestOutput
 
-if TYPE_CHECKING:
-    from weft.transforms.engine.engine import Engine
-
 _PAUSE = 1e-4
 """Seconds between two looks at the device."""
+
+
+class Steps(Protocol):
+    """What streams ask of an engine."""
+
+    def add(
+        self, prompt: Any, sampling: Any = ..., *, max_tokens: int, id: str | None = ..., priority: int = ...
+    ) -> str:
+        """A request arrives."""
+
+    def abort(self, id: str) -> list[RequestOutput]:
+        """It goes."""
+
+    def is_under_way(self, id: str) -> bool:
+        """Whether it has not ended."""
+
+    def launch(self) -> None:
+        """Start work."""
+
+    def is_ready(self) -> bool:
+        """Whether a step would not wait."""
+
+    def step(self) -> list[RequestOutput]:
+        """What requests got."""
 
 
 class Streams:
@@ -23,7 +44,7 @@ class Streams:
         spread: whether some of its stages run in other processes, which could not know when requests come.
     """
 
-    def __init__(self, engine: "Engine", spread: bool) -> None:
+    def __init__(self, engine: Steps, spread: bool) -> None:
         self._engine = engine
         self._spread = spread
         self._queues: dict[str, asyncio.Queue[RequestOutput | BaseException]] = {}
