@@ -2,11 +2,13 @@
 
 import math
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 
+from weft.descriptor import BatchDescriptor
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.reading import Reading, Told
@@ -15,6 +17,7 @@ from weft.transforms.engine.scheduler import Budget, HostState, add, finish, obs
 from weft.transforms.engine.setup import EngineLimits, check_sampling, encode_prompt, make_stepper
 from weft.transforms.engine.tracking import Track
 from weft.transforms.engine.work import Work
+from weft.transforms.graphify import Graphified
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 
@@ -40,13 +43,14 @@ class RequestOutput:
 
 @attrs.define
 class Stats:
-    """What the engine has done: steps by kind, their tokens, requests that ended by reason, tokens shared by prefix."""
+    """What the engine has done: steps by kind, their tokens, their classes, requests that ended by reason."""
 
     decodes: int = 0
     prefills: int = 0
     tokens: int = 0
     preempted: int = 0
     ended: dict[str, int] = attrs.field(factory=dict)
+    classes: Counter[BatchDescriptor] = attrs.field(factory=Counter)
 
 
 class Engine:
@@ -141,6 +145,16 @@ class Engine:
         return self._end(id, "abort", [])
 
     @property
+    def graphs(self) -> Sequence[Graphified[..., Any]]:
+        """What replays, of what runs in this process, for their `cache_info()`; empty in mode none."""
+        return self._stepper.graphs
+
+    def capture(self) -> None:
+        """Capture all classes of the ladders now, with a progress bar in a terminal; otherwise each is captured when a
+        step needs it first."""
+        self._stepper.capture()
+
+    @property
     def num_unfinished(self) -> int:
         """Requests under way."""
         return len(self._tracks)
@@ -176,6 +190,7 @@ class Engine:
             self.stats.decodes += not work.token_ids
             self.stats.prefills += bool(work.token_ids)
             self.stats.tokens += work.num_tokens
+            self.stats.classes[work.descriptor] += 1
             if told is not None:
                 self._take_prompts(work, told)
                 for found in self._take(work, told):

@@ -8,6 +8,7 @@ import torch
 
 from weft.effects import Schema, TensorSchema
 from weft.errors import RequestError
+from weft.outputs import IntermediateTensors
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED
 from weft.stages.decoder import decoder_stage
@@ -128,9 +129,12 @@ def make_stepper(
     if num_stages == 1:
         return Stepped(graph(compose(stages, advance=advance)), params, state, model.device)
     schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
-    spanned = [edited(graph(stage)) for stage in stages]
-    step = pipeline(spanned, advance=advance_work, schema=schema, transport=transport)
-    return Streamed(step, params, state, model.device)
+    made = [graph(stage) for stage in stages]
+    step = pipeline([edited(stage) for stage in made], advance=advance_work, schema=schema, transport=transport)
+    mine = [] if mode == "none" else [made[layout.index] for layout in layouts]
+    message = IntermediateTensors(torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device))
+    messages = [None if layout.first else message for layout in layouts]
+    return Streamed(step, params, state, model.device, mine, messages)
 
 
 def encode_prompt(model: Model, prompt: Any, call: str) -> list[int]:

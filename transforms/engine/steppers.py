@@ -5,8 +5,10 @@ from typing import Any, Protocol
 
 import torch
 
-from weft.outputs import Output
+from weft.batch import Batch
+from weft.outputs import IntermediateTensors, Output
 from weft.transforms.engine.work import Work, apply_edits
+from weft.transforms.graphify import Graphified
 from weft.transforms.pipeline import Pipelined
 from weft.transforms.schedule import Job
 
@@ -15,9 +17,14 @@ class Stepper(Protocol):
     """Does work in order; nothing waits for the device."""
 
     state: Any
+    graphs: Sequence[Graphified[..., Any]]
+    """What replays, of what runs here; empty: all is eager."""
 
     def __call__(self, works: Sequence[Work]) -> Sequence[Output | None]:
         """What the last stage made of each; None where nothing returns."""
+
+    def capture(self) -> None:
+        """Capture all classes of the graphs' ladders now."""
 
 
 class Stepped:
@@ -29,10 +36,13 @@ class Stepped:
         device: where batches go.
     """
 
+    graphs: Sequence[Graphified[..., Any]]
+
     def __init__(
         self, step: Callable[[Any, Any, Any], tuple[Any, Any]], params: Any, state: Any, device: torch.device | str
     ) -> None:
         self.step = step
+        self.graphs = (step,) if isinstance(step, Graphified) else ()
         self.params = params
         self.state = state
         self.device = device
@@ -45,6 +55,10 @@ class Stepped:
             outputs.append(out)
         return outputs
 
+    def capture(self) -> None:
+        for graph in self.graphs:
+            graph.capture(self.params, self.state, Batch.decode([0], device=self.device))
+
 
 class Streamed:
     """Does work by `pipelined.stream`, so that stages overlap: the works of a call are one program.
@@ -53,10 +67,22 @@ class Streamed:
         pipelined: of stages over work (`edited`), with `advance_work`.
         params, state: one entry for each stage that runs here.
         device: where batches go.
+        graphs: of the stages that run here; none: they run eagerly.
+        messages: for each, an example of what it receives, for a batch of one token.
     """
 
-    def __init__(self, pipelined: Pipelined, params: Any, state: Any, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        pipelined: Pipelined,
+        params: Any,
+        state: Any,
+        device: torch.device | str = "cpu",
+        graphs: Sequence[Graphified[..., Any]] = (),
+        messages: Sequence[IntermediateTensors | None] = (),
+    ) -> None:
         self.pipelined = pipelined
+        self.graphs = graphs
+        self.messages = messages
         self.params = params
         self.state = state
         self.device = device
@@ -67,6 +93,10 @@ class Streamed:
         placed = [work.place(self.device) for work in works]
         self.state, outputs = self.pipelined.stream(self.params, self.state, placed, jobs_of(works))
         return outputs
+
+    def capture(self) -> None:
+        for graph, params, state, message in zip(self.graphs, self.params, self.state, self.messages, strict=False):
+            graph.capture(params, state, Batch.decode([0], device=self.device), message)
 
 
 def jobs_of(works: Sequence[Work]) -> list[Job]:

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from weft.batch import LAST_TOKEN, Batch
+from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.outputs import Output
 from weft.sampling import SamplingParams
@@ -98,6 +99,11 @@ class Work:
     def num_tokens(self) -> int:
         """Of the batch."""
         return sum(map(len, self.token_ids)) or len(self.rows)
+
+    @property
+    def descriptor(self) -> BatchDescriptor:
+        """Of the batch."""
+        return BatchDescriptor(self.num_tokens, len(self.rows), None if self.token_ids else 1)
 
     def place(self, device: torch.device | str) -> "PlacedWork":
         """Its tensors on a device."""
