@@ -177,7 +177,7 @@ class Pipelined:
         self, params: Sequence[Any], state: Sequence[Any], batches: Sequence[Any], jobs: Sequence[Job]
     ) -> tuple[tuple[Any, ...], list[Any]]:
         _check_entries("pipeline", len(self._ranks), params, state)
-        plan = self._plan(jobs, [str(class_of(batch)) for batch in batches])
+        plan = self._plan(jobs, [class_text(batch) for batch in batches])
         last = len(self.stages) - 1
         keeps = getattr(self.stages[last], "lends", False)
         later = [after_first(batch) for batch in batches]
@@ -207,6 +207,13 @@ def class_of(batch: Any) -> Any:
     """What all ranks must agree on of a batch: its descriptor, or of plain tensors the schema."""
     found = find_descriptors(batch)
     return found[0] if found else Schema.of(batch)
+
+
+def class_text(batch: Any) -> str:
+    """What all ranks must agree on of a batch (or of work that holds one as `batch`), and what the layout of its
+    messages follows from: its class, and whether it has targets, whose logprobs come back."""
+    targets = getattr(getattr(batch, "batch", batch), "targets", None)
+    return f"{class_of(batch)}{'' if targets is None else ', with targets'}"
 
 
 def pipeline(

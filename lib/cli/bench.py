@@ -75,8 +75,10 @@ def bench(wanted: Wanted, *, progress: bool) -> Figures | None:
 
     Raises:
         RequestError: requests longer than the model has positions for.
+        ProgramError: more stages than layers.
         Whatever `weft.load`, `Engine` and `in_ranks` raise.
     """
+    wanted.source.check_stages("weft bench", wanted.place.stages)
     positions, length = wanted.source.config().max_position_embeddings, wanted.input_len + wanted.output_len
     if length > positions:
         call = f"weft bench --input-len {wanted.input_len} --output-len {wanted.output_len}"

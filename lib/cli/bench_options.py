@@ -91,6 +91,8 @@ def _splits(text: str) -> list[int]:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.out is not None and (arguments.out.is_dir() or not arguments.out.parent.is_dir()):
+        arguments.parser.error(f"--out {arguments.out}: a file in a folder that is there")
     return _eval(arguments) if arguments.eval is not None else _time(arguments)
 
 

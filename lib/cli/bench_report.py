@@ -7,6 +7,7 @@ import attrs
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from weft import __version__
 from weft.cli.bench import Wanted
@@ -16,8 +17,10 @@ from weft.cli.bench_figures import Figures, Spread
 def as_dict(wanted: Wanted, found: Figures) -> dict[str, Any]:
     """Everything, for a JSON object: what was asked, where it ran, what was found. Times are in seconds, but for those
     of requests, which are in milliseconds."""
-    report = attrs.asdict(found)
-    return {"wanted": attrs.asdict(wanted), "environment": _environment(found), **report}
+    asked = attrs.asdict(wanted)
+    source, place = asked.pop("source"), asked.pop("place")
+    asked = {**source, **asked, **{name: place[name] for name in ("stages", "transport", "device")}}
+    return {"wanted": asked, "environment": _environment(found), **attrs.asdict(found)}
 
 
 def _environment(found: Figures) -> dict[str, Any]:
@@ -34,15 +37,16 @@ def _environment(found: Figures) -> dict[str, Any]:
 def show(wanted: Wanted, found: Figures, console: Console | None = None) -> None:
     """Print the tables."""
     console = console or Console(highlight=False)
+    stages = max(len(found.ranks), wanted.place.stages or 1)
+    title = f"{wanted.source.name}, {stages} stage{'s' * (stages != 1)}, graphs: {wanted.graph}"
+    console.print(Text(title, style="bold"), soft_wrap=True)
     for table in (_throughput(wanted, found), _latency(found), _graphs(found), _start(found)):
         console.print(table)
         console.print()
 
 
 def _throughput(wanted: Wanted, found: Figures) -> Table:
-    stages = max(len(found.ranks), wanted.place.stages or 1)
-    title = f"{wanted.source.name}, {stages} stage{'s' * (stages != 1)}, graphs: {wanted.graph}"
-    table = _table(title, "requests", "in", "out", "seconds", "output tok/s", "total tok/s")
+    table = _table(None, "requests", "in", "out", "seconds", "output tok/s", "total tok/s")
     sizes = (found.num_requests, wanted.input_len, wanted.output_len)
     rates = (found.output_tokens_per_s, found.total_tokens_per_s)
     table.add_row(*map(str, sizes), f"{found.seconds:.3f}", *(f"{rate:,.0f}" for rate in rates))
@@ -52,9 +56,9 @@ def _throughput(wanted: Wanted, found: Figures) -> Table:
 def _latency(found: Figures) -> Table:
     table = _table("milliseconds", "", "mean", "p50", "p99")
     rows: dict[str, Spread | None] = {
-        "to the first token": found.ttft,
-        "a token after it": found.tpot,
-        "between two tokens": found.itl,
+        "time to the first token (TTFT)": found.ttft,
+        "for each token after it (TPOT)": found.tpot,
+        "between two tokens (ITL)": found.itl,
     }
     for name, spread in rows.items():
         if spread is not None:
@@ -81,7 +85,7 @@ def _start(found: Figures) -> Table:
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str | None, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, no_wrap=True, justify="left" if index == 0 else "right")

@@ -4,6 +4,7 @@ which must change neither."""
 import gc
 import math
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 import attrs
 import torch
@@ -97,9 +98,9 @@ class Score:
         return -math.fsum(logprob for own in self.logprobs for logprob in own) / math.log(2)
 
     def difference(self, other: "Score") -> float:
-        """The greatest between the logprobs of a token, in nats; NaN counts as infinite."""
+        """The greatest between the logprobs of a token, in nats; infinite where one is NaN, or missing."""
         pairs = zip(self.logprobs, other.logprobs, strict=True)
-        found = (abs(a - b) for own, theirs in pairs for a, b in zip(own, theirs, strict=True))
+        found = (abs(a - b) for own, theirs in pairs for a, b in zip_longest(own, theirs, fillvalue=math.nan))
         return max((math.inf if math.isnan(one) else one for one in found), default=0.0)
 
     def agrees(self, other: "Score") -> bool:
@@ -117,11 +118,14 @@ def evaluate(wanted: Wanted, *, progress: bool) -> list[Score] | None:
 
     Raises:
         RequestError: what `read_tasks` refuses, or a question that is longer than the model has positions for.
+        ProgramError: more stages than layers.
         Whatever `weft.load`, `Engine` and `in_ranks` raise.
     """
     texts, questions = read_tasks(wanted.file)
     scores: list[Score] = []
     splits: Sequence[int | None] = wanted.splits or [None]
+    for stages in splits:
+        wanted.source.check_stages("weft bench", stages)
     for stages in splits:
         place = attrs.evolve(wanted.place, stages=stages)
         found = in_ranks(score_modes, place, wanted, texts, questions, progress)
@@ -134,7 +138,10 @@ def evaluate(wanted: Wanted, *, progress: bool) -> list[Score] | None:
 def score_modes(
     here: Here, wanted: Wanted, texts: Sequence[Text], questions: Sequence[Question], progress: bool
 ) -> list[Score]:
-    """The scores of each mode, by an engine of its own, over one model."""
+    """The scores of each mode, by an engine of its own, over one model.
+
+    A pipeline has one cohort, so that every split runs the same batches.
+    """
     shows = progress and here.first
     model, scores = wanted.source.open(here, progress=shows), []
     _check_lengths(wanted, model, questions)
@@ -158,9 +165,10 @@ def _score(
     here: Here, wanted: Wanted, model: Model, graph: str, texts: Sequence[Text], questions: Sequence[Question]
 ) -> Score:
     most = _context(model)
+    rows = wanted.max_num_seqs
     engine = Engine(
         model,
-        EngineLimits(max_num_reqs=wanted.max_num_seqs, max_num_tokens=wanted.max_num_tokens, max_model_len=most),
+        EngineLimits(max_num_reqs=rows, max_num_tokens=wanted.max_num_tokens, max_model_len=most, num_cohorts=1),
         pipeline=here.num_stages,
         graph=graph,
         transport=here.transport,

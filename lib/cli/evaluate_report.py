@@ -1,10 +1,12 @@
 """`weft bench --eval`, shown: as a table, or as one JSON object."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from weft.cli.evaluate import Score
 
@@ -15,7 +17,7 @@ def agree(scores: Sequence[Score]) -> bool:
 
 
 def as_dict(file: str, scores: Sequence[Score]) -> dict[str, Any]:
-    """Everything but the single tokens, for a JSON object."""
+    """Everything but the single tokens, for a JSON object; null for what is no finite number."""
     first = scores[0]
     return {
         "file": file,
@@ -30,7 +32,7 @@ def as_dict(file: str, scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def _row(score: Score, first: Score) -> dict[str, Any]:
-    return {
+    row = {
         "graph": score.graph,
         "stages": score.num_stages,
         "bits_per_byte": score.bits_per_byte,
@@ -41,15 +43,16 @@ def _row(score: Score, first: Score) -> dict[str, Any]:
         "difference": score.difference(first),
         "agrees": score.agrees(first),
     }
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
 
 
 def show(file: str, scores: Sequence[Score], console: Console | None = None) -> None:
     """Print the table, and in a sentence whether the modes agree."""
     console, report = console or Console(highlight=False), as_dict(file, scores)
     counts = f"{report['tokens']} tokens, {report['bytes']} bytes, {report['questions']} questions"
-    title = f"{file}: {counts}, {report['dtype']}"
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
-    for index, name in enumerate(("graph", "stages", "bits/byte", "bits/token", "ppl", "right", "replayed", "differs")):
+    console.print(Text(f"{file}: {counts}, {report['dtype']}", style="bold"), soft_wrap=True)
+    table = Table(header_style="dim", box=None, pad_edge=False)
+    for index, name in enumerate(("graph", "pp", "bits/byte", "bits/tok", "ppl", "right", "replay", "differs")):
         table.add_column(name, no_wrap=True, justify="right" if index else "left")
     for row in report["scores"]:
         numbers = [_number(row[name]) for name in ("bits_per_byte", "bits_per_token", "perplexity")]
@@ -59,7 +62,7 @@ def show(file: str, scores: Sequence[Score], console: Console | None = None) -> 
     console.print(table)
     console.print()
     how = "score the same" if report["agree"] else "do NOT score the same"
-    console.print(f"{len(scores)} ways to run the model {how}; 'differs' is the greatest between a token's logprobs.")
+    console.print(f"{len(scores)} ways to run the model {how} ('differs': the most, of a token's logprob).")
 
 
 def _number(value: float | None) -> str:
