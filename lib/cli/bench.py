@@ -3,7 +3,6 @@
 import itertools
 import random
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 import attrs
@@ -11,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from weft.cli.bench_figures import Figures, RankFigures, Served, figures
-from weft.cli.ranks import Here, Place, in_ranks
+from weft.cli.ranks import Here, Place, check_stages, in_ranks
 from weft.cli.sources import Source
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
@@ -74,12 +73,12 @@ def bench(wanted: Wanted, *, progress: bool) -> Figures | None:
     """Measure; None on a rank of torchrun's that is not the first.
 
     Raises:
-        RequestError: requests longer than the model has positions for.
-        ProgramError: more stages than layers.
+        RequestError: requests longer than the model has positions for, or more stages than layers.
         Whatever `weft.load`, `Engine` and `in_ranks` raise.
     """
-    wanted.source.check_stages("weft bench", wanted.place.stages)
-    positions, length = wanted.source.config().max_position_embeddings, wanted.input_len + wanted.output_len
+    config, length = wanted.source.config(), wanted.input_len + wanted.output_len
+    check_stages(wanted.place, config.num_layers)
+    positions = config.max_position_embeddings
     if length > positions:
         call = f"weft bench --input-len {wanted.input_len} --output-len {wanted.output_len}"
         raise RequestError(call, f"requests of {length} tokens", f"at most {positions}, the model's limit")
@@ -117,7 +116,7 @@ def start(here: Here, wanted: Wanted, progress: bool) -> tuple[Engine, RankFigur
         seed=wanted.seed,
     )
     times.append(_now(model.device))
-    engine.capture()
+    engine.warm_up()
     times.append(_now(model.device))
     load, made, captured = (b - a for a, b in itertools.pairwise(times))
     return engine, RankFigures(str(model.device), load, made, captured)
@@ -140,7 +139,7 @@ def serve(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, max_tokens: int, progress: bool
 ) -> Served:
     """Complete prompts that all arrive at once, and note when the host read each token."""
-    classes, captures = Counter(engine.stats.classes), _captures(engine)
+    before = engine.stats()
     began = time.perf_counter()
     read: dict[str, list[float]] = {}
     for prompt in prompts:
@@ -149,12 +148,7 @@ def serve(
         for output in engine:
             read[output.id] += [time.perf_counter() - began] * len(output.token_ids)
             bar.update(len(output.token_ids))
-    ladder = engine.graphs[0].ladder if engine.graphs else None
-    return Served(list(read.values()), engine.stats.classes - classes, ladder, _captures(engine) - captures)
-
-
-def _captures(engine: Engine) -> int:
-    return sum(graph.cache_info().captures for graph in engine.graphs)
+    return Served(list(read.values()), before, engine.stats())
 
 
 def finish(engine: Engine, started: RankFigures) -> RankFigures:

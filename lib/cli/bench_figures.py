@@ -1,15 +1,12 @@
 """The figures of `weft bench`, from when each token was read and which classes the steps were of."""
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 
 import attrs
 import numpy as np
 
-from weft.descriptor import BatchDescriptor
-from weft.transforms.dispatch import dispatch
-from weft.transforms.ladder import Ladder
+from weft.transforms.engine.stats import Stats
 
 
 @attrs.frozen
@@ -18,15 +15,12 @@ class Served:
 
     Args:
         read: of each request, when the host read each of its tokens, in seconds since all requests arrived.
-        classes: how many steps there were of each class, before padding.
-        ladder: of the graphs; None: all was eager.
-        captures: graphs captured meanwhile.
+        before, after: the engine's counts.
     """
 
     read: list[list[float]]
-    classes: Counter[BatchDescriptor]
-    ladder: Ladder[BatchDescriptor] | None
-    captures: int
+    before: Stats
+    after: Stats
 
 
 @attrs.frozen
@@ -86,6 +80,14 @@ class GraphUse:
     shares: dict[str, float]
     padding: float
 
+    @classmethod
+    def between(cls, before: Stats, after: Stats) -> "GraphUse":
+        """Of the steps between two moments."""
+        modes = {mode: after.modes.get(mode, 0) - before.modes.get(mode, 0) for mode in ("full", "piecewise", "none")}
+        steps, padding = max(sum(modes.values()), 1), after.padding - before.padding
+        computed = after.tokens - before.tokens + padding
+        return cls({mode: count / steps for mode, count in modes.items()}, padding / max(computed, 1))
+
 
 @attrs.frozen
 class Figures:
@@ -132,27 +134,8 @@ def figures(served: Served, input_len: int, ranks: list[RankFigures]) -> Figures
         ttft=Spread.of([times[0] for times in read]),
         tpot=Spread.of([(times[-1] - times[0]) / (len(times) - 1) for times in read if len(times) > 1]),
         itl=Spread.of([b - a for times in read for a, b in itertools.pairwise(times)]),
-        num_steps=served.classes.total(),
-        graphs=graph_use(served.classes, served.ladder),
-        captures=served.captures,
+        num_steps=sum(served.after.modes.values()) - sum(served.before.modes.values()),
+        graphs=GraphUse.between(served.before, served.after),
+        captures=served.after.captures - served.before.captures,
         ranks=ranks,
     )
-
-
-def graph_use(classes: Counter[BatchDescriptor], ladder: Ladder[BatchDescriptor] | None) -> GraphUse:
-    """Which mode each step was dispatched to, and what that padded.
-
-    >>> steps = Counter({BatchDescriptor.uniform(3): 3, BatchDescriptor(9, 1): 1})
-    >>> use = graph_use(steps, Ladder([BatchDescriptor(4, 4)]))
-    >>> use.shares, round(use.padding, 3)
-    ({'full': 0.75, 'piecewise': 0.0, 'none': 0.25}, 0.143)
-    """
-    shares: Counter[str] = Counter(full=0, piecewise=0, none=0)
-    own = computed = 0
-    for descriptor, count in classes.items():
-        decision = dispatch(descriptor, Ladder() if ladder is None else ladder)
-        shares[decision.mode] += count
-        own += count * descriptor.num_tokens
-        computed += count * decision.descriptor.num_tokens
-    steps = max(classes.total(), 1)
-    return GraphUse({mode: count / steps for mode, count in shares.items()}, 1 - own / max(computed, 1))

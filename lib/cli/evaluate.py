@@ -10,8 +10,8 @@ import attrs
 import torch
 from tqdm import tqdm
 
-from weft.cli.bench_figures import graph_use
-from weft.cli.ranks import Here, Place, in_ranks
+from weft.cli.bench_figures import GraphUse
+from weft.cli.ranks import Here, Place, check_stages, in_ranks
 from weft.cli.sources import Source
 from weft.cli.tasks import Question, Text, read_tasks
 from weft.errors import RequestError
@@ -117,15 +117,15 @@ def evaluate(wanted: Wanted, *, progress: bool) -> list[Score] | None:
     """The scores, mode by mode and split by split; None on a rank of torchrun's that is not the first.
 
     Raises:
-        RequestError: what `read_tasks` refuses, or a question that is longer than the model has positions for.
-        ProgramError: more stages than layers.
+        RequestError: what `read_tasks` refuses, a question that is longer than the model has positions for, or more
+            stages than layers.
         Whatever `weft.load`, `Engine` and `in_ranks` raise.
     """
     texts, questions = read_tasks(wanted.file)
     scores: list[Score] = []
     splits: Sequence[int | None] = wanted.splits or [None]
     for stages in splits:
-        wanted.source.check_stages("weft bench", stages)
+        check_stages(attrs.evolve(wanted.place, stages=stages), wanted.source.config().num_layers)
     for stages in splits:
         place = attrs.evolve(wanted.place, stages=stages)
         found = in_ranks(score_modes, place, wanted, texts, questions, progress)
@@ -175,6 +175,7 @@ def _score(
         run_ahead=wanted.run_ahead,
         seed=0,
     )
+    before = engine.stats()
     greedy, scored = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, prompt_logprobs=0)
     parts = [[engine.add(part, scored, max_tokens=1) for part in windows(model.encode(t.text), most)] for t in texts]
     asked = [engine.add(q.prompt, greedy, max_tokens=_num_tokens(model, q.answer)) for q in questions]
@@ -188,7 +189,7 @@ def _score(
         sum(_scored_bytes(model, one.text) for one in texts),
         [[logprob for name in names for logprob in tracks[name].prompt_logprobs] for names in parts],
         [(text, text == question.answer) for text, question in zip(answers, questions, strict=True)],
-        graph_use(engine.stats.classes, engine.graphs[0].ladder if engine.graphs else None).shares,
+        GraphUse.between(before, engine.stats()).shares,
         str(model.dtype).removeprefix("torch."),
     )
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from weft.cli.ranks import Here, Place, in_ranks
+from weft.cli.ranks import Here, Place, check_stages, in_ranks
+from weft.stages.config import load_config
 from weft.stages.model import Model, load
 from weft.transforms.generate import Completion, generate
 
@@ -34,10 +35,13 @@ def complete(wanted: Wanted, *, progress: bool) -> Completed | None:
 
     Raises:
         ProgramError: `--pp` is not torchrun's number of processes.
+        RequestError: more stages than layers.
+        RequestError: no stage, or more of them than layers.
         DeviceError: fewer GPUs than stages.
         Whatever `weft.load` and `weft.generate` raise.
     """
     place = Place("weft generate", wanted.stages, wanted.transport, wanted.device)
+    check_stages(place, load_config(wanted.model).num_layers)
     return in_ranks(_complete, place, wanted, progress)
 
 

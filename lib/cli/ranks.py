@@ -7,7 +7,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 import attrs
 import torch
 
-from weft.errors import DeviceError, ProgramError
+from weft.errors import DeviceError, ProgramError, RequestError
 from weft.stages.model import pick_device
 from weft.transforms.transports import Transport
 from weft.transforms.transports.distributed import Distributed
@@ -73,7 +73,7 @@ def in_ranks(fn: Callable[[Here, *Ts], T], place: Place, *args: *Ts) -> T | None
         DeviceError: fewer GPUs than stages.
         Whatever `fn` raises.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    world = _world()
     if world > 1 and place.stages not in (None, world):
         seen = f"--pp {place.stages} under torchrun with {world} processes"
         raise ProgramError(place.command, seen, f"--pp {world}, or leave it out")
@@ -86,6 +86,23 @@ def in_ranks(fn: Callable[[Here, *Ts], T], place: Place, *args: *Ts) -> T | None
         return fn(Here(transport, stages, place.device), *args)
     _check_devices(place)
     return cast(T, launch(_as_rank, stages, fn, place, *args)[0])
+
+
+def check_stages(place: Place, num_layers: int) -> None:
+    """Refuse a split that no model of so many layers has, before anything is loaded.
+
+    Raises:
+        RequestError: it is so.
+    """
+    stages = _world() if place.stages is None else place.stages
+    if not 1 <= stages <= num_layers:
+        seen = f"{stages} stages; the model has {num_layers} layers"
+        raise RequestError(f"{place.command} --pp {stages}", seen, "from 1 stage to one a layer")
+
+
+def _world() -> int:
+    """The number of torchrun's processes; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def _as_rank(fn: Callable[[Here, *Ts], T], place: Place, *args: *Ts) -> T:

@@ -6,11 +6,10 @@ import attrs
 
 from weft.cli.presets import PRESETS
 from weft.cli.ranks import Here
-from weft.errors import ProgramError
-from weft.stages.checkpoint import random_params
 from weft.stages.config import ModelConfig, load_config, parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load, pick_device, pick_dtype
+from weft.stages.random_weights import random_params
 
 
 @attrs.frozen
@@ -37,17 +36,6 @@ class Source:
     def config(self) -> ModelConfig:
         """Its configuration, as `read_config` does."""
         return read_config(self.model, self.preset)
-
-    def check_stages(self, command: str, stages: int | None) -> None:
-        """Refuse a split that no model of so many layers has.
-
-        Raises:
-            ProgramError: it is so.
-        """
-        layers = self.config().num_layers
-        if stages is not None and not 1 <= stages <= layers:
-            seen = f"{stages} stages; the model has {layers} layers"
-            raise ProgramError(f"{command} --pp {stages}", seen, "from 1 stage to one a layer")
 
     def open(self, here: Here, *, progress: bool, seed: int = 0) -> Model:
         """The part of it that runs in this process.

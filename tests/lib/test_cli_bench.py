@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,11 @@ from weft.cli.evaluate import Score
 from weft.cli.presets import PRESETS
 from weft.cli.ranks import Here, Place
 from weft.cli.sources import Source
-from weft.descriptor import BatchDescriptor
-from weft.errors import ConfigError
 from weft.stages.checkpoint import tensor_shapes
 from weft.stages.config import parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, load
-from weft.transforms.ladder import Ladder
+from weft.transforms.engine.stats import Stats
 from weft.transforms.transports.local import Local
 
 Weft = Callable[..., tuple[int, str, str]]
@@ -107,22 +104,24 @@ def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:
     asked = wanted(graph, pp)
     engine, _ = start(Here(Local(), pp, "cpu"), asked, False)
     before = [one.cache_info() for one in engine.graphs]
-    served = serve(engine, [[i, 1, 2, 3, 4, 5] for i in range(7)], asked.sampling, 5, False)
-    use = figures(served, 6, []).graphs
+    found = figures(serve(engine, [[i, 1, 2, 3, 4, 5] for i in range(7)], asked.sampling, 5, False), 6, [])
     assert len(engine.graphs) == pp
     for was, one in zip(before, engine.graphs, strict=True):
         now = one.cache_info()
         replays, eager = now.replays - was.replays, now.eager - was.eager
-        assert replays + eager == served.classes.total()
-        assert use.shares["none"] == pytest.approx(eager / (replays + eager))
-    assert sum(n * descriptor.num_tokens for descriptor, n in served.classes.items()) == engine.stats.tokens
+        assert replays + eager == found.num_steps
+        assert found.graphs.shares["none"] == pytest.approx(eager / (replays + eager))
+
+
+NOTHING: Any = {field.name: {} if "Mapping" in str(field.type) else 0 for field in attrs.fields(Stats)}
 
 
 def test_figures_by_hand() -> None:
-    steps = Counter({BatchDescriptor.uniform(3): 3, BatchDescriptor(9, 1): 1})
+    before = Stats(**NOTHING)
+    after = attrs.evolve(before, modes={"full": 3, "none": 1}, tokens=18, padding=3)
     read = [[1.0, 1.5, 3.0], [2.0]]
     rank = RankFigures("cpu", 1.0, 2.0, 3.0)
-    found = figures(Served(read, steps, Ladder([BatchDescriptor.uniform(4)]), 0), 10, [rank])
+    found = figures(Served(read, before, after), 10, [rank])
     assert (found.seconds, found.output_tokens, found.total_tokens) == (3.0, 4, 24)
     assert (found.output_tokens_per_s, found.total_tokens_per_s) == (pytest.approx(4 / 3), 8.0)
     assert found.ttft == Spread(1500.0, 1500.0, 1990.0)
@@ -130,7 +129,7 @@ def test_figures_by_hand() -> None:
     assert found.itl == Spread(1000.0, 1000.0, 1490.0)
     assert (found.num_steps, found.graphs.shares) == (4, {"full": 0.75, "piecewise": 0.0, "none": 0.25})
     assert found.graphs.padding == pytest.approx(3 / 21)
-    assert figures(Served([[1.0]], steps, None, 0), 1, []).itl is None
+    assert figures(Served([[1.0]], before, before), 1, []).itl is None
 
 
 def test_the_tables_are_for_reading(run: Weft) -> None:
@@ -169,21 +168,20 @@ def test_workloads_are_the_usual_ones() -> None:
 # presets
 
 
-PARAMETERS = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "llama-3.1-8b": 8_030_261_248}
+PARAMETERS = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b-fp8": 30_532_122_624,
+    "llama-3.1-8b": 8_030_261_248,
+}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_presets_have_as_many_parameters_as_the_models(name: str) -> None:
     config = parse_config(PRESETS[name], source=name)
     (whole,) = split_layers(config.num_layers, 1)
-    assert sum(math.prod(shape) for shape in tensor_shapes(config, whole).values()) == PARAMETERS[name]
-
-
-def test_a_model_that_weft_has_not_is_refused_by_name(run: Weft) -> None:
-    name = "qwen3-30b-a3b-fp8"
-    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM"):
-        parse_config(PRESETS[name], source=name)
-    assert_refused(run("--preset", name, "--device", "cpu"), f"preset '{name}' has architectures=")
+    shapes = {name: shape for name, shape in tensor_shapes(config, whole).items() if "scale" not in name}
+    assert sum(map(math.prod, shapes.values())) == PARAMETERS[name]
 
 
 def test_plan_takes_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,7 +277,7 @@ def test_a_mode_that_scores_otherwise_is_found(run: Weft, monkeypatch: pytest.Mo
     assert [row["graph"] for row in found["scores"] if not row["agrees"]] == ["full"]
     code, out, _ = run("--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--eval", str(HELD_OUT))
     assert code == 1
-    assert max(map(len, out.splitlines())) <= 80
+    assert max(map(len, out.splitlines()[1:])) <= 80
     assert "do NOT score the same" in out
     assert out.count("DIFFERS") == 1
 

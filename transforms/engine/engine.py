@@ -2,22 +2,23 @@
 
 import math
 import secrets
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 
-from weft.descriptor import BatchDescriptor
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.reading import Reading, Told
 from weft.transforms.engine.requests import Request, request_seed
 from weft.transforms.engine.scheduler import Budget, HostState, add, finish, observe, schedule
 from weft.transforms.engine.setup import EngineLimits, check_sampling, encode_prompt, make_stepper
+from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.tracking import Track
 from weft.transforms.engine.work import Work
 from weft.transforms.graphify import Graphified
+from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 
@@ -39,18 +40,6 @@ class RequestOutput:
     text: str | None
     finish_reason: str | None
     track: Track
-
-
-@attrs.define
-class Stats:
-    """What the engine has done: steps by kind, their tokens, their classes, requests that ended by reason."""
-
-    decodes: int = 0
-    prefills: int = 0
-    tokens: int = 0
-    preempted: int = 0
-    ended: dict[str, int] = attrs.field(factory=dict)
-    classes: Counter[BatchDescriptor] = attrs.field(factory=Counter)
 
 
 class Engine:
@@ -88,7 +77,7 @@ class Engine:
         self.num_logprobs = num_logprobs
         self.limits = (limits or EngineLimits()).resolve(model, pipeline)
         self.budget: Budget = self.limits.budget
-        self.stats = Stats()
+        self._counts = Counts(make_ladder(graph, Limits(self.budget.cohort_size, self.budget.max_num_tokens)))
         self._seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
         self._host = HostState.empty(self.budget, self.limits.num_pages, self.limits.page_size)
         self._stepper = make_stepper(model, self.limits, pipeline, graph, self.transport, num_logprobs, backend)
@@ -146,13 +135,22 @@ class Engine:
 
     @property
     def graphs(self) -> Sequence[Graphified[..., Any]]:
-        """What replays, of what runs in this process, for their `cache_info()`; empty in mode none."""
+        """What was graphified and runs in this process, for its `memory_analysis()`; nothing in mode none."""
         return self._stepper.graphs
 
-    def capture(self) -> None:
-        """Capture all classes of the ladders now, with a progress bar in a terminal; otherwise each is captured when a
-        step needs it first."""
+    def warm_up(self) -> Stats:
+        """Capture all graphs of the ladder, with a progress bar in a terminal; otherwise each is captured when a step
+        needs it first.
+
+        Returns:
+            The engine's counts.
+        """
         self._stepper.capture()
+        return self.stats()
+
+    def stats(self) -> Stats:
+        """What the engine has done so far."""
+        return self._counts.stats(self.graphs)
 
     @property
     def num_unfinished(self) -> int:
@@ -180,6 +178,8 @@ class Engine:
         for _ in range(self.budget.num_cohorts):
             self._host, more = schedule(self._host, self.budget)
             works += more
+        for work in works:
+            self._counts.add(work)
         if works:
             self._pending.append(Reading(works, self._stepper(works)))
         return bool(works)
@@ -187,10 +187,6 @@ class Engine:
     def _read(self, reading: Reading) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         for work, told in reading.wait():
-            self.stats.decodes += not work.token_ids
-            self.stats.prefills += bool(work.token_ids)
-            self.stats.tokens += work.num_tokens
-            self.stats.classes[work.descriptor] += 1
             if told is not None:
                 self._take_prompts(work, told)
                 for found in self._take(work, told):
@@ -222,7 +218,7 @@ class Engine:
         self._tracks[name].end(reason)
         output = self._output(name, reason, tokens)
         del self._tracks[name], self._shown[name]
-        self.stats.ended[reason] = self.stats.ended.get(reason, 0) + 1
+        self._counts.ended[reason] += 1
         return output
 
     def _output(self, name: str, reason: str | None, tokens: list[int]) -> RequestOutput:
