@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
 """Tokens of each prompt and of each completion."""
 
-_OF_SPEED = {"workload": "decode", "num_prompts": 128, "temperature": 1.0, "seed": 0}
-"""Options that say what is timed, which `--eval` has no use for, and their defaults."""
+_DEFAULTS = {"num_prompts": 128, "temperature": 1.0, "seed": 0}
+"""Of options that say what is timed. They are filled in late: `--eval`, which has no use for them, refuses them."""
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
@@ -97,8 +97,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _time(arguments: argparse.Namespace) -> int:
-    for name, default in _OF_SPEED.items():
-        if getattr(arguments, name) is None and name != "workload":
+    for name, default in _DEFAULTS.items():
+        if getattr(arguments, name) is None:
             setattr(arguments, name, default)
     input_len, output_len = _lengths(arguments)
     if arguments.graph == "all" or len(arguments.pp or [1]) > 1:
@@ -135,8 +135,8 @@ def _lengths(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    useless = [name for name in (*_OF_SPEED, "input_len", "output_len") if getattr(arguments, name) is not None]
-    if useless:
+    names = ("workload", "input_len", "output_len", *_DEFAULTS)
+    if useless := [name for name in names if getattr(arguments, name) is not None]:
         arguments.parser.error(f"--{useless[0].replace('_', '-')} says what is timed, and --eval times nothing")
     source, place = _source(arguments), _place(arguments)
     if source.dummy:

@@ -55,10 +55,12 @@ class Score:
     """What a model scored in one mode and split.
 
     Args:
-        num_tokens, num_bytes: of the texts that are scored: all but each text's first token, which nothing predicts.
-        logprobs: of these tokens, a list a text.
+        graph, num_stages: the mode and the split.
+        num_bytes: of the texts that are scored: all but each text's first token, which nothing predicts.
+        logprobs: of the tokens of these, a list a text.
         answers: the completion of each question, and whether it is right.
         graphs: what ran it: the share of the steps in each mode.
+        dtype: of the weights.
     """
 
     graph: str
@@ -71,6 +73,7 @@ class Score:
 
     @property
     def num_tokens(self) -> int:
+        """That are scored."""
         return sum(map(len, self.logprobs))
 
     @property

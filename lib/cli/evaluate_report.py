@@ -61,8 +61,9 @@ def show(file: str, scores: Sequence[Score], console: Console | None = None) -> 
         table.add_row(row["graph"], str(row["stages"]), *numbers, right, f"{row['replayed']:.0%}", differs)
     console.print(table)
     console.print()
-    how = "score the same" if report["agree"] else "do NOT score the same"
-    console.print(f"{len(scores)} ways to run the model {how} ('differs': the most, of a token's logprob).")
+    if len(scores) > 1 or not report["agree"]:
+        how = "score the same" if report["agree"] else "do NOT score the same"
+        console.print(f"{len(scores)} modes and splits {how} ('differs': the most, of a token's logprob).")
 
 
 def _number(value: float | None) -> str:
