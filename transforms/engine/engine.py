@@ -4,6 +4,7 @@ import math
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import attrs
 
@@ -26,6 +27,7 @@ from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.streaming import Streams
 from weft.transforms.engine.tracking import Track
 from weft.transforms.engine.work import Work
+from weft.transforms.graphify import Graphified
 from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
@@ -178,6 +180,11 @@ class Engine:
     def is_under_way(self, id: str) -> bool:
         """Whether the request of that id has not ended."""
         return id in self._names
+
+    @property
+    def graphs(self) -> Sequence[Graphified[..., Any]]:
+        """What was graphified and runs in this process, for its `memory_analysis()`; nothing in mode none."""
+        return self._stepper.graphs
 
     def warm_up(self) -> Stats:
         """Capture all graphs of the ladder, largest first, with a progress bar on a terminal; without it they are
