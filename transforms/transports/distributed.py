@@ -124,10 +124,11 @@ class Distributed:
                     self._guard.launched(self.watch.here)
             self.watch.at(stop, effects[stop] if stop < len(effects) else "its end")
         except BaseException as error:
-            self.watch.fail(error)
+            reason = self._guard.stand_down(error) if isinstance(self._guard, Guard) else error
+            self.watch.fail(reason)
             self._link.end.close(failed=True)
-            if isinstance(self._guard, Guard):
-                self._guard.stand_down(error)
+            if reason is not error:
+                raise reason from error
             raise
 
     def check(self) -> None:
