@@ -22,11 +22,11 @@ import torch
 
 from weft.batch import Batch
 from weft.sampling import SamplingParams
-from weft.stages.checkpoint import random_params
 from weft.stages.config import parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, Model
 from weft.stages.params import num_bytes
+from weft.stages.random_weights import random_params
 from weft.transforms.generate import make_runner, make_state
 from weft.transforms.ladder import Limits
 

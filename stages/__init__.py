@@ -2,13 +2,14 @@
 own."""
 
 from weft.ops.sample import sample
-from weft.stages.checkpoint import load_params, random_params
+from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import DEMO, Model, load
 from weft.stages.module import ModuleStage, from_module
 from weft.stages.params import DecoderParams, LayerParams, slice_params
+from weft.stages.random_weights import random_params
 
 __all__ = [
     "DEMO",

@@ -1,10 +1,9 @@
-"""Parameters from a folder of safetensors, each stage reading its own tensors; and random ones of the same shape."""
+"""Parameters from a folder of safetensors, each stage reading its own tensors."""
 
-import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,18 @@ from tqdm import tqdm
 
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError, ProgramError
 from weft.stages.config import DTYPES, ModelConfig
+from weft.stages.layer_fields import Field, Part, layer_fields
 from weft.stages.layout import StageLayout
-from weft.stages.params import DecoderParams, LayerParams, layer_shapes
+from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.rope import inverse_frequencies
 
-_EMBED, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F16", "BF16", "F32", "F64")
 # Buffers that old versions of transformers saved, and that follow from the configuration.
 _NEUTRAL = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_FP8 = "F8_E4M3"
+_BELONG = "check that config.json and the weights belong together"
 _SHOWN = 4
 
 
@@ -40,108 +42,106 @@ def load_params(
     """A stage's parameters from `model.safetensors`, or from the shards that `model.safetensors.index.json` names.
 
     Only the stage's own tensors are read, each straight to `device`, and none before every name, shape and dtype was
-    found right. On the CPU a tensor that needs no cast is a view of the mapped file: do not change the file meanwhile.
+    found right. On the CPU a tensor that needs no cast and stands alone in its field is a view of the mapped file: do
+    not change the file meanwhile.
 
     Args:
         path: a folder that transformers' `save_pretrained` wrote.
         config: from `load_config(path)`.
         layout: the stage, from `split_layers(config.num_layers, num_stages)`.
-        dtype: what the tensors are cast to; None: `config.dtype`.
+        dtype: what the tensors are cast to, but for those in FP8 and their scales; None: `config.dtype`.
         progress: whether to show a bar, one tick a tensor.
 
     Raises:
         CheckpointNotFoundError: no folder, no safetensors, or a shard is missing.
         CheckpointError: a file is damaged; a tensor is missing, of another shape than the configuration says, not a
-            float, or one that the configuration has no use for.
+            float (or not FP8 where it should be), or one that the configuration has no use for.
         ConfigError: a dtype that no decoder computes in.
         ProgramError: a layout for another number of layers.
         DeviceError: a device that is not there.
     """
     call = f"load_params({os.fspath(path)!r}, config, {layout!r})"
-    dtype, device = _checked_dtype(config, layout, dtype, call), _checked_device(device, call)
-    files, shapes = _tensor_files(Path(path), call), tensor_shapes(config, layout)
-    _check_names(files, shapes, config, call)
-    files = {name: files[name] for name in shapes}
+    dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
+    fields = dict(stage_fields(config, layout))
+    files = _tensor_files(Path(path), call)
+    _check_names(files, tensor_shapes(config, layout), config, call)
+    needed = {part.name: files[part.name] for field in fields.values() for part in field.parts}
     with ExitStack() as stack:
-        handles = _open_all(files, "cpu", call, stack)
-        for name, shape in shapes.items():
-            _check_tensor(handles[files[name]], name, shape, files[name].name, call)
+        handles = _open_all(needed, "cpu", call, stack)
+        for field in fields.values():
+            for part in field.parts:
+                _check_tensor(handles[files[part.name]], part, field.dtype, files[part.name].name, call)
     with ExitStack() as stack:
-        handles = _open_all(files, str(device), call, stack)
-        bar = tqdm(shapes, desc=f"stage {layout.index}", unit=" tensors", disable=not progress)
-        tensors = {name: handles[files[name]].get_tensor(name).to(dtype) for name in bar}
-    return _assemble(config, layout, tensors, device)
+        handles = _open_all(needed, str(device), call, stack)
+        bar = tqdm(total=len(needed), desc=f"stage {layout.index}", unit=" tensors", disable=not progress)
+
+        def read(part: Part) -> Tensor:
+            bar.update()
+            tensor: Tensor = handles[files[part.name]].get_tensor(part.name)
+            return tensor
+
+        with bar:
+            tensors = {path: _fill(field, read, dtype, device) for path, field in fields.items()}
+    return assemble(config, layout, tensors, device)
 
 
-def random_params(
-    config: ModelConfig,
-    layout: StageLayout,
-    *,
-    seed: int,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    std: float = 0.02,
-) -> DecoderParams:
-    """Parameters of the right structure and no meaning, for benchmarks and tests: normal with deviation `std`.
-
-    A tensor's values depend on `seed`, its name and the kind of device alone, so that the stages of any split agree
-    with the whole model. Norms are 1 plus the same noise.
-
-    Raises:
-        ConfigError: a dtype that no decoder computes in.
-        ProgramError: a layout for another number of layers.
-        DeviceError: a device that is not there.
-    """
-    call = f"random_params(config, {layout!r}, seed={seed})"
-    dtype, device = _checked_dtype(config, layout, dtype, call), _checked_device(device, call)
-
-    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:6], "little"))
-        mean = 1.0 if "norm" in name else 0.0
-        noise = torch.empty(shape, dtype=torch.float32, device=device)
-        return noise.normal_(mean, std, generator=generator).to(dtype)
-
-    tensors = {name: draw(name, shape) for name, shape in tensor_shapes(config, layout).items()}
-    return _assemble(config, layout, tensors, device)
+def _fill(field: Field, read: Callable[[Part], Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The field's tensor: its only part, or all parts in memory of its own."""
+    dtype = field.dtype or dtype
+    if len(field.parts) == 1 and field.parts[0].shape == field.shape:
+        return read(field.parts[0]).to(dtype)
+    whole = torch.zeros(field.shape, dtype=dtype, device=device)
+    for part in field.parts:
+        rows = whole if part.expert is None else whole[part.expert]
+        place = rows[part.start : part.start + part.shape[0]]
+        (place if place.dim() == 1 else place[:, : part.shape[1]]).copy_(read(part))
+    return whole
 
 
 def tensor_shapes(config: ModelConfig, layout: StageLayout) -> dict[str, tuple[int, ...]]:
     """The checkpoint's tensors that a stage needs: transformers' names, in the order of the computation."""
-    fields, vocabulary = layer_shapes(config), (config.vocab_size, config.hidden_size)
-    head = _EMBED if config.tie_word_embeddings else _HEAD
-    shapes: dict[str, tuple[int, ...]] = {_EMBED: vocabulary} if layout.first else {}
-    shapes |= {_layer_name(i, field): shape for i in layout.layers for field, shape in fields.items()}
-    return shapes | ({_NORM: (config.hidden_size,), head: vocabulary} if layout.last else {})
+    return {part.name: part.shape for _, field in stage_fields(config, layout) for part in field.parts}
 
 
-def _layer_name(index: int, field: str) -> str:
-    """transformers' name of a field of `LayerParams`: `q_bias` of layer 3 is model.layers.3.self_attn.q_proj.bias."""
-    module, _, kind = field.rpartition("_")
-    if field.endswith("layernorm"):
-        return f"model.layers.{index}.{field}.weight"
-    if kind == "norm":
-        return f"model.layers.{index}.self_attn.{field}.weight"
-    block = "mlp" if module in ("gate", "up", "down") else "self_attn"
-    return f"model.layers.{index}.{block}.{module}_proj.{'bias' if kind == 'bias' else 'weight'}"
+def stage_fields(config: ModelConfig, layout: StageLayout) -> Iterator[tuple[str, Field]]:
+    """The fields of a stage's parameters, each with its path: `layers.3.qkv_proj`, counted in the whole model.
+
+    A tied head's is the embedding's.
+    """
+    vocabulary = config.vocab_size, config.hidden_size
+    embedding = Field(vocabulary, (Part(EMBED, vocabulary),))
+    if layout.first:
+        yield "embed_tokens", embedding
+    for i in layout.layers:
+        for name, field in layer_fields(config, i).items():
+            yield f"layers.{i}.{name}", field
+    if layout.last:
+        yield "norm", Field((config.hidden_size,), (Part(NORM, (config.hidden_size,)),))
+        if not config.tie_word_embeddings:
+            yield "lm_head", Field(vocabulary, (Part(HEAD, vocabulary),))
+        elif not layout.first:
+            yield "embed_tokens", embedding
 
 
-def _assemble(
+def assemble(
     config: ModelConfig, layout: StageLayout, tensors: Mapping[str, Tensor], device: torch.device
 ) -> DecoderParams:
-    fields = layer_shapes(config)
-    layers = (LayerParams(**{field: tensors[_layer_name(i, field)] for field in fields}) for i in layout.layers)
+    """A stage's parameters of the tensors at the paths of `stage_fields`."""
+    layers = []
+    for i in layout.layers:
+        prefix = f"layers.{i}."
+        layers.append(LayerParams(**{k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}))
     inv_freq, _ = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
     return DecoderParams(
-        embed_tokens=tensors[_EMBED] if layout.first else None,
+        embed_tokens=tensors["embed_tokens"] if layout.first else None,
         layers=tuple(layers),
-        norm=tensors[_NORM] if layout.last else None,
-        lm_head=tensors[_EMBED if config.tie_word_embeddings else _HEAD] if layout.last else None,
+        norm=tensors["norm"] if layout.last else None,
+        lm_head=tensors["embed_tokens" if config.tie_word_embeddings else "lm_head"] if layout.last else None,
         inv_freq=inv_freq.to(device),
     )
 
 
-def _checked_dtype(config: ModelConfig, layout: StageLayout, dtype: torch.dtype | None, call: str) -> torch.dtype:
+def checked_dtype(config: ModelConfig, layout: StageLayout, dtype: torch.dtype | None, call: str) -> torch.dtype:
     """The dtype to load, once the layout was found to be one of this model."""
     if layout.stop > config.num_layers or layout.last != (layout.stop == config.num_layers):
         instead = f"split_layers({config.num_layers}, {layout.num_stages})[{layout.index}]"
@@ -152,7 +152,7 @@ def _checked_dtype(config: ModelConfig, layout: StageLayout, dtype: torch.dtype 
     return config.dtype if dtype is None else dtype
 
 
-def _checked_device(device: torch.device | str, call: str) -> torch.device:
+def checked_device(device: torch.device | str, call: str) -> torch.device:
     """The device with its index: safetensors takes a bare `cuda` for `cuda:0`, torch for the current one."""
     try:
         return torch.empty(0, device=device).device
@@ -213,17 +213,17 @@ def _check_names(
 ) -> None:
     missing = [name for name in shapes if name not in files]
     if missing:
-        instead = "check that config.json and the weights belong together"
-        raise CheckpointError(call, f"the checkpoint has no {_some(missing)}", instead)
+        raise CheckpointError(call, f"the checkpoint has no {_some(missing)}", _BELONG)
     explained = tensor_shapes(config, StageLayout(0, 1, 0, config.num_layers))
-    tied = {_HEAD} if config.tie_word_embeddings else set()
+    tied = {HEAD} if config.tie_word_embeddings else set()
     extra = [name for name in files if name not in explained and name not in tied and not _NEUTRAL.fullmatch(name)]
     if extra:
         seen = f"the checkpoint has {_some(extra)}, and no field of config.json explains that"
-        raise CheckpointError(call, seen, "check that config.json and the weights belong together")
+        raise CheckpointError(call, seen, _BELONG)
 
 
-def _check_tensor(handle: Any, name: str, shape: tuple[int, ...], file: str, call: str) -> None:
+def _check_tensor(handle: Any, part: Part, dtype: torch.dtype | None, file: str, call: str) -> None:
+    name, shape = part.name, part.shape
     try:
         view = handle.get_slice(name)
     except SafetensorError as error:
@@ -231,8 +231,12 @@ def _check_tensor(handle: Any, name: str, shape: tuple[int, ...], file: str, cal
         raise CheckpointError(call, f"{_INDEX} says that {file} holds {name}, and it does not", instead) from error
     if tuple(view.get_shape()) != shape:
         seen = f"{name} in {file} is {tuple(view.get_shape())}, and config.json makes it {shape}"
-        raise CheckpointError(call, seen, "check that config.json and the weights belong together")
-    if view.get_dtype() not in _FLOATS:
+        raise CheckpointError(call, seen, _BELONG)
+    if dtype is torch.float8_e4m3fn:
+        if view.get_dtype() != _FP8:
+            seen = f"{name} in {file} is {view.get_dtype()}, and quantization_config makes it {_FP8}"
+            raise CheckpointError(call, seen, _BELONG)
+    elif view.get_dtype() not in _FLOATS:
         seen = f"{name} in {file} is {view.get_dtype()}"
         raise CheckpointError(call, seen, f"weft loads {', '.join(_FLOATS)}: use the checkpoint before quantization")
 

@@ -13,7 +13,10 @@ import attrs
 import torch
 
 from weft.errors import CheckpointNotFoundError, ConfigError
+from weft.stages.architectures import ARCHITECTURES, NEUTRAL, NEUTRAL_AT, NEUTRAL_AT_IN, USED
 from weft.stages.fields import Fields
+from weft.stages.fp8_config import Fp8Config, parse_fp8
+from weft.stages.moe_config import MoeConfig, parse_moe
 from weft.stages.rope import Rope
 from weft.stages.rope_config import parse_rope
 
@@ -26,96 +29,11 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 @attrs.frozen
-class _Architecture:
-    """What transformers (5.23) assumes where a config.json of this architecture is silent."""
-
-    model_type: str
-    defaults: Mapping[str, Any]
-
-
-_QWEN_DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 151_936,
-    "intermediate_size": 22_016,
-    "max_position_embeddings": 32_768,
-    "num_key_value_heads": 32,
-    "head_dim": None,
-    "eos_token_id": None,
-}
-_ARCHITECTURES: Mapping[str, _Architecture] = {
-    "LlamaForCausalLM": _Architecture(
-        "llama",
-        {
-            "vocab_size": 32_000,
-            "intermediate_size": 11_008,
-            "max_position_embeddings": 2048,
-            "num_key_value_heads": None,
-            "head_dim": None,
-            "eos_token_id": 2,
-        },
-    ),
-    "Qwen2ForCausalLM": _Architecture("qwen2", _QWEN_DEFAULTS),
-    "Qwen3ForCausalLM": _Architecture("qwen3", {**_QWEN_DEFAULTS, "head_dim": 128}),
-}
-
-_USED = """
-    architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim rms_norm_eps max_position_embeddings rope_parameters rope_theta rope_scaling
-    original_max_position_embeddings tie_word_embeddings attention_bias mlp_bias eos_token_id dtype torch_dtype
-    sliding_window layer_types
-""".split()  # noqa: SIM905 - a column of quoted names would be four times as long
-
-# Why a field cannot change what a decoder computes at inference, and the fields of which that is so.
-_NEUTRAL_BY_REASON: Mapping[str, str] = {
-    "a note about the file or its tools": """_name_or_path name_or_path _commit_hash transformers_version
-        transformers.js_config unsloth_fixed unsloth_version is_llama_config""",
-    "training only": """initializer_range attention_dropout hidden_dropout gradient_checkpointing use_bfloat16
-        tf_legacy_loss problem_type""",
-    "which kernels and which extra outputs transformers uses": """use_cache attn_implementation _attn_implementation
-        _attn_implementation_autoset output_attentions output_hidden_states return_dict torchscript
-        tie_last_hidden_states""",
-    "the tokenizer's business": "bos_token_id pad_token_id sep_token_id tokenizer_class prefix",
-    "heads for other tasks": "num_labels id2label label2id finetuning_task task_specific_params",
-    "encoder-decoder models only": "is_decoder decoder_start_token_id tie_encoder_decoder",
-    "full attention has no window": "max_window_layers",
-    "an old copy of max_position_embeddings that nothing reads": "max_sequence_length",
-    "defaults of transformers' generate, which a weft request says itself": """max_length min_length do_sample
-        early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
-        repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-        num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
-        remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""",
-}
-NEUTRAL: Mapping[str, str] = {name: reason for reason, names in _NEUTRAL_BY_REASON.items() for name in names.split()}
-
-# Fields that say nothing at these values, and something that weft does not do at any other.
-NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "use_sliding_window": (False,),
-    "pretraining_tp": (1, None),
-    "partial_rotary_factor": (1.0, 1, None),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (None,),
-    "chunk_size_feed_forward": (0,),
-    "pruned_heads": ({}, None),
-    "per_layer_config": (None,),
-    "quantization_config": (None,),
-    "rope_interleaved": (False,),
-    "use_mrope": (False,),
-}
-# Qwen2 has its biases, and the two Qwens their bare MLP, whatever the file says: it may only agree.
-_NEUTRAL_AT_IN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "LlamaForCausalLM": {},
-    "Qwen2ForCausalLM": {"attention_bias": (True,), "mlp_bias": (False,)},
-    "Qwen3ForCausalLM": {"mlp_bias": (False,)},
-}
-
-
-@attrs.frozen
 class ModelConfig:
     """A decoder's configuration: all that its computation depends on, apart from its weights.
 
     Args:
-        architecture: `LlamaForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`.
+        architecture: `LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM` or `Qwen3MoeForCausalLM`.
         head_dim: the size of a head, even; `num_heads * head_dim` need not be `hidden_size`.
         rope: the rotary embedding.
         tie_word_embeddings: whether the head is the embedding's matrix.
@@ -123,6 +41,8 @@ class ModelConfig:
         qk_norm: whether queries and keys are normalised a head at a time.
         eos_token_ids: the tokens that end a generation; empty: none does.
         dtype: what the checkpoint declares; float32 where it is silent.
+        moe: the mixture of experts; None: every layer has the one feed-forward block of `intermediate_size`.
+        fp8: how linear layers are stored in FP8; None: none is.
 
     Raises:
         ConfigError: sizes that do not fit together.
@@ -146,6 +66,8 @@ class ModelConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    moe: MoeConfig | None = None
+    fp8: Fp8Config | None = None
 
     def __attrs_post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -157,7 +79,7 @@ class ModelConfig:
             self._refuse(seen, "num_attention_heads is a multiple of num_key_value_heads")
         if self.head_dim % 2:
             self._refuse(f"head_dim={self.head_dim}", "head_dim is even: the rotary embedding turns pairs")
-        if self.architecture not in _ARCHITECTURES:
+        if self.architecture not in ARCHITECTURES:
             self._refuse(f"architecture={self.architecture!r}", _supported())
         if self.dtype not in DTYPES.values():
             self._refuse(f"dtype={self.dtype}", f"dtype is one of {', '.join(DTYPES)}")
@@ -175,7 +97,7 @@ def parse_config(raw: Mapping[str, Any], *, source: str) -> ModelConfig:
 
     Raises:
         ConfigError: a field that weft does not know or support, named with its value; a value of the wrong type;
-            an architecture other than the three; sizes that contradict each other.
+            an architecture other than the four; sizes that contradict each other.
 
     >>> parse_config({"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 5}, source="a dict")
     Traceback (most recent call last):
@@ -232,9 +154,11 @@ def _parse(fields: Fields) -> ModelConfig:
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=parse_rope(fields),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            eos_token_ids=_eos_token_ids(fields, _ARCHITECTURES[architecture].defaults["eos_token_id"]),
+            qk_norm=architecture.startswith("Qwen3"),
+            eos_token_ids=_eos_token_ids(fields, ARCHITECTURES[architecture].defaults["eos_token_id"]),
             dtype=_dtype(fields),
+            moe=parse_moe(fields) if architecture == "Qwen3MoeForCausalLM" else None,
+            fp8=parse_fp8(fields),
             **values,
         )
     except ConfigError as error:
@@ -244,13 +168,13 @@ def _parse(fields: Fields) -> ModelConfig:
 
 
 def _supported() -> str:
-    return f"weft supports the architectures {', '.join(_ARCHITECTURES)}"
+    return f"weft supports the architectures {', '.join(ARCHITECTURES)}"
 
 
 def _architecture(fields: Fields) -> str:
     """The one name in `architectures`, or the one that `model_type` stands for where there is none."""
     model_type = fields.raw.get("model_type")
-    by_type = {known.model_type: name for name, known in _ARCHITECTURES.items()}
+    by_type = {known.model_type: name for name, known in ARCHITECTURES.items()}
     if not fields.raw.get("architectures"):
         if model_type is None:
             seen = f"{fields.source} has neither architectures nor model_type"
@@ -259,24 +183,24 @@ def _architecture(fields: Fields) -> str:
             raise fields.refuse("model_type", _supported())
         return by_type[model_type]
     names = fields.raw["architectures"]
-    if not isinstance(names, Sequence) or len(names) != 1 or names[0] not in _ARCHITECTURES:
+    if not isinstance(names, Sequence) or len(names) != 1 or names[0] not in ARCHITECTURES:
         raise fields.refuse("architectures", _supported())
     name = str(names[0])
-    if model_type not in (None, _ARCHITECTURES[name].model_type):
+    if model_type not in (None, ARCHITECTURES[name].model_type):
         values = {"architectures": names, "model_type": model_type}
-        raise fields.contradict(values, f"model_type is {_ARCHITECTURES[name].model_type!r} for {name}")
+        raise fields.contradict(values, f"model_type is {ARCHITECTURES[name].model_type!r} for {name}")
     return name
 
 
 def _check_every_field(fields: Fields, architecture: str) -> None:
     """Refuse each field that is neither used, nor neutral, nor neutral at its value."""
-    neutral_at = {**NEUTRAL_AT, **_NEUTRAL_AT_IN[architecture]}
+    neutral_at = {**NEUTRAL_AT, **NEUTRAL_AT_IN[architecture]}
     for name, value in fields.raw.items():
         if name in neutral_at:
             allowed = neutral_at[name]
             if not any(type(value) is type(one) and value == one for one in allowed):
                 raise fields.refuse(name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}")
-        elif name not in _USED and name not in NEUTRAL:
+        elif name not in USED and name not in NEUTRAL and name not in ARCHITECTURES[architecture].fields:
             instead = f"weft does not know what {name} does to {architecture}; remove it if it does nothing"
             raise fields.refuse(name, instead)
     _check_attention_is_full(fields, architecture)
@@ -290,14 +214,15 @@ def _check_attention_is_full(fields: Fields, architecture: str) -> None:
     types = fields.raw.get("layer_types")
     if types is None:
         return
-    layers = fields.integer("num_hidden_layers", 32)
+    layers = fields.integer("num_hidden_layers", ARCHITECTURES[architecture].defaults.get("num_layers", 32))
     if types != ["full_attention"] * layers:
         raise fields.refuse("layer_types", f"weft supports 'full_attention' in each of the {layers} layers")
 
 
 def _sizes(fields: Fields, architecture: str) -> dict[str, Any]:
-    defaults = _ARCHITECTURES[architecture].defaults
-    hidden, heads = fields.integer("hidden_size", 4096), fields.integer("num_attention_heads", 32)
+    defaults = ARCHITECTURES[architecture].defaults
+    hidden = fields.integer("hidden_size", defaults.get("hidden_size", 4096))
+    heads = fields.integer("num_attention_heads", 32)
     kv_heads, head_dim = fields.raw.get("num_key_value_heads", defaults["num_key_value_heads"]), defaults["head_dim"]
     if fields.raw.get("head_dim", head_dim) is not None or head_dim is not None:
         head_dim = fields.integer("head_dim", head_dim)
@@ -308,7 +233,7 @@ def _sizes(fields: Fields, architecture: str) -> dict[str, Any]:
         "vocab_size": fields.integer("vocab_size", defaults["vocab_size"]),
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size", defaults["intermediate_size"]),
-        "num_layers": fields.integer("num_hidden_layers", 32),
+        "num_layers": fields.integer("num_hidden_layers", defaults.get("num_layers", 32)),
         "num_heads": heads,
         "num_kv_heads": heads if kv_heads is None else fields.integer("num_key_value_heads", kv_heads),
         "head_dim": hidden // heads if head_dim is None else head_dim,

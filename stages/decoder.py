@@ -1,27 +1,35 @@
-"""Decoder stages: Llama, Qwen2 and Qwen3 as pure functions of parameters, state and batch.
+"""Decoder stages: Llama, Qwen2, Qwen3 and Qwen3-MoE as pure functions of parameters, state and batch.
 
 A stage is `(params, state, batch, x) -> (state, y)`: `x` is None on the first stage and `IntermediateTensors` on the
-others; `y` is `IntermediateTensors`, and on the last stage `Output`. The three architectures differ in their
-parameters alone: a bias or a QK norm that a model lacks is None.
+others; `y` is `IntermediateTensors`, and on the last stage `Output`. The architectures differ in their parameters
+alone: a bias, a QK norm, a router or the scales of FP8 that a model lacks are None.
 """
 
 from collections.abc import Callable
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.batch import EMBEDDED, Batch, ResolvedBatch
 from weft.donation import donates
+from weft.ops.experts import route, run_experts
+from weft.ops.fp8 import Quantized
+from weft.ops.gate import silu_mul, silu_mul_quantized
+from weft.ops.linear import fp8_linear, linear
+from weft.ops.norm import add_parts, add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from weft.ops.paged_attention import paged_attention
+from weft.ops.rotary import rotate_and_keep
 from weft.ops.sample_rows import sample_rows
 from weft.outputs import IntermediateTensors, Output
 from weft.sampling_table import SamplingTable
 from weft.stages.config import ModelConfig
+from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
 from weft.stages.logprobs import prompt_logprobs, top_logprobs
 from weft.stages.params import DecoderParams, LayerParams
-from weft.stages.rope import apply_rope, inverse_frequencies, rope_tables
+from weft.stages.rope import inverse_frequencies, rope_tables
 from weft.state import State, resolve
 
 DecoderStage = Callable[
@@ -90,12 +98,48 @@ def layers(
     Returns:
         [num_tokens, hidden_size].
     """
+    eps, added = config.rms_norm_eps, None
     for index, layer in enumerate(params.layers):
-        normed = rms_norm(hidden, layer.input_layernorm, config.rms_norm_eps)
-        hidden = hidden + attention(config, layer, kv_pages[index], batch, tables, normed)
-        normed = rms_norm(hidden, layer.post_attention_layernorm, config.rms_norm_eps)
-        hidden = hidden + mlp(layer, normed)
-    return hidden
+        x, hidden = norm(layer.input_layernorm, eps, added, hidden, quantized=layer.qkv_scale is not None)
+        added = attention(config, layer, kv_pages[index], batch, tables, x)
+        x, hidden = norm(layer.post_attention_layernorm, eps, added, hidden, quantized=layer.gate_up_scale is not None)
+        added = feed_forward(config, layer, x)
+    return hidden if added is None else add_parts(added, hidden)
+
+
+@attrs.frozen(eq=False)
+class Normed:
+    """What a norm gives its layers: [num_tokens, hidden_size], and the same in FP8 where their weights are."""
+
+    plain: Tensor
+    quantized: Quantized | None = None
+
+
+def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, quantized: bool) -> tuple[Normed, Tensor]:
+    """Add what the last block gave, if there was one, and normalise.
+
+    Args:
+        added: [num_tokens, hidden_size], or parts of it (`weft.ops.parts`).
+        hidden: [num_tokens, hidden_size].
+
+    Returns:
+        The normalised sum, and the sum.
+    """
+    if added is None:
+        first = Normed(*rms_norm_quantized(hidden, weight, eps)) if quantized else Normed(rms_norm(hidden, weight, eps))
+        return first, hidden
+    if not quantized:
+        plain, total = add_rms_norm(added, hidden, weight, eps)
+        return Normed(plain), total
+    plain, fp8, total = add_rms_norm_quantized(added, hidden, weight, eps)
+    return Normed(plain, fp8), total
+
+
+def project(x: Normed, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """A linear layer, plain or in FP8: [num_tokens, out], or parts of it."""
+    if scale is None:
+        return linear(x.plain, weight, bias)
+    return fp8_linear(x.quantized or x.plain, weight, scale, bias, dtype=x.plain.dtype)
 
 
 def attention(
@@ -104,7 +148,7 @@ def attention(
     kv_pages: Tensor,
     batch: ResolvedBatch,
     tables: tuple[Tensor, Tensor],
-    x: Tensor,
+    x: Normed,
 ) -> Tensor:
     """Grouped-query attention of one layer over the pages of each request, causal; writes this step's keys and values.
 
@@ -112,36 +156,47 @@ def attention(
         kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], written in place.
         tables: cosines and sines, each [num_tokens, head_dim / 2].
         x: [num_tokens, hidden_size], normalised.
+
+    Returns:
+        [num_tokens, hidden_size], or parts of it.
     """
-    tokens, dim = x.shape[0], config.head_dim
-    q = F.linear(x, layer.q_proj, layer.q_bias).view(tokens, config.num_heads, dim)
-    k = F.linear(x, layer.k_proj, layer.k_bias).view(tokens, config.num_kv_heads, dim)
-    v = F.linear(x, layer.v_proj, layer.v_bias).view(tokens, config.num_kv_heads, dim)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
-        k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
-    q, k = apply_rope(q, *tables), apply_rope(k, *tables)
+    tokens, dim = x.plain.shape[0], config.head_dim
+    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+    _, keys, values, _ = row_starts((one * dim for one in heads), layer.qkv_scale is not None)
+    qkv = project(x, layer.qkv_proj, layer.qkv_scale, layer.qkv_bias)
+    q = rotate_and_keep(
+        qkv, layer.q_norm, layer.k_norm, config.rms_norm_eps, *tables, batch.slot_mapping, kv_pages,
+        config.num_heads, (keys, values),
+    )  # fmt: skip
     longest = batch.descriptor.query_len or max(tokens, 1)
     mixed = paged_attention(
-        q,
-        k,
-        v,
-        kv_pages,
-        batch.slot_mapping,
-        batch.block_table,
-        batch.query_start_loc,
-        batch.seq_lens,
-        longest,
-        dim**-0.5,
-    )
-    return F.linear(mixed.reshape(tokens, config.num_heads * dim), layer.o_proj, layer.o_bias)
+        q, None, None, kv_pages, batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens,
+        longest, dim**-0.5,
+    )  # fmt: skip
+    return project(Normed(mixed.reshape(tokens, config.num_heads * dim)), layer.o_proj, layer.o_scale, layer.o_bias)
 
 
-def mlp(layer: LayerParams, x: Tensor) -> Tensor:
-    """The gated feed-forward block, `down(silu(gate(x)) * up(x))`; x and result [num_tokens, hidden_size]."""
-    gate = F.linear(x, layer.gate_proj, layer.gate_bias)
-    up = F.linear(x, layer.up_proj, layer.up_bias)
-    return F.linear(F.silu(gate) * up, layer.down_proj, layer.down_bias)
+def feed_forward(config: ModelConfig, layer: LayerParams, x: Normed) -> Tensor:
+    """The gated block, `down(silu(gate(x)) * up(x))`, or the experts that the router chooses, each such a block.
+
+    Args:
+        x: [num_tokens, hidden_size], normalised.
+
+    Returns:
+        [num_tokens, hidden_size], or parts of it.
+    """
+    dtype = x.plain.dtype
+    if layer.router is None or config.moe is None:
+        gate_up = project(x, layer.gate_up_proj, layer.gate_up_scale, layer.gate_up_bias)
+        if layer.down_scale is None:
+            return linear(silu_mul(gate_up, dtype), layer.down_proj, layer.down_bias)
+        quantized = silu_mul_quantized(gate_up, dtype)
+        return fp8_linear(quantized, layer.down_proj, layer.down_scale, layer.down_bias, dtype=dtype)
+    weights, experts = route(linear(x.plain, layer.router), config.moe.top_k, config.moe.renormalize, dtype)
+    return run_experts(
+        x.plain if x.quantized is None else x.quantized, layer.gate_up_proj, layer.down_proj, weights, experts,
+        gate_up_scale=layer.gate_up_scale, down_scale=layer.down_scale, dtype=dtype,
+    )  # fmt: skip
 
 
 def head(config: ModelConfig, params: DecoderParams, batch: ResolvedBatch, hidden: Tensor) -> Tensor:
@@ -174,11 +229,3 @@ def finish(
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
         prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs)
     return Output(ids, logprobs, logits.float() if keep_logits else None, *top, *prompt)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv 1910.07467).
-
-    In float32 inside, rounded once, after the multiplication by the weight.
-    """
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -45,12 +45,12 @@ class Model:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.params.layers[0].q_proj.device
+        return self.params.inv_freq.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights, and of the KV cache."""
-        return self.params.layers[0].q_proj.dtype
+        return self.params.layers[0].input_layernorm.dtype
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds.

@@ -1,12 +1,9 @@
 """The parameters of a decoder as a tree of tensors, and a stage's part of them."""
 
-from collections.abc import Mapping
-
 import attrs
 from torch import Tensor
 
 from weft.errors import ProgramError
-from weft.stages.config import ModelConfig
 from weft.stages.layout import StageLayout
 from weft.trees import pytree, tree_leaves
 
@@ -17,28 +14,35 @@ from weft.trees import pytree, tree_leaves
 class LayerParams:
     """One decoder layer; None: the model has no such tensor.
 
-    The projections are `[out, in]`, as `torch.nn.functional.linear` takes them, their biases `[out]`; the layer norms
-    `[hidden]`; `q_norm` and `k_norm` `[head_dim]`.
+    A projection is `[out, in]`, as `torch.nn.functional.linear` takes it, and its bias `[out]`; those that have one
+    input are one matrix, the rows of each below those of the one before. The layer norms are `[hidden]`; `q_norm` and
+    `k_norm` `[head_dim]`.
+
+    Where there is a `router` `[experts, hidden]`, `gate_up_proj` is `[experts, 2 * inner, hidden]` and `down_proj`
+    `[experts, hidden, inner]`.
+
+    A projection with a scale is float8_e4m3fn, and `scale[…, n // 128, k // 128]`, float32, is what `weight[…, n, k]`
+    is multiplied by. Each of the matrices that it was made of begins at a multiple of 128 rows, and zeros fill the
+    gaps.
     """
 
     input_layernorm: Tensor
-    q_proj: Tensor
-    k_proj: Tensor
-    v_proj: Tensor
+    qkv_proj: Tensor
     o_proj: Tensor
     post_attention_layernorm: Tensor
-    gate_proj: Tensor
-    up_proj: Tensor
+    gate_up_proj: Tensor
     down_proj: Tensor
-    q_bias: Tensor | None = None
-    k_bias: Tensor | None = None
-    v_bias: Tensor | None = None
-    o_bias: Tensor | None = None
+    router: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    qkv_scale: Tensor | None = None
+    o_scale: Tensor | None = None
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
 
 
 @pytree
@@ -59,22 +63,6 @@ class DecoderParams:
     norm: Tensor | None
     lm_head: Tensor | None
     inv_freq: Tensor
-
-
-def layer_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """The shape of every field of `LayerParams` that a model with this configuration has, by the field's name."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    outputs = {"q": query, "k": key, "v": key, "o": hidden, "gate": inner, "up": inner, "down": hidden}
-    inputs = {"o": query, "down": inner}
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    shapes |= {f"{name}_proj": (size, inputs.get(name, hidden)) for name, size in outputs.items()}
-    biased = "qkv" * config.qkv_bias + "o" * config.o_bias
-    names = [*biased, *(("gate", "up", "down") if config.mlp_bias else ())]
-    shapes |= {f"{name}_bias": (outputs[name],) for name in names}
-    if config.qk_norm:
-        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-    return shapes
 
 
 def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:

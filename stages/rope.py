@@ -1,4 +1,4 @@
-"""Rotary position embedding: its parameters as a value, its inverse frequencies, its tables, and the rotation.
+"""Rotary position embedding: its parameters as a value, its inverse frequencies, and its tables.
 
 Llama, Qwen2 and Qwen3 share it; `weft.stages.rope_config` reads it from a configuration.
 """
@@ -125,22 +125,3 @@ def rope_tables(
     """
     angles = positions[:, None].float() * inv_freq
     return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs `(x[..., i], x[..., i + D/2])`: the half layout of transformers' checkpoints.
-
-    Args:
-        x: `[T, H, D]`, queries or keys.
-        cos, sin: `[T, D/2]` of the dtype of `x`, from `rope_tables`.
-
-    Returns:
-        `[T, H, D]` of the dtype of `x`.
-
-    >>> cos, sin = rope_tables(torch.tensor([math.pi / 2]), torch.tensor([1]), 1.0, torch.float32)
-    >>> apply_rope(torch.tensor([[[1.0, 0.0]]]), cos, sin).round()
-    tensor([[[-0., 1.]]])
-    """
-    left, right = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

@@ -8,8 +8,8 @@ import attrs
 from weft.effects import Program
 from weft.errors import ProgramError
 from weft.stages.config import ModelConfig, load_config
+from weft.stages.layer_fields import layer_fields
 from weft.stages.layout import StageLayout, split_layers
-from weft.stages.params import layer_shapes
 from weft.transforms.balance import balance
 from weft.transforms.cohorts import CohortPlan, CohortRow, plan_cohorts
 from weft.transforms.schedule import decode_jobs, make_programs
@@ -68,7 +68,7 @@ class Bytes:
     """What a decode step reads, in bytes.
 
     Args:
-        layer: the weights of one layer.
+        layer: the weights of one layer, the largest, with all its experts.
         head: the final norm and the head's matrix.
         embedding: of a token, the row of the embedding.
         kv: of a token of context, in one layer.
@@ -85,9 +85,42 @@ class Bytes:
     def of(cls, config: ModelConfig) -> "Bytes":
         """Of a model in the dtype that it declares."""
         size, row = config.dtype.itemsize, config.hidden_size * config.dtype.itemsize
-        layer = sum(math.prod(shape) for shape in layer_shapes(config).values()) * size
+        layer = max(round(weights.fixed + weights.experts) for weights in layer_weights(config))
         kv = 2 * config.num_kv_heads * config.head_dim * size
         return cls(layer, row + config.vocab_size * row, row, kv, row)
+
+
+@attrs.frozen
+class Weights:
+    """The bytes of a layer's weights: those that every step reads, and those of its experts.
+
+    Args:
+        share: of the experts, what one token chooses.
+    """
+
+    fixed: int
+    experts: int
+    share: float = 0.0
+
+    def read(self, size: int) -> float:
+        """What a step of `size` requests reads, if all experts are as likely: any is left out by all tokens with
+        probability `(1 - share) ** size`."""
+        return self.fixed + self.experts * (1 - (1 - self.share) ** size)
+
+
+def layer_weights(config: ModelConfig) -> list[Weights]:
+    """Of every layer."""
+    return [_layer_weights(config, index) for index in range(config.num_layers)]
+
+
+def _layer_weights(config: ModelConfig, index: int) -> Weights:
+    fields = layer_fields(config, index)
+    fixed = experts = 0
+    for name, field in fields.items():
+        count = math.prod(field.shape) * (field.dtype or config.dtype).itemsize
+        of_experts = "router" in fields and name.startswith(("gate_up", "down"))
+        fixed, experts = fixed + count * (not of_experts), experts + count * of_experts
+    return Weights(fixed, experts, 0.0 if config.moe is None else config.moe.top_k / config.moe.num_experts)
 
 
 @attrs.frozen
@@ -137,7 +170,7 @@ def predict(wanted: Wanted) -> Prediction:
     if not 1 <= wanted.stages <= config.num_layers:
         seen = f"{wanted.stages} stages; the model has {config.num_layers} layers"
         raise ProgramError(f"weft plan --pp {wanted.stages}", seen, "from 1 stage to one a layer")
-    model = _Model(Bytes.of(config), config.num_layers, _context(wanted, config), wanted)
+    model = _Model(Bytes.of(config), layer_weights(config), _context(wanted, config), wanted)
     table = plan_cohorts(
         model.costs, wanted.requests, wanted.stages, cohorts=_numbers(wanted), capacity=wanted.capacity
     )
@@ -168,18 +201,18 @@ class _Model:
     """Bytes over bandwidth."""
 
     bytes: Bytes
-    num_layers: int
+    weights: list[Weights]
     context: int
     wanted: Wanted
 
     def balanced(self, size: int) -> Split:
         """The best split for a cohort of `size` requests."""
-        layer, first, last = self._seconds(size)
-        return self._split(balance([layer] * self.num_layers, self.wanted.stages, first=first, last=last), size)
+        layers, first, last = self._seconds(size)
+        return self._split(balance(layers, self.wanted.stages, first=first, last=last), size)
 
     def even(self, size: int) -> Split:
         """The split that looks at the number of layers alone."""
-        return self._split(split_layers(self.num_layers, self.wanted.stages), size)
+        return self._split(split_layers(len(self.weights), self.wanted.stages), size)
 
     def costs(self, size: int) -> Costs:
         """What a step of a cohort of `size` requests costs, in its best split."""
@@ -191,13 +224,14 @@ class _Model:
             output_bytes=size * _OUTPUT_BYTES,
         )
 
-    def _seconds(self, size: int) -> tuple[float, float, float]:
-        """Of a layer, of the embedding, and of the head."""
+    def _seconds(self, size: int) -> tuple[list[float], float, float]:
+        """Of each layer, of the embedding, and of the head."""
         per_second = self.wanted.bandwidth * _GIGA
-        layer = self.bytes.layer + size * self.context * self.bytes.kv
-        return layer / per_second, size * self.bytes.embedding / per_second, self.bytes.head / per_second
+        kv = size * self.context * self.bytes.kv
+        layers = [(weights.read(size) + kv) / per_second for weights in self.weights]
+        return layers, size * self.bytes.embedding / per_second, self.bytes.head / per_second
 
     def _split(self, layouts: Sequence[StageLayout], size: int) -> Split:
-        layer, first, last = self._seconds(size)
-        seconds = (layer * len(one.layers) + first * one.first + last * one.last for one in layouts)
+        layers, first, last = self._seconds(size)
+        seconds = (sum(layers[i] for i in one.layers) + first * one.first + last * one.last for one in layouts)
         return Split(tuple(layouts), tuple(seconds))

@@ -21,8 +21,8 @@ _QUERY_BLOCK = 256
 
 def paged_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     kv_pages: Tensor,
     slot_mapping: Tensor,
     block_table: Tensor,
@@ -47,7 +47,7 @@ def paged_attention(
     Args:
         q: `[T, H, D]`, float32, bfloat16 or float16. Sums are in float32.
         k: `[T, Hkv, D]`, q's dtype, as are v and kv_pages; Hkv divides H.
-        v: `[T, Hkv, D]`.
+        v: `[T, Hkv, D]`. Where k and v are None, they were written before: each token's are in its slot.
         kv_pages: `[2, P, page_size, Hkv, D]`, contiguous: a layer's pages, keys at 0, values at 1; written in place.
         slot_mapping: `[T]`, int32 or int64: token t is kept in page `slot // page_size` at `slot % page_size`.
         block_table: `[R, max_pages]`, int32: the pages of each request, in order.
@@ -93,8 +93,8 @@ def paged_attention(
 
 def _on_cpu(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     kv_pages: Tensor,
     slot_mapping: Tensor,
     block_table: Tensor,
@@ -107,20 +107,21 @@ def _on_cpu(
     limit = block_table.shape[1] * kv_pages.shape[2]
     spans = list(_spans(query_start_loc.tolist(), seq_lens.tolist(), q.shape[0], max_query_len, limit))
     slots = slot_mapping.tolist()
-    written = [t for span in spans for t in range(span.start, span.end) if slots[t] >= 0]
-    _write(k, v, kv_pages, slot_mapping, written)
+    live = [t for span in spans for t in range(span.start, span.end) if slots[t] >= 0]
+    if k is not None and v is not None:
+        _write(k, v, kv_pages, slot_mapping, live)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for span in spans:
         _attend(q, kv_pages, block_table[span.request], span.trimmed(slots), scale, out)
-    if len(written) != len(slots):
+    if len(live) != len(slots):
         out[slot_mapping < 0] = 0
     return out
 
 
 def _fake(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     kv_pages: Tensor,
     slot_mapping: Tensor,
     block_table: Tensor,
@@ -134,8 +135,8 @@ def _fake(
 
 def _on_cuda(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     kv_pages: Tensor,
     slot_mapping: Tensor,
     block_table: Tensor,
@@ -155,7 +156,7 @@ def _on_cuda(
 # Defined so, a call costs the host a tenth of what one of torch.library.custom_op does.
 torch.library.define(
     "weft::paged_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor slot_mapping, Tensor block_table, "
+    "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pages, Tensor slot_mapping, Tensor block_table, "
     "Tensor query_start_loc, Tensor seq_lens, SymInt max_query_len, float scale) -> Tensor",
 )
 torch.library.impl("weft::paged_attention", "CPU", _on_cpu)
@@ -260,8 +261,8 @@ def _causal(scores: Tensor, queries: int) -> Tensor:
 
 def _check_shapes(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     kv_pages: Tensor,
     slot_mapping: Tensor,
     block_table: Tensor,
@@ -278,8 +279,7 @@ def _check_shapes(
     requests = block_table.shape[0]
     for name, tensor, shape in (
         ("kv_pages", kv_pages, (2, pages, page_size, kv_heads, dim)),
-        ("k", k, (tokens, kv_heads, dim)),
-        ("v", v, (tokens, kv_heads, dim)),
+        *((name, x, (tokens, kv_heads, dim)) for name, x in (("k", k), ("v", v)) if x is not None),
         ("slot_mapping", slot_mapping, (tokens,)),
         ("query_start_loc", query_start_loc, (requests + 1,)),
         ("seq_lens", seq_lens, (requests,)),
@@ -294,8 +294,8 @@ def _check_shapes(
 
 def _check_kinds(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     kv_pages: Tensor,
     slot_mapping: Tensor,
     block_table: Tensor,
@@ -306,8 +306,7 @@ def _check_kinds(
     floats = (q.dtype,) if q.dtype in _FLOATS else _FLOATS
     for name, tensor, dtypes in (
         ("q", q, floats),
-        ("k", k, floats),
-        ("v", v, floats),
+        *((name, x, floats) for name, x in (("k", k), ("v", v)) if x is not None),
         ("kv_pages", kv_pages, floats),
         ("slot_mapping", slot_mapping, _SLOT_DTYPES),
         ("block_table", block_table, (torch.int32,)),
@@ -320,6 +319,8 @@ def _check_kinds(
         if tensor.device != q.device:
             call, seen = f"paged_attention(…, {name}=…)", f"{name} on {tensor.device}, q on {q.device}"
             raise DeviceError(call, seen, f"{name}.to({str(q.device)!r})")
+    if (k is None) != (v is None):
+        raise _refused("v" if v is None else "k", "no values beside it", "pass both k and v, or None for both")
     if not kv_pages.is_contiguous():
         seen = f"strides {kv_pages.stride()} of shape {_shape(kv_pages)}"
         raise _refused("kv_pages", seen, "pass one layer of contiguous pages, such as pages[layer]")

@@ -1,6 +1,7 @@
 """The CUDA implementation of `weft::paged_attention`, in Triton: three kernels, whose launches depend on shapes alone.
 
-1. `_write_kernel`, a program a token: k and v go to their slots, and the output of padding becomes 0.
+1. `_write_kernel`, a program a token: k and v go to their slots, and the output of padding becomes 0. Where k and v
+   were written before, the whole output is zeroed instead.
 2. `_attend_kernel`, a program for a block of queries of one request, a key head, and a share (split) of the context:
    softmax attention a tile of keys at a time, with a running maximum and sum (FlashAttention-2, Dao 2023, algorithm 1).
    The heads that share a key head are rows of one matrix, so that each key is loaded once for all of them.
@@ -99,8 +100,8 @@ def _splits(programs: int, tiles: int, processors: int) -> int:
 
 def attend(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     kv_pages: Tensor,
     slot_mapping: Tensor,
     block_table: Tensor,
@@ -110,14 +111,18 @@ def attend(
     scale: float,
 ) -> Tensor:
     """`weft.ops.paged_attention.paged_attention` by the kernels below: its arguments, unchecked, and its result."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if k is None or v is None:  # in the pages already: no kernel writes, so that padding's zeros are to be written here
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    else:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not q.numel():
         return out
-    q, k, v = _packed_heads(q), _packed_heads(k), _packed_heads(v)
+    q = _packed_heads(q)
     where = (slot_mapping.contiguous(), block_table.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
     # A launch goes to the current device, which need not be that of the tensors.
     with torch.cuda.device_of(q):
-        _launch_write(k, v, kv_pages, where, out)
+        if k is not None and v is not None:
+            _launch_write(_packed_heads(k), _packed_heads(v), kv_pages, where, out)
         if seq_lens.numel():
             _launch_attend(q, kv_pages, where, max_query_len, scale, out)
     return out

@@ -1,11 +1,14 @@
 """Which implementation each op uses on a device, and why: what `weft doctor` prints."""
 
+from collections.abc import Iterator
+
 import attrs
 import torch
 
 from weft.errors import DeviceError
 from weft.ops.copies import how_launched, no_kernel
 from weft.ops.paged_attention import no_triton, triton_version
+from weft.ops.tiles import measured
 
 
 @attrs.frozen
@@ -29,6 +32,18 @@ _SAMPLERS = {
     "count_tokens": "one launch, which writes only for requests that have penalties",
 }
 
+_LAYER = {
+    "norms": "residual addition, norm and quantisation in one kernel",
+    "silu_mul": "the gate, and the quantisation of its result, in one kernel",
+    "rotate_and_keep": "QK norm, rotation and the KV cache in one kernel",
+    "quantize": "128 columns of a token at a time",
+    "route": "softmax, top-k and division in one kernel",
+    "linear": "torch's F.linear, but where a tile was measured to be faster",
+    "fp8_linear": "split over its columns for few tokens; the next kernel adds the parts",
+    "run_experts": "a launch a product; pairs are found by each program, or sorted where there are many",
+}
+"""What stands between attention calls, and what its CUDA implementation does."""
+
 _CPU_COPIES = OpBackend("copies", "torch", "one tensor at a time, or one dtype; the CPU has no launch to save")
 
 _FLASHINFER = OpBackend(
@@ -44,14 +59,15 @@ def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
     Raises:
         DeviceError: weft has no kernels for this type of device.
 
-    >>> {row.op: row.implementation for row in backends("cpu")}["copies"]
-    'torch'
+    >>> [row.op for row in backends("cpu") if row.implementation == "torch"]
+    ['copies']
     """
     kind = torch.device(device).type
     if kind == "cpu":
-        return (_REFERENCE, *_CPU_SAMPLE, _CPU_COPIES)
+        return (_REFERENCE, *_CPU_SAMPLE, *_cpu_layer(), _CPU_COPIES)
     if kind == "cuda":
-        return (_cuda_attention(), _FLASHINFER, *_cuda_samplers(), _cuda_copies(torch.device(device)))
+        copies = _cuda_copies(torch.device(device))
+        return (_cuda_attention(), _FLASHINFER, *_cuda_samplers(), *_cuda_layer(), copies)
     raise DeviceError(f"backends({str(device)!r})", f"weft has no kernels for {kind!r}", "use 'cpu' or 'cuda'")
 
 
@@ -71,6 +87,30 @@ def _cuda_samplers() -> tuple[OpBackend, ...]:
         error = no_triton("sample on cuda")
         return tuple(OpBackend(op, "missing", f"{error.seen}; {error.instead}") for op in _SAMPLERS)
     return tuple(OpBackend(op, f"triton {version}", reason) for op, reason in _SAMPLERS.items())
+
+
+def _cpu_layer() -> Iterator[OpBackend]:
+    for op in _LAYER:
+        yield OpBackend(op, "reference", "plain torch; the CPU has no other")
+
+
+def _cuda_layer() -> Iterator[OpBackend]:
+    version = triton_version()
+    for op, what in _LAYER.items():
+        if version is None:
+            error = no_triton(f"{op} on cuda")
+            yield OpBackend(op, "missing", f"{error.seen}; {error.instead}")
+        else:
+            yield OpBackend(op, f"triton {version}", what + _measured(op))
+
+
+def _measured(op: str) -> str:
+    """For which shapes the tiles of an op were measured, where it has any."""
+    kinds = {"linear": "linear bf16 ", "fp8_linear": "linear fp8 ", "run_experts": "experts "}
+    if op not in kinds:
+        return ""
+    shapes = [key.removeprefix(kinds[op]) for key in measured() if key.startswith(kinds[op])]
+    return f"; tiles measured for {', '.join(shapes) or 'no shapes'}, else by rule"
 
 
 def _cuda_copies(device: torch.device) -> OpBackend:

@@ -10,20 +10,20 @@ from torch import Tensor
 from weft.batch import LAST_TOKEN, Batch
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
-from weft.stages.checkpoint import random_params
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
+from weft.stages.random_weights import random_params
 from weft.state import State, admit
 from weft.trees import tree_map
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @st.composite
 def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelConfig:
-    """Small decoders of the three architectures: any ratio of grouped queries, any rope scaling, tied and untied."""
+    """Small decoders of the four architectures: any ratio of grouped queries, any rope scaling, tied and untied."""
     architecture = draw(st.sampled_from(ARCHITECTURES))
     kv_heads = draw(st.sampled_from((1, 2)))
     head_dim = draw(st.sampled_from((4, 6, 8)))
@@ -40,11 +40,27 @@ def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelC
         "tie_word_embeddings": draw(st.booleans()),
         "rope_parameters": draw(st.sampled_from(ROPES)),
     }
-    if architecture == "Qwen3ForCausalLM":
+    if architecture.startswith("Qwen3"):
         raw["head_dim"] = head_dim
+    if architecture == "Qwen3MoeForCausalLM":
+        raw |= draw(moe_fields(raw["num_hidden_layers"]))
     if architecture != "Qwen2ForCausalLM":
         raw["attention_bias"] = draw(st.booleans())
     return parse_config(raw, source="a drawn configuration")
+
+
+@st.composite
+def moe_fields(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
+    """Fields of a Qwen3-MoE: any number of experts, and any layers without them."""
+    num_experts = draw(st.integers(1, 6))
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": draw(st.integers(1, num_experts)),
+        "moe_intermediate_size": draw(st.sampled_from((4, 10))),
+        "norm_topk_prob": draw(st.booleans()),
+        "decoder_sparse_step": draw(st.sampled_from((1, 1, 2))),
+        "mlp_only_layers": draw(st.lists(st.integers(0, num_layers - 1), max_size=1)),
+    }
 
 
 ROPES = (

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from weft.proofs.strategies.models import configs
 from weft.proofs.strategies.sampling import sampling_params
-from weft.stages.checkpoint import random_params
 from weft.stages.config import ModelConfig
 from weft.stages.decoder import DecoderStage, decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
+from weft.stages.random_weights import random_params
 from weft.state import State
 from weft.transforms.engine.requests import Request
 from weft.transforms.engine.scheduler import Budget

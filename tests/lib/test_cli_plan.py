@@ -71,6 +71,35 @@ def test_the_bytes_are_those_of_the_shapes(run: Weft, folder: str) -> None:
     assert (found["architecture"], found["num_layers"], found["dtype"]) == ("LlamaForCausalLM", 8, "bfloat16")
 
 
+def test_experts_cost_what_the_tokens_touch(run: Weft, tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 384,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "vocab_size": 256,
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    attention = (512 * 256 + 256 * 256) + 4 * (4 * 2 + 2 * 2) + 2 * (2 * 256 + 2 * 128)
+    experts = 4 * (3 * 128 * 256 + 4 * 3 * 2)
+    dense = attention + 3 * 384 * 256 + 4 * 3 * 3 * 2
+    sparse = attention + 2 * 4 * 256
+    found = predicted(run, str(tmp_path), "--pp", "3", "--requests", "2", "--cohorts", "1", "--context", "0")
+    assert found["model"]["bytes"]["layer"] == max(sparse + experts, dense)
+    touched = sparse + experts * (1 - 0.75**2)
+    seconds = [stage["seconds"] for stage in found["splits"]["even"]]
+    assert seconds == pytest.approx([(touched + 2 * 512) / 1e9, dense / 1e9, (touched + 512 + 256 * 512) / 1e9])
+
+
 def test_the_bytes_are_those_of_a_checkpoint(run: Weft) -> None:
     found = predicted(run, str(DEMO), "--pp", "1")["model"]["bytes"]
     model = load(DEMO, "cpu", "bfloat16")

@@ -274,6 +274,18 @@ def test_the_op_declares_what_it_does(shape: Shape) -> None:
     torch.library.opcheck(torch.ops.weft.paged_attention.default, args)
 
 
+@pytest.mark.parametrize("shape", FIXED, ids=map(str, FIXED))
+def test_keys_and_values_may_have_been_written_before(shape: Shape) -> None:
+    case = draw_case(shape)
+    q, k, v, pages, *rest = case.args
+    out = paged_attention(q, k, v, pages, *rest)
+    kept = pages.clone()
+    assert torch.equal(paged_attention(q, None, None, pages, *rest), out)
+    assert torch.equal(bits(pages), bits(kept))
+    with pytest.raises(DescriptorError, match="pass both k and v, or None for both"):
+        paged_attention(q, None, v, pages, *rest)
+
+
 def test_q_k_v_may_be_slices_and_the_pages_a_layer() -> None:
     case = draw_case(Shape(RAGGED, tail=2))
     q, k, v, pages, *rest = case.args
@@ -368,7 +380,12 @@ _INTERPRETED = """
 import sys, torch
 from weft.ops.paged_attention_triton import attend
 batches = torch.load(sys.argv[1])
-torch.save([(attend(*args), args[3]) for args in batches], sys.argv[2])
+done = [(attend(*args), args[3]) for args in batches]
+# Now that keys and values are in the pages.
+for args, (out, _) in zip(batches, done):
+    again = attend(args[0], None, None, *args[3:])
+    assert torch.equal(again, out) and not again.isnan().any()
+torch.save(done, sys.argv[2])
 """
 
 

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.proofs.bench import decode_modes, graphify_overhead, ladder_capture, sampling
+from weft.ops.tiles import Tile
+from weft.proofs.bench import decode_modes, graphify_overhead, kernels, ladder_capture, sampling, tile_search
+from weft.proofs.bench.kernel_cases import QWEN3_0_6B, QWEN3_30B_A3B, Sizes
+from weft.proofs.bench.tile_table import Product, Timed, best
 
 
 def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,3 +56,46 @@ def test_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert [row["asked"] for row in rows] == list(sampling.ASKED)
     assert all(row["us"] > 0 < row["sample_us"] for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["kernels", "--out", str(tmp_path), "--quick", "--tokens", "1", "3"])
+    kernels.main()
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert {(row["model"], row["tokens"]) for row in rows} == {
+        (m, n) for m in ("tiny, experts", "tiny") for n in (1, 3)
+    }
+    assert {"run_experts", "route", "fp8_linear", "linear", "rotate_and_keep", "silu_mul"} <= {
+        r["kernel"] for r in rows
+    }
+    for row in rows:
+        assert row["share"] * row["us"] == pytest.approx(row["floor_us"])
+        assert row["floor_us"] > 0
+        assert row["error"] < 1e-2
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows) + 4
+
+
+@pytest.mark.parametrize("sizes", [QWEN3_30B_A3B, QWEN3_0_6B], ids=lambda sizes: str(sizes.name))
+@pytest.mark.parametrize("tokens", [1, 64, 256, 4096])
+def test_candidates_are_tiles_that_triton_takes(sizes: Sizes, tokens: int) -> None:
+    for product in tile_search.products(sizes, tokens):
+        tiles = list(tile_search.candidates(product))
+        assert 2 <= len(tiles) == len(set(tiles)) <= 150
+        for tile in tiles:
+            assert tile.tokens >= 16
+            assert tile.columns == 128 or product.kind == "linear"
+            assert tile.sort or tokens * sizes.top_k <= 512 or product.kind.endswith("linear")
+
+
+def test_the_best_tiles_of_both_products_fit_together() -> None:
+    """A first product that quantises fits only a second that takes what is quantised; sorting twice costs twice."""
+    first, second = (Product(kind, 64, 0, 0, QWEN3_30B_A3B) for kind in ("gate_up", "down"))
+    plain = Product("down", 64, 0, 0, QWEN3_30B_A3B, plain=True)
+    whole, half = Tile(256, 16, 128, 4, 3), Tile(128, 16, 128, 4, 3)
+    sorted_half, wide = Tile(128, 16, 128, 4, 3, sort=True), Tile(128, 32, 128, 4, 3, sort=True)
+    seen = [Timed(first, whole, 8.0), Timed(second, half, 9.0), Timed(first, half, 10.0), Timed(plain, half, 5.0)]
+    assert list(best(seen, 4.0).values()) == [half]  # one key in this test: 10 + 5 < 8 + 9
+    seen += [Timed(first, sorted_half, 3.0), Timed(plain, wide, 1.0), Timed(plain, sorted_half, 2.0)]
+    assert list(best(seen, 4.0).values()) == [sorted_half]  # 3 + 2 + 4 < 3 + 1 + 2 * 4
+    linear = Product("linear", 64, 5, 5, QWEN3_0_6B)
+    assert best([Timed(linear, None, 1.0), Timed(linear, half, 2.0)], 0.0) == {linear.key: None}

@@ -21,14 +21,18 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError, ProgramError
 from weft.stages import checkpoint
-from weft.stages.checkpoint import load_params, random_params, tensor_shapes
+from weft.stages.checkpoint import load_params, tensor_shapes
 from weft.stages.config import ModelConfig, load_config, parse_config
+from weft.stages.layer_fields import layer_fields
 from weft.stages.layout import StageLayout, split_layers
-from weft.stages.params import DecoderParams, layer_shapes, num_bytes, slice_params
+from weft.stages.params import DecoderParams, num_bytes, slice_params
+from weft.stages.random_weights import random_params
 from weft.stages.rope import inverse_frequencies
 from weft.trees import leaves_with_names, tree_leaves
 
@@ -40,6 +44,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "mlp_only_layers": [1, 4]}
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "llama-biased": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True, "head_dim": 6}),
@@ -48,6 +53,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
     "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 8, **EXPERTS}),
 }
 
 
@@ -80,25 +86,36 @@ def saved(request: pytest.FixtureRequest, shard_size: str | None, tmp_path_facto
     return folder, model
 
 
-def by_their_name(path: str) -> str:
-    """`.layers[3].q_bias` -> model.layers.3.self_attn.q_proj.bias, written out rather than computed as weft does it."""
-    modules = {
-        **{f"{part}_proj": f"self_attn.{part}_proj.weight" for part in "qkvo"},
-        **{f"{part}_bias": f"self_attn.{part}_proj.bias" for part in "qkvo"},
-        **{f"{part}_proj": f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
-        **{f"{part}_bias": f"mlp.{part}_proj.bias" for part in ("gate", "up", "down")},
-        **{f"{part}_norm": f"self_attn.{part}_norm.weight" for part in "qk"},
-        **{f"{part}_layernorm": f"{part}_layernorm.weight" for part in ("input", "post_attention")},
+def by_their_names(config: ModelConfig, params: DecoderParams) -> dict[str, Tensor]:
+    """The tensors under transformers' names, taken apart again by hand."""
+    found = {
+        "model.embed_tokens.weight": params.embed_tokens,
+        "model.norm.weight": params.norm,
+        "lm_head.weight": params.lm_head,
+        "model.rotary_emb.inv_freq": params.inv_freq,
     }
-    head, _, field = path.lstrip(".").partition("].")
-    if field:
-        return f"model.layers.{head.removeprefix('layers[')}.{modules[field]}"
-    return {
-        "embed_tokens": "model.embed_tokens.weight",
-        "norm": "model.norm.weight",
-        "lm_head": "lm_head.weight",
-        "inv_freq": "model.rotary_emb.inv_freq",
-    }[head]
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for i, layer in enumerate(params.layers):
+        for kind, qkv, o in (("weight", layer.qkv_proj, layer.o_proj), ("bias", layer.qkv_bias, layer.o_bias)):
+            parts = (None,) * 3 if qkv is None else qkv.split((query, key, key))
+            found |= {
+                f"model.layers.{i}.self_attn.{x}_proj.{kind}": t for x, t in zip("qkvo", (*parts, o), strict=True)
+            }
+        found[f"model.layers.{i}.self_attn.q_norm.weight"] = layer.q_norm
+        found[f"model.layers.{i}.self_attn.k_norm.weight"] = layer.k_norm
+        found[f"model.layers.{i}.input_layernorm.weight"] = layer.input_layernorm
+        found[f"model.layers.{i}.post_attention_layernorm.weight"] = layer.post_attention_layernorm
+        found[f"model.layers.{i}.mlp.gate.weight"] = layer.router
+        if layer.router is not None:  # their module holds the experts stacked, as ours
+            found[f"model.layers.{i}.mlp.experts.gate_up_proj"] = layer.gate_up_proj
+            found[f"model.layers.{i}.mlp.experts.down_proj"] = layer.down_proj
+            continue
+        kinds = (("weight", layer.gate_up_proj, layer.down_proj), ("bias", layer.gate_up_bias, layer.down_bias))
+        for kind, gate_up, down in kinds:
+            gate, up = (None, None) if gate_up is None else gate_up.chunk(2)
+            named = {"gate": gate, "up": up, "down": down}
+            found |= {f"model.layers.{i}.mlp.{x}_proj.{kind}": t for x, t in named.items()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def their_tensors(model: Any) -> dict[str, Tensor]:
@@ -110,7 +127,7 @@ def test_the_whole_model_is_what_transformers_saved(saved: Any) -> None:
     config = load_config(folder)
     params = load_params(folder, config, whole(config))
     theirs = their_tensors(model)
-    ours = {by_their_name(path): leaf for path, leaf in leaves_with_names(params) if leaf is not None}
+    ours = by_their_names(config, params)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype
@@ -242,7 +259,7 @@ def assert_refused(
     config = attrs.evolve(parse_config(json.loads((folder / "config.json").read_text()), source="t"), **config_changes)
     layout = whole(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_assemble", lambda *_: pytest.fail("loaded"))
+        patch.setattr(checkpoint, "assemble", lambda *_: pytest.fail("loaded"))
         patch.setattr(checkpoint, "tqdm", lambda *_, **__: pytest.fail("a tensor was about to be read"))
         with pytest.raises(kind) as caught:
             load_params(folder, config, layout)
@@ -409,9 +426,9 @@ def test_random_stages_agree_with_the_whole(config: ModelConfig, data: st.DataOb
     inv_freq, _ = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
     assert torch.equal(complete.inv_freq, inv_freq)
     assert (complete.lm_head is complete.embed_tokens) == config.tie_word_embeddings
-    for layer in complete.layers:
-        present = {field: tuple(getattr(layer, field).shape) for field in layer_shapes(config)}
-        assert present == layer_shapes(config)
+    for i, layer in enumerate(complete.layers):
+        present = {field: tuple(getattr(layer, field).shape) for field in layer_fields(config, i)}
+        assert present == {name: field.shape for name, field in layer_fields(config, i).items()}
         assert sum(leaf is not None for leaf in tree_leaves(layer)) == len(present)
 
 
@@ -420,13 +437,13 @@ def test_random_parameters() -> None:
     params = random_params(config, whole(config), seed=1, dtype=torch.float64, std=0.1)
     layer, other = params.layers[0], params.layers[1]
     assert params.norm is not None
-    assert float(layer.gate_proj.std()) == pytest.approx(0.1, rel=0.05)
-    assert float(layer.gate_proj.mean()) == pytest.approx(0.0, abs=0.01)
+    assert float(layer.gate_up_proj.std()) == pytest.approx(0.1, rel=0.05)
+    assert float(layer.gate_up_proj.mean()) == pytest.approx(0.0, abs=0.01)
     assert float(params.norm.mean()) == pytest.approx(1.0, abs=0.05)
     assert float(layer.input_layernorm.std()) == pytest.approx(0.1, rel=0.3)
     # Each tensor has its own noise, and another seed has other noise.
-    assert not torch.equal(layer.q_proj, other.q_proj)
-    assert not torch.equal(layer.gate_proj, layer.up_proj)
+    assert not torch.equal(layer.qkv_proj, other.qkv_proj)
+    assert not torch.equal(*layer.gate_up_proj.chunk(2))
     again = random_params(config, whole(config), seed=2, dtype=torch.float64, std=0.1)
     assert again.norm is not None
     assert not torch.equal(params.norm, again.norm)

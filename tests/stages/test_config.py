@@ -17,21 +17,31 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from weft.errors import CheckpointNotFoundError, ConfigError
-from weft.stages.config import NEUTRAL, NEUTRAL_AT, ModelConfig, load_config, parse_config
+from weft.proofs.strategies.models import moe_fields
+from weft.stages.architectures import NEUTRAL, NEUTRAL_AT
+from weft.stages.config import ModelConfig, load_config, parse_config
+from weft.stages.fp8_config import Fp8Config
+from weft.stages.moe_config import MOE_FIELDS, MoeConfig
 from weft.stages.rope import Rope
 
 CONFIG_CLASSES: dict[str, Any] = {
     "LlamaForCausalLM": LlamaConfig,
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
 }
 MODEL_CLASSES: dict[str, Any] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 SMALL: dict[str, Any] = {
     "vocab_size": 40,
@@ -75,9 +85,21 @@ def assert_agrees(ours: ModelConfig, theirs: Any, architecture: str) -> None:
         qkv_bias=attention_bias,
         o_bias=attention_bias and architecture != "Qwen2ForCausalLM",
         mlp_bias=getattr(theirs, "mlp_bias", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture.startswith("Qwen3"),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         dtype=theirs.dtype or torch.float32,
+        moe=None if architecture != "Qwen3MoeForCausalLM" else experts_of(theirs),
+    )
+
+
+def experts_of(theirs: Any) -> MoeConfig:
+    return MoeConfig(
+        num_experts=theirs.num_experts,
+        top_k=theirs.num_experts_per_tok,
+        inner=theirs.moe_intermediate_size,
+        renormalize=theirs.norm_topk_prob,
+        sparse_step=theirs.decoder_sparse_step,
+        dense_layers=tuple(theirs.mlp_only_layers),
     )
 
 
@@ -111,6 +133,8 @@ def transformers_configs(draw: st.DrawFn) -> tuple[str, PretrainedConfig]:
         fields |= draw(st.fixed_dictionaries({}, optional={"head_dim": st.sampled_from([2, 8, 64])}))
     if architecture == "LlamaForCausalLM":
         fields["mlp_bias"] = draw(st.booleans())
+    if architecture == "Qwen3MoeForCausalLM":
+        fields |= draw(moe_fields(fields["num_hidden_layers"]))
     return architecture, CONFIG_CLASSES[architecture](**fields)
 
 
@@ -306,6 +330,16 @@ CHANGES: dict[str, Any] = {
     "eos_token_id": 11,
     "dtype": "bfloat16",
     "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+MOE_CHANGES: dict[str, Any] = {
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 9,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [1],
 }
 
 
@@ -313,6 +347,61 @@ CHANGES: dict[str, Any] = {
 def test_every_used_field_is_used(name: str) -> None:
     base = {"architectures": ["LlamaForCausalLM"], **SMALL}
     assert parse({**base, name: CHANGES[name]}) != parse(base)
+
+
+@pytest.mark.parametrize("name", sorted(MOE_FIELDS))
+def test_every_field_of_the_experts_is_used(name: str) -> None:
+    base = {**QWEN3_MOE, **SMALL}
+    assert parse({**base, name: MOE_CHANGES[name]}) != parse(base)
+    with pytest.raises(ConfigError, match=f"weft does not know what {name} does to Qwen3ForCausalLM"):
+        parse({**QWEN3, **SMALL, name: MOE_CHANGES[name]})
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def test_fp8_as_released_checkpoints_and_transformers_write_it() -> None:
+    released = {**FP8, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]}
+    theirs = FineGrainedFP8Config(modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"]).to_dict()
+    for raw in (released, {**theirs, "quant_method": "fp8"}):
+        found = parse({**QWEN3_MOE, "quantization_config": raw})
+        assert found.fp8 == Fp8Config(("lm_head", "model.layers.0.mlp.gate"))
+    assert parse({**QWEN3_MOE, "quantization_config": None}).fp8 is None
+
+
+PATTERNS = ["lm_head", "model.layers.1", "gate", r"model\.layers\.\d\.mlp", "proj", "layers.3", ""]
+MODULES = ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.11.mlp.gate", "model.layers.3.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("module", MODULES)
+def test_what_is_converted_is_what_transformers_converts(pattern: str, module: str) -> None:
+    assert Fp8Config((pattern,)).converts(module) == should_convert_module(module, [pattern])
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen", "instead"),
+    [
+        ({"quant_method": "gptq"}, "quant_method='gptq'", "weft supports quantization_config.quant_method='fp8'"),
+        ({"weight_block_size": [64, 64]}, "weight_block_size=[64, 64]", "weft supports quantization_config.weight_"),
+        ({"activation_scheme": "static"}, "activation_scheme='static'", "weft supports quantization_config.activation"),
+        ({"bits": 8}, "bits=8", "quantization_config takes quant_method, activation_scheme, weight_block_size, fmt"),
+        ({"modules_to_not_convert": "x"}, "modules_to_not_convert='x'", "modules_to_not_convert is a list of names"),
+        ({"modules_to_not_convert": ["("]}, "modules_to_not_convert=['(']", "each of modules_to_not_convert is a reg"),
+    ],
+)
+def test_other_quantizations_are_refused(changes: dict[str, Any], seen: str, instead: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({**QWEN3, "quantization_config": {**FP8, **changes}})
+    assert caught.value.seen == f"config.json has quantization_config.{seen}"
+    assert caught.value.instead.startswith(instead)
+
+
+@pytest.mark.parametrize("raw", [{"quant_method": "fp8"}, "fp8", {"weight_block_size": [128, 128]}])
+def test_a_quantization_that_says_too_little(raw: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({**QWEN3, "quantization_config": raw})
+    assert caught.value.seen == f"config.json has quantization_config={raw!r}"
 
 
 # A value other than the default, for each neutral field that a decoder's configuration holds.
@@ -369,7 +458,6 @@ UNSUPPORTED = {
     "chunk_size_feed_forward": 2,
     "pruned_heads": {"0": [1]},
     "per_layer_config": {"0": {"intermediate_size": 8}},
-    "quantization_config": {"quant_method": "fp8"},
     "rope_interleaved": True,
     "use_mrope": True,
 }
@@ -389,15 +477,15 @@ def test_fields_that_are_neutral_only_at_some_values(name: str) -> None:
 @given(name=st.text(min_size=1, max_size=20), value=st.one_of(st.none(), st.booleans(), st.integers(), st.text()))
 @settings(max_examples=50, deadline=None)
 def test_no_unknown_field_is_overlooked(name: str, value: Any) -> None:
-    assume(name not in NEUTRAL and name not in NEUTRAL_AT and name not in CHANGES)
+    assume(name not in NEUTRAL and name not in NEUTRAL_AT and name not in CHANGES and name != "quantization_config")
     with pytest.raises(ConfigError) as caught:
         parse({"architectures": ["LlamaForCausalLM"], name: value})
     assert caught.value.seen == f"config.json has {name}={value!r}"
     assert caught.value.instead.startswith(f"weft does not know what {name} does to LlamaForCausalLM")
 
 
-LLAMA, QWEN2, QWEN3 = ({"architectures": [name]} for name in CONFIG_CLASSES)
-SUPPORTED = "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+LLAMA, QWEN2, QWEN3, QWEN3_MOE = ({"architectures": [name]} for name in CONFIG_CLASSES)
+SUPPORTED = "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -435,6 +523,21 @@ SUPPORTED = "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM,
             {**QWEN2, "head_dim": 5},
             "config.json has head_dim=5",
             "head_dim is even: the rotary embedding turns pairs",
+        ),
+        (
+            {**QWEN3_MOE, "num_experts": 4, "num_local_experts": 5},
+            "config.json has num_experts=4 and num_local_experts=5",
+            "keep num_experts alone",
+        ),
+        (
+            {**QWEN3_MOE, "num_local_experts": 7},
+            "config.json has num_experts_per_tok=8 and num_experts=7",
+            "num_experts_per_tok is from 1 to num_experts",
+        ),
+        (
+            {**QWEN3_MOE, "mlp_only_layers": 3},
+            "config.json has mlp_only_layers=3",
+            "mlp_only_layers is a list of layers, or null",
         ),
         ({**QWEN3, "head_dim": None}, "config.json has head_dim=None", "head_dim is a whole number, 1 or more"),
         ({**LLAMA, "vocab_size": 0}, "config.json has vocab_size=0", "vocab_size is a whole number, 1 or more"),

@@ -37,13 +37,13 @@ from weft.errors import (
     WeftError,
 )
 from weft.proofs.laws import assert_equal
-from weft.stages.checkpoint import random_params
 from weft.stages.config import parse_config
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, Model
 from weft.stages.module import from_module
 from weft.stages.params import slice_params
+from weft.stages.random_weights import random_params
 from weft.state import advance
 from weft.transforms.generate import make_state
 from weft.transforms.graphify import graphify
@@ -142,7 +142,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[WeftError], str, str]] =
         lambda f: change_config(f, architectures=["GPT2LMHeadModel"]),
         ConfigError,
         "config.json has architectures=['GPT2LMHeadModel']",
-        "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+        "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
     ),
     "an unknown field": (
         lambda f: change_config(f, logit_softcap=30.0),

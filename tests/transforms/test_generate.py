@@ -22,12 +22,15 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 import weft
 from weft.batch import Batch
 from weft.ops.sample import sample
 from weft.proofs.strategies import ARCHITECTURES, ROPES
+from weft.proofs.strategies.models import moe_fields
 from weft.sampling import SamplingParams
 from weft.stages import decoder
 from weft.stages.model import DEMO
@@ -47,6 +50,7 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
     "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
+    "Qwen3MoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 
@@ -84,6 +88,8 @@ class Case:
         seldom near ties, and no tensor could be left out unseen."""
         config_class, model_class = CLASSES[self.architecture]
         model = model_class(config_class(**self.fields)).eval()
+        if self.architecture == "Qwen3MoeForCausalLM":  # its grouped product asks for multiples of 16 bytes
+            model.set_experts_implementation("eager")
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
             for name, tensor in model.named_parameters():
@@ -207,7 +213,9 @@ def cases(draw: st.DrawFn, architecture: str) -> Case:
         fields["attention_bias"] = draw(st.booleans())
     if architecture == "LlamaForCausalLM":
         fields["mlp_bias"] = draw(st.booleans())
-    if architecture == "Qwen3ForCausalLM":  # its heads need not fill the hidden size
+    if architecture == "Qwen3MoeForCausalLM":
+        fields |= draw(moe_fields(fields["num_hidden_layers"]))
+    if architecture.startswith("Qwen3"):  # its heads need not fill the hidden size
         fields |= {"head_dim": head_dim, "hidden_size": draw(st.sampled_from((8, 12, 20)))}
     length = st.one_of(st.integers(1, 4), st.integers(11, 17), st.integers(27, 34))
     return Case(
@@ -254,12 +262,14 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1]}
 DEFAULT, LINEAR, LLAMA3, YARN = ROPES
 LENGTHS = [30, 14, 1, 17]
 CHOSEN = [
     Case("LlamaForCausalLM", {**SIZES, "attention_bias": True, "rope_parameters": LLAMA3}, 2, LENGTHS),
     Case("Qwen2ForCausalLM", {**SIZES, "tie_word_embeddings": True, "rope_parameters": YARN}, 9, LENGTHS, sharded=True),
     Case("Qwen3ForCausalLM", {**SIZES, "head_dim": 10, "rope_parameters": LINEAR}, 22, LENGTHS),
+    Case("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS, "head_dim": 8, "norm_topk_prob": True}, 3, LENGTHS),
 ]
 
 

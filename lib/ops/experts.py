@@ -1,0 +1,142 @@
+"""A mixture of experts: the router's choice, and the products with the experts that it chose."""
+
+import torch
+from torch import Tensor
+
+from weft.errors import DescriptorError
+from weft.ops.fp8 import Quantized, dequantize, dequantize_weight, reference_quantize
+from weft.ops.gate import gated
+from weft.ops.parts import sum_parts
+from weft.ops.register import register
+
+
+def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The `top_k` experts of each token by softmax(logits), best first; of equal ones the first.
+
+    Args:
+        logits: `[T, E]`, or float32 parts of it `[S, T, E]`.
+        renormalize: whether the weights are divided by their sum.
+        dtype: what the sum of the parts is rounded to, before all else is in float32.
+
+    Returns:
+        Weights `[T, top_k]` float32 and experts `[T, top_k]` int32.
+
+    >>> route(torch.tensor([[0.0, 2.0, 2.0]]), 2, True, torch.float32)
+    (tensor([[0.5000, 0.5000]]), tensor([[1, 2]], dtype=torch.int32))
+    """
+    weights, experts = torch.ops.weft.route(logits, top_k, renormalize, dtype)
+    return weights, experts
+
+
+def run_experts(
+    x: Tensor | Quantized,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    *,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`weight * down(silu(gate(x)) * up(x))` of each token and each of its experts, still to be added up.
+
+    Products are in float32; what stands between them is rounded to `dtype`, and in FP8 then quantised, 128 columns of a
+    token at a time.
+
+    Args:
+        x: `[T, H]` of `dtype`, or quantised where the weights are.
+        gate_up: `[E, 2 * I, H]`: the gates' rows, then the ups'.
+        down: `[E, H, I]`.
+        weights, experts: `[T, top_k]`, from `route`.
+        gate_up_scale, down_scale: `[E, ceil(2 * I / 128), ceil(H / 128)]` and `[E, ceil(H / 128), ceil(I / 128)]`
+            float32, of weights in FP8; then I is a multiple of 128.
+
+    Returns:
+        Parts (`weft.ops.parts`) `[top_k, T, H]` float32.
+
+    Raises:
+        DescriptorError: shapes contradict each other, or only one of x and the two weights is in FP8.
+    """
+    values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
+    (num_experts, doubled, hidden), (_, _, inner) = gate_up.shape, down.shape
+    if (tuple(down.shape), doubled, values.shape[1]) != ((num_experts, hidden, inner), 2 * inner, hidden):
+        seen = f"x {list(values.shape)}, gate_up {list(gate_up.shape)} and down {list(down.shape)}"
+        raise DescriptorError("run_experts(x, gate_up, down, …)", seen, "pass [T, H], [E, 2 * I, H] and [E, H, I]")
+    kinds = {scales is None, gate_up_scale is None, down_scale is None}
+    if len(kinds) > 1 or (scales is not None and inner % 128):
+        seen = f"{'no ' if scales is None else ''}scales of x, I={inner}"
+        raise DescriptorError("run_experts(…)", seen, "give scales of all three, with I in 128s, or none")
+    out: Tensor = torch.ops.weft.run_experts(
+        values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
+    )
+    return out
+
+
+def reference_route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`weft::route` in plain torch, on any device."""
+    best, order = sum_parts(logits, dtype).float().sort(dim=-1, descending=True, stable=True)
+    # Relative to the greatest, which is first.
+    powers = torch.exp(best - best[:, :1])
+    weights = powers[:, :top_k]
+    weights = weights / (weights if renormalize else powers).sum(-1, keepdim=True)
+    return weights.contiguous(), order[:, :top_k].to(torch.int32).contiguous()
+
+
+def reference_run_experts(
+    values: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`weft::run_experts` in plain torch, on any device."""
+    x = values.float() if scales is None else dequantize(Quantized(values, scales))
+    out = x.new_zeros((experts.shape[1], *values.shape))
+    for expert in experts.unique().tolist():
+        tokens, slots = (experts == expert).nonzero(as_tuple=True)
+        first = _wide(gate_up, gate_up_scale, expert)
+        gate, up = (x[tokens] @ first.T).chunk(2, dim=-1)
+        middle = gated(gate, up, dtype)
+        wide = middle.float() if scales is None else dequantize(Quantized(*reference_quantize(middle)))
+        out[slots, tokens] = wide @ _wide(down, down_scale, expert).T * weights[tokens, slots, None]
+    return out
+
+
+def _wide(weight: Tensor, scale: Tensor | None, expert: int) -> Tensor:
+    return weight[expert].float() if scale is None else dequantize_weight(weight[expert], scale[expert])
+
+
+def _fake_route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[-2], top_k
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def _fake_run_experts(
+    values: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    return values.new_empty((experts.shape[1], *values.shape), dtype=torch.float32)
+
+
+register(
+    "route", "(Tensor logits, int top_k, bool renormalize, ScalarType dtype) -> (Tensor, Tensor)",
+    cpu=reference_route, fake=_fake_route, kernel="weft.ops.route_triton:route",
+)  # fmt: skip
+register(
+    "run_experts",
+    "(Tensor values, Tensor? scales, Tensor gate_up, Tensor? gate_up_scale, Tensor down, Tensor? down_scale, "
+    "Tensor weights, Tensor experts, ScalarType dtype) -> Tensor",
+    cpu=reference_run_experts, fake=_fake_run_experts, kernel="weft.ops.experts_triton:run_experts",
+)  # fmt: skip

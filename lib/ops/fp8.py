@@ -1,0 +1,96 @@
+"""FP8 as DeepSeek-V3 stores it (arXiv 2412.19437, section 3.3): the format of weights, the quantiser of activations.
+
+A value is a float8_e4m3fn times the float32 scale of its block: 128 by 128 weights, or 128 columns of one token. The
+last block of a row or a column may be smaller.
+"""
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.ops.register import register
+from weft.trees import pytree
+
+BLOCK = 128
+"""Columns, and of weights also rows, that share a scale."""
+
+MOST = 448.0
+"""The greatest float8_e4m3fn."""
+
+LEAST = 1e-10
+"""Taken for the greatest magnitude of a block in which all are smaller, so that no scale is 0."""
+
+
+def ceil_blocks(size: int) -> int:
+    """How many blocks `size` rows or columns are.
+
+    >>> ceil_blocks(128), ceil_blocks(129)
+    (1, 2)
+    """
+    return -(-size // BLOCK)
+
+
+@pytree
+@attrs.frozen(eq=False)
+class Quantized:
+    """Activations in FP8: `values[t, c] * scales[t, c // 128]`.
+
+    Args:
+        values: `[T, K]` float8_e4m3fn.
+        scales: `[T, ceil(K / 128)]` float32.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+def reference_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise `[T, K]` 128 columns at a time; the reference of every kernel that quantises.
+
+    With m the greatest magnitude of a block, at least 1e-10, in float32: the scale is m / 448, and a value becomes
+    x * (448 / m), at most 448 either way, rounded to the nearest float8_e4m3fn, ties to even.
+
+    Returns:
+        Values `[T, K]` float8_e4m3fn and scales `[T, ceil(K / 128)]` float32.
+    """
+    tokens, columns = x.shape
+    padded = torch.nn.functional.pad(x.float(), (0, ceil_blocks(columns) * BLOCK - columns))
+    blocks = padded.view(tokens, ceil_blocks(columns), BLOCK)
+    most = blocks.abs().amax(-1).clamp(min=LEAST)
+    # Not `MOST / most`, for which torch multiplies by a rounded reciprocal.
+    inverse = torch.full_like(most, MOST) / most
+    scaled = (blocks * inverse[..., None]).clamp(-MOST, MOST)
+    return scaled.to(torch.float8_e4m3fn).view(tokens, -1)[:, :columns].contiguous(), most / MOST
+
+
+def dequantize(x: Quantized) -> Tensor:
+    """`[T, K]` float32."""
+    return x.values.float() * x.scales.repeat_interleave(BLOCK, 1)[:, : x.values.shape[1]]
+
+
+def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    """`[…, N, K]` float32 of weights in blocks of 128 by 128.
+
+    Args:
+        weight: `[…, N, K]` float8_e4m3fn.
+        scale: `[…, ceil(N / 128), ceil(K / 128)]` float32.
+    """
+    rows, columns = weight.shape[-2:]
+    wide = scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+    return weight.float() * wide[..., :rows, :columns]
+
+
+def quantize(x: Tensor) -> Quantized:
+    """`[T, K]` in FP8, as `reference_quantize` says, by one kernel on CUDA."""
+    return Quantized(*torch.ops.weft.quantize(x))
+
+
+def _fake_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    scales = x.new_empty((x.shape[0], ceil_blocks(x.shape[1])), dtype=torch.float32)
+    return x.new_empty(tuple(x.shape), dtype=torch.float8_e4m3fn), scales
+
+
+register(
+    "quantize", "(Tensor x) -> (Tensor, Tensor)",
+    cpu=reference_quantize, fake=_fake_quantize, kernel="weft.ops.norm_triton:quantize",
+)  # fmt: skip

@@ -1,0 +1,65 @@
+"""The CUDA implementation of the ops of `weft.ops.gate`, in Triton. Import it only where triton is installed."""
+
+# Triton's decorators have no types, and neither have the pointers that a kernel takes.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two, quantize_rows
+from weft.ops.fp8 import ceil_blocks
+from weft.ops.parts import num_parts
+
+_MOST_GROUPS = 8
+"""Blocks of 128 columns that a program takes at most."""
+
+
+@triton.jit
+def _gate_kernel(
+    x, out, scales, inner, stride,
+    PARTS: tl.constexpr, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < inner
+    offsets = token * 2 * inner + column
+    gate = load_sum(x, offsets, inside, stride, PARTS, TYPE)
+    up = load_sum(x, offsets + inner, inside, stride, PARTS, TYPE)
+    row = (gate / (1 + tl.exp(-gate)) * up).to(TYPE)
+    place = out + token * inner + column
+    if QUANTIZE:
+        values, scale = quantize_rows(row.to(tl.float32))
+        tl.store(place, values, mask=inside)
+        blocks = tl.cdiv(inner, 128)
+        tl.store(scales + token * blocks + group, scale, mask=group < blocks)
+    else:
+        tl.store(place, row, mask=inside)
+
+
+def silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`weft::silu_mul`."""
+    return _run(x, dtype, False)[0]
+
+
+def silu_mul_quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`weft::silu_mul_quantized`."""
+    return _run(x, dtype, True)
+
+
+def _run(x: Tensor, dtype: torch.dtype, quantized: bool) -> tuple[Tensor, Tensor]:
+    """The result and its scales, or itself in their place."""
+    x, tokens, inner = x.contiguous(), x.shape[-2], x.shape[-1] // 2
+    out = x.new_empty((tokens, inner), dtype=torch.float8_e4m3fn if quantized else dtype)
+    scales = x.new_empty((tokens, ceil_blocks(inner)), dtype=torch.float32) if quantized else out
+    groups = min(_MOST_GROUPS, power_of_two(ceil_blocks(inner)))
+    with torch.cuda.device_of(x):
+        if tokens:
+            _gate_kernel[(tokens, triton.cdiv(ceil_blocks(inner), groups))](
+                x, out, scales, inner, 2 * tokens * inner,
+                PARTS=num_parts(x), QUANTIZE=quantized, GROUPS=groups, TYPE=TRITON_DTYPES[dtype],
+                num_warps=max(1, groups // 2),
+            )  # fmt: skip
+    return out, scales

@@ -1,0 +1,99 @@
+"""Linear layers: `weft::linear` for plain weights, and `weft::fp8_linear` for weights in FP8 blocks."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.errors import DescriptorError
+from weft.ops.fp8 import BLOCK, Quantized, ceil_blocks, dequantize, dequantize_weight, reference_quantize
+from weft.ops.register import register
+from weft.ops.tiles import linear_parts
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`.
+
+    Args:
+        x: `[T, K]`.
+        weight: `[N, K]`, of x's dtype.
+        bias: `[N]`.
+
+    Returns:
+        `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.parts`): S follows from the shapes, the
+        dtype and the device.
+    """
+    out: Tensor = torch.ops.weft.linear(x, weight, bias)
+    return out
+
+
+def fp8_linear(
+    x: Tensor | Quantized, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype
+) -> Tensor:
+    """`x @ weight.T + bias`, both in FP8; products in float32, each block of 128 columns scaled before it is added.
+
+    Args:
+        x: `[T, K]`; plain values are quantised, as by `weft.ops.fp8.quantize`.
+        weight: `[N, K]` float8_e4m3fn.
+        scale: `[ceil(N / 128), ceil(K / 128)]` float32.
+        bias: `[N]`.
+        dtype: of the result.
+
+    Returns:
+        `[T, N]` of `dtype`, or float32 parts of it `[S, T, N]`, as by `linear`.
+
+    Raises:
+        DescriptorError: shapes or dtypes contradict each other.
+    """
+    values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
+    columns, rows = values.shape[1], weight.shape[0]
+    wanted = (ceil_blocks(rows), ceil_blocks(columns))
+    if weight.dtype != torch.float8_e4m3fn or tuple(weight.shape) != (rows, columns) or tuple(scale.shape) != wanted:
+        seen = f"weight {list(weight.shape)} {weight.dtype} and scale {list(scale.shape)} beside {columns} columns"
+        instead = f"pass float8_e4m3fn [N, {columns}], and a scale for every {BLOCK} by {BLOCK} of it"
+        raise DescriptorError("fp8_linear(x, weight, scale)", seen, instead)
+    out: Tensor = torch.ops.weft.fp8_linear(values, scales, weight, scale, bias, dtype)
+    return out
+
+
+def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`weft::linear` in plain torch, on any device."""
+    return F.linear(x, weight, bias)
+
+
+def reference_fp8_linear(
+    values: Tensor, scales: Tensor | None, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`weft::fp8_linear` in plain torch, on any device."""
+    x = Quantized(*reference_quantize(values)) if scales is None else Quantized(values, scales)
+    out = dequantize(x) @ dequantize_weight(weight, scale).T
+    return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _fake_parts(x, weight, x.dtype, x.itemsize == 2)
+
+
+def _fake_fp8_linear(
+    values: Tensor, scales: Tensor | None, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return _fake_parts(values, weight, dtype, True)
+
+
+def _fake_parts(x: Tensor, weight: Tensor, dtype: torch.dtype, split: bool) -> Tensor:
+    (tokens, columns), rows = x.shape, weight.shape[0]
+    fp8 = weight.dtype == torch.float8_e4m3fn
+    parts = linear_parts(tokens, rows, columns, fp8) if x.device.type == "cuda" and split else 1
+    if parts == 1:
+        return x.new_empty((tokens, rows), dtype=dtype)
+    return x.new_empty((parts, tokens, rows), dtype=torch.float32)
+
+
+register(
+    "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    cpu=reference_linear, fake=_fake_linear, kernel="weft.ops.linear_triton:linear",
+)  # fmt: skip
+register(
+    "fp8_linear",
+    "(Tensor values, Tensor? scales, Tensor weight, Tensor scale, Tensor? bias, ScalarType dtype) -> Tensor",
+    cpu=reference_fp8_linear, fake=_fake_fp8_linear, kernel="weft.ops.linear_triton:fp8_linear",
+)  # fmt: skip

@@ -1,0 +1,103 @@
+"""The CUDA implementation of the ops of `weft.ops.norm` and of `weft::quantize`, in Triton: one kernel, a program a
+token, of which an op leaves out what it does not need. Import it only where triton is installed."""
+
+# Triton's decorators have no types, and neither have the pointers that a kernel takes.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two, quantize_rows
+from weft.ops.fp8 import ceil_blocks
+from weft.ops.parts import num_parts
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, total, normed, values, scales, columns, stride, eps,
+    PARTS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr,
+    GROUPS: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < columns
+    offsets = token * columns + column
+    row = load_sum(x, offsets, inside, stride, PARTS, TYPE)
+    if ADD:
+        row += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
+        row = row.to(TYPE).to(tl.float32)
+        tl.store(total + offsets, row.to(TYPE), mask=inside)
+    if NORM:
+        mean = tl.sum(tl.sum(row * row, 1), 0) / columns
+        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        row = (row * (1 / tl.sqrt(mean + eps)) * gain).to(TYPE).to(tl.float32)
+        tl.store(normed + offsets, row.to(TYPE), mask=inside)
+    if QUANTIZE:
+        fp8, scale = quantize_rows(row)
+        tl.store(values + offsets, fp8, mask=inside)
+        blocks = tl.cdiv(columns, 128)
+        tl.store(scales + token * blocks + group, scale, mask=group < blocks)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`weft::rms_norm`."""
+    return _run(x, weight=weight, eps=eps)[1]
+
+
+def norm_quantized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`weft::rms_norm_quantized`."""
+    _, normed, values, scales = _run(x, weight=weight, eps=eps, quantized=True)
+    return normed, values, scales
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`weft::add_rms_norm`."""
+    total, normed, *_ = _run(x, residual, weight, eps)
+    return normed, total
+
+
+def add_norm_quantized(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`weft::add_rms_norm_quantized`."""
+    total, normed, values, scales = _run(x, residual, weight, eps, quantized=True)
+    return normed, values, scales, total
+
+
+def add(x: Tensor, residual: Tensor) -> Tensor:
+    """`weft::add_parts`."""
+    return _run(x, residual)[0]
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`weft::quantize`."""
+    _, _, values, scales = _run(x, quantized=True)
+    return values, scales
+
+
+def _run(
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    quantized: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Total, normed, values and scales; x stands for those that were not asked for."""
+    x, (tokens, columns) = x.contiguous(), x.shape[-2:]
+    like = x if residual is None else residual.contiguous()
+    total = x if residual is None else torch.empty_like(like)
+    normed = x if weight is None else torch.empty_like(like)
+    values = like.new_empty((tokens, columns), dtype=torch.float8_e4m3fn) if quantized else x
+    scales = like.new_empty((tokens, ceil_blocks(columns)), dtype=torch.float32) if quantized else x
+    groups = power_of_two(ceil_blocks(columns))
+    with torch.cuda.device_of(x):
+        if tokens:
+            _norm_kernel[(tokens,)](
+                x, like, x if weight is None else weight, total, normed, values, scales, columns, tokens * columns, eps,
+                PARTS=num_parts(x), ADD=residual is not None, NORM=weight is not None, QUANTIZE=quantized,
+                GROUPS=groups, TYPE=TRITON_DTYPES[like.dtype], num_warps=max(1, min(8, groups // 2)),
+            )  # fmt: skip
+    return total, normed, values, scales

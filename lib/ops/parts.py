@@ -1,0 +1,27 @@
+"""Parts: a result as a sum that its reader is still to form, so that no launch does nothing but add.
+
+A product that was split, over its columns or over experts, is `[S, T, N]`: S parts, to be added in float32, first to
+last, and rounded once to the model's dtype. Every op here that takes such a result also takes the sum, `[T, N]`.
+"""
+
+import torch
+from torch import Tensor
+
+
+def sum_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[T, N]` of `dtype`, from `[S, T, N]` or from itself.
+
+    >>> sum_parts(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), torch.float32)
+    tensor([[4., 6.]])
+    """
+    if x.dim() == 2:
+        return x.to(dtype)
+    total = x[0].float()
+    for part in x[1:]:
+        total = total + part
+    return total.to(dtype)
+
+
+def num_parts(x: Tensor) -> int:
+    """S, or 0 where the sum was formed already."""
+    return x.shape[0] if x.dim() == 3 else 0

@@ -1,0 +1,112 @@
+"""What stands between the query-key-value product and attention: QK norm, rotary embedding and KV cache, as one op."""
+
+import torch
+from torch import Tensor
+
+from weft.errors import DescriptorError
+from weft.ops.parts import sum_parts
+from weft.ops.register import register
+
+
+def rotate_and_keep(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    kv_pages: Tensor,
+    num_heads: int,
+    starts: tuple[int, int],
+) -> Tensor:
+    """Normalise each head of queries and keys, rotate them, write keys and values to their slots, return the queries.
+
+    The rotation turns the pairs `(x[i], x[i + D / 2])`, transformers' half layout. All in float32, from the rounded
+    product to one rounding at the end.
+
+    Args:
+        qkv: `[T, N]` of the dtype of `kv_pages`, or float32 parts of it `[S, T, N]`.
+        q_norm, k_norm: `[D]`, the weights of the norms over a head; None: no norm.
+        eps: of the norms.
+        cos, sin: `[T, D / 2]`.
+        slot_mapping: `[T]`; keys and values of a token with slot -1 are not kept. No two others are equal.
+        kv_pages: `[2, P, page_size, Hkv, D]`, contiguous, written in place: keys at 0, values at 1.
+        num_heads: H, of the queries.
+        starts: the columns of qkv where keys and values begin; queries begin with the first.
+
+    Returns:
+        The queries `[T, H, D]`.
+
+    Raises:
+        DescriptorError: columns or heads that do not fit.
+    """
+    kv_heads, dim = kv_pages.shape[-2:]
+    ends = (num_heads * dim, starts[0] + kv_heads * dim, starts[1] + kv_heads * dim)
+    if any(end > start for end, start in zip(ends, (*starts, qkv.shape[-1]), strict=True)) or cos.shape[-1] * 2 != dim:
+        call, seen = f"rotate_and_keep(…, num_heads={num_heads}, starts={starts})", f"qkv {list(qkv.shape)}"
+        seen += f", tables of {cos.shape[-1]} pairs and {kv_heads} key heads of {dim}"
+        raise DescriptorError(call, seen, "let queries, keys and values lie one after the other, heads as in kv_pages")
+    q: Tensor = torch.ops.weft.rotate_and_keep(
+        qkv, q_norm, k_norm, eps, cos, sin, slot_mapping, kv_pages, num_heads, starts
+    )
+    return q
+
+
+def reference_rotate_and_keep(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    kv_pages: Tensor,
+    num_heads: int,
+    starts: tuple[int, int],
+) -> Tensor:
+    """`weft::rotate_and_keep` in plain torch, on any device."""
+    kv_heads, dim = kv_pages.shape[-2:]
+    whole = sum_parts(qkv, kv_pages.dtype)
+    q, k, v = (
+        whole[:, start : start + heads * dim].unflatten(1, (heads, dim))
+        for start, heads in zip((0, *starts), (num_heads, kv_heads, kv_heads), strict=True)
+    )
+    k = _turned(k, k_norm, eps, cos, sin)
+    kept = (slot_mapping >= 0).nonzero()[:, 0]
+    for pages, rows in zip(kv_pages.flatten(1, 2), (k, v), strict=True):
+        pages.index_copy_(0, slot_mapping[kept].long(), rows[kept])
+    return _turned(q, q_norm, eps, cos, sin)
+
+
+def _turned(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads `[T, H, D]`, normalised and rotated."""
+    wide = x.float()
+    if weight is not None:
+        wide = torch.nn.functional.rms_norm(wide, (x.shape[-1],), weight.float(), eps)
+    left, right = wide.chunk(2, dim=-1)
+    cos, sin = cos[:, None].float(), sin[:, None].float()
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+
+def _fake(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    kv_pages: Tensor,
+    num_heads: int,
+    starts: tuple[int, int],
+) -> Tensor:
+    return kv_pages.new_empty((qkv.shape[-2], num_heads, kv_pages.shape[-1]))
+
+
+register(
+    "rotate_and_keep",
+    "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor slot_mapping, "
+    "Tensor(a!) kv_pages, int num_heads, int[] starts) -> Tensor",
+    cpu=reference_rotate_and_keep, fake=_fake, kernel="weft.ops.rotary_triton:rotate_and_keep",
+)  # fmt: skip

@@ -1,0 +1,112 @@
+"""How large the tiles of the products are, and into how many parts a product is split: functions of shapes alone.
+
+What was measured to be best on an H200 stands in `tiles.json` beside this, found by `python -m
+weft.proofs.bench.kernels`; for other shapes and for more tokens there are defaults. Nothing is tried out at run time.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import attrs
+
+MEASURED = Path(__file__).parent / "tiles.json"
+"""Lists of `{"tokens": up to how many, "tile": the fields of a Tile, or null for torch's own}`, by what is
+multiplied."""
+
+SCAN_PAIRS = 64
+"""Where nothing was measured: up to so many (token, expert) pairs programs find their expert's tokens themselves, and
+more are sorted."""
+
+MOST_SCANNED = 512
+"""Beyond so many pairs to look through, sorting is not even compared with."""
+
+
+@attrs.frozen
+class Tile:
+    """What a program of a product computes.
+
+    Args:
+        rows: of the weights, a power of two.
+        tokens: of the activations, a power of two, at least 16. Below 64 the weights are the product's left operand, of
+            which the tensor cores of sm_90 take 64 rows at least.
+        columns: at a time, a power of two; 128 in FP8.
+        warps: of a program.
+        stages: tiles in flight.
+        parts: into which the columns are split, each with programs of its own; of a linear layer.
+        span: tiles of rows that a program takes, one after the other, without a gap between their loads; of experts.
+        sort: whether the pairs are sorted by expert beforehand; of experts.
+    """
+
+    rows: int
+    tokens: int
+    columns: int
+    warps: int
+    stages: int
+    parts: int = 1
+    span: int = 1
+    sort: bool = False
+
+
+@functools.cache
+def measured() -> dict[str, dict[int, Tile | None]]:
+    """The table of `tiles.json`: by key, the tile by the number of tokens up to which it was best, ascending; None:
+    torch's own product was."""
+    table = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return {key: {row["tokens"]: row["tile"] and Tile(*row["tile"]) for row in rows} for key, rows in table.items()}
+
+
+def linear_key(rows: int, columns: int, fp8: bool) -> str:
+    """What `tiles.json` calls a linear layer with weights `[rows, columns]`."""
+    return f"linear {'fp8' if fp8 else 'bf16'} {rows}x{columns}"
+
+
+def expert_key(rows: int, columns: int, num_experts: int, fp8: bool) -> str:
+    """What `tiles.json` calls the product of experts with weights `[num_experts, rows, columns]`."""
+    return f"experts {'fp8' if fp8 else 'bf16'} {num_experts}x{rows}x{columns}"
+
+
+def _is_measured(key: str, tokens: int) -> tuple[bool, Tile | None]:
+    """Whether these shapes were measured for so many tokens, and what was best."""
+    return next(((True, tile) for most, tile in measured().get(key, {}).items() if tokens <= most), (False, None))
+
+
+@functools.lru_cache(maxsize=4096)
+def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
+    """The tile of a linear layer; None: torch's own product, which plain weights have unless measured to be slower."""
+    known, tile = _is_measured(linear_key(rows, columns, fp8), tokens)
+    if known:
+        return tile
+    if not fp8:
+        return None
+    if tokens > 64:
+        return Tile(128, 64, 128, 8, 3)
+    programs, steps = -(-rows // 64), -(-columns // 128)
+    parts = max(1, min(steps // 4, 256 // programs, 8))
+    return Tile(64, max(16, _power_of_two(tokens)), 128, 4, 4, parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: int, fp8: bool) -> Tile:
+    """The tile of a product with experts; for the first one `rows` is 2 * I, and a tile holds half as many gates."""
+    _, tile = _is_measured(expert_key(rows, columns, num_experts, fp8), tokens)
+    if tile is not None:
+        return tile
+    each, sort = -(-tokens * top_k // num_experts), tokens * top_k > SCAN_PAIRS
+    # More than 64 tokens to 128 rows spill registers.
+    most = min(64, max(16, _power_of_two(each))) if sort else 16
+    return Tile(128, most, 128 if fp8 else 64, 8 if most == 64 else 4, 3, sort=sort)
+
+
+def linear_parts(tokens: int, rows: int, columns: int, fp8: bool) -> int:
+    """The parts of a linear layer on CUDA."""
+    tile = linear_tile(tokens, rows, columns, fp8)
+    if tile is None:
+        return 1
+    # Each part has columns: the last one is not left without.
+    steps = -(-columns // tile.columns)
+    return -(-steps // -(-steps // tile.parts))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,228 @@
+"""The kernels of a decoder layer at given sizes: what each reads and writes, how to call it, and what is right."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.ops import experts as experts_op
+from weft.ops import fp8, gate, linear, norm, rotary
+from weft.ops.parts import sum_parts
+
+_LEAST_BYTES = 2**28
+"""Weights in turn, so that no call finds them in a cache of 50 MB."""
+
+
+@attrs.frozen
+class Sizes:
+    """A decoder layer: with experts, its linear layers are in FP8; without, `inner` is the feed-forward block's."""
+
+    name: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    dim: int = 128
+    num_experts: int = 0
+    top_k: int = 0
+
+    @property
+    def qkv(self) -> int:
+        """The rows of the query-key-value product."""
+        return (self.heads + 2 * self.kv_heads) * self.dim
+
+
+QWEN3_30B_A3B = Sizes("Qwen3-30B-A3B", 2048, 768, 32, 4, num_experts=128, top_k=8)
+QWEN3_0_6B = Sizes("Qwen3-0.6B", 1024, 3072, 16, 8)
+TINY_EXPERTS = Sizes("tiny, experts", 128, 128, 4, 2, 8, num_experts=4, top_k=2)
+TINY = Sizes("tiny", 64, 96, 4, 2, 8)
+
+
+@attrs.frozen(eq=False)
+class Case:
+    """A kernel to time.
+
+    Args:
+        kernel, shape: what it is.
+        bytes: that must move at least.
+        calls: the same call with other weights each.
+        expected: what the first of them should return; None: torch's own, not checked.
+    """
+
+    kernel: str
+    shape: str
+    tokens: int
+    bytes: int
+    calls: Sequence[Callable[[], Any]]
+    expected: Callable[[], Any] | None
+
+
+@attrs.frozen
+class Maker:
+    """Draws tensors on a device."""
+
+    device: str
+    dtype: torch.dtype
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Standard normal."""
+        return torch.randn(*shape, device=self.device).to(dtype or self.dtype)
+
+    def copies(self, *shape: int, itemsize: int = 2) -> int:
+        """How many tensors of this shape are enough to be in no cache."""
+        size = itemsize
+        for one in shape:
+            size *= one
+        return max(1, min(64, -(-_LEAST_BYTES // size))) if self.device == "cuda" else 1
+
+    def fp8(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """Weights and scales."""
+        *outer, rows, columns = shape
+        weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+        for some in weight.view(-1, columns).split(2**16):
+            some.copy_(torch.randn(some.shape, device=self.device) * 16)
+        blocks = (*outer, fp8.ceil_blocks(rows), fp8.ceil_blocks(columns))
+        return weight, (0.5 + torch.rand(blocks, device=self.device)) / 16 / columns**0.5
+
+    def route(self, sizes: Sizes, tokens: int) -> tuple[Tensor, Tensor]:
+        """Weights and experts of tokens to which all experts are as likely."""
+        logits = torch.randn(tokens, sizes.num_experts, device=self.device)
+        return experts_op.reference_route(logits, sizes.top_k, True, torch.float32)
+
+
+def nbytes(*values: Any) -> int:
+    """The bytes of all tensors among these."""
+    return sum(x.nbytes for x in values if isinstance(x, Tensor))
+
+
+def layer_cases(make: Maker, sizes: Sizes, tokens: int) -> Iterator[Case]:
+    """All kernels of a layer, attention excepted, in the order of the computation."""
+    parts = sizes.top_k or 0
+    yield norm_case(make, sizes, tokens, parts)
+    yield linear_case(make, "qkv", tokens, sizes.qkv, sizes.hidden, "quantized" if parts else "plain")
+    yield rotary_case(make, sizes, tokens)
+    yield linear_case(make, "o", tokens, sizes.hidden, sizes.heads * sizes.dim, "fp8" if parts else "plain")
+    yield norm_case(make, sizes, tokens, parts)
+    if parts:
+        yield linear_case(make, "router", tokens, sizes.num_experts, sizes.hidden, "plain")
+        yield route_case(make, sizes, tokens)
+        yield experts_case(make, sizes, tokens)
+    else:
+        yield linear_case(make, "gate_up", tokens, 2 * sizes.inner, sizes.hidden, "plain")
+        yield gate_case(make, sizes, tokens)
+        yield linear_case(make, "down", tokens, sizes.hidden, sizes.inner, "plain")
+
+
+def norm_case(make: Maker, sizes: Sizes, tokens: int, parts: int) -> Case:
+    """The residual addition and the norm behind a block, quantised where the next layer is in FP8."""
+    x = make.randn(parts, tokens, sizes.hidden, dtype=torch.float32) if parts else make.randn(tokens, sizes.hidden)
+    args = x, make.randn(tokens, sizes.hidden), make.randn(sizes.hidden), 1e-6
+    name = "add_rms_norm_quantized" if parts else "add_rms_norm"
+    op, reference = getattr(torch.ops.weft, name), getattr(norm, f"reference_{name}")
+    moved = nbytes(*args) + tokens * sizes.hidden * (5 if parts else 4)
+    shape = f"{f'{parts} parts ' if parts else ''}{sizes.hidden}"
+    return Case(name, shape, tokens, moved, [lambda: op(*args)], lambda: reference(*args))
+
+
+def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, kind: str) -> Case:
+    """A linear layer.
+
+    Args:
+        kind: `plain`; or in FP8, of an input that is `quantized` or is still to be, `fp8`.
+    """
+    copies, x = make.copies(rows, columns, itemsize=2 if kind == "plain" else 1), make.randn(tokens, columns)
+    shape, out_bytes = f"{name} {rows}x{columns}", tokens * rows * 2
+    if kind == "plain":
+        plain = [make.randn(rows, columns) for _ in range(copies)]
+        calls: list[Callable[[], Any]] = [partial(linear.linear, x, w) for w in plain]
+        moved = nbytes(x, plain[0]) + out_bytes
+        return Case("linear", shape, tokens, moved, calls, lambda: F.linear(x.double(), plain[0].double()))
+    weights = [make.fp8(rows, columns) for _ in range(copies)]
+    made = fp8.Quantized(*fp8.reference_quantize(x))
+    given = made if kind == "quantized" else x
+    calls = [partial(linear.fp8_linear, given, *w, dtype=make.dtype) for w in weights]
+    args = made.values, made.scales, *weights[0], None, torch.float32
+    moved = nbytes(made.values, made.scales, *weights[0]) + out_bytes
+    name = "fp8_linear" if kind == "quantized" else "fp8_linear, quantising"
+    return Case(name, shape, tokens, moved, calls, lambda: linear.reference_fp8_linear(*args))
+
+
+def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
+    """QK norm, rotation and the KV cache, of a product in as many parts as `fp8_linear` makes."""
+    x = make.randn(tokens, sizes.hidden)
+    if sizes.num_experts:
+        made = linear.fp8_linear(x, *make.fp8(sizes.qkv, sizes.hidden), dtype=make.dtype)
+    else:
+        made = linear.linear(x, make.randn(sizes.qkv, sizes.hidden))
+    pages = make.randn(2, -(-tokens // 16) + 1, 16, sizes.kv_heads, sizes.dim)
+    tables = make.randn(tokens, sizes.dim // 2), make.randn(tokens, sizes.dim // 2)
+    slots = torch.randperm(tokens + 16, device=make.device)[:tokens]
+    keys = sizes.heads * sizes.dim
+    rest = sizes.heads, (keys, keys + sizes.kv_heads * sizes.dim)
+    args = (made, make.randn(sizes.dim), make.randn(sizes.dim), 1e-6, *tables, slots)
+    moved = nbytes(made, *tables) + tokens * sizes.qkv * 2
+    shape = f"{made.shape[0] if made.dim() == 3 else 1} parts {sizes.heads}/{sizes.kv_heads} heads of {sizes.dim}"
+    other = pages.clone()
+    return Case(
+        "rotate_and_keep", shape, tokens, moved, [lambda: (rotary.rotate_and_keep(*args, pages, *rest), pages)],
+        lambda: (rotary.reference_rotate_and_keep(*args, other, *rest), other),
+    )  # fmt: skip
+
+
+def gate_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
+    """`silu(gate) * up`."""
+    x = make.randn(tokens, 2 * sizes.inner)
+    call, moved = [lambda: gate.silu_mul(x, make.dtype)], nbytes(x) * 3 // 2
+    return Case("silu_mul", f"{sizes.inner}", tokens, moved, call, lambda: gate.reference_silu_mul(x, make.dtype))
+
+
+def route_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
+    """Softmax, top-k and division."""
+    logits = linear.linear(make.randn(tokens, sizes.hidden), make.randn(sizes.num_experts, sizes.hidden))
+    args = logits, sizes.top_k, True, make.dtype
+    shape = f"{logits.shape[0] if logits.dim() == 3 else 1} parts, {sizes.top_k} of {sizes.num_experts}"
+    moved = nbytes(logits) + tokens * sizes.top_k * 8
+    call = [lambda: experts_op.route(*args)]
+    return Case("route", shape, tokens, moved, call, lambda: experts_op.reference_route(*args))
+
+
+def experts_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
+    """Both products with the experts, in FP8."""
+    x = fp8.Quantized(*fp8.reference_quantize(make.randn(tokens, sizes.hidden)))
+    copies = 2 if make.device == "cuda" else 1
+    first = [make.fp8(sizes.num_experts, 2 * sizes.inner, sizes.hidden) for _ in range(copies)]
+    second = [make.fp8(sizes.num_experts, sizes.hidden, sizes.inner) for _ in range(copies)]
+    # Other experts in each call, since those of one token would stay in the cache.
+    routes = [make.route(sizes, tokens) for _ in range(16 if make.device == "cuda" else 1)]
+    touched = sum(len(experts.unique()) for _, experts in routes) / len(routes) / sizes.num_experts
+    moved = int(nbytes(*first[0], *second[0]) * touched) + nbytes(x.values, x.scales)
+    moved += tokens * sizes.top_k * (4 * sizes.inner + 4 * sizes.hidden)
+
+    def call(i: int) -> Tensor:
+        (up, up_scale), (down, down_scale) = first[i % copies], second[i % copies]
+        scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
+        return experts_op.run_experts(x, up, down, *routes[i], **scales, dtype=make.dtype)
+
+    def expected() -> Tensor:
+        args = x.values, x.scales, *first[0], *second[0], *routes[0], make.dtype
+        return experts_op.reference_run_experts(*args)
+
+    shape = f"{sizes.top_k} of {sizes.num_experts}, {sizes.hidden}x{sizes.inner}"
+    return Case("run_experts", shape, tokens, moved, [partial(call, i) for i in range(len(routes))], expected)
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """The greatest ||found - expected|| / ||expected|| over the tensors of two results, parts added up."""
+    pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected)), strict=True)
+    errors = []
+    for one, other in pairs:
+        one, other = (
+            sum_parts(x, torch.float64) if x.dim() == 3 and one.shape != other.shape else x for x in (one, other)
+        )
+        one, other = one.double(), other.double()
+        errors.append(float((one - other).norm() / other.norm().clamp(min=1e-30)))
+    return max(errors)

@@ -1,0 +1,108 @@
+"""The kernels of a decoder layer, timed inside a CUDA graph, against the bytes that they must move.
+
+    python -m weft.proofs.bench.kernels [--out FOLDER] [--quick] [--search SECONDS] [--tokens 1 64]
+
+For the sizes of Qwen3-30B-A3B in FP8 and of Qwen3-0.6B in bfloat16: microseconds a call over repeated replays of a
+graph that goes through enough copies of the weights to leave no cache a chance, the floor at 4.27 TB/s (the copy
+bandwidth of an H200), their quotient, and the greatest relative error against the reference. With `--search` the tiles
+of the products are tried out first (needs a GPU), and the best are written to `tiles.json`, into the package and the
+folder. Without a GPU tiny sizes run by their references, to show that it runs: the figures mean nothing.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import torch
+
+from weft.proofs.bench.graph_seconds import graph_seconds
+from weft.proofs.bench.kernel_cases import (
+    QWEN3_0_6B,
+    QWEN3_30B_A3B,
+    TINY,
+    TINY_EXPERTS,
+    Case,
+    Maker,
+    Sizes,
+    layer_cases,
+    relative_error,
+)  # fmt: skip
+from weft.proofs.bench.tile_search import search
+from weft.proofs.environment import environment
+
+BANDWIDTH = 4.27e12
+TOKENS = (1, 8, 64, 128, 256)
+
+
+@attrs.frozen
+class Row:
+    """One figure: microseconds a call, the floor, the floor's share of them, and the error (None: not checked)."""
+
+    model: str
+    kernel: str
+    shape: str
+    tokens: int
+    us: float
+    floor_us: float
+    share: float
+    error: float | None
+
+
+def time_case(case: Case, model: str, device: str) -> Row:
+    """Check, then time."""
+    error = None if case.expected is None else relative_error(case.calls[0](), case.expected())
+    us = graph_seconds(case.calls, device) * 1e6
+    floor = case.bytes / BANDWIDTH * 1e6
+    return Row(model, case.kernel, case.shape, case.tokens, us, floor, floor / us, error)
+
+
+def time_layers(sizes: Sequence[Sizes], tokens: Sequence[int], device: str) -> list[Row]:
+    """All kernels of all layers."""
+    rows = []
+    for size in sizes:
+        for count in tokens:
+            torch.manual_seed(count)
+            make = Maker(device, torch.bfloat16)
+            rows += [time_case(case, size.name, device) for case in layer_cases(make, size, count)]
+    return rows
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table, and what the kernels of a layer take together."""
+    print(f"{'model':<14}{'tokens':>7} {'kernel':<23}{'shape':<30}{'us':>8}{'floor':>8}{'share':>7}{'error':>9}")
+    for row in rows:
+        sizes = f"{row.model:<14}{row.tokens:>7} {row.kernel:<23}{row.shape:<30}"
+        error = "" if row.error is None else f"{row.error:.1e}"
+        print(f"{sizes}{row.us:>8.2f}{row.floor_us:>8.2f}{row.share:>7.0%}{error:>9}")
+    for model, tokens in dict.fromkeys((row.model, row.tokens) for row in rows):
+        us = sum(row.us for row in rows if (row.model, row.tokens) == (model, tokens))
+        floor = sum(row.floor_us for row in rows if (row.model, row.tokens) == (model, tokens))
+        print(f"{model:<14}{tokens:>7} {'all of these':<53}{us:>8.2f}{floor:>8.2f}{floor / us:>7.0%}")
+
+
+def main() -> None:
+    """Search if asked to, time everything, write `kernels.json`, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--search", type=float, metavar="SECONDS", help="find the best tiles first, in this time")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    quick = given.quick or device == "cpu"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    sizes = (TINY_EXPERTS, TINY) if quick else (QWEN3_30B_A3B, QWEN3_0_6B)
+    found = search(sizes, given.tokens, given.search, given.out) if given.search and device == "cuda" else []
+    rows = time_layers(sizes, given.tokens, device)
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        report = {"environment": environment(device), "bandwidth": BANDWIDTH, "rows": [attrs.asdict(r) for r in rows]}
+        (given.out / "kernels.json").write_text(json.dumps(report, indent=1))
+        (given.out / "search.json").write_text(json.dumps([attrs.asdict(one) for one in found]))
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()

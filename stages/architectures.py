@@ -1,0 +1,100 @@
+"""The architectures that weft knows, and what each field of their config.json is to it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from weft.stages.moe_config import MOE_FIELDS
+
+
+@attrs.frozen
+class Architecture:
+    """What transformers (5.23) assumes where a config.json of this architecture is silent, and the fields that it has
+    beside the common ones."""
+
+    model_type: str
+    defaults: Mapping[str, Any]
+    fields: frozenset[str] = frozenset()
+
+
+_QWEN_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "max_position_embeddings": 32_768,
+    "num_key_value_heads": 32,
+    "head_dim": None,
+    "eos_token_id": None,
+}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(
+        "llama",
+        {
+            "vocab_size": 32_000,
+            "intermediate_size": 11_008,
+            "max_position_embeddings": 2048,
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "eos_token_id": 2,
+        },
+    ),
+    "Qwen2ForCausalLM": Architecture("qwen2", _QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": Architecture("qwen3", {**_QWEN_DEFAULTS, "head_dim": 128}),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        {**_QWEN_DEFAULTS, "hidden_size": 2048, "intermediate_size": 6144, "num_layers": 24, "num_key_value_heads": 4},
+        MOE_FIELDS,
+    ),
+}
+
+USED = """
+    architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim rms_norm_eps max_position_embeddings rope_parameters rope_theta rope_scaling
+    original_max_position_embeddings tie_word_embeddings attention_bias mlp_bias eos_token_id dtype torch_dtype
+    sliding_window layer_types quantization_config
+""".split()  # noqa: SIM905 - a column of quoted names would be four times as long
+
+# Why a field cannot change what a decoder computes at inference, and the fields of which that is so.
+_NEUTRAL_BY_REASON: Mapping[str, str] = {
+    "a note about the file or its tools": """_name_or_path name_or_path _commit_hash transformers_version
+        transformers.js_config unsloth_fixed unsloth_version is_llama_config""",
+    "training only": """initializer_range attention_dropout hidden_dropout gradient_checkpointing use_bfloat16
+        tf_legacy_loss problem_type router_aux_loss_coef""",
+    "which kernels and which extra outputs transformers uses": """use_cache attn_implementation _attn_implementation
+        _attn_implementation_autoset output_attentions output_hidden_states return_dict torchscript
+        tie_last_hidden_states output_router_logits""",
+    "the tokenizer's business": "bos_token_id pad_token_id sep_token_id tokenizer_class prefix",
+    "heads for other tasks": "num_labels id2label label2id finetuning_task task_specific_params",
+    "encoder-decoder models only": "is_decoder decoder_start_token_id tie_encoder_decoder",
+    "full attention has no window": "max_window_layers",
+    "an old copy of max_position_embeddings that nothing reads": "max_sequence_length",
+    "defaults of transformers' generate, which a weft request says itself": """max_length min_length do_sample
+        early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+        repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+        num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+        remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""",
+}
+NEUTRAL: Mapping[str, str] = {name: reason for reason, names in _NEUTRAL_BY_REASON.items() for name in names.split()}
+
+# Fields that say nothing at these values, and something that weft does not do at any other.
+NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "use_sliding_window": (False,),
+    "pretraining_tp": (1, None),
+    "partial_rotary_factor": (1.0, 1, None),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "chunk_size_feed_forward": (0,),
+    "pruned_heads": ({}, None),
+    "per_layer_config": (None,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+}
+# Qwen2 has its biases, and all Qwens their bare MLP, whatever the file says: it may only agree.
+NEUTRAL_AT_IN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "LlamaForCausalLM": {},
+    "Qwen2ForCausalLM": {"attention_bias": (True,), "mlp_bias": (False,)},
+    "Qwen3ForCausalLM": {"mlp_bias": (False,)},
+    "Qwen3MoeForCausalLM": {"mlp_bias": (False,)},
+}

@@ -1,0 +1,71 @@
+"""Random parameters of a model's structure, drawn where they will stand: for benchmarks and tests."""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from weft.stages.checkpoint import assemble, checked_device, checked_dtype, stage_fields
+from weft.stages.config import ModelConfig
+from weft.stages.layer_fields import Field
+from weft.stages.layout import StageLayout
+from weft.stages.params import DecoderParams
+
+_AT_ONCE = 2**28
+"""Elements that are drawn at a time, in float32: 1 GiB beside the parameters."""
+
+
+def random_params(
+    config: ModelConfig,
+    layout: StageLayout,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    std: float = 0.02,
+) -> DecoderParams:
+    """Parameters of the right structure and no meaning, for benchmarks and tests: normal with deviation `std`.
+
+    A field's values depend on `seed`, its name, the layer and the kind of device alone, so that the stages of any split
+    agree with the whole model. Norms are 1 plus the same noise. Weights in FP8 are normal with deviation 16, and their
+    scales `std / 16` times what is uniform from 0.5 to 1.5.
+
+    Raises:
+        ConfigError: a dtype that no decoder computes in.
+        ProgramError: a layout for another number of layers.
+        DeviceError: a device that is not there.
+    """
+    call = f"random_params(config, {layout!r}, seed={seed})"
+    dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
+
+    def draw(path: str, field: Field) -> Tensor:
+        digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
+        generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:6], "little"))
+        whole = torch.empty(field.shape, dtype=field.dtype or dtype, device=device)
+        for some in whole.view(-1).split(_AT_ONCE):
+            some.copy_(_noise(path, field, some, std, generator))
+        return _without_gaps(field, whole)
+
+    tensors = {path: draw(path, field) for path, field in stage_fields(config, layout)}
+    return assemble(config, layout, tensors, device)
+
+
+def _without_gaps(field: Field, whole: Tensor) -> Tensor:
+    """Zeros where no part of the field is."""
+    if sum(math.prod(part.shape) for part in field.parts) < whole.numel():
+        kept = torch.zeros_like(whole, dtype=torch.bool)
+        for part in field.parts:
+            rows = kept if part.expert is None else kept[part.expert]
+            rows[part.start : part.start + part.shape[0], : part.shape[-1]] = True
+        whole.view(torch.uint8 if whole.itemsize == 1 else whole.dtype).masked_fill_(~kept, 0)
+    return whole
+
+
+def _noise(path: str, field: Field, like: Tensor, std: float, generator: torch.Generator) -> Tensor:
+    noise = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    if path.endswith("_scale"):
+        return noise.uniform_(0.5 * std / 16, 1.5 * std / 16, generator=generator)
+    if field.dtype is torch.float8_e4m3fn:
+        return noise.normal_(0.0, 16.0, generator=generator)
+    return noise.normal_(1.0 if "norm" in path else 0.0, std, generator=generator)

@@ -1,0 +1,72 @@
+"""The tiles of the products: what was measured is well formed, and there is a rule for every other shape."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.ops import tiles
+from weft.ops.tiles import MEASURED, MOST_SCANNED, Tile, expert_key, expert_tile, linear_key, linear_parts, linear_tile
+from weft.proofs.bench.tile_table import format_table
+
+QWEN = {"first": expert_key(1536, 2048, 128, True), "second": expert_key(2048, 768, 128, True)}
+
+
+def assert_fits(tile: Tile, fp8: bool) -> None:
+    for size in (tile.rows, tile.tokens, tile.columns, tile.warps):
+        assert size & (size - 1) == 0
+    assert tile.tokens >= 16
+    assert min(tile.stages, tile.parts, tile.span) >= 1
+    assert tile.columns == 128 or not fp8  # a scale covers as many
+    # What the tiles in flight take of the shared memory of sm_90.
+    item = 1 if fp8 else 2
+    assert (tile.rows + tile.tokens) * tile.columns * item * tile.stages <= 227 * 2**10
+
+
+def test_what_was_measured_fits() -> None:
+    assert json.loads(MEASURED.read_text()).keys() == tiles.measured().keys()
+    for key, rows in tiles.measured().items():
+        assert list(rows) == sorted(rows)
+        for tile in rows.values():
+            if tile is not None:
+                assert_fits(tile, " fp8 " in key)
+            else:
+                assert key.startswith("linear bf16")
+    assert format_table(tiles.measured()) == MEASURED.read_text()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 64, 100, 128, 129, 256])
+def test_the_pairs_of_both_products_are_sorted_once(tokens: int) -> None:
+    """The measured tiles of Qwen3-30B-A3B: a second sorting would take some 4 microseconds more."""
+    first, second = (expert_tile(tokens, 8, *shape, num_experts=128, fp8=True) for shape in ((1536, 2048), (2048, 768)))
+    measured = [next(tile for most, tile in tiles.measured()[key].items() if tokens <= most) for key in QWEN.values()]
+    assert [first, second] == measured
+    assert first.sort == second.sort
+    assert first.tokens == second.tokens or not first.sort
+
+
+sizes = st.sampled_from((64, 100, 128, 768, 2048, 5120))
+
+
+@given(tokens=st.integers(1, 10_000), top_k=st.integers(1, 8), rows=sizes, columns=sizes, fp8=st.booleans())
+def test_every_shape_has_a_tile(tokens: int, top_k: int, rows: int, columns: int, fp8: bool) -> None:
+    tile = expert_tile(tokens, top_k, rows, columns, 60, fp8)
+    assert_fits(tile, fp8)
+    assert tile.sort or tokens * top_k <= MOST_SCANNED
+    linear = linear_tile(tokens, rows, columns, fp8)
+    assert (linear is None) == (not fp8)
+    if linear is not None:
+        assert_fits(linear, fp8)
+    parts, steps = linear_parts(tokens, rows, columns, fp8), -(-columns // 128)
+    assert 1 <= parts <= steps
+    # No part is without columns.
+    assert -(-steps // parts) * (parts - 1) < steps
+
+
+def test_a_measured_answer_may_be_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = Tile(64, 16, 64, 4, 3, parts=2)
+    monkeypatch.setattr(tiles, "measured", lambda: {linear_key(96, 192, False): {8: tile, 64: None}})
+    assert [linear_tile(tokens, 96, 192, False) for tokens in (1, 8, 9, 65)] == [tile, tile, None, None]
+    assert [linear_parts(tokens, 96, 192, False) for tokens in (8, 9)] == [2, 1]
+    linear_tile.cache_clear()
