@@ -20,7 +20,7 @@ from weft.transforms.pipeline import Pipelined, compose, pipeline
 from weft.transforms.transports import Transport
 from weft.trees import leaves_with_names
 
-TABLES = (".block_table", ".positions", ".last_tokens", ".sampling.floats", ".sampling.ints")
+TABLES = (".block_table", ".positions", ".last_tokens", ".adapters", ".sampling.floats", ".sampling.ints")
 """What every stage knows of the requests."""
 
 

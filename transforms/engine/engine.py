@@ -3,11 +3,13 @@
 import math
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
+from weft.errors import RequestError
 from weft.sampling import SamplingParams
+from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.reading import Reading, Told
 from weft.transforms.engine.requests import Request, request_seed
@@ -63,6 +65,7 @@ class Engine:
         num_logprobs: the most that a request may ask for.
         seed: of requests that bring none; None: a fresh one.
         backend: of graphify.
+        adapters: LoRA adapters by name (`weft.load_adapter`), for requests to choose from.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Engine:
         num_logprobs: int = 0,
         seed: int | None = None,
         backend: str | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         self.model = model
         self.transport = transport or Local()
@@ -87,7 +91,11 @@ class Engine:
         self.stats = Stats()
         self._seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
         self._host = HostState.empty(self.budget, self.limits.num_pages, self.limits.page_size)
-        self._stepper = make_stepper(model, self.limits, pipeline, graph, self.transport, num_logprobs, backend)
+        named = dict(adapters or {})
+        self._slots = {name: slot for slot, name in enumerate(named)}
+        self._stepper = make_stepper(
+            model, self.limits, pipeline, graph, self.transport, num_logprobs, backend, [*named.values()]
+        )
         self._tracks: dict[str, Track] = {}
         self._shown: dict[str, int] = {}
         self._pending: deque[Reading] = deque()
@@ -101,6 +109,7 @@ class Engine:
         max_tokens: int,
         id: str | None = None,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> str:
         """A request arrives; its tokens come with the next `step()`s.
 
@@ -110,6 +119,7 @@ class Engine:
             max_tokens: tokens to generate at most; the model's own limit on positions may end it sooner.
             id: a name that no request under way has; None: one is made.
             priority: the lower goes first; among equals who came first.
+            adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
 
         Returns:
             The id.
@@ -124,7 +134,11 @@ class Engine:
         ids = encode_prompt(self.model, prompt, call)
         params = given.for_request(self.model.config.eos_token_ids, request_seed(self._seed, self._count))
         most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
-        request = Request(name, tuple(ids), most, params, priority)
+        if adapter is not None and adapter not in self._slots:
+            known = ", ".join(map(repr, self._slots)) or "none: Engine(..., adapters={name: weft.load_adapter(...)})"
+            raise RequestError(call, f"adapter={adapter!r}", f"one of the engine's: {known}")
+        slot = -1 if adapter is None else self._slots[adapter]
+        request = Request(name, tuple(ids), most, params, priority, slot)
         self._host = add(self._host, request, self.budget)
         self._tracks[name] = Track(request, self.model.tokenizer)
         self._shown[name] = 0

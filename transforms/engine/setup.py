@@ -10,6 +10,7 @@ from weft.effects import Schema, TensorSchema
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED
+from weft.stages.adapters import Adapter
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model, stage_params
@@ -18,7 +19,7 @@ from weft.transforms.engine.scheduler import Budget
 from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
 from weft.transforms.engine.work import advance_work, edited
 from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits, make_ladder
+from weft.transforms.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.pipeline import compose, pipeline
 from weft.transforms.transports import Transport
 
@@ -114,13 +115,16 @@ def make_stepper(
     transport: Transport,
     num_logprobs: int = 0,
     backend: str | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> Stepper:
-    """What does an engine's work: of one stage, its step as one graph; of more, a pipeline of graphified stages."""
+    """What does an engine's work: of one stage, its step as one graph; of more, a pipeline of graphified stages. Slots
+    hold the adapters in their order."""
     every = split_layers(model.config.num_layers, num_stages)
     layouts = [every[rank] for rank in transport.ranks(num_stages)]
     stages: list[Any] = [decoder_stage(model.config, layout, num_logprobs=num_logprobs) for layout in every]
-    params, state = stage_params(model, layouts), make_states(model, layouts, limits)
-    ladder = make_ladder(mode, Limits(limits.budget.cohort_size, limits.budget.max_num_tokens))
+    params, state = stage_params(model, layouts, adapters), make_states(model, layouts, limits)
+    rungs = lora_rungs(min(len(adapters), limits.budget.cohort_size))
+    ladder = make_ladder(mode, Limits(limits.budget.cohort_size, limits.budget.max_num_tokens, active_loras=rungs))
 
     def graph(step: Any) -> Any:
         return step if mode == "none" else graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend)
