@@ -52,7 +52,7 @@ def reference_add_lora(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: Tensor, starts: list[int]
 ) -> Tensor:
     """`weft::add_lora` in plain torch, on any device."""
-    total = sum_parts(y, x.dtype).float()
+    total = sum_parts(y, x.dtype).to(torch.float32, copy=True)
     for slot in active[active >= 0].tolist():
         mine = (slots == slot).nonzero()[:, 0]
         for pair, (start, end) in enumerate(pairwise(starts)):

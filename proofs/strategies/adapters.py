@@ -1,0 +1,26 @@
+"""Two LoRA adapters of any model, and parameters that hold them: requests in scenarios and traces draw from these."""
+
+from hypothesis import strategies as st
+
+from weft.stages.adapters import adaptable, with_adapters
+from weft.stages.config import ModelConfig
+from weft.stages.layout import StageLayout
+from weft.stages.params import DecoderParams
+from weft.stages.random_weights import random_adapter
+
+NUM_ADAPTERS = 2
+
+
+def slots(count: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """The adapter of each of `count` requests, -1 for none; mostly empty: the model has no adapters."""
+    some = st.lists(st.integers(-1, NUM_ADAPTERS - 1), min_size=count, max_size=count).map(tuple)
+    return st.one_of(st.just(()), some)
+
+
+def hold_adapters(params: DecoderParams, config: ModelConfig, layout: StageLayout, seed: int) -> DecoderParams:
+    """A stage's parameters with both: one changes all linear layers that can be, the other some, in another rank. Their
+    weights are large, so that differences show."""
+    names = [name for index in range(config.num_layers) for name in adaptable(config, index)]
+    first = random_adapter(config, names, rank=3, seed=seed, std=0.4)
+    second = random_adapter(config, names[::2], rank=1, seed=seed + 1, std=0.6)
+    return with_adapters(params, config, layout, [first, second])
