@@ -25,7 +25,7 @@ _NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
     # Of these the base model's weights stay what they are; others subtract the start of the adapter from them.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-_OFF = (None, False, [], {}, "")
+_OFF: tuple[Any, ...] = (None, False, [], {}, "")
 _ALL = "all-linear"
 
 

@@ -127,7 +127,7 @@ def assemble(
     config: ModelConfig, layout: StageLayout, tensors: Mapping[str, Tensor], device: torch.device
 ) -> DecoderParams:
     """A stage's parameters of the tensors at the paths of `stage_fields`."""
-    layers = []
+    layers: list[LayerParams] = []
     for i in layout.layers:
         prefix = f"layers.{i}."
         layers.append(LayerParams(**{k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,6 +26,7 @@ from transformers import (
 
 import weft
 from weft.batch import Batch
+from weft.donation import clone
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter, reserve_slots, write_slot
@@ -33,6 +35,7 @@ from weft.stages.layout import split_layers
 from weft.stages.model import Model, stage_params
 from weft.state import State, admit, advance
 from weft.transforms.graphify import graphify
+from weft.transforms.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.pipeline import compose
 
 TOLERANCE = 1e-5
@@ -286,3 +289,49 @@ def test_files_that_are_missing_or_damaged(saved: Saved) -> None:
         weft.load_adapter(saved.model, saved.folder)
     with pytest.raises(CheckpointNotFoundError, match=r"has no adapter_config.json(.|\n)*save_pretrained"):
         weft.load_adapter(saved.model, saved.folder / "nowhere")
+
+
+class _Names(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_graphs_differ_by_the_number_of_adapters(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A batch of 3 adapters runs under the class of 4; one of none under a class that has none of the operators."""
+    model, layouts = weft.load(folders["qwen3"], "cpu"), split_layers(3, 1)
+    adapters = []
+    for seed in range(5):
+        save_adapter(tmp_path / str(seed), "qwen3", seed + 1, target_modules=ALL)
+        adapters.append(weft.load_adapter(model, tmp_path / str(seed)))
+    params = stage_params(model, layouts, adapters)
+    plain = compose([decoder_stage(model.config, layouts[0], keep_logits=True)], advance=advance)
+    greedy = SamplingParams(temperature=0.0).for_request((), 0)
+
+    slots, pages = [0, 1, 2, 3, 4, -1], [range(4 * i, 4 * i + 4) for i in range(6)]
+    state = tuple(
+        admit(s, range(6), pages, [greedy] * 6, [[i] for i in range(6)], adapters=slots)
+        for s in empty_state(model, layouts, 6)
+    )
+    ladder = make_ladder("full_decode_only", Limits(8, 8, active_loras=lora_rungs(5)), sizes=[8])
+    step = graphify(plain, ladder=ladder)
+    for rows in ([5], [0], [0, 5], [2, 1], [2, 5, 3, 1], [0, 1, 2, 3, 4, 5]):
+        loras = len([row for row in rows if slots[row] >= 0])
+        batch = Batch.decode(rows, num_active_loras=loras)
+        decision = step.explain(params, state, batch).decision
+        assert decision.descriptor.num_active_loras == (0, 1, 2, 4, 4, 5)[loras]
+        before = clone(state)
+        state, replayed = step(params, state, batch)
+        with _Names() as seen:
+            plain(params, clone(before), batch)
+        assert seen.names.count("weft::add_lora") == (3 * 4 if loras else 0)
+        for row, own in zip(rows, replayed.logits, strict=True):
+            _, out = plain(params, clone(before), Batch.decode([row], num_active_loras=int(slots[row] >= 0)))
+            assert_near(own, out.logits[0])
+    assert step.cache_info().captures == 4 + 1  # of 0, 1, 2, 4 and 5
