@@ -149,11 +149,14 @@ class Sabotaged:
     def share(self, value: Any) -> Any:
         return self.transport.share(value)
 
-    def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
+    def mail(self, num_ranks: int, /) -> Any:
+        return self.transport.mail(num_ranks)
+
+    def run(self, plan: Plan, workers: Sequence[Worker], mail: Any, /) -> None:
         now = self.steps == self.case.step
         self.steps += 1
         used = [self._failing(worker) if now and worker.rank == self.case.rank else worker for worker in workers]
-        self.transport.run(plan, used)
+        self.transport.run(plan, used, mail)
         if now and self.case.rank in (worker.rank for worker in workers):
             fail(self.case, self.folder)
 

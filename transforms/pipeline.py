@@ -10,7 +10,7 @@ from weft.donation import donated_argnames, refuse_donated
 from weft.effects import Program, Schema, listing
 from weft.errors import ProgramError
 from weft.transforms.microbatch import join, split
-from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs
+from weft.transforms.schedule import Job, count_running, decode_jobs, jobs_for, make_programs
 from weft.transforms.transports import Transport
 from weft.transforms.transports.fingerprint import fingerprint
 from weft.transforms.transports.local import Local
@@ -117,15 +117,17 @@ class Pipelined:
         """Each rank's program for so many micro-batches, checked."""
         return self._plan([Job(feeds=self._returns)] * microbatches, ()).programs
 
-    def _plan(self, jobs: Sequence[Job], classes: Sequence[str]) -> Plan:
-        key = (tuple(jobs), tuple(classes))
+    def _plan(
+        self, jobs: Sequence[Job], classes: Sequence[str], spans: tuple[tuple[int, int], ...] | None = None
+    ) -> Plan:
+        key = (tuple(jobs), tuple(classes), spans)
         if key not in self._plans:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             advances = self._advance is not None
             made = make_programs(len(self.stages), jobs, schema=self._schema, advances=advances, buffers=self._buffers)
             programs = tuple(attrs.evolve(program, classes=tuple(classes)) for program in made)
-            self._plans[key] = Plan(programs, self._buffers, self._fingerprints)
+            self._plans[key] = Plan(programs, self._buffers, self._fingerprints, spans)
         return self._plans[key]
 
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
@@ -176,24 +178,123 @@ class Pipelined:
     def _run(
         self, params: Sequence[Any], state: Sequence[Any], batches: Sequence[Any], jobs: Sequence[Job]
     ) -> tuple[tuple[Any, ...], list[Any]]:
-        _check_entries("pipeline", len(self._ranks), params, state)
         plan = self._plan(jobs, [str(class_of(batch)) for batch in batches])
-        last = len(self.stages) - 1
-        keeps = getattr(self.stages[last], "lends", False)
-        later = [after_first(batch) for batch in batches]
-        workers = [
-            Worker(rank, self.stages[rank], p, s, self._advance, later if rank else batches, keeps and rank == last)
-            for rank, p, s in zip(self._ranks, params, state, strict=True)
-        ]
-        self.transport.run(plan, workers)
+        workers = self._workers(params, state)
+        put_batches(workers, batches)
+        self.transport.run(plan, workers, self.transport.mail(len(self.stages)))
         returned = workers[0].outputs if self._returns else workers[-1].results
         return tuple(worker.state for worker in workers), [returned.get(mb) for mb in range(len(batches))]
+
+    def _workers(self, params: Sequence[Any], state: Sequence[Any]) -> list[Worker]:
+        _check_entries("pipeline", len(self._ranks), params, state)
+        last = len(self.stages) - 1
+        keeps = getattr(self.stages[last], "lends", False)
+        return [
+            Worker(rank, self.stages[rank], p, s, self._advance, (), keeps and rank == last)
+            for rank, p, s in zip(self._ranks, params, state, strict=True)
+        ]
+
+    def session(self, params: Sequence[Any], state: Sequence[Any]) -> "Session":
+        """A stream without an end: batches are submitted some at a time, and stages overlap across submissions.
+
+        Args:
+            params, state: as a call takes them; the state is the session's until `close()` returns it.
+
+        Raises:
+            ProgramError: a pipeline without `advance`, to whose ranks nothing returns.
+        """
+        if self._advance is None:
+            call = f"{self.__name__}.session(params, state)"
+            raise ProgramError(call, "no advance, so that nothing returns", "pipeline(stages, advance=...)")
+        return Session(self, self._workers(params, state))
 
     def __str__(self) -> str:
         return listing(self.programs(self.microbatches))
 
     def __repr__(self) -> str:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
+
+
+class Session:
+    """A pipeline under way. Made by `Pipelined.session`.
+
+    What returns from the last stage is taken in where the schedule has it, which may be some submissions later: then it
+    is among what `submit` returns. Every rank gets the same from the same call.
+    """
+
+    def __init__(self, pipelined: Pipelined, workers: Sequence[Worker]) -> None:
+        self._pipelined = pipelined
+        self._workers = workers
+        self._mail = pipelined.transport.mail(len(pipelined.stages))
+        self._jobs: list[Job] = []  # those from `_first` on: what some rank is to take in, and all behind it
+        self._batches: list[Any] = []
+        self._first = 0
+        self._done = (0,) * len(pipelined.stages)  # effects performed, of the programs of `_jobs`
+
+    @property
+    def num_jobs(self) -> int:
+        """Batches submitted so far."""
+        return self._first + len(self._jobs)
+
+    def submit(self, batches: Sequence[Any], jobs: Sequence[Job]) -> list[tuple[int, Any]]:
+        """Run batches, behind all that were submitted before.
+
+        Args:
+            batches: in order.
+            jobs: one a batch; `after` counts from the first job of the session.
+
+        Returns:
+            The number of each job whose output all ranks have taken in by now, and had not before, and the output; of
+            jobs that do not feed, None.
+
+        Raises:
+            ProgramError: a job that runs after one that does not feed, or is not before it.
+        """
+        self._jobs += [attrs.evolve(job, after=self._relative(job.after)) for job in jobs]
+        self._batches += batches
+        return self._advance_to(*self._count())
+
+    def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
+        """Take in all that is still to return; the state, and these outputs."""
+        ends = tuple(len(program.effects) for program in self._plan(None).programs) if self._jobs else self._done
+        outputs = self._advance_to(ends, len(self._jobs))
+        return tuple(worker.state for worker in self._workers), outputs
+
+    def _relative(self, after: int | None) -> int | None:
+        return None if after is None or after < self._first else after - self._first
+
+    def _count(self) -> tuple[tuple[int, ...], int]:
+        return count_running(len(self._pipelined.stages), self._jobs, advances=True, buffers=self._pipelined._buffers)
+
+    def _plan(self, spans: tuple[tuple[int, int], ...] | None) -> Plan:
+        return self._pipelined._plan(self._jobs, [str(class_of(batch)) for batch in self._batches], spans)
+
+    def _advance_to(self, ends: tuple[int, ...], taken: int) -> list[tuple[int, Any]]:
+        """Perform each rank's effects up to `ends`; the jobs before `taken` are over then."""
+        if ends != self._done:
+            put_batches(self._workers, self._batches, self._first)
+            self._pipelined.transport.run(
+                self._plan(tuple(zip(self._done, ends, strict=True))), self._workers, self._mail
+            )
+        outputs = [(self._first + mb, self._workers[0].outputs.get(mb)) for mb in range(taken)]
+        for worker in self._workers:
+            worker.forget(taken)
+        self._jobs = [attrs.evolve(j, after=_shifted(j.after, taken)) for j in self._jobs[taken:]]
+        self._batches = self._batches[taken:]
+        self._first += taken
+        self._done = self._count()[0]
+        return outputs
+
+
+def _shifted(after: int | None, by: int) -> int | None:
+    return None if after is None or after < by else after - by
+
+
+def put_batches(workers: Sequence[Worker], batches: Sequence[Any], first: int = 0) -> None:
+    """Give workers the micro-batches of a run: to those behind the first stage not what only that one takes."""
+    later = [after_first(batch) for batch in batches]
+    for worker in workers:
+        worker.batches, worker.first = (later if worker.rank else batches), first
 
 
 def after_first(tree: Any) -> Any:

@@ -4,7 +4,7 @@ A schedule is a list of jobs, one a micro-batch, that every rank takes in the sa
 schedules is what a job waits for: streaming waits for nothing, a decode loop for the tokens of the step before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import attrs
 
@@ -73,6 +73,15 @@ def make_programs(
 def _effects(
     rank: int, num_stages: int, jobs: Sequence[Job], schema: Schema | None, advances: bool, buffers: int | None
 ) -> Iterator[Effect]:
+    left = yield from _running(rank, num_stages, jobs, schema, advances, buffers)
+    for mb in left:
+        yield from _take_in(rank, num_stages - 1, mb, advances)
+
+
+def _running(
+    rank: int, num_stages: int, jobs: Sequence[Job], schema: Schema | None, advances: bool, buffers: int | None
+) -> Generator[Effect, None, Sequence[int]]:
+    """The effects up to the last job's own; returns the jobs whose output is then still to be taken in."""
     last = num_stages - 1
     feeding = [index for index, job in enumerate(jobs) if job.feeds]
     taken = 0  # of those, how many have returned
@@ -93,8 +102,30 @@ def _effects(
             yield Broadcast(last, mb)
         if advances and not job.feeds:
             yield Run("advance", mb)
-    for mb in feeding[taken:]:
-        yield from _take_in(rank, last, mb, advances)
+    return feeding[taken:]
+
+
+def count_running(
+    num_stages: int, jobs: Sequence[Job], *, advances: bool = False, buffers: int | None = None
+) -> tuple[tuple[int, ...], int]:
+    """Of the programs that `make_programs` gives: the effects of each rank up to the last job's own, and the first job
+    whose output some rank is then still to take in (the number of jobs, if there is none).
+
+    >>> count_running(2, [Job(), Job()])
+    ((4, 6), 0)
+    """
+    counts, first = [], len(jobs)
+    for rank in range(num_stages):
+        running, count = _running(rank, num_stages, jobs, None, advances, buffers), 0
+        while True:
+            try:
+                next(running)
+            except StopIteration as end:
+                first = min([first, *end.value[:1]])
+                break
+            count += 1
+        counts.append(count)
+    return tuple(counts), first
 
 
 def _ahead(stages_behind: int) -> int:

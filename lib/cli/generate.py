@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import attrs
 import torch
 
-from weft.errors import DeviceError, ProgramError
+from weft.errors import DeviceError, ProgramError, RequestError
+from weft.stages.config import load_config
 from weft.stages.model import Model, load, pick_device
 from weft.transforms.generate import Completion, generate
 from weft.transforms.transports import Transport
@@ -42,6 +44,7 @@ def complete(wanted: Wanted, *, progress: bool) -> Completed:
 
     Raises:
         ProgramError: `--pp` is not torchrun's number of processes.
+        RequestError: no stage, or more of them than layers.
         DeviceError: fewer GPUs than stages.
         Whatever `weft.load` and `weft.generate` raise.
     """
@@ -49,7 +52,8 @@ def complete(wanted: Wanted, *, progress: bool) -> Completed:
     if world > 1 and wanted.stages not in (None, world):
         seen = f"--pp {wanted.stages} under torchrun with {world} processes"
         raise ProgramError("weft generate", seen, f"--pp {world}, or leave it out")
-    wanted = attrs.evolve(wanted, stages=wanted.stages or world)
+    wanted = attrs.evolve(wanted, stages=world if wanted.stages is None else wanted.stages)
+    _check_stages(wanted)
     if world > 1:
         prompts, completions = complete_rank(wanted, progress)
         return prompts, completions if os.environ["RANK"] == "0" else None
@@ -97,6 +101,13 @@ def _shown(model: Model, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
     return ",".join(map(str, prompt)) if model.tokenizer is None else str(model.decode(prompt))
+
+
+def _check_stages(wanted: Wanted) -> None:
+    layers = load_config(Path(wanted.model)).num_layers
+    if not 1 <= (wanted.stages or 0) <= layers:
+        call, seen = f"weft generate --pp {wanted.stages}", f"{wanted.stages} stages; the model has {layers} layers"
+        raise RequestError(call, seen, "from 1 stage to one a layer")
 
 
 def _check_devices(wanted: Wanted) -> None:

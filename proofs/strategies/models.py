@@ -44,7 +44,7 @@ def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelC
     if architecture.startswith("Qwen3"):
         raw["head_dim"] = head_dim
     if architecture == "Qwen3MoeForCausalLM":
-        raw |= draw(moe_fields(raw["num_hidden_layers"]))
+        raw |= draw(st.sampled_from(EXPERTS))
     if architecture != "Qwen2ForCausalLM":
         raw["attention_bias"] = draw(st.booleans())
     return parse_config(raw, source="a drawn configuration")
@@ -62,6 +62,13 @@ def moe_fields(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
         "decoder_sparse_step": draw(st.sampled_from((1, 1, 2))),
         "mlp_only_layers": draw(st.lists(st.integers(0, num_layers - 1), max_size=1)),
     }
+
+
+EXPERTS = (
+    {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True},
+    {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 10, "decoder_sparse_step": 2},
+    {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 4, "mlp_only_layers": [1]},
+)
 
 
 ROPES = (

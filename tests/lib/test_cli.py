@@ -146,9 +146,9 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt that is no text": (("--prompt", "\udcff"), ("argument --prompt: '\\udcff' is not valid UTF-8",)),
     "more stages than layers": (
         ("--prompt", "A", "--pp", "7"),
-        ("saw: pipeline=7; the model has 6 layers", "instead: from 1 stage to one a layer"),
+        ("saw: 7 stages; the model has 6 layers", "instead: from 1 stage to one a layer"),
     ),
-    "no stage": (("--prompt", "A", "--pp", "0"), ("saw: pipeline=0; the model has 6 layers",)),
+    "no stage": (("--prompt", "A", "--pp", "0"), ("saw: 0 stages; the model has 6 layers",)),
     "unknown mode": (("--prompt", "A", "--graph", "half"), ("argument --graph: invalid choice: 'half'", "full")),
     "unknown dtype": (("--prompt", "A", "--dtype", "int4"), ("argument --dtype: invalid choice: 'int4'", "bfloat16")),
     "unknown device": (("--prompt", "A", "--device", "gpu"), ("device 'gpu', which torch does not know", "'cuda:N'")),
@@ -245,7 +245,7 @@ def test_ctrl_c_is_quiet(run: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("weft.stages.model.load", interrupt)
+    monkeypatch.setattr("weft.cli.generate.load", interrupt)
     assert run(*generate("--prompt", "A")) == (130, "", "")
 
 
@@ -387,3 +387,38 @@ def test_a_nan_holds_nowhere() -> None:
     assert same.holds
     assert not attrs.evolve(same, logits=float("nan")).holds
     assert not attrs.evolve(same, exact=True, bitwise=False).holds
+
+
+# ranks of its own
+
+
+def test_stages_in_processes_of_their_own_say_what_one_process_says(run: Weft) -> None:
+    options = ("--prompt", "A list", "--prompt", "The function", "--max-tokens", "5", "--json")
+
+    def said(*more: str) -> list[tuple[str, list[int]]]:
+        code, out, _ = run(*generate(*options, *more))
+        assert code == 0
+        return [(line["text"], line["token_ids"]) for line in map(json.loads, out.splitlines())]
+
+    alone = said()
+    assert len(alone) == 2
+    assert said("--pp", "2") == alone
+    assert said("--pp", "2", "--transport", "local") == alone
+    assert said("--pp", "3", "--transport", "threads") == alone
+
+
+def test_what_a_rank_refuses_is_said_once(run: Weft) -> None:
+    code, out, err = run(*generate("--prompt", "A", "--pp", "2", "--transport", "nccl", "--device", "cpu"))
+    assert (code, out) == (2, "")
+    assert err.count("backend='nccl' for a device of type cpu") == 1
+
+
+def test_under_torchrun_the_first_rank_speaks() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "weft"]
+    options = generate("--prompt", "A list", "--max-tokens", "5", "--device", "cpu", "--json")
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    [line] = done.stdout.splitlines()
+    assert len(json.loads(line)["token_ids"]) == 5
+    wrong = subprocess.run([*command, *options, "--pp", "3"], capture_output=True, text=True, timeout=200)
+    assert "saw: --pp 3 under torchrun with 2 processes" in wrong.stderr

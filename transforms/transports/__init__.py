@@ -20,12 +20,16 @@ class Transport(Protocol):
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank: what all must agree on and one decides. Each calls it, in the same order."""
 
-    def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
+    def mail(self, num_ranks: int, /) -> Any:
+        """What holds messages that are sent in one run and received in a later one."""
+
+    def run(self, plan: Plan, workers: Sequence[Worker], mail: Any, /) -> None:
         """Execute checked programs, those of `ranks(...)` here.
 
         Args:
             plan: of all ranks.
             workers: of the ranks that run here; each is left with its rank's new state and outputs.
+            mail: of this run and those that it goes on from.
 
         Raises:
             RankError: on the ranks that wait for one that raised, exited or stalled. That one raises what it raised.

@@ -100,20 +100,23 @@ class Distributed:
             return value
         return pickle.loads(self.watch.wait(key, 0))
 
-    def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
+    def mail(self, _: int, /) -> None:
+        return None
+
+    def run(self, plan: Plan, workers: Sequence[Worker], _: None, /) -> None:
         (worker,) = workers
         try:
             if isinstance(self._guard, Guard):
                 self._guard.check()
             self.watch.begin(plan)
-            self._link.begin(plan)
-            effects = plan.programs[self.rank].effects
-            for index, effect in enumerate(effects):
+            self._link.begin(plan, worker.first)
+            effects, (start, stop) = plan.programs[self.rank].effects, plan.span(self.rank)
+            for index, effect in enumerate(effects[start:stop], start):
                 self.watch.at(index, effect)
                 worker.perform(effect, self._link)
                 if isinstance(self._guard, Guard):
                     self._guard.launched(self.watch.here)
-            self.watch.at(len(effects), "its end")
+            self.watch.at(stop, effects[stop] if stop < len(effects) else "its end")
         except BaseException as error:
             self.watch.fail(error)
             self._link.end.close(failed=True)

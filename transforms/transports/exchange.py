@@ -3,13 +3,13 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from weft.effects import Program
 from weft.transforms.checker import Edge, Step, puts, takes
 from weft.transforms.transports.failures import Failure, blockers, culprit
+from weft.transforms.transports.plan import Plan
 
 CAPACITY = 2
 """Messages that an edge holds."""
@@ -27,23 +27,32 @@ def _holds_none(queue: Queue, microbatch: int) -> bool:
 
 
 class Exchange:
-    """What the threads of one run share: the edges, where each rank is, and the first failure."""
+    """What the threads of one run share: the edges, where each rank is, and the first failure.
 
-    def __init__(self, programs: Sequence[Program], timeout: float) -> None:
-        self.programs = programs
-        self.num_ranks = self.left = len(programs)
+    Args:
+        plan: what is run.
+        timeout: seconds without progress after which a rank has stalled.
+        edges: with what was sent before this run and is received in it.
+        first: the number, over all runs, of its first micro-batch.
+    """
+
+    def __init__(self, plan: Plan, timeout: float, edges: dict[Edge, Queue], first: int) -> None:
+        self.programs = plan.programs
+        self.num_ranks = self.left = len(plan.programs)
         self.timeout = timeout
         self.failure: Failure | None = None
-        self.at = [0] * self.num_ranks
-        self._edges: dict[Edge, Queue] = {}
+        self.at, self.ends = map(list, zip(*map(plan.span, range(self.num_ranks)), strict=True))
+        self._edges = edges
+        self._first = first
         self._changed = threading.Condition()
 
     def put(self, step: Step, value: Any) -> None:
         for edge in puts(step, self.num_ranks):
             with self._changed:
                 queue = self._edges.setdefault(edge, deque())
-                self._wait(step, partial(_has_room, queue), edge.to)
-                queue.append((step.effect.microbatch, value))
+                if edge.carries == "stages":  # what returns may be received in a later run
+                    self._wait(step, partial(_has_room, queue), edge.to)
+                queue.append((self._first + step.effect.microbatch, value))
                 self._changed.notify_all()
 
     def take(self, step: Step, copied: Callable[[Any], Any]) -> Any:
@@ -59,7 +68,7 @@ class Exchange:
 
     def drained(self, step: Step) -> None:
         """Wait until all that the rank sent of a micro-batch was received."""
-        mb = step.effect.microbatch
+        mb = self._first + step.effect.microbatch
         with self._changed:
             for edge in [edge for edge in self._edges if edge.source == step.rank]:
                 queue = self._edges[edge]
@@ -105,8 +114,7 @@ class Exchange:
 
     def _unfinished(self) -> int:
         """A rank that is not at its end."""
-        counts = (len(program.effects) for program in self.programs)
-        return next((rank for rank, count in enumerate(counts) if self.at[rank] < count), 0)
+        return next((rank for rank, end in enumerate(self.ends) if self.at[rank] < end), 0)
 
     def instruction(self, rank: int) -> str:
         """What a rank is about to do."""

@@ -58,8 +58,10 @@ class Local:
     def share(self, value: Any) -> Any:
         return value
 
-    def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
-        queues = Queues(len(workers))
-        links = [LocalLink(worker.rank, queues, plan.lends) for worker in workers]
+    def mail(self, num_ranks: int, /) -> Queues:
+        return Queues(num_ranks)
+
+    def run(self, plan: Plan, workers: Sequence[Worker], mail: Queues, /) -> None:
+        links = [LocalLink(worker.rank, mail, plan.lends) for worker in workers]
         for step in plan.order:
             workers[step.rank].perform(step.effect, links[step.rank])

@@ -115,10 +115,12 @@ class ProcessLink:
         self.plan: Plan | None = None
         self._number = transfer.register(end)
         self._layouts: dict[str, Layout] = {}
+        self._first = 0
 
-    def begin(self, plan: Plan) -> None:
-        """A step begins."""
+    def begin(self, plan: Plan, first: int) -> None:
+        """A run begins, whose micro-batch 0 is the `first` of all runs that it goes on from."""
         self.plan = plan
+        self._first = first
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
         leaves = [x.contiguous() for x in tree_flatten(value)[0] if isinstance(x, Tensor) and x.numel()]
@@ -126,7 +128,7 @@ class ProcessLink:
         self._publish(effect, key, Layout.of(value))
         for edge in puts(Step(self.watch.rank, effect), self.watch.num_ranks):
             if leaves:
-                transfer.send(leaves, self._number, edge.to, _tag(key, effect))
+                transfer.send(leaves, self._number, edge.to, _tag(key, self._first + effect.microbatch))
 
     def recv(self, effect: Recv | Broadcast) -> Any:
         source = effect.source if isinstance(effect, Recv) else effect.root
@@ -136,7 +138,7 @@ class ProcessLink:
         layout = self._layouts[key]
         tensors = layout.empty(self.device)
         if filled := [x for x in tensors if x.numel()]:
-            transfer.recv(filled, self._number, source, _tag(key, effect))
+            transfer.recv(filled, self._number, source, _tag(key, self._first + effect.microbatch))
         return layout.build(tensors)
 
     def fence(self, _: Fence, /) -> None:
@@ -162,7 +164,7 @@ class ProcessLink:
             )
 
 
-def _tag(key: str, effect: Send | Recv | Broadcast) -> int:
+def _tag(key: str, microbatch: int) -> int:
     """What both ends know of a message: the class, the sender, the micro-batch."""
-    digest = hashlib.blake2b(f"{key} {effect.microbatch}".encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(f"{key} {microbatch}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")

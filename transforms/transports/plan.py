@@ -20,11 +20,14 @@ class Plan:
         programs: of all ranks.
         buffers: results that a stage holds before it overwrites the oldest; None: each is a value of its own.
         stages: the fingerprint of each stage's code.
+        spans: the effects of each rank that are to be performed, from one to before another: those before were, and
+            those behind will be; None: all.
     """
 
     programs: tuple[Program, ...]
     buffers: int | None = None
     stages: tuple[str, ...] = ()
+    spans: tuple[tuple[int, int], ...] | None = None
 
     def __attrs_post_init__(self) -> None:
         check(self.programs, buffers=self.buffers)
@@ -40,10 +43,20 @@ class Plan:
         """A short hash of `text`."""
         return hashlib.blake2b(self.text.encode(), digest_size=6).hexdigest()
 
+    def span(self, rank: int) -> tuple[int, int]:
+        """The effects of a rank that are to be performed."""
+        return (0, len(self.programs[rank].effects)) if self.spans is None else self.spans[rank]
+
     @functools.cached_property
     def order(self) -> tuple[Step, ...]:
-        """An order in which one thread can run all ranks."""
-        return tuple(interleave(self.programs))
+        """An order in which one thread can run all ranks: of what is to be performed."""
+        counts, order = [0] * len(self.programs), []
+        for step in interleave(self.programs):
+            start, stop = self.span(step.rank)
+            if start <= counts[step.rank] < stop:
+                order.append(step)
+            counts[step.rank] += 1
+        return tuple(order)
 
     @functools.cached_property
     def lends(self) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor
 from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import CaptureError, ProgramError, RankError
 from weft.torchapi import in_dispatch_mode
-from weft.transforms.checker import Step
-from weft.transforms.transports.exchange import Exchange
+from weft.transforms.checker import Edge, Step
+from weft.transforms.transports.exchange import Exchange, Queue
 from weft.transforms.transports.failures import Failure
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker
@@ -84,7 +84,10 @@ class Threads:
     def share(self, value: Any) -> Any:
         return value
 
-    def run(self, plan: Plan, workers: Sequence[Worker]) -> None:
+    def mail(self, _: int, /) -> dict[Edge, Queue]:
+        return {}
+
+    def run(self, plan: Plan, workers: Sequence[Worker], mail: dict[Edge, Queue], /) -> None:
         if in_dispatch_mode():
             raise CaptureError(
                 f"pipeline(..., transport={self!r}) inside a captured function",
@@ -94,7 +97,7 @@ class Threads:
         with self._lock:
             if self._broken is not None:
                 raise self._broken.for_rank(0, "the next step")
-            exchange = Exchange(plan.programs, self.timeout)
+            exchange = Exchange(plan, self.timeout, mail, workers[0].first)
             self._start(len(workers))
             for worker in workers:
                 self._tasks[worker.rank].put(self._task(plan, worker, exchange))
@@ -141,7 +144,7 @@ class Threads:
         def perform() -> None:
             if device is not None:
                 worker.batches = [tree_map(lambda x: to_device(x, device), batch) for batch in worker.batches]
-            for effect in plan.programs[rank].effects:
+            for effect in plan.programs[rank].effects[slice(*plan.span(rank))]:
                 worker.perform(effect, link)
                 exchange.at[rank] += 1
 

@@ -36,7 +36,9 @@ class Worker:
         batches: the micro-batches.
         keeps: whether what its stage makes is copied, for it is lent and stays here to the end.
         inputs: what it received and has not yet run, by micro-batch.
-        results: what its stage made, and then what the last one made, by micro-batch.
+        results: what its stage made, by micro-batch.
+        outputs: what the last one made.
+        first: the number, over all runs that this one goes on from, of its micro-batch 0.
     """
 
     rank: int
@@ -49,6 +51,15 @@ class Worker:
     inputs: dict[int, Any] = attrs.field(factory=dict)
     results: dict[int, Any] = attrs.field(factory=dict)
     outputs: dict[int, Any] = attrs.field(factory=dict)
+    first: int = 0
+
+    def forget(self, count: int) -> None:
+        """The first micro-batches are over: number those behind them from 0."""
+        for held in (self.inputs, self.results, self.outputs):
+            for mb in sorted(held):
+                value = held.pop(mb)
+                if mb >= count:
+                    held[mb - count] = value
 
     def perform(self, effect: Effect, link: Link) -> None:
         """Do what the next effect of the program says."""

@@ -31,15 +31,17 @@ def test_the_cases_are_every_place_in_every_way() -> None:
     assert max(case.step for case in ALL) < STEPS - 1  # what fails at the end of a step is noticed in the next
 
 
-QUICK = [case for case in ALL if case.way in ("raise", "exit", "kill")]
-SLOW = [case for case in ALL if case.way in ("stall", "stop")]
+# What is due to another rank's end is heard at once; other tests take their part of the machine meanwhile.
+QUICK = [attrs.evolve(case, timeout=20.0) for case in ALL if case.way in ("raise", "exit", "kill")]
+SLOW = [attrs.evolve(case, timeout=3.0) for case in ALL if case.way in ("stall", "stop")]
+ANY_TIME = [attrs.evolve(case, timeout=20.0) for case in itertools.islice(cases_at_any_time(), 10)]
 
 
 @pytest.mark.parametrize("case", QUICK[::17], ids=str)
 def test_a_rank_that_ends_is_named_by_all(case: Case) -> None:
     outcome = run_case(case)
     assert outcome.wrong is None
-    assert outcome.ended < 5
+    assert outcome.ended < 15
 
 
 @pytest.mark.parametrize("case", SLOW[::85], ids=str)
@@ -47,7 +49,7 @@ def test_a_rank_that_stalls_is_named_by_all(case: Case) -> None:
     assert run_case(case).wrong is None
 
 
-@pytest.mark.parametrize("case", list(itertools.islice(cases_at_any_time(), 10)), ids=str)
+@pytest.mark.parametrize("case", ANY_TIME, ids=str)
 def test_a_rank_killed_at_any_time_is_named_by_all(case: Case) -> None:
     assert run_case(case).wrong is None
 
@@ -57,12 +59,14 @@ def test_a_rank_killed_at_any_time_is_named_by_all(case: Case) -> None:
 TWO = [case for case in ALL if case.num_ranks == 2 and case.step == 1]
 
 
-@pytest.mark.parametrize("case", [case for case in TWO if case.way == "kill"][::5], ids=str)
+@pytest.mark.parametrize("case", [attrs.evolve(case, timeout=20.0) for case in TWO if case.way == "kill"][::5], ids=str)
 def test_a_rank_killed_before_its_device_is_done_is_named(case: Case) -> None:
     assert run_case(case, run_rank).wrong is None
 
 
-@pytest.mark.parametrize("case", [case for case in TWO if case.way == "stall"][::11], ids=str)
+@pytest.mark.parametrize(
+    "case", [attrs.evolve(case, timeout=3.0) for case in TWO if case.way == "stall"][::11], ids=str
+)
 def test_a_rank_that_stalls_before_its_device_is_done_is_named(case: Case) -> None:
     assert run_case(case, run_rank).wrong is None
 

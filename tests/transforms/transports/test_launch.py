@@ -30,7 +30,7 @@ def test_results_in_order_of_ranks() -> None:
 def step(how: str, rank: int) -> str:
     """Steps of a pipeline of all ranks, in the second of which one fails."""
     torch.set_num_threads(1)
-    transport = Distributed(timeout=5)
+    transport = Distributed(timeout=60)
     count = [0]
 
     def stage(p: Any, s: Any, batch: Any, x: Any) -> Any:
@@ -94,7 +94,7 @@ def test_a_rank_that_ends_is_named_with_its_instruction_and_how(how: str, cause:
         launch(step, 3, how, rank)
     assert (error.value.rank, error.value.instruction) == (rank, f"run stage {rank} [mb 0]")
     assert error.value.cause == ("SystemExit: 0" if how == "sys.exit" else f"its process ended: {cause}")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def leave(rank: int) -> str:

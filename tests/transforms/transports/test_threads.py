@@ -101,9 +101,12 @@ class FailingThreads:
     def ranks(self, num_ranks: int) -> Any:
         return self.threads.ranks(num_ranks)
 
-    def run(self, plan: Plan, workers: Any) -> None:
+    def mail(self, num_ranks: int, /) -> Any:
+        return self.threads.mail(num_ranks)
+
+    def run(self, plan: Plan, workers: Any, mail: Any, /) -> None:
         if self.failed:
-            self.threads.run(plan, workers)
+            self.threads.run(plan, workers, mail)
             return
         self.failed = True
         used = [
@@ -112,7 +115,7 @@ class FailingThreads:
             else worker
             for worker in workers
         ]
-        self.threads.run(plan, used)
+        self.threads.run(plan, used, mail)
 
 
 PLACES = [
