@@ -127,10 +127,11 @@ def assemble(
     config: ModelConfig, layout: StageLayout, tensors: Mapping[str, Tensor], device: torch.device
 ) -> DecoderParams:
     """A stage's parameters of the tensors at the paths of `stage_fields`."""
-    layers: list[LayerParams] = []
+    layers = []
     for i in layout.layers:
         prefix = f"layers.{i}."
-        layers.append(LayerParams(**{k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}))
+        own: dict[str, Any] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        layers.append(LayerParams(**own))
     inv_freq, _ = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
     return DecoderParams(
         embed_tokens=tensors["embed_tokens"] if layout.first else None,

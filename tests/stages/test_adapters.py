@@ -28,15 +28,20 @@ import weft
 from weft.batch import Batch
 from weft.donation import clone
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, RequestError
+from weft.ops.gate import silu_mul
 from weft.sampling import SamplingParams
-from weft.stages.adapters import Adapter, reserve_slots, write_slot
-from weft.stages.decoder import decoder_stage
+from weft.stages.adapters import Adapter, reserve_slots, with_adapters, write_slot
+from weft.stages.config import parse_config
+from weft.stages.decoder import Normed, decoder_stage, feed_forward, project
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, stage_params
-from weft.state import State, admit, advance
+from weft.stages.random_weights import random_adapter, random_params
+from weft.state import State, admit, advance, resolve
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.pipeline import compose
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The following:RuntimeWarning")
 
 TOLERANCE = 1e-5
 """Of logits, relative to the greatest, in float32: sums are formed in another order, and the scaling earlier."""
@@ -146,7 +151,6 @@ def lora_fields(draw: st.DrawFn, dense: bool = True) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # patterns that name no target
 @pytest.mark.parametrize("name", MODELS)
 @given(data=st.data())
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -335,3 +339,35 @@ def test_graphs_differ_by_the_number_of_adapters(folders: dict[str, Path], tmp_p
             _, out = plain(params, clone(before), Batch.decode([row], num_active_loras=int(slots[row] >= 0)))
             assert_near(own, out.logits[0])
     assert step.cache_info().captures == 4 + 1  # of 0, 1, 2, 4 and 5
+
+
+def test_layers_in_fp8_have_plain_adapters() -> None:
+    """Of a feed-forward block whose matrices begin blocks of 128 rows: gaps between them, and columns behind."""
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    raw = {"architectures": ["Qwen3ForCausalLM"], "quantization_config": quantization, "head_dim": 8, **SIZES}
+    config = parse_config({**raw, "intermediate_size": 130, "num_hidden_layers": 1}, source="a test")
+    (layout,) = split_layers(1, 1)
+    names = [f"model.layers.0.mlp.{name}" for name in ALL[4:]]
+    adapter = random_adapter(config, names, rank=3, seed=5, std=0.3)
+    params = with_adapters(random_params(config, layout, seed=3, std=0.3), config, layout, [adapter])
+    layer, x = params.layers[0], torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    assert (layer.down_scale is not None, layer.gate_up_proj.shape, layer.down_proj.shape) == (
+        True,
+        (512, 16),
+        (16, 256),
+    )
+
+    def added(name: str, x: Tensor) -> Tensor:
+        a, b = adapter.deltas[f"model.layers.0.mlp.{name}"]
+        return x @ a.T @ b.T
+
+    gate_up = project(Normed(x), layer.gate_up_proj, layer.gate_up_scale, None)
+    for start, name, own in ((0, "gate_proj", [0, 1, 3]), (256, "up_proj", [0, 1, 3])):
+        gate_up[own, start : start + 130] += added(name, x[own])
+    inner = silu_mul(gate_up, x.dtype)
+    expected = project(Normed(inner), layer.down_proj, layer.down_scale, None)
+    expected[[0, 1, 3]] += added("down_proj", inner[[0, 1, 3], :130])
+    batch = resolve(empty_state(Model(config, params, None, Path()), (layout,))[0], Batch.ragged([0], [[1] * 4]))
+    slots, active = torch.tensor([0, 0, -1, 0]).int(), torch.tensor([0, -1]).int()
+    found = feed_forward(config, layer, attrs.evolve(batch, adapters=slots, active_adapters=active), Normed(x))
+    assert torch.allclose(found, expected, atol=1e-5, rtol=1e-5)
