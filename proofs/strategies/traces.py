@@ -123,7 +123,7 @@ def traces(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_reques
 @st.composite
 def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int, adapter: int) -> Arrival:
     token = st.integers(0, config.vocab_size - 1)
-    begin = draw(st.sampled_from(((1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8), ())))
+    begin = draw(st.sampled_from(((1, 2, 3, 4, 5, 6, 7, 8), (5, 6, 7, 8), (1, 2, 3, 4), ())))
     prompt: tuple[int, ...] = (*begin, *draw(st.lists(token, min_size=0 if begin else 1, max_size=4)))
     request = Request(
         f"request {index}",
