@@ -67,13 +67,13 @@ def _salt_of_none(adapter: int) -> bytes:
     return b""
 
 
-_SERVED, _AGREE = find("L11", "stages"), find("L11", "hosts")
+_SERVED, _AGREE, _ADAPTED = find("L11", "stages"), find("L11", "hosts"), find("L11", "adapters")
 
 SERVING = (
     Mutant("a finish is predicted on one rank", _AGREE, _predicting),
     Mutant("a page is freed while another request holds it", _SERVED, replace(_SCHEDULER, "Pages", _OwnersForgotten)),
     Mutant("a row is freed while a step for it is under way", _SERVED, replace(_SCHEDULER, "_start", _without_waiting)),
     Mutant("a page is known by its tokens alone", _SERVED, replace(_REQUESTS, "hash_page", _by_tokens_alone)),
-    Mutant("a page is known without its adapter", _SERVED, replace(_REQUESTS, "salt", _salt_of_none)),
-    Mutant("a step is not told of its adapters", _SERVED, replace(_SCHEDULER, "count_adapters", _no_adapters)),
+    Mutant("a page is known without its adapter", _ADAPTED, replace(_REQUESTS, "salt", _salt_of_none)),
+    Mutant("a step is not told of its adapters", _ADAPTED, replace(_SCHEDULER, "count_adapters", _no_adapters)),
 )

@@ -166,7 +166,7 @@ STEPS = (
     Mutant("a graph of 0 LoRAs is taken for 1", find("L7"), replace(_GRAPHS, "dispatch", _dispatch_without_loras)),
     Mutant(
         "a token has the adapter of its neighbour",
-        find("L11", "stages"),
+        find("L11", "adapters"),
         replace(_STATE, "_find_adapters", _adapters_of_neighbours),
     ),
     Mutant("micro-batches run backwards", find("L13"), replace(_MICROBATCH, "split", _split_backwards)),

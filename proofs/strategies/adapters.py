@@ -15,7 +15,7 @@ NUM_ADAPTERS = 2
 
 def slots(count: int) -> st.SearchStrategy[tuple[int, ...]]:
     """The adapter of each of `count` requests, in turn; -1 for none; empty: the model has no adapters."""
-    patterns = ((), (0, 1, -1), (0,), (-1, 1), (1, 0, 0))  # one draw: more of them are fewer examples of all else
+    patterns = ((), (0, 1, -1), (0,), (-1, 1), (1, 0, 0))  # in one draw: more are fewer examples of all else
     return st.sampled_from(patterns).map(lambda pattern: tuple(islice(cycle(pattern), count)))
 
 

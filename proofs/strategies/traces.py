@@ -96,15 +96,17 @@ class Trace:
 
 
 @st.composite
-def traces(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_requests: int = 6) -> Trace:
+def traces(
+    draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_requests: int = 6, adapters: bool = False
+) -> Trace:
     """A model, and up to `max_requests` requests: prompts of 1 to 12 tokens, some with the same beginning; some end by
-    a stop token, some are aborted, some have an adapter; rows, pages and tokens a step are scarce, or not."""
+    a stop token, some are aborted; rows, pages and tokens a step are scarce, or not. With `adapters`, some have one."""
     config = draw(configs(min_layers, max_layers))
     page_size, num_rows = draw(st.sampled_from((2, 4))), draw(st.sampled_from((2, 1, 2, 3, 4)))
     num_cohorts = draw(st.integers(1, 3))
     count = draw(st.sampled_from([n for n in (4, 3, 6, 2, 5, 1) if n <= max_requests]))
-    adapters = draw(slots(count)) or (-1,) * count
-    arrivals = tuple(draw(_arrivals(config, index, adapter)) for index, adapter in enumerate(adapters))
+    own = (draw(slots(count)) if adapters else ()) or (-1,) * count
+    arrivals = tuple(draw(_arrivals(config, index, adapter)) for index, adapter in enumerate(own))
     longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     max_pages = -(-longest // page_size)
     size = -(-num_rows // num_cohorts)
