@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from weft.transforms.borrowing import check_borrowed
     from weft.transforms.dispatch import Decision, dispatch
     from weft.transforms.dispatch_table import dispatch_table
+    from weft.transforms.engine.engine import Engine
+    from weft.transforms.engine.outputs import RequestOutput
+    from weft.transforms.engine.setup import EngineLimits
     from weft.transforms.generate import Completion, generate
     from weft.transforms.graphify import clear_caches, graphify
     from weft.transforms.ladder import Ladder, Limits, make_ladder
@@ -51,6 +54,9 @@ _HOMES = {
     "weft.transforms.borrowing": ("check_borrowed",),
     "weft.transforms.dispatch": ("Decision", "dispatch"),
     "weft.transforms.dispatch_table": ("dispatch_table",),
+    "weft.transforms.engine.engine": ("Engine",),
+    "weft.transforms.engine.outputs": ("RequestOutput",),
+    "weft.transforms.engine.setup": ("EngineLimits",),
     "weft.transforms.generate": ("Completion", "generate"),
     "weft.transforms.graphify": ("clear_caches", "graphify"),
     "weft.transforms.ladder": ("Ladder", "Limits", "make_ladder"),
@@ -71,12 +77,15 @@ __all__ = [
     "Completion",
     "Decision",
     "Descriptor",
+    "Engine",
+    "EngineLimits",
     "IntermediateTensors",
     "Ladder",
     "Limits",
     "Model",
     "Output",
     "Program",
+    "RequestOutput",
     "SamplingParams",
     "Schema",
     "State",

@@ -74,6 +74,10 @@ class RequestError(WeftError, ValueError):
     """A prompt or a generation argument that no model could serve."""
 
 
+class LogitsError(WeftError, ArithmeticError):
+    """Logits that are no numbers: what a request ends with whose logits were NaN."""
+
+
 class CostError(WeftError, ValueError):
     """A cost or a moment that cannot be: negative, not finite, or missing for a stage."""
 

@@ -30,7 +30,7 @@ def serve(trace: Trace, run: Run) -> Iterator[Window]:
     while tick <= last or not host.is_idle:
         works: list[Work] = []
         for _ in range(trace.window):
-            host = _happen(trace, host, tick)
+            host = happen(trace, host, tick)
             host, more = schedule(host, trace.budget)
             works += more
             tick += 1
@@ -44,10 +44,11 @@ def serve(trace: Trace, run: Run) -> Iterator[Window]:
         yield Window(tuple(works), outputs, tuple(got))
 
 
-def _happen(trace: Trace, host: HostState, tick: int) -> HostState:
+def happen(trace: Trace, host: HostState, tick: int) -> HostState:
+    """What comes, and what is aborted, before a tick."""
     for arrival in trace.arrivals:
         if arrival.tick == tick:
-            host = add(host, arrival.request, trace.budget)
+            host = add(host, arrival.request, trace.budget, behind=arrival.behind)
         if arrival.aborted == tick and host.find(arrival.request.id) is not None:
             host = finish(host, arrival.request.id, "abort")
     return host

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from weft.proofs import laws, strategies
+from weft.proofs.strategies.engines import loads
 from weft.transforms.ladder import MODES
 
 
@@ -150,6 +151,23 @@ def _scheduled(data: st.DataObject, device: str) -> None:
     laws.hosts_agree(data.draw(strategies.traces(max_layers=1)), 2, device)
 
 
+def _paged(data: st.DataObject, device: str) -> None:
+    trace = data.draw(strategies.traces(max_layers=1, alone=0, page_sizes=(2, 4, 8)))
+    laws.pages_are_read_by_whom_they_were_written_for(trace)
+
+
+def _engine(data: st.DataObject, device: str) -> None:
+    laws.engine_serves_as_alone(data.draw(loads()))
+
+
+def _ahead(data: st.DataObject, device: str) -> None:
+    laws.run_ahead_is_none(data.draw(loads(("none", "full"))))
+
+
+def _in_turn(data: st.DataObject, device: str) -> None:
+    laws.served_in_turn(data.draw(strategies.traces(max_layers=1)))
+
+
 def _reordered(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=2))
     orders = [data.draw(st.permutations(range(len(step)))) for step in scenario.moves]
@@ -181,6 +199,7 @@ LAWS = (
     Law("L9", "borrowed results are right", _on_functions(laws.borrowed_results_are_right)),
     Law("L9", "graph keeps what it reads", _kept),
     Law("L9", "dropped graphs are not in use", _dropped),
+    Law("L9", "pages are read by whom they were written for", _paged),
     Law("L10", "schedules are right", _on_programs(laws.schedules_are_right, strategies.programs())),
     Law("L10", "the checker is right", _on_programs(laws.checker_is_right, strategies.edited_programs())),
     Law(
@@ -191,12 +210,15 @@ LAWS = (
     Law("L11", "stages agree, and requests are served as if alone", _served(adapters=False)),
     Law("L11", "requests with adapters are served as if alone", _served(adapters=True)),
     Law("L11", "hosts agree", _scheduled),
+    Law("L11", "an engine serves each completion as alone", _engine),
     Law("L13", "micro-batches are one", _microbatched),
     Law("L14", "memory is estimated", _estimated),
     Law("L15", "functions of graphs are functions", _with_func(laws.functions_of_graphs_are_functions)),
     Law("L15", "graphs of functions are functions", _with_func(laws.graphs_of_functions_are_functions)),
     Law("L16", "seed and position fix the sample", _sampled),
     Law("L17", "order is free", _reordered),
+    Law("L18", "requests are served in turn, and end", _in_turn),
+    Law("L19", "run-ahead is none", _ahead),
 )
 
 

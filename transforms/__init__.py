@@ -6,7 +6,6 @@ from weft.transforms.cohorts import CohortPlan, CohortRow, plan_cohorts
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.dispatch_table import DispatchTable, dispatch_table
 from weft.transforms.events import Event
-from weft.transforms.generate import Runner, make_runner, make_state
 from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.graphs import Explanation
 from weft.transforms.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
@@ -16,6 +15,7 @@ from weft.transforms.memory import MemoryAnalysis, MemoryEstimate
 from weft.transforms.microbatch import join, microbatch, split
 from weft.transforms.piecewise import piecewise
 from weft.transforms.pipeline import Pipelined, compose, pipeline
+from weft.transforms.runner import Runner, make_runner, make_state
 from weft.transforms.scan import scan
 from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
 from weft.transforms.simulate import Costs, simulate

@@ -248,6 +248,10 @@ class Graphified(Generic[P, R]):
         """Captures, replays, eager calls, and graphs held."""
         return self._graphs.info()
 
+    def captured(self) -> tuple[tuple[str, Any], ...]:
+        """The mode and the class (None without a ladder) of each graph held, in the order of capture."""
+        return tuple((key.mode, key.descriptor) for key in self._graphs.memo)
+
     def num_pieces(self) -> tuple[int, ...]:
         """For each graph held, in the order of capture, the number of pieces that it is in."""
         return tuple(entry.recording.num_pieces for entry in self._graphs.memo.values())

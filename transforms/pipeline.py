@@ -178,7 +178,7 @@ class Pipelined:
     def _run(
         self, params: Sequence[Any], state: Sequence[Any], batches: Sequence[Any], jobs: Sequence[Job]
     ) -> tuple[tuple[Any, ...], list[Any]]:
-        plan = self._plan(jobs, [str(class_of(batch)) for batch in batches])
+        plan = self._plan(jobs, [class_text(batch) for batch in batches])
         workers = self._workers(params, state)
         put_batches(workers, batches)
         self.transport.run(plan, workers, self.transport.mail(len(self.stages)))
@@ -267,7 +267,7 @@ class Session:
         return count_running(len(self._pipelined.stages), self._jobs, advances=True, buffers=self._pipelined._buffers)
 
     def _plan(self, spans: tuple[tuple[int, int], ...] | None) -> Plan:
-        return self._pipelined._plan(self._jobs, [str(class_of(batch)) for batch in self._batches], spans)
+        return self._pipelined._plan(self._jobs, [class_text(batch) for batch in self._batches], spans)
 
     def _advance_to(self, ends: tuple[int, ...], taken: int) -> list[tuple[int, Any]]:
         """Perform each rank's effects up to `ends`; the jobs before `taken` are over then."""
@@ -308,6 +308,13 @@ def class_of(batch: Any) -> Any:
     """What all ranks must agree on of a batch: its descriptor, or of plain tensors the schema."""
     found = find_descriptors(batch)
     return found[0] if found else Schema.of(batch)
+
+
+def class_text(batch: Any) -> str:
+    """What all ranks must agree on of a batch (or of work that holds one as `batch`), and what the layout of its
+    messages follows from: its class, and whether it has targets, whose logprobs come back."""
+    targets = getattr(getattr(batch, "batch", batch), "targets", None)
+    return f"{class_of(batch)}{'' if targets is None else ', with targets'}"
 
 
 def pipeline(

@@ -1,4 +1,4 @@
-"""The command line: `weft generate`, `weft demo`, `weft plan`, `weft doctor`.
+"""The command line: `weft generate`, `weft bench`, `weft demo`, `weft plan`, `weft doctor`.
 
 Nothing here imports torch before a command runs, so that `weft --help` answers at once.
 """
@@ -17,19 +17,13 @@ from typing import TYPE_CHECKING
 import attrs
 
 from weft import __version__
+from weft.cli.bench_options import add_bench
+from weft.cli.choices import DTYPES, MODES, TRANSPORTS
+from weft.cli.presets import PRESETS
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
     from weft.transforms.generate import Completion
-
-MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
-"""What `--graph` takes: `weft.transforms.ladder.MODES`, without its import."""
-
-DTYPES = ("float32", "bfloat16", "float16")
-"""What `--dtype` takes: the names in `weft.stages.model.DTYPES`, without its import."""
-
-TRANSPORTS = ("local", "threads", "gloo", "nccl", "peer")
-"""What `--transport` takes."""
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 """What a shell reports of a process that SIGINT, or SIGPIPE, ended."""
@@ -42,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None: the process's own.
 
     Returns:
-        0; 1 from a demo that found a difference; 2 for bad input, with the error on stderr; 130 after Ctrl-C; 141 where
-        nobody reads the output any more.
+        0; 1 from a demo, or from `bench --eval`, that found a difference; 2 for bad input, with the error on stderr;
+        130 after Ctrl-C; 141 where nobody reads the output any more.
 
     Raises:
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2).
@@ -78,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="complete prompts with a checkpoint", allow_abbrev=False))
+    add_bench(commands.add_parser("bench", help="time an engine, or score a file of tasks", allow_abbrev=False))
     _add_demo(commands.add_parser("demo", help="see that graphs and pipelines change nothing", allow_abbrev=False))
     _add_plan(commands.add_parser("plan", help="predict a pipeline from a config.json", allow_abbrev=False))
     _add_doctor(commands.add_parser("doctor", help="versions, devices, back ends", allow_abbrev=False))
@@ -95,6 +90,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens for each prompt (default 64)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, metavar="S", help="of all random choices (default: a fresh one)")
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA, as PEFT saves it")
     parser.add_argument(
         "--pp", type=int, metavar="N", help="pipeline stages, a process for each (default 1; torchrun's processes)"
     )
@@ -126,7 +122,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "Predict a decode loop over pipeline stages from config.json alone: the split of the layers, the programs, the "
         "timeline, tokens/s, and how many cohorts. Costs are bytes over bandwidth, not measured."
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="a folder with a config.json; needs no weights")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", metavar="DIR", help="a folder with a config.json; needs no weights")
+    model.add_argument("--preset", choices=PRESETS, help="the dimensions of a known model")
     parser.add_argument("--pp", required=True, type=int, metavar="N", help="pipeline stages")
     parser.add_argument("--cohorts", type=int, metavar="C", help="that take turns (default: what is fastest)")
     parser.add_argument("--steps", type=int, default=2, metavar="K", help="of each cohort in the timeline (default 2)")
@@ -174,11 +172,23 @@ def _generate(arguments: argparse.Namespace) -> int:
         arguments.parser.error("no prompt: give at least one --prompt TEXT or --prompt-ids 1,2,3")
     from weft.cli.generate import Wanted, complete
 
-    names = ("model", "prompts", "max_tokens", "temperature", "seed", "graph", "device", "dtype", "transport")
-    wanted = Wanted(stages=arguments.pp, **{name: getattr(arguments, name) for name in names})
-    prompts, completions = complete(wanted, progress=sys.stderr.isatty())
-    if completions is None:
+    names = (
+        "model",
+        "prompts",
+        "max_tokens",
+        "temperature",
+        "seed",
+        "graph",
+        "device",
+        "dtype",
+        "transport",
+        "adapter",
+    )
+    wanted = Wanted(stages=arguments.pp, **given)
+    completed = complete(wanted, progress=sys.stderr.isatty())
+    if completed is None:
         return 0  # a rank that is not the first: that one prints
+    prompts, completions = completed
     if arguments.json:
         print("\n".join(json.dumps(attrs.asdict(completion)) for completion in completions))
     else:
@@ -220,7 +230,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from weft.cli.plan import Wanted, predict
     from weft.cli.plan_report import as_json, show
 
-    names = ("model", "cohorts", "steps", "requests", "context", "bandwidth", "link", "latency", "capacity")
+    names = ("model", "preset", "cohorts", "steps", "requests", "context", "bandwidth", "link", "latency", "capacity")
     found = predict(Wanted(stages=arguments.pp, **{name: getattr(arguments, name) for name in names}))
     if arguments.json:
         print(as_json(found))

@@ -14,19 +14,11 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import RequestError
 from weft.outputs import Output
-from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.state import State
-from weft.transforms.generate import (
-    MAX_NUM_TOKENS,
-    Runner,
-    batches,
-    encode_prompts,
-    make_runner,
-    make_state,
-)
+from weft.transforms.engine.intake import encode_prompt
 from weft.transforms.ladder import Limits
-from weft.transforms.requests import Requests
+from weft.transforms.runner import Runner, make_runner, make_state
 from weft.trees import leaves_with_names
 
 PROMPTS = ("The function returns", "A list is", "In Python, ")
@@ -164,7 +156,7 @@ def few_threads(device: torch.device) -> Iterator[None]:
 
 def _encode(model: Model, max_tokens: int) -> list[list[int]]:
     call = f"weft demo --max-tokens {max_tokens}"
-    prompts = encode_prompts(model, PROMPTS, call)
+    prompts = [encode_prompt(model, prompt, call) for prompt in PROMPTS]
     most = model.config.max_position_embeddings - max(map(len, prompts))
     if not 1 <= max_tokens <= most:
         seen = f"max_tokens={max_tokens}; beside the longest prompt the model has {most} positions"
@@ -174,19 +166,27 @@ def _encode(model: Model, max_tokens: int) -> list[list[int]]:
 
 def run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_tokens: int) -> Trace:
     """Generate greedily from `prompts` in one way, and keep what every step left behind."""
-    limits = Limits(len(prompts), MAX_NUM_TOKENS)
+    limits = Limits(len(prompts), sum(map(len, prompts)))
     runner = make_runner(model, limits, num_stages=way.num_stages, mode=way.mode, keep_logits=True)
-    lengths = [len(ids) + max_tokens for ids in prompts]
-    state = make_state(model, runner.layouts, lengths)
-    greedy = SamplingParams(temperature=0.0).for_request(model.config.eos_token_ids, seed=0)
-    requests = Requests([max_tokens] * len(prompts), [greedy] * len(prompts))
+    state = make_state(model, runner.layouts, [len(ids) + max_tokens for ids in prompts])
+    batch: Batch | None = Batch.ragged(range(len(prompts)), prompts, device=model.device)
+    said: list[list[int]] = [[] for _ in prompts]
     steps = []
-    for batch in batches(prompts, requests, model.device):
+    while batch is not None:
         start = perf_counter()
         state, out = runner.step(runner.params, state, batch)
-        requests.take(batch, out)
+        for row, token in zip(batch.rows.tolist(), out.token_ids.tolist(), strict=True):
+            said[row].append(token)
         steps.append(_keep(batch, out, state, perf_counter() - start))
-    return Trace(way, tuple(steps), tuple(map(tuple, requests.token_ids)), *_counts(runner, steps))
+        batch = _next_batch(model, said, max_tokens)
+    return Trace(way, tuple(steps), tuple(map(tuple, said)), *_counts(runner, steps))
+
+
+def _next_batch(model: Model, said: Sequence[Sequence[int]], max_tokens: int) -> Batch | None:
+    """A decode of the requests that go on; None: all have ended."""
+    ends = model.config.eos_token_ids
+    rows = [row for row, own in enumerate(said) if len(own) < max_tokens and own[-1] not in ends]
+    return Batch.decode(rows, device=model.device) if rows else None
 
 
 def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> Step:

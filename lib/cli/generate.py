@@ -1,22 +1,14 @@
-"""What `weft generate` does: in this process, in ranks of its own, or as one of torchrun's."""
+"""What `weft generate` does, in each process of its pipeline."""
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, cast
 
 import attrs
-import torch
 
-from weft.errors import DeviceError, ProgramError, RequestError
+from weft.cli.ranks import Here, Place, check_stages, in_ranks
+from weft.stages.adapter_checkpoint import load_adapter
 from weft.stages.config import load_config
-from weft.stages.model import Model, load, pick_device
+from weft.stages.model import Model, load
 from weft.transforms.generate import Completion, generate
-from weft.transforms.transports import Transport
-from weft.transforms.transports.distributed import Distributed
-from weft.transforms.transports.launch import launch
-from weft.transforms.transports.local import Local
-from weft.transforms.transports.threads import Threads
 
 
 @attrs.frozen
@@ -32,67 +24,43 @@ class Wanted:
     device: str | None
     dtype: str | None
     transport: str | None
+    adapter: str | None
     stages: int | None
 
 
-Completed = tuple[list[str], list[Completion] | None]
+Completed = tuple[list[str], list[Completion]]
 """The prompts as text, or as ids in the form that `--prompt-ids` takes, and what completes them."""
 
 
-def complete(wanted: Wanted, *, progress: bool) -> Completed:
+def complete(wanted: Wanted, *, progress: bool) -> Completed | None:
     """The completions; None on a rank of torchrun's that is not the first.
 
     Raises:
         ProgramError: `--pp` is not torchrun's number of processes.
+        RequestError: more stages than layers.
         RequestError: no stage, or more of them than layers.
         DeviceError: fewer GPUs than stages.
         Whatever `weft.load` and `weft.generate` raise.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-    if world > 1 and wanted.stages not in (None, world):
-        seen = f"--pp {wanted.stages} under torchrun with {world} processes"
-        raise ProgramError("weft generate", seen, f"--pp {world}, or leave it out")
-    wanted = attrs.evolve(wanted, stages=world if wanted.stages is None else wanted.stages)
-    _check_stages(wanted)
-    if world > 1:
-        prompts, completions = complete_rank(wanted, progress)
-        return prompts, completions if os.environ["RANK"] == "0" else None
-    if wanted.stages == 1 or wanted.transport in ("local", "threads"):
-        return _complete(
-            wanted, load(wanted.model, wanted.device, wanted.dtype, progress=progress), _here(wanted), progress
-        )
-    _check_devices(wanted)
-    return cast(Completed, launch(complete_rank, wanted.stages or 1, wanted, progress)[0])
+    place = Place("weft generate", wanted.stages, wanted.transport, wanted.device)
+    check_stages(place, load_config(wanted.model).num_layers)
+    return in_ranks(_complete, place, wanted, progress)
 
 
-def complete_rank(wanted: Wanted, progress: bool) -> Completed:
-    """This process's part, as one rank."""
-    backend: Any = wanted.transport
-    transport = Distributed(device=wanted.device, backend=backend)
-    shows = progress and transport.rank == 0
-    stage = (transport.rank, transport.num_ranks)
-    model = load(wanted.model, transport.device, wanted.dtype, stage=stage, progress=shows)
-    try:
-        return _complete(wanted, model, transport, shows)
-    finally:
-        transport.close()
-
-
-def _here(wanted: Wanted) -> Transport:
-    return Threads() if wanted.transport == "threads" else Local()
-
-
-def _complete(wanted: Wanted, model: Model, transport: Transport, progress: bool) -> Completed:
+def _complete(here: Here, wanted: Wanted, progress: bool) -> Completed:
+    shows = progress and here.first
+    model = load(wanted.model, here.device, wanted.dtype, stage=here.stage, progress=shows)
     completions = generate(
         model,
         wanted.prompts,
         max_tokens=wanted.max_tokens,
         temperature=wanted.temperature,
         seed=wanted.seed,
-        pipeline=wanted.stages or 1,
+        pipeline=here.num_stages,
         graph=wanted.graph,
-        transport=transport,
-        progress=progress,
+        adapter=None if wanted.adapter is None else load_adapter(model, wanted.adapter),
+        transport=here.transport,
+        progress=shows,
     )
     return [_shown(model, prompt) for prompt in wanted.prompts], completions
 
@@ -101,19 +69,3 @@ def _shown(model: Model, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
     return ",".join(map(str, prompt)) if model.tokenizer is None else str(model.decode(prompt))
-
-
-def _check_stages(wanted: Wanted) -> None:
-    layers = load_config(Path(wanted.model)).num_layers
-    if not 1 <= (wanted.stages or 0) <= layers:
-        call, seen = f"weft generate --pp {wanted.stages}", f"{wanted.stages} stages; the model has {layers} layers"
-        raise RequestError(call, seen, "from 1 stage to one a layer")
-
-
-def _check_devices(wanted: Wanted) -> None:
-    """Refuse ranks that would have no GPU, where GPUs are used."""
-    device = pick_device(wanted.device, call=f"weft generate --pp {wanted.stages}")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and count < (wanted.stages or 1):
-        call, seen = f"weft generate --pp {wanted.stages}", f"{count} GPU{'s' * (count != 1)} for as many stages"
-        raise DeviceError(call, seen, "--transport local (all stages on one GPU), --device cpu, or fewer stages")

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import attrs
 
+from weft.cli.sources import read_config
 from weft.effects import Program
 from weft.errors import ProgramError
-from weft.stages.config import ModelConfig, load_config
+from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import layer_fields
 from weft.stages.layout import StageLayout, split_layers
 from weft.transforms.balance import balance
@@ -25,7 +26,8 @@ class Wanted:
     """What is to be planned: the options of `weft plan`.
 
     Args:
-        model: a folder with a config.json.
+        model: a folder with a config.json; None: the preset's.
+        preset: a name in `weft.cli.presets.PRESETS`; None: the folder's.
         stages: pipeline stages.
         cohorts: that take turns in the timeline; None: as many as give the most tokens a second.
         steps: of each cohort in the timeline.
@@ -37,7 +39,8 @@ class Wanted:
         capacity: messages that an edge holds.
     """
 
-    model: str
+    model: str | None
+    preset: str | None
     stages: int
     cohorts: int | None
     steps: int
@@ -166,7 +169,7 @@ def predict(wanted: Wanted) -> Prediction:
         CheckpointNotFoundError, ConfigError: what `load_config` refuses.
         ProgramError: more stages than layers, or more context than the model has positions for.
     """
-    config = load_config(wanted.model)
+    config = read_config(wanted.model, wanted.preset)
     if not 1 <= wanted.stages <= config.num_layers:
         seen = f"{wanted.stages} stages; the model has {config.num_layers} layers"
         raise ProgramError(f"weft plan --pp {wanted.stages}", seen, "from 1 stage to one a layer")

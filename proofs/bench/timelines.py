@@ -3,9 +3,8 @@
     python -m weft.proofs.bench.timelines [--ranks N] [--backend gloo|nccl|peer] [--out FOLDER]
 
 Each rank measures its own stage by itself, and ranks 0 and 1 measure their link; from these costs alone `simulate`
-predicts programs (streaming, and decode loops of several cohorts), which then run. On CPUs a stage is a chain of matrix
-products of one thread, on GPUs
-larger ones, as a captured graph.
+predicts programs (streaming, and decode loops of several cohorts), which then run. On GPUs a stage is a captured
+graph of matrix products. On CPUs, whose cores share caches and clocks, it waits some milliseconds, as for a device.
 """
 
 import argparse
@@ -23,6 +22,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.effects import Run
 from weft.proofs.environment import environment
 from weft.transforms.events import Event
 from weft.transforms.graphify import graphify
@@ -66,24 +66,28 @@ class Found:
         return f"{self.name:24}{self.simulated * 1e3:12.2f}{self.measured * 1e3:12.2f}{error:+10.1%}"
 
 
-def make_stage(device: torch.device, rank: int) -> tuple[Callable[..., Any], Tensor]:
-    """A stage of some milliseconds, more on later ranks, and its weights; it keeps the shape of what it gets."""
-    on_gpu = device.type == "cuda"
-    size, products = _shape(device.type)[1], 12 if on_gpu else 6
-    weights = torch.randn(products + 2 * rank, size, size, device=device) / size**0.5
+def make_stage(kind: str, device: torch.device, rank: int) -> tuple[Callable[..., Any], Tensor]:
+    """The stage of a rank that runs on a `kind` of device, of some milliseconds, more on later ranks, and its weights;
+    it keeps the shape of what it gets."""
+    size = _shape(kind)[1]
+    weights = torch.randn(12 + 2 * rank, size, size, device=device) / size**0.5
 
-    def stage(params: Tensor, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+    def multiply(params: Tensor, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
         y = batch if x is None else x
         for weight in params:
             y = torch.tanh(y @ weight)
         return state, y
 
-    return (graphify(stage) if on_gpu else stage), weights
+    def wait(params: Tensor, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+        time.sleep(len(params) * 2e-3)
+        return state, batch if x is None else x
+
+    return (graphify(multiply) if kind == "cuda" else wait), weights
 
 
 def _shape(kind: str) -> tuple[int, int]:
     """Of a batch, and of what travels."""
-    return (256, 512) if kind == "cpu" else (512, 4096)
+    return (64, 512) if kind == "cpu" else (512, 4096)
 
 
 def seconds(fn: Callable[[], Any], device: torch.device) -> float:
@@ -118,51 +122,77 @@ def link_costs(transport: Distributed, batch: Tensor) -> tuple[float, float]:
     return max(fast - small / rate, 0.0), rate
 
 
-def measure_rank(backend: str | None, timeout: float) -> tuple[float, tuple[float, float], list[list[Event]]]:
-    """On each rank: its stage alone, its link, and then each case; the events of the fastest of some runs."""
+@attrs.frozen
+class Measured:
+    """A rank: seconds of its stage alone, of a transfer whatever its size, of saying where it is before each effect;
+    bytes a second of its link; and of each case the events, in a run as long as most."""
+
+    stage: float
+    latency: float
+    bytes_per_second: float
+    launch: float
+    events: list[list[Event]]
+
+
+def measure_rank(backend: str | None, timeout: float) -> Measured:
+    """On each rank: its parts alone, and then each case."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     transport = Distributed(backend=backend, timeout=timeout)  # type: ignore[arg-type]
     device, rank, num_ranks = transport.device, transport.rank, transport.num_ranks
-    made = [make_stage(device if r == rank else torch.device("meta"), r) for r in range(num_ranks)]
-    batch, state = (
-        torch.randn(256 if device.type == "cpu" else 512, made[0][1].shape[-1], device=device),
-        torch.zeros(1, device=device),
-    )
+    made = [make_stage(device.type, device if r == rank else torch.device("meta"), r) for r in range(num_ranks)]
+    batch, state = torch.randn(_shape(device.type), device=device), torch.zeros(1, device=device)
     stage, weights = made[rank]
     link = link_costs(transport, batch)
     alone = seconds(lambda: stage(weights, state, batch, batch), device)
     step = pipeline([stage for stage, _ in made], advance=lambda state, batch, out: state, transport=transport)
-    return alone, link, [_run_case(step, case, weights, state, batch) for case in cases(num_ranks)]
+    # a GPU's host is ahead of it
+    launch = 0.0 if device.type == "cuda" else seconds(lambda: transport.watch.at(0, Run("stage 0", 0)), device)
+    events = [_run_case(transport, step, case, weights, state, batch) for case in cases(num_ranks)]
+    return Measured(alone, *link, launch, events)
 
 
-def _run_case(step: Pipelined, case: Case, weights: Tensor, state: Tensor, batch: Tensor) -> list[Event]:
+def _run_case(
+    transport: Distributed, step: Pipelined, case: Case, weights: Tensor, state: Tensor, batch: Tensor
+) -> list[Event]:
     kind: Literal["cpu", "cuda"] = "cuda" if batch.is_cuda else "cpu"
     runs = []
     for _ in range(ROUNDS):
+        transport.collect(None)  # all begin together
         with measure(kind) as recorder:
             step.stream((weights,), (state,), [batch] * len(case.jobs), case.jobs)
         runs.append(recorder.events())
-    return sorted(runs[1:], key=lambda events: events[-1].end - events[0].start)[len(runs) // 2 - 1]
+    spans = transport.collect([events[-1].end - events[0].start for events in runs])
+    longest = [max(own) for own in zip(*spans, strict=True)]
+    return runs[sorted(range(1, ROUNDS), key=longest.__getitem__)[(ROUNDS - 1) // 2]]  # the same one on every rank
 
 
-def hold_together(ranks: Sequence[Any], nbytes: int) -> list[Found]:
+def hold_together(ranks: Sequence[Measured], nbytes: int) -> list[Found]:
     """What `simulate` says of each case, and what all ranks did."""
-    num_ranks = len(ranks)
-    latency, rate = ranks[0][1]
     costs = Costs(
-        stages=tuple(alone for alone, _, _ in ranks),
-        latency=latency,
-        bytes_per_second=rate,
+        stages=tuple(rank.stage for rank in ranks),
+        latency=ranks[0].latency,
+        bytes_per_second=ranks[0].bytes_per_second,
         message_bytes=nbytes,
         output_bytes=nbytes,
+        launch=statistics.median(rank.launch for rank in ranks),
     )
     found = []
-    for index, case in enumerate(cases(num_ranks)):
-        measured = Timeline.of([event for _, _, runs in ranks for event in runs[index]])
-        simulated = simulate(make_programs(num_ranks, case.jobs, advances=True), costs)
+    for index, case in enumerate(cases(len(ranks))):
+        measured = Timeline.of(_from_first_run([event for rank in ranks for event in rank.events[index]]))
+        simulated = simulate(make_programs(len(ranks), case.jobs, advances=True), costs)
         found.append(Found(case.name, simulated.step_time, measured.step_time, compare(simulated, measured)))
     return found
+
+
+def _from_first_run(events: Sequence[Event]) -> list[Event]:
+    """Events, of which none waits for the first run to begin: processes come when they come."""
+    first = min(event.start for event in events if isinstance(event.effect, Run))
+    return [
+        attrs.evolve(e, start=first, waited=min(e.waited, e.end - first)) if e.start < first < e.end else e
+        for e in events
+        if e.end > first
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -176,8 +206,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     on_gpu = given.backend in ("nccl", "peer")
     nbytes = math.prod(_shape("cuda" if on_gpu else "cpu")) * 4
     rows = hold_together(ranks, nbytes)
-    print(f"stages alone: {', '.join(f'{alone * 1e3:.2f} ms' for alone, _, _ in ranks)}; ", end="")
-    print(f"link: {ranks[0][1][0] * 1e6:.0f} us and {ranks[0][1][1] / 1e9:.2f} GB/s")
+    print(f"stages alone: {', '.join(f'{rank.stage * 1e3:.2f} ms' for rank in ranks)}; ", end="")
+    print(f"link: {ranks[0].latency * 1e6:.0f} us and {ranks[0].bytes_per_second / 1e9:.2f} GB/s", end="; ")
+    print(f"each effect: {ranks[0].launch * 1e6:.0f} us")
     print(f"{'':24}{'simulated ms':>12}{'measured ms':>12}{'error':>10}", *rows, sep="\n", flush=True)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,8 @@ from weft.proofs.laws.dispatch import (
     nothing_is_captured_after_start,
     own_classes_are_dispatched,
 )
+from weft.proofs.laws.engine import engine_serves_as_alone, run_ahead_is_none
+from weft.proofs.laws.fairness import served_in_turn
 from weft.proofs.laws.func import TRANSFORMS, functions_of_graphs_are_functions, graphs_of_functions_are_functions
 from weft.proofs.laws.graph import (
     graph_is_eager,
@@ -29,6 +31,7 @@ from weft.proofs.laws.ownership import (
     ownership_is_kept,
 )
 from weft.proofs.laws.padding import image_padding_is_inert, padding_is_inert, stage_padding_is_inert
+from weft.proofs.laws.pages import pages_are_read_by_whom_they_were_written_for
 from weft.proofs.laws.pieces import pieces_are_the_whole, pieces_are_the_whole_on_functions
 from weft.proofs.laws.pipeline import (
     microbatches_are_one,
@@ -54,6 +57,7 @@ __all__ = [
     "class_is_kept",
     "dispatch_is_least",
     "dropped_graphs_are_not_in_use",
+    "engine_serves_as_alone",
     "functions_of_graphs_are_functions",
     "graph_is_eager",
     "graph_is_eager_on_calls",
@@ -71,13 +75,16 @@ __all__ = [
     "own_classes_are_dispatched",
     "ownership_is_kept",
     "padding_is_inert",
+    "pages_are_read_by_whom_they_were_written_for",
     "pieces_are_the_whole",
     "pieces_are_the_whole_on_functions",
     "pipeline_is_composition",
     "pipeline_is_composition_on_functions",
+    "run_ahead_is_none",
     "schedules_are_right",
     "seed_and_position_fix_the_sample",
     "served_as_alone",
+    "served_in_turn",
     "stage_padding_is_inert",
     "stages_agree",
     "transforms_commute",

@@ -67,13 +67,68 @@ def _salt_of_none(adapter: int) -> bytes:
     return b""
 
 
-_SERVED, _AGREE, _ADAPTED = find("L11", "stages"), find("L11", "hosts"), find("L11", "adapters")
+def _makes_room_from_the_first(host: HostState, running: Running) -> bool:
+    while not host.pages.num_free:
+        first = min(host.running.values(), key=lambda r: r.key)
+        scheduler._preempt(host, first)
+        if first is running:
+            return False
+    return True
+
+
+def _found_before_computed(host: HostState, running: Running, *args: Any) -> None:
+    """A prompt's last page is found as soon as the prompt is given its pages."""
+    _START(host, running, *args)
+    if (name := running.name_part(host.pages.page_size)) is not None:
+        host.pages.keep_part(running.pages[len(running.hashes)], name)
+
+
+def _latest_first(running: Running) -> tuple[int, int]:
+    return running.request.priority, -running.arrival
+
+
+class _PartsOutlive(Pages):
+    """Finds what a page began with after it went to somebody else."""
+
+    def _forget_part(self, page: int) -> None:
+        pass
+
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._kept.pop(page, None)
+            self._count[page] += 1
+
+
+def _ending_late(host: HostState, running: Running, reason: str) -> None:
+    if reason != "stop" or not running.num_unread:
+        _END(host, running, reason)
+
+
+_END = scheduler._end
+
+
+def _of_one_seed(seed: int, n: int) -> list[int]:
+    return [seed] * n
+
+
+_SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L11", "engine")
+_ADAPTED = find("L11", "adapters")
+_PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18"), find("L19")
+_ON_ENGINE = "weft.transforms.engine.engine"
 
 SERVING = (
+    Mutant("a page is freed while another request holds it", _PAGED, replace(_SCHEDULER, "Pages", _OwnersForgotten)),
+    Mutant("a page is known by its tokens alone", _PAGED, replace(_REQUESTS, "hash_page", _by_tokens_alone)),
+    Mutant(
+        "a part of a page is found before it is computed", _PAGED, replace(_SCHEDULER, "_start", _found_before_computed)
+    ),
+    Mutant("a part of a page is found after it was given away", _PAGED, replace(_SCHEDULER, "Pages", _PartsOutlive)),
     Mutant("a finish is predicted on one rank", _AGREE, _predicting),
-    Mutant("a page is freed while another request holds it", _SERVED, replace(_SCHEDULER, "Pages", _OwnersForgotten)),
     Mutant("a row is freed while a step for it is under way", _SERVED, replace(_SCHEDULER, "_start", _without_waiting)),
-    Mutant("a page is known by its tokens alone", _SERVED, replace(_REQUESTS, "hash_page", _by_tokens_alone)),
     Mutant("a page is known without its adapter", _ADAPTED, replace(_REQUESTS, "salt", _salt_of_none)),
     Mutant("a step is not told of its adapters", _ADAPTED, replace(_SCHEDULER, "count_adapters", _no_adapters)),
+    Mutant("all completions of a prompt have one seed", _ENGINE, replace(_ON_ENGINE, "sample_seeds", _of_one_seed)),
+    Mutant("who came last goes first", _TURN, replace(_SCHEDULER, "_key", _latest_first)),
+    Mutant("room is made from the first", _TURN, replace(_SCHEDULER, "_make_room", _makes_room_from_the_first)),
+    Mutant("a stop is seen late where steps are under way", _AHEAD, replace(_SCHEDULER, "_end", _ending_late)),
 )

@@ -22,11 +22,13 @@ from weft.trees import tree_map
 
 @attrs.frozen
 class Arrival:
-    """A request, the tick before which it comes, and the tick before which it is aborted (None: never)."""
+    """A request, the tick before which it comes, and the tick before which it is aborted (None: never); and the request
+    of the same prompt whose pages it waits for."""
 
     tick: int
     request: Request
     aborted: int | None = None
+    behind: str | None = None
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -97,16 +99,24 @@ class Trace:
 
 @st.composite
 def traces(
-    draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3, max_requests: int = 6, adapters: bool = False
+    draw: st.DrawFn,
+    min_layers: int = 1,
+    max_layers: int = 3,
+    max_requests: int = 6,
+    alone: int = 2,
+    page_sizes: tuple[int, ...] = (2, 4),
+    adapters: bool = False,
 ) -> Trace:
     """A model, and up to `max_requests` requests: prompts of 1 to 12 tokens, some with the same beginning; some end by
-    a stop token, some are aborted; rows, pages and tokens a step are scarce, or not. With `adapters`, some have one."""
+    a stop token, some are aborted; of `alone` + 1 one has another of its prompt; rows, pages and tokens a step are
+    scarce, or not. With `adapters`, some have one."""
     config = draw(configs(min_layers, max_layers))
-    page_size, num_rows = draw(st.sampled_from((2, 4))), draw(st.sampled_from((2, 1, 2, 3, 4)))
+    page_size, num_rows = draw(st.sampled_from(page_sizes)), draw(st.sampled_from((2, 1, 2, 3, 4)))
     num_cohorts = draw(st.integers(1, 3))
     count = draw(st.sampled_from([n for n in (4, 3, 6, 2, 5, 1) if n <= max_requests]))
     own = (draw(slots(count)) if adapters else ()) or (-1,) * count
-    arrivals = tuple(draw(_arrivals(config, index, adapter)) for index, adapter in enumerate(own))
+    arrivals = [draw(_arrivals(config, index, adapter)) for index, adapter in enumerate(own)]
+    arrivals += [draw(_followers(config, arrival)) for arrival in arrivals if draw(st.integers(0, alone)) == 0]
     longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     max_pages = -(-longest // page_size)
     size = -(-num_rows // num_cohorts)
@@ -120,6 +130,16 @@ def traces(
         draw(st.sampled_from((4, 1, 2, 3))),
         draw(st.integers(0, 999)),
     )
+
+
+@st.composite
+def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival:
+    """A request of another's prompt; most wait for its pages."""
+    sampling = draw(sampling_params(config.vocab_size))
+    request = attrs.evolve(leader.request, id=f"{leader.request.id}[1]", sampling=sampling)
+    behind = draw(st.sampled_from((leader.request.id, None)))
+    tick = leader.tick + (0 if behind else draw(st.sampled_from((0, 1, 2, 6))))
+    return Arrival(tick, request, draw(st.one_of(st.integers(tick + 1, tick + 5), st.none())), behind)
 
 
 @st.composite

@@ -20,8 +20,9 @@ from weft.cli.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
 from weft.ops.logits import SEED
 from weft.stages.model import DEMO
 from weft.stages.model import DTYPES as MODEL_DTYPES
-from weft.transforms.generate import Completion, Runner, make_runner
+from weft.transforms.generate import Completion
 from weft.transforms.ladder import MODES as LADDER_MODES
+from weft.transforms.runner import Runner, make_runner
 
 Weft = Callable[..., tuple[int, str, str]]
 FIELDS = [field.name for field in attrs.fields(Completion)]

@@ -20,11 +20,11 @@ from weft.stages import logprobs as module
 from weft.stages.logprobs import prompt_logprobs, top_logprobs
 from weft.stages.model import DEMO, Model
 from weft.state import advance
-from weft.transforms.generate import Runner, make_runner, make_state
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits
 from weft.transforms.microbatch import microbatch, split
 from weft.transforms.pipeline import compose
+from weft.transforms.runner import Runner, make_runner, make_state
 
 FAST = settings(deadline=None, max_examples=30)
 COUNT = 3

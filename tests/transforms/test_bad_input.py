@@ -45,12 +45,12 @@ from weft.stages.module import from_module
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import advance
-from weft.transforms.generate import make_state
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.memo import CacheInfo
 from weft.transforms.microbatch import microbatch
 from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.runner import make_state
 
 ANY = "<any>"
 REMEDY = "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"

@@ -1,5 +1,6 @@
 """`Engine(adapters=...)`: each request's tokens are those of `peft` with its adapter, whoever it is served with."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import weft
+from weft.cli import main
 from weft.errors import RequestError
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
@@ -106,7 +108,7 @@ def test_pages_are_shared_by_requests_of_one_adapter_alone(
     assert [served[0], served[1], served[3], served[4]] == [*alone, *alone]
     assert served[0] != served[1] != served[2] != served[0]
     # The first three compute 7 tokens of the prompt, the others the last one, behind three shared pages.
-    assert engine.stats.tokens == 3 * 7 + 2 * 1 + 5 * (MAX_TOKENS - 1)
+    assert engine.stats().tokens == 3 * 7 + 2 * 1 + 5 * (MAX_TOKENS - 1)
 
 
 def test_an_unknown_adapter_is_refused(model: Model, adapters: dict[str, Adapter]) -> None:
@@ -114,3 +116,52 @@ def test_an_unknown_adapter_is_refused(model: Model, adapters: dict[str, Adapter
         Engine(model, adapters=adapters, graph="none").add([1], max_tokens=1, adapter="other")
     with pytest.raises(RequestError, match=r"Engine\(..., adapters=\{name: weft.load_adapter"):
         Engine(model, graph="none").add([1], max_tokens=1, adapter="other")
+
+
+def test_generate_takes_one_for_all_or_one_a_prompt(
+    model: Model, adapters: dict[str, Adapter], expected: list[list[int]]
+) -> None:
+    each = [None if name is None else adapters[name] for name in NAMES]
+    completed = weft.generate(model, PROMPTS, max_tokens=MAX_TOKENS, adapter=each)
+    assert [completion.token_ids for completion in completed] == expected
+    [same] = weft.generate(model, PROMPTS[1:2], max_tokens=MAX_TOKENS, adapter=adapters["attention"], pipeline=2)
+    assert same.token_ids == expected[1]
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_the_command_takes_one(
+    folder: Path, expected: list[list[int]], capsys: pytest.CaptureFixture[str], stages: str
+) -> None:
+    prompt = ",".join(map(str, PROMPTS[2]))
+    options = ["--prompt-ids", prompt, "--max-tokens", str(MAX_TOKENS), "--pp", stages, "--device", "cpu", "--json"]
+    assert main(["generate", "--model", str(folder), "--adapter", str(folder / "all"), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == expected[2]
+
+
+@pytest.mark.parametrize("wrong", ["attention", ["attention"], [None], 3], ids=str)
+def test_generate_refuses_what_is_no_adapter(model: Model, wrong: Any) -> None:
+    with pytest.raises(RequestError, match=r"adapter=(.|\n)*weft.load_adapter\(model, folder\), or a list of 2"):
+        weft.generate(model, [[1], [2]], max_tokens=1, adapter=wrong)
+
+
+def test_a_row_goes_to_a_request_of_another_adapter(
+    model: Model, adapters: dict[str, Adapter], expected: list[list[int]]
+) -> None:
+    """One row: what was placed on the device for its decodes is not taken for another number of adapters."""
+    limits = EngineLimits(max_num_reqs=1, max_num_tokens=16, max_model_len=32, page_size=4)
+    engine = Engine(model, limits, graph="none", adapters=adapters)
+    assert serve(engine, NAMES, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_graphs_of_all_numbers_of_adapters_are_captured_before(
+    model: Model, adapters: dict[str, Adapter], expected: list[list[int]], pipeline: int
+) -> None:
+    limits = EngineLimits(max_num_reqs=4, max_num_tokens=8, max_model_len=32, page_size=4)
+    engine = Engine(model, limits, pipeline=pipeline, graph="full_and_piecewise", adapters=adapters)
+    before = engine.warm_up()
+    assert serve(engine, NAMES, PROMPTS) == expected
+    after = engine.stats()
+    assert before.captures == after.captures > 0
+    assert after.eager == before.eager
+    assert "none" not in after.modes

@@ -34,10 +34,15 @@ from weft.proofs.strategies.models import moe_fields
 from weft.sampling import SamplingParams
 from weft.stages import decoder
 from weft.stages.model import DEMO
-from weft.transforms.engine.requests import request_seeds
-from weft.transforms.generate import Completion, Runner, make_runner, make_state, prefill_batches
+from weft.transforms.engine import engine as engine_module
+from weft.transforms.engine.requests import request_seed
+from weft.transforms.engine.setup import make_stepper
+from weft.transforms.engine.steppers import Stepper
+from weft.transforms.engine.work import Work
+from weft.transforms.generate import Completion
 from weft.transforms.ladder import MODES, Limits
 from weft.transforms.memo import CacheInfo
+from weft.transforms.runner import make_runner, make_state
 
 # By name: a package that shows the function `generate` would hide the module of that name.
 generate_module = import_module("weft.transforms.generate")
@@ -145,37 +150,54 @@ class Seen:
 
     completions: list[Completion]
     logits: list[Tensor]
-    batches: list[Batch]
-    runner: Runner
+    works: list[Work]
+    stepper: Stepper
+
+
+@attrs.define(eq=False)
+class Keeping:
+    """A stepper that keeps what it did."""
+
+    inner: Stepper
+    steps: list[tuple[Work, Any]] = attrs.field(factory=list)
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @property
+    def graphs(self) -> Any:
+        return self.inner.graphs
+
+    def capture(self) -> None:
+        self.inner.capture()
+
+    def __call__(self, works: Sequence[Work]) -> Any:
+        outputs = self.inner(works)
+        self.steps += zip(works, outputs, strict=True)
+        return outputs
 
 
 def complete(model: weft.Model, prompts: Sequence[Any], *, budget: int = 2048, **options: Any) -> Seen:
-    """`weft.generate` on a runner that keeps its logits, with prefill batches of at most `budget` tokens."""
-    runners: list[Runner] = []
-    steps: list[tuple[Batch, weft.Output]] = []
+    """`weft.generate` on an engine that keeps its logits, with steps of at most `budget` tokens."""
+    kept: list[Keeping] = []
 
-    def keeping_logits(*args: Any, **kwargs: Any) -> Runner:
-        runner = make_runner(*args, **kwargs, keep_logits=True)
-
-        def step(params: Any, state: Any, batch: Batch) -> tuple[Any, weft.Output]:
-            state, out = runner.step(params, state, batch)
-            steps.append((batch, out))
-            return state, out
-
-        runners.append(runner)
-        return attrs.evolve(runner, step=step)
+    def keeping_logits(*args: Any, **kwargs: Any) -> Keeping:
+        kept.append(Keeping(make_stepper(*args, **kwargs, keep_logits=True)))
+        return kept[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate_module, "make_runner", keeping_logits)
+        patch.setattr(engine_module, "make_stepper", keeping_logits)
         patch.setattr(generate_module, "MAX_NUM_TOKENS", budget)
         completions = weft.generate(model, prompts, **options)
     logits: list[list[Tensor]] = [[] for _ in prompts]
-    for batch, out in steps:
-        assert out.logits is not None
-        for row, samples, row_logits in zip(batch.rows.tolist(), batch.samples.tolist(), out.logits, strict=True):
+    for work, out in kept[0].steps:
+        for index, (name, samples) in enumerate(zip(work.requests, work.samples, strict=True)):
             if samples:
-                logits[row].append(row_logits)
-    return Seen(completions, [torch.stack(rows) for rows in logits], [batch for batch, _ in steps], runners[0])
+                logits[int(name)].append(out.logits[index])
+    # What was sampled ahead of knowing that a request had ended is not its own.
+    behind = [torch.stack(own[: len(c.token_ids)]) for own, c in zip(logits, completions, strict=True)]
+    return Seen(completions, behind, [work for work, _ in kept[0].steps], kept[0])
 
 
 def assert_equal_to_theirs(seen: Seen, expected: Sequence[Expected]) -> None:
@@ -327,36 +349,17 @@ def test_the_end_is_the_generation_configs(pair: Pair, end: str | None, tmp_path
 
 @pytest.mark.parametrize(
     ("budget", "pipeline", "mode"),
-    [(3, 1, "full"), (4, 2, "full"), (7, 3, "none"), (16, 2, "full_decode_only"), (17, 1, "full")],
+    [(4, 1, "full"), (4, 2, "full"), (7, 3, "none"), (16, 2, "full_decode_only"), (17, 1, "full")],
 )
 def test_prompts_longer_than_the_budget_go_in_chunks(pair: Pair, budget: int, pipeline: int, mode: str) -> None:
-    """The same completions; a budget of 3 or 4 tokens makes prefill batches that graphs of mixed classes replay."""
+    """The same completions; a budget of 4 tokens makes prefill batches that graphs of mixed classes replay."""
     prompts = pair.case.prompts()
     seen = complete(pair.ours, prompts, budget=budget, max_tokens=6, pipeline=pipeline, graph=mode)
     assert_equal_to_theirs(seen, pair.expected)
-    prefills = [b.descriptor.num_tokens for b in seen.batches if not b.descriptor.is_uniform]
-    assert len(prefills) == -(-sum(map(len, prompts)) // budget)
+    prefills = [work.num_tokens for work in seen.works if work.kind == "prompts"]
+    assert sum(prefills) == sum(map(len, prompts))
     assert max(prefills) == budget
-
-
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
-    budget=st.integers(1, 12),
-)
-@settings(max_examples=100)
-def test_chunks_are_the_prompts(lengths: list[int], budget: int) -> None:
-    """Every token once and in order, each batch but the last full, and only a prompt's last chunk samples."""
-    prompts = [[100 * row + i for i in range(n)] for row, n in enumerate(lengths)]
-    batches = list(prefill_batches(prompts, budget, torch.device("cpu")))
-    assert [b.descriptor.num_tokens for b in batches[:-1]] == [budget] * (len(batches) - 1)
-    assert 0 < batches[-1].descriptor.num_tokens <= budget
-    seen: list[list[int]] = [[] for _ in prompts]
-    for batch in batches:
-        starts = batch.query_start_loc.tolist()
-        for i, row in enumerate(batch.rows.tolist()):
-            seen[row] += batch.input_ids[starts[i] : starts[i + 1]].tolist()
-            assert bool(batch.samples[i]) == (seen[row] == prompts[row])
-    assert seen == prompts
+    assert len(prefills) <= sum(-(-len(prompt) // budget) for prompt in prompts), "no more than each alone"
 
 
 def test_the_models_limit_ends_a_request(tmp_path: Path) -> None:
@@ -405,10 +408,10 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> weft.Model:
         (1, "full_decode_only", [1, 1, 1, 1, 1], CacheInfo(captures=1, replays=5, eager=1, currsize=1)),
         # Requests end at 32 positions: decodes of 4, 3 (padded to 4), 3, 2, 2.
         (1, "full", [31, 30, 28, 5, 5], CacheInfo(captures=2, replays=5, eager=1, currsize=2)),
-        # Micro-batches of 2 and 3 (padded to 4) requests. The prefill's have 6 tokens (eagerly) and 4 (with a graph).
+        # Cohorts of 3 and 2 requests. Their prefills have 7 tokens (eagerly) and 3 (with a graph).
         (2, "full", [5, 1, 1, 1, 2], CacheInfo(captures=3, replays=11, eager=1, currsize=3)),
-        # Of 1, 2 and 2 requests: the last two share a graph, in the prefill (of 6, 2 and 2 tokens) and in decode.
-        (3, "full", [6, 1, 1, 1, 1], CacheInfo(captures=3, replays=17, eager=1, currsize=3)),
+        # Cohorts of 2, 2 and 1 requests, whose prefills have 7 tokens (eagerly), 2 and 1; two share one of decodes.
+        (3, "full", [6, 1, 1, 1, 1], CacheInfo(captures=4, replays=17, eager=1, currsize=4)),
         (3, "full_decode_only", [5, 1, 1, 1, 1], CacheInfo(captures=2, replays=15, eager=3, currsize=2)),
         (1, "none", [5, 1, 1, 1, 1], None),
         (3, "none", [5, 1, 1, 1, 1], None),
@@ -425,7 +428,7 @@ def test_graphs_really_replay(
     """Captures and replays by count, and the stages' Python runs for captures and eager calls only."""
     runs = _counted(monkeypatch)
     seen = complete(endless, [[7] * n for n in lengths], max_tokens=6, pipeline=pipeline, graph=mode)
-    graphs = seen.runner.graphs
+    graphs = seen.stepper.graphs
     assert len(graphs) == (0 if expected is None else pipeline)
     assert [graph.cache_info() for graph in graphs] == [expected] * len(graphs)
     microbatches = 6 * pipeline * min(pipeline, len(lengths))
@@ -514,7 +517,8 @@ def test_each_token_is_drawn_with_its_requests_seed_and_its_own_position(endless
     """`sample` on the logits that were kept, for the seed of the row and the position of the token before."""
     prompts = [[1, 2, 3], [4], [5] * 17]
     seen = complete(endless, prompts, max_tokens=6, temperature=1.0, seed=40)
-    rows = zip(prompts, request_seeds(40, 3), seen.logits, seen.completions, strict=True)
+    seeds = [request_seed(40, index) for index in range(3)]
+    rows = zip(prompts, seeds, seen.logits, seen.completions, strict=True)
     for prompt, seed, logits, completion in rows:
         positions = len(prompt) - 1 + torch.arange(6)
         drawn, logprobs = sample(logits, torch.ones(6), torch.full((6,), seed), positions)

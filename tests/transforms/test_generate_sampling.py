@@ -12,6 +12,7 @@ from weft.proofs.laws import assert_equal
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED
 from weft.stages.model import DEMO, Model
+from weft.transforms.engine.requests import sample_seeds
 
 PROMPTS = ["The function returns", "A list is", "In Python, "]
 
@@ -133,13 +134,60 @@ def test_logprobs_of_the_likeliest(model: Model) -> None:
         assert list(likeliest.values()) == sorted(likeliest.values(), reverse=True)
 
 
+def test_logprobs_of_the_prompt_are_those_of_transformers(model: Model, theirs: Any) -> None:
+    asked = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    for prompt, completion in zip(PROMPTS, complete(model, asked, max_tokens=2), strict=True):
+        ids = model.encode(prompt)
+        said = theirs(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
+        assert completion.prompt_logprobs == pytest.approx(
+            [float(said[i, token]) for i, token in enumerate(ids[1:])], abs=1e-4
+        )
+        assert completion.prompt_top_logprobs is not None
+        for place, likeliest in enumerate(completion.prompt_top_logprobs):
+            values, tokens = said[place].topk(2)
+            assert set(likeliest) == set(tokens.tolist())
+            assert sorted(likeliest.values(), reverse=True) == pytest.approx(values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline": 3}, {"graph": "full_and_piecewise", "pipeline": 2}], ids=str)
+def test_completions_of_one_prompt_each_have_a_seed_of_their_own(model: Model, options: dict[str, Any]) -> None:
+    """Two prompts, five completions of the first: each what it is alone, with its seed."""
+    params = SamplingParams(temperature=1.0, seed=5, n=5, prompt_logprobs=0, logprobs=1)
+    *several, last = complete(model, [params, MIXED[0]], PROMPTS[:2], **options)
+    assert last.token_ids == complete(model, MIXED[0], PROMPTS[1:2])[0].token_ids
+    assert len({tuple(c.token_ids) for c in several}) == 5
+    for completion, seed in zip(several, sample_seeds(5, 5), strict=True):
+        [alone] = complete(model, attrs.evolve(params, n=1, seed=seed), PROMPTS[:1])
+        assert completion.token_ids == alone.token_ids
+        assert completion.text == alone.text
+        assert completion.prompt_logprobs == pytest.approx(alone.prompt_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline": 2}], ids=str)
+def test_a_stream_has_the_tokens_and_texts_of_the_completions(model: Model, options: dict[str, Any]) -> None:
+    params = attrs.evolve(MIXED[0], n=2)
+    whole = complete(model, params, **options)
+    tokens: dict[tuple[str, int], list[int]] = {}
+    texts: dict[tuple[str, int], str] = {}
+    reasons: dict[tuple[str, int], str] = {}
+    for output in weft.generate(model, PROMPTS, max_tokens=24, seed=3, graph="none", sampling=params, stream=True):
+        key = output.id, output.index
+        assert key not in reasons
+        tokens[key] = [*tokens.get(key, []), *output.token_ids]
+        texts[key] = texts.get(key, "") + (output.text or "")
+        if output.finish_reason is not None:
+            reasons[key] = output.finish_reason
+    assert [tokens[key] for key in sorted(tokens)] == [c.token_ids for c in whole]
+    assert [texts[key] for key in sorted(texts)] == [c.text for c in whole]
+    assert [reasons[key] for key in sorted(reasons)] == [c.finish_reason for c in whole]
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "two temperatures": (SamplingParams(), {"temperature": 0.5}, "temperature=0.5 beside sampling"),
     "too few": ([SamplingParams()], {}, "instead: one SamplingParams, or a list of 3"),
     "no parameters": (5, {}, "sampling=5"),
     "a dict": ({"top_p": 1}, {}, "one SamplingParams, or a list of 3"),
-    "completions": (SamplingParams(n=2), {}, "saw: n=2"),
-    "of prompts": (SamplingParams(prompt_logprobs=1), {}, "instead: a step on a Batch with targets"),
+    "of prompts": (SamplingParams(prompt_logprobs=10**6), {}, "saw: prompt_logprobs=1000000"),
     "no such token": (SamplingParams(bad_token_ids=[10**6]), {}, "bad_token_ids holds 1000000"),
     "more logprobs than tokens": (SamplingParams(logprobs=10**6), {}, "saw: logprobs=1000000"),
     "biases": (SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASED + 1), 1.0)), {}, "logit_bias"),

@@ -3,56 +3,33 @@
 import math
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 
-from weft.errors import RequestError
+from weft.errors import LogitsError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
+from weft.transforms.engine.intake import Intake
+from weft.transforms.engine.outputs import RequestOutput, Sample, joined
 from weft.transforms.engine.reading import Reading, Told
-from weft.transforms.engine.requests import Request, request_seed
-from weft.transforms.engine.scheduler import Budget, HostState, add, finish, observe, schedule
-from weft.transforms.engine.setup import EngineLimits, check_sampling, encode_prompt, make_stepper
+from weft.transforms.engine.requests import Request, sample_seeds
+from weft.transforms.engine.scheduler import HostState, add, finish, observe, schedule
+from weft.transforms.engine.setup import EngineLimits, check_engine, make_stepper
+from weft.transforms.engine.stats import Counts, Stats
+from weft.transforms.engine.streaming import Streams
 from weft.transforms.engine.tracking import Track
 from weft.transforms.engine.work import Work
+from weft.transforms.graphify import Graphified
+from weft.transforms.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 
 
-@attrs.frozen(eq=False)
-class RequestOutput:
-    """What a request got in a step of the engine.
-
-    Args:
-        id: whose.
-        token_ids: the new tokens.
-        text: the new text; None where the checkpoint has no tokenizer.
-        finish_reason: None: it goes on. `stop` (a token or a text that ends it), `length`, `abort`, or `error`.
-        track: all that it has said so far.
-    """
-
-    id: str
-    token_ids: list[int]
-    text: str | None
-    finish_reason: str | None
-    track: Track
-
-
-@attrs.define
-class Stats:
-    """What the engine has done: steps by kind, their tokens, requests that ended by reason, tokens shared by prefix."""
-
-    decodes: int = 0
-    prefills: int = 0
-    tokens: int = 0
-    preempted: int = 0
-    ended: dict[str, int] = attrs.field(factory=dict)
-
-
 class Engine:
-    """Continuous batching of a model: requests come and go at any time.
+    """Continuous batching of a model: requests come and go at any time, and share every step.
 
     Args:
         model: from `weft.load`; of a pipeline over processes this rank's stage (`weft.load(..., stage=...)`).
@@ -66,6 +43,16 @@ class Engine:
         seed: of requests that bring none; None: a fresh one.
         backend: of graphify.
         adapters: LoRA adapters by name (`weft.load_adapter`), for requests to choose from.
+
+    Raises:
+        RequestError: an argument that makes no engine, or limits that leave no room for a request.
+
+    >>> from weft.stages.model import DEMO, load
+    >>> engine = Engine(load(DEMO, "cpu"), graph="none")
+    >>> engine.add("The function returns", max_tokens=3), engine.add("A list is", max_tokens=2)
+    ('request 0', 'request 1')
+    >>> sum(len(output.token_ids) for output in engine)
+    5
     """
 
     def __init__(
@@ -82,24 +69,39 @@ class Engine:
         backend: str | None = None,
         adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
+        call = f"weft.Engine(model, pipeline={pipeline!r}, graph={graph!r}, run_ahead={run_ahead!r})"
+        check_engine(call, model, graph, pipeline, seed)
+        if not isinstance(run_ahead, int) or run_ahead < 0:
+            raise RequestError(call, f"run_ahead={run_ahead!r}", "a whole number of steps, or 0")
         self.model = model
         self.transport = transport or Local()
         self.run_ahead = run_ahead
         self.num_logprobs = num_logprobs
-        self.limits = (limits or EngineLimits()).resolve(model, pipeline)
-        self.budget: Budget = self.limits.budget
-        self.stats = Stats()
-        self._seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
-        self._host = HostState.empty(self.budget, self.limits.num_pages, self.limits.page_size)
+        self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport)
+        budget = self.limits.budget
         named = dict(adapters or {})
-        self._slots = {name: slot for slot, name in enumerate(named)}
+        rungs = lora_rungs(min(len(named), budget.cohort_size))
+        ladder = make_ladder(graph, Limits(budget.cohort_size, budget.max_num_tokens, active_loras=rungs))
+        given = self.transport.share(secrets.randbits(62)) if seed is None else seed
+        self._intake = Intake(model, num_logprobs, given, {name: slot for slot, name in enumerate(named)})
+        self._host = HostState.empty(budget, self.limits.num_pages, self.limits.page_size)
         self._stepper = make_stepper(
-            model, self.limits, pipeline, graph, self.transport, num_logprobs, backend, [*named.values()]
+            model,
+            self.limits,
+            pipeline,
+            ladder,
+            self.transport,
+            num_logprobs=num_logprobs,
+            backend=backend,
+            adapters=[*named.values()],
         )
-        self._tracks: dict[str, Track] = {}
-        self._shown: dict[str, int] = {}
+        self._counts = Counts(ladder)
+        self._samples: dict[str, Sample] = {}
+        self._names: dict[str, list[str]] = {}
         self._pending: deque[Reading] = deque()
         self._count = 0
+        spread = len(self.transport.ranks(pipeline)) < pipeline
+        self._streams = Streams(self, spread)
 
     def add(
         self,
@@ -115,7 +117,8 @@ class Engine:
 
         Args:
             prompt: a string or token ids.
-            sampling: how its tokens are chosen, and what ends it; None: greedy.
+            sampling: how its tokens are chosen, and what ends it; None: greedy. With `n` > 1 it has so many
+                completions, which share the pages of the prompt.
             max_tokens: tokens to generate at most; the model's own limit on positions may end it sooner.
             id: a name that no request under way has; None: one is made.
             priority: the lower goes first; among equals who came first.
@@ -125,39 +128,82 @@ class Engine:
             The id.
 
         Raises:
-            RequestError: it could never be served.
+            RequestError: it could never be served. Nothing else is touched.
         """
         name = f"request {self._count}" if id is None else id
-        given = SamplingParams(temperature=0.0) if sampling is None else sampling
-        call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
-        check_sampling(call, self.model, given, self.num_logprobs)
-        ids = encode_prompt(self.model, prompt, call)
-        params = given.for_request(self.model.config.eos_token_ids, request_seed(self._seed, self._count))
-        most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
-        if adapter is not None and adapter not in self._slots:
-            known = ", ".join(map(repr, self._slots)) or "none: Engine(..., adapters={name: weft.load_adapter(...)})"
-            raise RequestError(call, f"adapter={adapter!r}", f"one of the engine's: {known}")
-        slot = -1 if adapter is None else self._slots[adapter]
-        request = Request(name, tuple(ids), most, params, priority, slot)
-        self._host = add(self._host, request, self.budget)
-        self._tracks[name] = Track(request, self.model.tokenizer)
-        self._shown[name] = 0
+        request = self._intake.request(
+            self._count, name, prompt, sampling, max_tokens=max_tokens, priority=priority, adapter=adapter
+        )
+        names = [name, *(f"{name}[{index}]" for index in range(1, request.sampling.n))]
+        if name in self._names or any(self._host.find(each) for each in names):
+            call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
+            raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
+        self._add_samples(name, names, request)
         self._count += 1
         return name
 
-    def abort(self, id: str) -> RequestOutput:
-        """End a request.
+    def _add_samples(self, id: str, names: Sequence[str], first: Request) -> None:
+        """The completions of a request: the first leads, the others wait for the pages of its prompt."""
+        budget, track = self.limits.budget, Track(first, self.model.tokenizer)
+        self._host = add(self._host, first, budget)
+        self._samples[id] = Sample(id, 0, track)
+        seeds = sample_seeds(first.sampling.seed or 0, len(names))
+        for index, (name, seed) in enumerate(zip(names[1:], seeds[1:], strict=True), 1):
+            request = attrs.evolve(first, id=name, sampling=attrs.evolve(first.sampling, seed=seed))
+            untold = attrs.evolve(request, sampling=attrs.evolve(request.sampling, prompt_logprobs=None))
+            self._host = add(self._host, untold, budget, behind=id)
+            self._samples[name] = Sample(id, index, track.of_same_prompt(request))
+        self._names[id] = list(names)
+
+    def abort(self, id: str) -> list[RequestOutput]:
+        """End a request: all of its completions that have not ended.
+
+        Returns:
+            The last output of each.
 
         Raises:
             RequestError: no request of that id is under way.
         """
-        self._host = finish(self._host, id, "abort")
-        return self._end(id, "abort", [])
+        if id not in self._names:
+            call = f"engine.abort({id!r})"
+            raise RequestError(call, "no request of that id that has not ended", "an id that add() returned")
+        names = list(self._names[id])
+        for name in names:
+            self._host = finish(self._host, name, "abort")
+        return [self._end(name, "abort", []) for name in names]
 
     @property
     def num_unfinished(self) -> int:
         """Requests under way."""
-        return len(self._tracks)
+        return len(self._names)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left, and no step whose tokens were not read."""
+        return not self._names and not self._pending
+
+    def is_under_way(self, id: str) -> bool:
+        """Whether the request of that id has not ended."""
+        return id in self._names
+
+    @property
+    def graphs(self) -> Sequence[Graphified[..., Any]]:
+        """What was graphified and runs in this process, for its `memory_analysis()`; nothing in mode none."""
+        return self._stepper.graphs
+
+    def warm_up(self) -> Stats:
+        """Capture all graphs of the ladder, largest first, with a progress bar on a terminal; without it they are
+        captured when they are first needed. They run on padding, in rows and pages that no request has.
+
+        Returns:
+            The engine's counts: how many graphs it holds now.
+        """
+        self._stepper.capture()
+        return self.stats()
+
+    def stats(self) -> Stats:
+        """What the engine has done so far, and what it holds."""
+        return self._counts.stats(self._host, self._stepper.graphs)
 
     def step(self) -> list[RequestOutput]:
         """Launch work as far ahead as is allowed, and read the oldest.
@@ -165,72 +211,115 @@ class Engine:
         Returns:
             What requests got; empty where nothing was to be read.
         """
+        self.launch()
+        return self._read(self._pending.popleft()) if self._pending else []
+
+    def launch(self) -> None:
+        """Start work as far ahead as is allowed."""
         while len(self._pending) <= self.run_ahead and self._launch():
             pass
-        return self._read(self._pending.popleft()) if self._pending else []
+
+    def is_ready(self) -> bool:
+        """Whether `step()` would not wait for the device."""
+        return not self._pending or self._pending[0].is_ready()
 
     def __iter__(self) -> Iterator[RequestOutput]:
         """Step until no request is left."""
-        while self._tracks or self._pending:
+        while not self.is_idle:
             yield from self.step()
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int,
+        id: str | None = None,
+        priority: int = 0,
+        adapter: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """The outputs of one request as an async iterator; any number of them run on one event loop, and share every
+        step. A consumer that goes away (`aclose()`, `break`, a cancelled task) aborts its request.
+
+        The engine is stepped by the loop: between two waits for the device; call neither `step()` nor iterate beside
+        it. All stages must run in this process.
+
+        Args:
+            prompt, sampling, max_tokens, id, priority, adapter: as `add` takes them.
+
+        Raises:
+            RequestError: with the first output, what `add` raises; ProgramError: stages in other processes.
+
+        >>> import asyncio
+        >>> from weft.stages.model import DEMO, load
+        >>> engine = Engine(load(DEMO, "cpu"), graph="none")
+        >>> async def count(prompt):
+        ...     return sum([len(output.token_ids) async for output in engine.stream(prompt, max_tokens=3)])
+        >>> async def both():
+        ...     return await asyncio.gather(count("The function"), count("A list"))
+        >>> asyncio.run(both())
+        [3, 3]
+        """
+        return self._streams.stream(prompt, sampling, max_tokens=max_tokens, id=id, priority=priority, adapter=adapter)
 
     def _launch(self) -> bool:
         """Schedule a step of every cohort, and start it; False where there is nothing to do."""
         works: list[Work] = []
-        for _ in range(self.budget.num_cohorts):
-            self._host, more = schedule(self._host, self.budget)
+        for _ in range(self.limits.budget.num_cohorts):
+            self._host, more = schedule(self._host, self.limits.budget)
             works += more
         if works:
             self._pending.append(Reading(works, self._stepper(works)))
+            for work in works:
+                self._counts.add(work)
         return bool(works)
 
     def _read(self, reading: Reading) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         for work, told in reading.wait():
-            self.stats.decodes += not work.token_ids
-            self.stats.prefills += bool(work.token_ids)
-            self.stats.tokens += work.num_tokens
-            if told is not None:
+            if told is None or not work.feeds:
+                continue
+            if work.targets:
                 self._take_prompts(work, told)
-                for found in self._take(work, told):
-                    before = outputs.get(found.id)
-                    outputs[found.id] = found if before is None else _joined(before, found)
+            self._host, got = observe(self._host, work.job, told.token_ids)
+            for row, running in got:
+                name = running.request.id
+                found = self._take(name, running.reason, told, row)
+                before = outputs.get(name)
+                outputs[name] = found if before is None else joined(before, found)
         return list(outputs.values())
 
     def _take_prompts(self, work: Work, told: Told) -> None:
         first = 0
-        for name, targets, start in zip(work.requests, work.targets, work.starts, strict=False):
-            track = self._tracks.get(name)
-            if track is not None and track.request.sampling.prompt_logprobs is not None:
-                track.take_prompt(told, first, start, len(targets))
+        for name, targets, start in zip(work.requests, work.targets, work.starts, strict=True):
+            sample = self._samples.get(name)
+            if sample is not None and sample.track.request.sampling.prompt_logprobs is not None:
+                sample.track.take_prompt(told, first, start, len(targets))
             first += len(targets)
 
-    def _take(self, work: Work, told: Told) -> Iterator[RequestOutput]:
-        self._host, got = observe(self._host, work.job, told.token_ids)
-        for row, running in got:
-            name, reason = running.request.id, running.reason
-            track = self._tracks[name]
-            stopped, wrong = track.take(told, row), math.isnan(told.logprobs[row])
-            if (stopped or wrong) and not reason:
-                self._host = finish(self._host, name, "stop" if stopped else "error")
-            reason = "error" if wrong else "stop" if stopped else reason
-            token = [told.token_ids[row]]
-            yield self._end(name, reason, token) if reason else self._output(name, None, token)
+    def _take(self, name: str, reason: str, told: Told, row: int) -> RequestOutput:
+        """What a request got in a row of a step, which ends it if it has a reason."""
+        sample, token = self._samples[name], [told.token_ids[row]]
+        wrong = math.isnan(told.logprobs[row])
+        stopped = sample.track.take(told, row)
+        if (stopped or wrong) and not reason:
+            self._host = finish(self._host, name, "error" if wrong else "stop")
+        reason = "error" if wrong else "stop" if stopped else reason
+        return self._end(name, reason, token) if reason else sample.output(None, token)
 
     def _end(self, name: str, reason: str, tokens: list[int]) -> RequestOutput:
-        self._tracks[name].end(reason)
-        output = self._output(name, reason, tokens)
-        del self._tracks[name], self._shown[name]
-        self.stats.ended[reason] = self.stats.ended.get(reason, 0) + 1
-        return output
-
-    def _output(self, name: str, reason: str | None, tokens: list[int]) -> RequestOutput:
-        track = self._tracks[name]
-        text = None if track.tokenizer is None else track.text[self._shown[name] :]
-        self._shown[name] = len(track.text)
-        return RequestOutput(name, tokens, text, reason, track)
+        sample = self._samples.pop(name)
+        sample.track.end(reason)
+        others = self._names[sample.id]
+        others.remove(name)
+        if not others:
+            del self._names[sample.id]
+        self._counts.ended[reason] += 1
+        output = sample.output(reason, tokens)
+        return output if reason != "error" else attrs.evolve(output, error=_not_a_number(sample))
 
 
-def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    text = None if second.text is None else f"{first.text or ''}{second.text}"
-    return attrs.evolve(second, token_ids=[*first.token_ids, *second.token_ids], text=text)
+def _not_a_number(sample: Sample) -> LogitsError:
+    count = len(sample.track.request.prompt) + len(sample.track.token_ids) - 1
+    call, seen = f"request {sample.id!r}", f"logits that are NaN behind {count} tokens"
+    return LogitsError(call, seen, "look for weights that are not finite, or for an overflow of the dtype")

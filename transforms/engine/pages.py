@@ -13,8 +13,9 @@ from weft.errors import RequestError
 class Pages:
     """The pages of a KV cache.
 
-    A page that nobody holds is free. One whose tokens are known keeps its content until it is needed for something
-    else, the longest unused first; a request that begins with the same tokens shares it.
+    A page that nobody holds is free. A full one whose tokens are known keeps its content until it is needed for
+    something else, the longest unused first; a request that begins with the same tokens shares it. One that a prompt
+    fills in part is copied by whoever has the same prompt, while it is held.
 
     Args:
         num_pages: in all, on each stage.
@@ -28,6 +29,8 @@ class Pages:
     _kept: OrderedDict[int, None] = attrs.field(init=False, factory=OrderedDict)
     _hash_of: dict[int, bytes] = attrs.field(init=False, factory=dict)
     _page_of: dict[bytes, int] = attrs.field(init=False, factory=dict)
+    _part_of: dict[int, bytes] = attrs.field(init=False, factory=dict)
+    _page_of_part: dict[bytes, int] = attrs.field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self._count = [0] * self.num_pages
@@ -37,6 +40,11 @@ class Pages:
     def num_free(self) -> int:
         """Pages that nobody holds."""
         return len(self._blank) + len(self._kept)
+
+    @property
+    def num_held(self) -> int:
+        """Pages that somebody holds."""
+        return self.num_pages - self.num_free
 
     @property
     def num_kept(self) -> int:
@@ -55,6 +63,10 @@ class Pages:
                 break
             found.append(page)
         return found
+
+    def find_part(self, name: bytes) -> int | None:
+        """A page that begins with this content, to be copied while its owner goes on writing behind it."""
+        return self._page_of_part.get(name)
 
     def count_free(self, shared: Sequence[int]) -> int:
         """Pages that can be taken once `shared` are held."""
@@ -94,11 +106,29 @@ class Pages:
             self._page_of[name] = page
             self._hash_of[page] = name
 
+    def keep_part(self, page: int, name: bytes) -> None:
+        """As long as a page is held, what it begins with is found by its content."""
+        if name not in self._page_of_part and page not in self._part_of:
+            self._page_of_part[name] = page
+            self._part_of[page] = name
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Find held pages by their content no more."""
+        for page in pages:
+            self._forget_part(page)
+            if (name := self._hash_of.pop(page, None)) is not None:
+                del self._page_of[name]
+
+    def _forget_part(self, page: int) -> None:
+        if (name := self._part_of.pop(page, None)) is not None:
+            del self._page_of_part[name]
+
     def release(self, pages: Sequence[int]) -> None:
         """Hold pages no more; the last of a request is the first to be forgotten, as the others serve more prompts."""
         for page in reversed(pages):
             self._count[page] -= 1
             if self._count[page] == 0:
+                self._forget_part(page)
                 if page in self._hash_of:
                     self._kept[page] = None
                 else:

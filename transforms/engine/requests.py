@@ -47,7 +47,9 @@ class Running:
         sampled: tokens generated, with the steps under way.
         on_device: whether the state holds the token it goes on from.
         last_job: the last job that samples for it.
-        reason: why it ended: `stop`, `length` or `abort`.
+        reason: why it ended: `stop`, `length`, `abort` or `error`.
+        leader: a request with the same prompt, for whose pages it waits.
+        followers: those that wait for its own.
     """
 
     request: Request
@@ -63,6 +65,8 @@ class Running:
     on_device: bool = False
     last_job: int | None = None
     reason: str = ""
+    leader: "Running | None" = attrs.field(default=None, repr=False)
+    followers: list["Running"] = attrs.field(factory=list, repr=False)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -95,15 +99,25 @@ class Running:
             before = self.hashes[-1] if self.hashes else salt(self.request.adapter)
             self.hashes.append(hash_page(before, self.tokens[start : start + page_size]))
 
+    def name_part(self, page_size: int) -> bytes | None:
+        """The name of what its tokens, all of them known, leave in a page that they do not fill; None where that is
+        not worth a copy: its last token is computed anyway."""
+        full = len(self.tokens) // page_size
+        if len(self.tokens) - full * page_size < 2:
+            return None
+        self.name_pages(page_size)
+        before = self.hashes[full - 1] if full else salt(self.request.adapter)
+        return hash_page(before, self.tokens[full * page_size :])
+
 
 def salt(adapter: int) -> bytes:
     """What the keys and values of equal tokens differ by: the slot of the adapter that computes them, or none."""
     return b"" if adapter < 0 else b"adapter %d" % adapter
 
 
-def request_seeds(seed: int, count: int) -> list[int]:
-    """A seed for each of `count` requests, by hashing: neighbouring seeds share none."""
-    return [request_seed(seed, index) for index in range(count)]
+def sample_seeds(seed: int, n: int) -> list[int]:
+    """A seed for each of the `n` completions of a request; the first has the request's own."""
+    return [seed, *(request_seed(seed, index) for index in range(1, n))]
 
 
 def request_seed(seed: int, index: int) -> int:

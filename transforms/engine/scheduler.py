@@ -6,6 +6,7 @@ the same places, decide the same.
 """
 
 import bisect
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
@@ -59,15 +60,20 @@ class HostState:
     Args:
         pages: of the KV cache.
         free_rows: rows that no request has.
+        requests: all that have not ended, by id: those that wait, those that run, and those that follow another.
         waiting: requests without a row, in the order of their turns.
-        running: the others, by id.
+        running: requests with one, by id.
+        cohorts: the same, of each cohort in the order of their turns.
         unread: for each job whose tokens the host has not read, who sampled one, in the order of its rows.
         row_jobs: the last job that returns something for a row.
-        num_ticks, num_jobs, num_arrivals: how many there were.
+        num_ticks, num_jobs, num_arrivals, num_preempted: how many there were.
+        num_found: tokens that were in the cache when a request began.
     """
 
     pages: Pages
     free_rows: list[int]
+    cohorts: tuple[list[Running], ...]
+    requests: dict[str, Running] = attrs.field(factory=dict)
     waiting: list[Running] = attrs.field(factory=list)
     running: dict[str, Running] = attrs.field(factory=dict)
     unread: dict[int, tuple[tuple[int, Running], ...]] = attrs.field(factory=dict)
@@ -75,24 +81,34 @@ class HostState:
     num_ticks: int = 0
     num_jobs: int = 0
     num_arrivals: int = 0
+    num_preempted: int = 0
+    num_found: int = 0
 
     @classmethod
     def empty(cls, budget: Budget, num_pages: int, page_size: int) -> "HostState":
         """Nothing under way."""
-        return cls(Pages(num_pages, page_size), list(range(budget.max_num_reqs - 1, -1, -1)))
+        cohorts = tuple(list[Running]() for _ in range(budget.num_cohorts))
+        return cls(Pages(num_pages, page_size), list(range(budget.max_num_reqs - 1, -1, -1)), cohorts)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is left."""
-        return not self.waiting and not self.running
+        return not self.requests
 
     def find(self, request_id: str) -> Running | None:
         """The request of that id that has not ended."""
-        return self.running.get(request_id) or next((r for r in self.waiting if r.request.id == request_id), None)
+        return self.requests.get(request_id)
 
 
-def add(host: HostState, request: Request, budget: Budget) -> HostState:
+def add(host: HostState, request: Request, budget: Budget, behind: str | None = None) -> HostState:
     """A request arrives.
+
+    Args:
+        host: taken.
+        request: what is asked.
+        budget: what there is to give.
+        behind: the id of a request under way with the same prompt: this one waits until that prompt is in the cache,
+            and shares its pages.
 
     Raises:
         RequestError: its id is taken, or it could never be served.
@@ -107,8 +123,15 @@ def add(host: HostState, request: Request, budget: Budget) -> HostState:
     if host.pages.pages_for(length) > most:
         seen = f"{length} tokens with those to generate, where {most} pages hold {most * host.pages.page_size}"
         raise RequestError(call, seen, "a shorter prompt, fewer max_tokens, or more pages")
-    _wait(host, Running(request, host.num_arrivals, [*request.prompt]))
+    running = Running(request, host.num_arrivals, [*request.prompt])
+    leader = None if behind is None else host.find(behind)
+    host.requests[request.id] = running
     host.num_arrivals += 1
+    if leader is None or leader.computed >= len(request.prompt):
+        _wait(host, running)
+    else:
+        leader.followers.append(running)
+        running.leader = leader
     return host
 
 
@@ -118,7 +141,7 @@ def finish(host: HostState, request_id: str, reason: str) -> HostState:
     Args:
         host: taken.
         request_id: of a request that has not ended.
-        reason: such as `abort`.
+        reason: `abort`, `stop`, or `error`: then what it computed is found by no other request.
 
     Raises:
         RequestError: there is no such request.
@@ -127,6 +150,8 @@ def finish(host: HostState, request_id: str, reason: str) -> HostState:
     if found is None:
         call = f"finish({request_id!r}, {reason!r})"
         raise RequestError(call, "no request of that id that has not ended", "an id that was added")
+    if reason == "error":
+        host.pages.forget(found.pages)
     _end(host, found, reason)
     return host
 
@@ -179,14 +204,14 @@ def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ..
         works.append(_work(host, attrs.evolve(edits, growths=grown), [*((r, 0) for r in decodes), *chunks]))
     for running, _ in chunks:
         _keep_pages(host, running)
+        _lead(host, running)
     return host, tuple(works)
 
 
 def _decodes(host: HostState, cohort: int) -> Iterator[tuple[Running, Growth | None]]:
     """The requests of a cohort that go on from their last tokens, with the page that each needs."""
-    mine = sorted((r for r in host.running.values() if r.cohort == cohort and r.decodes), key=lambda r: r.key)
-    for running in mine:
-        if running.row < 0 or running.is_full:
+    for running in tuple(host.cohorts[cohort]):
+        if running.row < 0 or running.is_full or not running.decodes:
             continue
         start = len(running.pages)
         if running.computed < start * host.pages.page_size:
@@ -200,7 +225,7 @@ def _decodes(host: HostState, cohort: int) -> Iterator[tuple[Running, Growth | N
 def _make_room(host: HostState, running: Running) -> bool:
     """Free a page for a request, from the last in turn; False if that is itself."""
     while not host.pages.num_free:
-        last = max(host.running.values(), key=lambda r: r.key)
+        last = max(host.running.values(), key=_key)
         _preempt(host, last)
         if last is running:
             return False
@@ -212,16 +237,15 @@ def _prompts(host: HostState, budget: Budget, cohort: int, room: int) -> tuple[l
     chunks: list[tuple[Running, int]] = []
     copies: list[tuple[int, int]] = []
     admitted: list[Admission] = []
-    begun = (r for r in host.running.values() if r.cohort == cohort and not r.decodes and r.computed < r.length)
-    for running in sorted(begun, key=lambda r: r.key):
-        room = _take_chunk(running, room, chunks)
+    mine = host.cohorts[cohort]
+    for running in mine:
+        if not running.decodes and running.computed < running.length:
+            room = _take_chunk(running, room, chunks)
     share = -(-(len(host.running) + len(host.waiting)) // budget.num_cohorts)
-    size = sum(r.cohort == cohort for r in host.running.values())
-    while room and host.waiting and host.free_rows and size < min(share, budget.cohort_size):
+    while room and host.waiting and host.free_rows and len(mine) < min(share, budget.cohort_size):
         head = host.waiting[0]
         if head.num_unread or not _give_pages(host, head, copies):
             break
-        size += 1
         _start(host, head, cohort, admitted)
         room = _take_chunk(head, room, chunks)
     host.pages.release([source for source, _ in copies])
@@ -241,10 +265,7 @@ def _give_pages(host: HostState, running: Running, copies: list[tuple[int, int]]
     At least its last token is computed: where all are there, the last page is copied, to be written on.
     """
     pages, length = host.pages, running.length
-    running.name_pages(pages.page_size)
-    told = running.request.sampling.prompt_logprobs is not None  # then every token of it is computed
-    shared = [] if told else pages.find(running.hashes)
-    source = shared.pop() if len(shared) * pages.page_size == length else None
+    shared, source = _find_pages(pages, running)
     held = [*shared, *([] if source is None else [source])]
     need = pages.pages_for(length) - len(shared)
     if need > pages.count_free(held):
@@ -255,7 +276,20 @@ def _give_pages(host: HostState, running: Running, copies: list[tuple[int, int]]
     if source is not None:
         copies.append((source, running.pages[len(shared)]))
         running.computed = length - 1
+    host.num_found += running.computed
     return True
+
+
+def _find_pages(pages: Pages, running: Running) -> tuple[list[int], int | None]:
+    """The pages of a request's tokens that are there to be shared, and one to be copied behind them."""
+    running.name_pages(pages.page_size)
+    if running.request.sampling.prompt_logprobs is not None:  # then every token of it is computed
+        return [], None
+    shared = pages.find(running.hashes)
+    if len(shared) * pages.page_size == running.length:
+        return shared[:-1], shared[-1]
+    name = running.name_part(pages.page_size) if len(shared) == len(running.hashes) else None
+    return shared, None if name is None else pages.find_part(name)
 
 
 def _start(host: HostState, running: Running, cohort: int, admitted: list[Admission]) -> None:
@@ -263,6 +297,7 @@ def _start(host: HostState, running: Running, cohort: int, admitted: list[Admiss
     running.row, running.cohort = host.free_rows.pop(), cohort
     running.last_job = host.row_jobs.get(running.row)
     host.running[running.request.id] = running
+    bisect.insort(host.cohorts[cohort], running, key=_key)
     request = running.request
     generated = tuple(running.tokens[len(request.prompt) :])
     placed = (running.row, tuple(running.pages), running.computed)
@@ -291,7 +326,8 @@ def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]]) -
         running.on_device |= sampled
         if work.feeds:
             running.last_job = host.row_jobs[running.row] = job
-    host.unread[job] = tuple((i, r) for i, (r, _) in enumerate(parts) if work.samples[i])
+    if work.feeds:
+        host.unread[job] = tuple((i, r) for i, (r, _) in enumerate(parts) if work.samples[i])
     return work
 
 
@@ -324,22 +360,45 @@ def _keep_pages(host: HostState, running: Running) -> None:
     running.kept = max(running.kept, full)
 
 
+def _lead(host: HostState, running: Running) -> None:
+    """Once all that a request knows is in the cache, have its last page found too, and let begin who follows it."""
+    if running.computed < len(running.tokens):
+        return
+    if (name := running.name_part(host.pages.page_size)) is not None:
+        host.pages.keep_part(running.pages[len(running.hashes)], name)
+    _release_followers(host, running)
+
+
+def _release_followers(host: HostState, leader: Running) -> None:
+    for running in leader.followers:
+        running.leader = None
+        _wait(host, running)
+    leader.followers = []
+
+
 def _preempt(host: HostState, running: Running) -> None:
     """Take a request's row and pages; it waits to begin anew with the tokens that it has."""
     _free(host, running)
     _wait(host, running)
+    host.num_preempted += 1
 
 
 def _end(host: HostState, running: Running, reason: str) -> None:
+    del host.requests[running.request.id]
     if running.row >= 0:
         _free(host, running)
+    elif running.leader is not None:
+        running.leader.followers.remove(running)
     else:
-        host.waiting.remove(running)
+        del host.waiting[bisect.bisect_left(host.waiting, _key(running), key=_key)]
+    _release_followers(host, running)
     running.reason = reason
 
 
 def _free(host: HostState, running: Running) -> None:
     del host.running[running.request.id]
+    mine = host.cohorts[running.cohort]
+    del mine[bisect.bisect_left(mine, _key(running), key=_key)]
     host.pages.release(running.pages)
     host.free_rows.append(running.row)
     running.row = running.cohort = -1
@@ -347,4 +406,7 @@ def _free(host: HostState, running: Running) -> None:
 
 
 def _wait(host: HostState, running: Running) -> None:
-    bisect.insort(host.waiting, running, key=lambda r: r.key)
+    bisect.insort(host.waiting, running, key=_key)
+
+
+_key = operator.attrgetter("key")

@@ -6,25 +6,25 @@ from typing import Any
 import attrs
 import torch
 
+from weft.descriptor import BatchDescriptor
 from weft.effects import Schema, TensorSchema
 from weft.errors import RequestError
-from weft.sampling import SamplingParams
-from weft.sampling_table import MAX_BIASED
+from weft.outputs import IntermediateTensors
 from weft.stages.adapters import Adapter
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model, stage_params
 from weft.state import State, advance
+from weft.transforms.engine.intake import is_count
 from weft.transforms.engine.scheduler import Budget
 from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
 from weft.transforms.engine.work import advance_work, edited
 from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits, lora_rungs, make_ladder
+from weft.transforms.ladder import MODES, Ladder
 from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.runner import SPLIT_AT
 from weft.transforms.transports import Transport
 
-SPLIT_AT = ("weft::paged_attention",)
-"""Where a decoder is cut into pieces."""
 _MEMORY_SHARE = 0.85
 """Of a GPU's free memory, for the KV cache; graphs and temporaries get the rest."""
 _CPU_BYTES = 2**30
@@ -55,8 +55,8 @@ class EngineLimits:
     num_cohorts: int | None = None
     mixed: bool = False
 
-    def resolve(self, model: Model, num_stages: int) -> "Resolved":
-        """These, for a model on its device.
+    def resolve(self, model: Model, num_stages: int, transport: Transport) -> "Resolved":
+        """These, for a model on its device; the same on every rank.
 
         Raises:
             RequestError: no room for a request.
@@ -65,8 +65,9 @@ class EngineLimits:
         max_pages = -(-length // self.page_size)
         budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, self.num_cohorts or num_stages, self.mixed)
         most = max_pages * self.max_num_reqs
-        num_pages = self.num_pages or min(most, _pages_in_memory(model, num_stages, self.page_size))
-        return Resolved(budget, num_pages, self.page_size)
+        here = [split_layers(model.config.num_layers, num_stages)[rank] for rank in transport.ranks(num_stages)]
+        num_pages = self.num_pages or min(most, _pages_in_memory(model, here, self.page_size))
+        return Resolved(budget, transport.share(num_pages), self.page_size)
 
 
 @attrs.frozen
@@ -78,9 +79,9 @@ class Resolved:
     page_size: int
 
 
-def _pages_in_memory(model: Model, num_stages: int, page_size: int) -> int:
+def _pages_in_memory(model: Model, here: Sequence[StageLayout], page_size: int) -> int:
     config = model.config
-    layers = max(len(layout.layers) for layout in split_layers(config.num_layers, num_stages))
+    layers = sum(len(layout.layers) for layout in here)
     page = 2 * layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
     if model.device.type == "cpu":
         return max(1, _CPU_BYTES // page)
@@ -111,62 +112,54 @@ def make_stepper(
     model: Model,
     limits: Resolved,
     num_stages: int,
-    mode: str,
+    ladder: Ladder[BatchDescriptor],
     transport: Transport,
+    *,
     num_logprobs: int = 0,
+    keep_logits: bool = False,
     backend: str | None = None,
     adapters: Sequence[Adapter] = (),
 ) -> Stepper:
-    """What does an engine's work: of one stage, its step as one graph; of more, a pipeline of graphified stages. Slots
-    hold the adapters in their order."""
+    """What does an engine's work: of one stage, its step as one graph; of more, a pipeline of graphified stages.
+
+    Args:
+        ladder: the classes that are captured; an empty one: everything runs eagerly.
+        keep_logits: whether outputs hold logits.
+        adapters: which the slots hold, in this order.
+    """
     every = split_layers(model.config.num_layers, num_stages)
-    layouts = [every[rank] for rank in transport.ranks(num_stages)]
-    stages: list[Any] = [decoder_stage(model.config, layout, num_logprobs=num_logprobs) for layout in every]
+    here = transport.ranks(num_stages)
+    layouts = [every[rank] for rank in here]
+    extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits}
+    stages: list[Any] = [decoder_stage(model.config, layout, **extras) for layout in every]
     params, state = stage_params(model, layouts, adapters), make_states(model, layouts, limits)
-    rungs = lora_rungs(min(len(adapters), limits.budget.cohort_size))
-    ladder = make_ladder(mode, Limits(limits.budget.cohort_size, limits.budget.max_num_tokens, active_loras=rungs))
 
     def graph(step: Any) -> Any:
-        return step if mode == "none" else graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend)
+        return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
 
     if num_stages == 1:
         return Stepped(graph(compose(stages, advance=advance)), params, state, model.device)
     schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
-    spanned = [edited(graph(stage)) for stage in stages]
-    step = pipeline(spanned, advance=advance_work, schema=schema, transport=transport)
-    return Streamed(step, params, state, model.device)
+    spanned = [graph(stage) for stage in stages]
+    step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=schema, transport=transport)
+    hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    graphs = [(spanned[rank], IntermediateTensors(hidden) if rank else None) for rank in here] if len(ladder) else []
+    return Streamed(step, params, state, model.device, graphs)
 
 
-def encode_prompt(model: Model, prompt: Any, call: str) -> list[int]:
-    """Token ids of a prompt.
-
-    Raises:
-        RequestError: an empty one, one that leaves no room to generate, or an id that is no token.
-    """
-    limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
-    if not isinstance(prompt, str | list | tuple):
-        instead = "its .tolist()" if hasattr(prompt, "tolist") else "a string or a list of token ids"
-        raise RequestError(call, f"the prompt is {prompt!r}, a {type(prompt).__name__}", instead)
-    ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    if not ids:
-        raise RequestError(call, f"the prompt is empty ({prompt!r})", "give at least one token to go on from")
-    if len(ids) >= limit:
-        seen = f"{len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
-        raise RequestError(call, seen, f"shorten it to {limit - 1} tokens")
-    if wrong := [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
-        raise RequestError(call, f"the prompt holds {wrong[0]!r}", f"token ids are ints from 0 to {vocab - 1}")
-    return ids
-
-
-def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs: int) -> None:
-    """Refuse what the model or the engine's step cannot do.
+def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | None) -> None:
+    """Refuse an engine that cannot be.
 
     Raises:
-        RequestError: it is so.
+        RequestError: no model, an unknown mode, more stages than layers, or a seed that is no whole number.
     """
-    params.check_tokens(model.config.vocab_size, MAX_BIASED)
-    if params.stop and model.tokenizer is None:
-        raise RequestError(call, f"stop={params.stop!r}; the checkpoint has no tokenizer", "stop_token_ids=[...]")
-    wanted = max(params.logprobs or 0, params.prompt_logprobs or 0)
-    if wanted > num_logprobs:
-        raise RequestError(call, f"logprobs of {wanted} tokens", f"Engine(..., num_logprobs={wanted})")
+    if not isinstance(model, Model):
+        raise RequestError(call, f"model is a {type(model).__name__}", "model = weft.load(folder)")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise RequestError(call, f"seed={seed!r}", "a whole number, or None")
+    if graph not in MODES:
+        raise RequestError(call, f"graph={graph!r}", f"one of {', '.join(MODES)}")
+    if not is_count(stages) or stages > model.config.num_layers:
+        raise RequestError(
+            call, f"pipeline={stages!r}; the model has {model.config.num_layers} layers", "from 1 stage to one a layer"
+        )

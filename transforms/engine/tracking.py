@@ -36,6 +36,11 @@ class Track:
     _stopped: bool = False
     _stream: DecodeStream = attrs.field(factory=lambda: DecodeStream(skip_special_tokens=True))
 
+    def of_same_prompt(self, request: Request) -> "Track":
+        """A track of another completion of the prompt, whose logprobs are the same."""
+        shared = self.prompt_logprobs, self.prompt_top_logprobs
+        return Track(request, self.tokenizer, prompt_logprobs=shared[0], prompt_top_logprobs=shared[1])
+
     def take(self, told: Told, row: int) -> bool:
         """Add the token of a row of a step; returns whether a stop text ends the request with it."""
         self.token_ids.append(told.token_ids[row])
@@ -59,6 +64,9 @@ class Track:
 
     def _show(self) -> bool:
         params = self.request.sampling
+        if not params.stop:
+            self.text = self._decoded
+            return False
         stops = params.stop if len(self.token_ids) >= params.min_tokens else ()
         found = min((at for stop in stops if (at := self._decoded.find(stop)) >= 0), default=None)
         if found is not None:

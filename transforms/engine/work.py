@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from weft.batch import LAST_TOKEN, Batch
+from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.outputs import Output
 from weft.sampling import SamplingParams
@@ -102,6 +103,19 @@ class Work:
     def num_tokens(self) -> int:
         """Of the batch."""
         return sum(map(len, self.token_ids)) or len(self.rows)
+
+    @property
+    def descriptor(self) -> BatchDescriptor:
+        """Of the batch."""
+        count, loras = len(self.rows), self.num_active_loras
+        if not self.token_ids:
+            return BatchDescriptor.uniform(count, num_active_loras=loras)
+        return BatchDescriptor(self.num_tokens, count, num_active_loras=loras)
+
+    @property
+    def kind(self) -> str:
+        """`decode`, `prompts`, or both: `mixed`."""
+        return "decode" if not self.token_ids else "mixed" if (LAST_TOKEN,) in self.token_ids else "prompts"
 
     def place(self, device: torch.device | str) -> "PlacedWork":
         """Its tensors on a device."""

@@ -100,6 +100,12 @@ class Distributed:
             return value
         return pickle.loads(self.watch.wait(key, 0))
 
+    def collect(self, value: Any) -> list[Any]:
+        """Every rank's value, in order, on every rank. Each calls it, in the same order."""
+        key = f"collected/{next(self._shared)}"
+        self.watch.board.write(f"{key}/{self.rank}", pickle.dumps(value))
+        return [pickle.loads(self.watch.wait(f"{key}/{rank}", rank)) for rank in range(self.num_ranks)]
+
     def mail(self, _: int, /) -> None:
         return None
 
@@ -118,10 +124,11 @@ class Distributed:
                     self._guard.launched(self.watch.here)
             self.watch.at(stop, effects[stop] if stop < len(effects) else "its end")
         except BaseException as error:
-            self.watch.fail(error)
+            reason = self._guard.stand_down(error) if isinstance(self._guard, Guard) else error
+            self.watch.fail(reason)
             self._link.end.close(failed=True)
-            if isinstance(self._guard, Guard):
-                self._guard.stand_down(error)
+            if reason is not error:
+                raise reason from error
             raise
 
     def check(self) -> None:

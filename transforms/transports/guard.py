@@ -109,15 +109,11 @@ class Guard:
             self._told.set()
             raise self.error
 
-    def stand_down(self, error: BaseException) -> None:
-        """The host has failed: it need not be told, unless it failed for what the guard did.
-
-        Raises:
-            RankError: that is why it failed.
-        """
+    def stand_down(self, error: BaseException) -> BaseException:
+        """The host has failed, and need not be told: why, which is what the guard knew before, or else that error. The
+        host asks before it says to others that it failed, which the guard hears too."""
         self._told.set()
-        if self.error is not None and not isinstance(error, RankError):
-            raise self.error from error
+        return error if self.error is None or isinstance(error, RankError) else self.error
 
     def close(self) -> None:
         """End the thread; and the process, if the device hangs, or the host never asked how it ended."""

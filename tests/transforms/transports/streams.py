@@ -28,8 +28,8 @@ class Done:
 class StreamEnd:
     """An end over the store, whose host calls return at once, as a GPU's do."""
 
-    def __init__(self, watch: Watch, deaf: bool) -> None:
-        self.watch, self.deaf = watch, deaf
+    def __init__(self, watch: Watch, closing: float) -> None:
+        self.watch, self.closing = watch, closing
         self.store = watch.board.store.clone()  # type: ignore[attr-defined]
         self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.counts = {way: [0] * watch.num_ranks for way in ("send", "recv")}
@@ -52,7 +52,7 @@ class StreamEnd:
 
         def receive() -> None:
             while not self.store.check([key]):
-                if self.aborted.is_set() and not self.deaf:
+                if self.aborted.is_set():
                     return
                 time.sleep(0.005)
             data = torch.frombuffer(bytearray(self.store.get(key)), dtype=torch.uint8)
@@ -78,6 +78,7 @@ class StreamEnd:
     def close(self, failed: bool = False) -> None:
         if failed:
             self.abort()
+            time.sleep(self.closing)
             return
         done = self.mark()
         while not done.query():
@@ -86,17 +87,17 @@ class StreamEnd:
 
 def run_rank(case: failures.Case, folder: Path) -> None:
     """A rank of the proof of failures, on such a device."""
-    _on_streams(case, folder, deaf=False)
+    _on_streams(case, folder)
 
 
-def run_deaf_rank(case: failures.Case, folder: Path) -> None:
-    """The same, where nothing ends what waits on the device."""
-    _on_streams(case, folder, deaf=True)
+def run_slowly_closing_rank(case: failures.Case, folder: Path) -> None:
+    """The same, where what failed takes its time to close: others hear of it, and its own guard does."""
+    _on_streams(case, folder, closing=0.5)
 
 
-def _on_streams(case: failures.Case, folder: Path, deaf: bool) -> None:
+def _on_streams(case: failures.Case, folder: Path, closing: float = 0.0) -> None:
     def make_end(_: str, watch: Watch, device: torch.device) -> DeviceEnd:
-        return StreamEnd(watch, deaf)
+        return StreamEnd(watch, closing)
 
     distributed._make_end = make_end
     failures.run_rank(case, folder)

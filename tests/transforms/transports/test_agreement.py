@@ -17,10 +17,10 @@ from weft.stages.model import DEMO, load
 from weft.state import advance
 from weft.transforms import graphs
 from weft.transforms.dispatch import Decision
-from weft.transforms.generate import make_state
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Ladder
 from weft.transforms.pipeline import pipeline
+from weft.transforms.runner import make_state
 from weft.transforms.transports.distributed import Distributed
 from weft.transforms.transports.launch import launch
 

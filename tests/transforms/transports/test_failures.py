@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from ranks import scale
-from streams import run_rank
+from streams import run_rank, run_slowly_closing_rank
 
 from weft.proofs.failures import STEPS, WAYS, Case, cases, cases_at_any_time, make_pipeline, run_case
 from weft.transforms.pipeline import pipeline
@@ -71,12 +71,19 @@ def test_a_rank_that_stalls_before_its_device_is_done_is_named(case: Case) -> No
     assert run_case(case, run_rank).wrong is None
 
 
+@pytest.mark.parametrize(
+    "case", [attrs.evolve(case, timeout=20.0) for case in TWO if case.way == "raise"][::5], ids=str
+)
+def test_a_rank_keeps_its_error_while_it_closes(case: Case) -> None:
+    assert run_case(case, run_slowly_closing_rank).wrong is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("case", [case for case in TWO if case.way in ("kill", "raise", "stall")][::3], ids=str)
 @pytest.mark.parametrize("backend", ["nccl", "peer"])
 def test_a_rank_that_fails_on_gpus_is_named(backend: str, case: Case) -> None:
-    assert run_case(attrs.evolve(case, backend=backend, timeout=20.0)).wrong is None
+    assert run_case(attrs.evolve(case, backend=backend, timeout=8.0)).wrong is None
 
 
 # Who is blamed

@@ -1,0 +1,65 @@
+"""Where a command's model comes from: a folder, or a preset and random weights."""
+
+from pathlib import Path
+
+import attrs
+
+from weft.cli.presets import PRESETS
+from weft.cli.ranks import Here
+from weft.stages.config import ModelConfig, load_config, parse_config
+from weft.stages.layout import split_layers
+from weft.stages.model import Model, load, pick_device, pick_dtype
+from weft.stages.random_weights import random_params
+
+
+@attrs.frozen
+class Source:
+    """A model to be had.
+
+    Args:
+        model: a folder; None: the preset's.
+        preset: a name in `PRESETS`; None: the folder's.
+        dummy: whether the weights are random, drawn where they will stand; else they are the folder's.
+        dtype: of the weights; None: what the configuration declares.
+    """
+
+    model: str | None
+    preset: str | None
+    dummy: bool
+    dtype: str | None
+
+    @property
+    def name(self) -> str:
+        """The folder, or the preset."""
+        return self.model or str(self.preset)
+
+    def config(self) -> ModelConfig:
+        """Its configuration, as `read_config` does."""
+        return read_config(self.model, self.preset)
+
+    def open(self, here: Here, *, progress: bool, seed: int = 0) -> Model:
+        """The part of it that runs in this process.
+
+        Raises:
+            Whatever `weft.load` raises.
+        """
+        if not self.dummy:
+            return load(self.name, here.device, self.dtype, stage=here.stage, progress=progress)
+        call, config = f"random weights for {self.name!r}", self.config()
+        device = pick_device(here.device, call=call)
+        dtype = pick_dtype(self.dtype or config.dtype, call=call)
+        index, num_stages = here.stage or (0, 1)
+        layout = split_layers(config.num_layers, num_stages)[index]
+        params = random_params(config, layout, seed=seed, device=device, dtype=dtype)
+        return Model(config, params, None, Path(self.name), layout=layout)
+
+
+def read_config(model: str | None, preset: str | None) -> ModelConfig:
+    """The configuration of a folder, or else of a preset.
+
+    Raises:
+        CheckpointNotFoundError, ConfigError: there is none, or it has a field that weft does not support.
+    """
+    if model is not None:
+        return load_config(model)
+    return parse_config(PRESETS[str(preset)], source=f"preset {preset!r}")

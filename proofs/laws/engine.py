@@ -1,0 +1,97 @@
+"""L11 and L19 over the whole engine: each completion is what it is alone, and how far the host runs ahead changes
+nothing."""
+
+import functools
+from collections.abc import Mapping
+
+import attrs
+
+from weft.proofs.laws.compare import LawViolation
+from weft.proofs.strategies.engines import Load, small_adapters, small_model
+from weft.sampling import SamplingParams
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.requests import sample_seeds
+from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.tracking import Track
+
+Said = Mapping[tuple[int, int], tuple[list[int], str]]
+"""The tokens of each call's completions, and why they ended."""
+
+
+def engine_serves_as_alone(load: Load) -> None:
+    """L11: the tokens of each completion are those of running it by itself, eagerly; of an aborted one the first of
+    them; and nothing is left."""
+    engine = load.engine()
+    said = run(load, engine)
+    check_nothing_is_left(engine)
+    _compare("L11 an engine serves as alone", load, said)
+
+
+def run_ahead_is_none(load: Load) -> None:
+    """L19: an engine whose host runs ahead, however far, says what one says whose host reads every step before it
+    launches the next."""
+    near, far = run(load, load.engine(run_ahead=0)), run(load, load.engine())
+    for key, (tokens, reason) in near.items():
+        others, other = far[key]
+        same = min(len(tokens), len(others)) if "abort" in (reason, other) else max(len(tokens), len(others))
+        if tokens[:same] != others[:same] or (reason != other and "abort" not in (reason, other)):
+            seen = f"{tokens}, {reason}, and {load.run_ahead} steps ahead {others}, {other}"
+            raise LawViolation(f"L19 run-ahead is none: completion {key} is {seen}")
+
+
+def run(load: Load, engine: Engine) -> Said:
+    """Let everything come, and go, and end."""
+    tracks: dict[tuple[int, int], Track] = {}
+    last = max(call.step for call in load.calls)
+    step = 0
+    while step <= last or engine.num_unfinished:
+        outputs = []
+        for index, call in enumerate(load.calls):
+            if call.step == step:
+                asked = {"max_tokens": call.max_tokens, "priority": call.priority, "adapter": call.adapter}
+                engine.add(call.prompt, call.sampling, id=str(index), **asked)  # type: ignore[arg-type]
+            if call.aborted == step and engine.is_under_way(str(index)):
+                outputs += engine.abort(str(index))
+        for output in [*outputs, *engine.step()]:
+            tracks[int(output.id), output.index] = output.track
+        step += 1
+    while not engine.is_idle:
+        engine.step()
+    return {key: (track.token_ids, track.reason) for key, track in tracks.items()}
+
+
+def check_nothing_is_left(engine: Engine) -> None:
+    """Raise LawViolation if an engine that has nothing to do holds a page."""
+    stats = engine.stats()
+    if (stats.running, stats.waiting, stats.pages_held) != (0, 0, 0):
+        raise LawViolation(f"L11 nothing is left: {stats}")
+
+
+def _compare(law: str, load: Load, said: Said) -> None:
+    for index, call in enumerate(load.calls):
+        seeds = sample_seeds(call.sampling.seed or 0, call.sampling.n)
+        for sample, seed in enumerate(seeds):
+            tokens, reason = said[index, sample]
+            own = attrs.evolve(call.sampling, seed=seed, n=1)
+            expected, ended = alone(call.prompt, own, call.max_tokens, call.adapter)
+            whole = reason != "abort" or call.aborted is None
+            if tokens != (expected if whole else expected[: len(tokens)]) or (whole and reason != ended):
+                seen = f"{tokens}, {reason}, and alone {expected}, {ended}"
+                raise LawViolation(f"{law}: completion {sample} of call {index} is {seen}")
+
+
+def alone(
+    prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int, adapter: str | None = None
+) -> tuple[list[int], str]:
+    """What one completion is in an engine of its own, eagerly, in one piece."""
+    engine = _engine_for_one(adapter)
+    engine.add(prompt, attrs.evolve(sampling, prompt_logprobs=None), max_tokens=max_tokens, adapter=adapter)
+    *_, output = engine
+    return output.track.token_ids, output.track.reason
+
+
+@functools.cache
+def _engine_for_one(adapter: str | None) -> Engine:
+    limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
+    own = None if adapter is None else {adapter: small_adapters()[adapter]}
+    return Engine(small_model(), limits, graph="none", run_ahead=0, adapters=own)

@@ -1,0 +1,56 @@
+"""L18: who came first is served first, and everything ends; on the host alone, whatever the tokens are."""
+
+import itertools
+
+from weft.proofs.laws.compare import LawViolation
+from weft.proofs.serving import happen
+from weft.proofs.strategies.traces import Trace
+from weft.transforms.engine.requests import Running
+from weft.transforms.engine.scheduler import HostState, observe, schedule
+from weft.transforms.engine.work import Work
+
+_VOCABULARY = 11
+"""Tokens that are said here; every model that is drawn has as many."""
+
+
+def served_in_turn(trace: Trace) -> None:
+    """L18: no request begins while one waits that has its priority and came first, or has a better one; the first of
+    all that have begun gets a step whenever its cohort has its turn; and so everything ends."""
+    host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
+    last = max(arrival.tick for arrival in trace.arrivals)
+    lengths = sum(len(a.request.prompt) + a.request.max_tokens for a in trace.arrivals)
+    most = last + (lengths + len(trace.arrivals)) * (trace.budget.num_cohorts + trace.window)
+    unread: list[list[Work]] = []
+    for tick in itertools.count():
+        host = happen(trace, host, tick)
+        if host.is_idle and tick > last:
+            return
+        if tick > most:
+            raise LawViolation(f"L18 everything ends: {sorted(host.requests)} are left after {most} steps")
+        before = list(host.waiting)
+        first = min(host.running.values(), key=lambda r: r.key, default=None)
+        due = first is not None and first.cohort == tick % trace.budget.num_cohorts and not first.is_full
+        host, works = schedule(host, trace.budget)
+        _check_order(before, host)
+        if due and first is not None and all(first.request.id not in work.requests for work in works):
+            raise LawViolation(f"L18 in turn: {first.request.id} is the first of all, and gets no step of its cohort's")
+        unread.append(list(works))
+        if len(unread) >= trace.window:
+            host = _read(host, [work for works in unread for work in works])
+            unread = []
+
+
+def _check_order(before: list[Running], host: HostState) -> None:
+    begun = [running for running in before if running.row >= 0]
+    for running in before:
+        late = next((other for other in begun if running.row < 0 and other.key > running.key), None)
+        if late is not None:
+            raise LawViolation(f"L18 in turn: {late.request.id} begins before {running.request.id}, which waits")
+
+
+def _read(host: HostState, works: list[Work]) -> HostState:
+    for work in works:
+        if work.feeds:
+            tokens = [(7 * work.job + row) % _VOCABULARY for row in work.rows]
+            host, _ = observe(host, work.job, tokens)
+    return host

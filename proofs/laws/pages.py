@@ -1,0 +1,88 @@
+"""L9 for the KV cache: a request reads what it computed itself, or what another computed for the same tokens."""
+
+import attrs
+
+from weft.batch import LAST_TOKEN
+from weft.proofs.laws.compare import LawViolation
+from weft.proofs.serving import happen
+from weft.proofs.strategies.traces import Trace
+from weft.transforms.engine.scheduler import HostState, observe, schedule
+from weft.transforms.engine.work import Work
+
+_VOCABULARY = 11
+"""Tokens that are said here; every model that is drawn has as many."""
+
+Content = tuple[int | None, ...] | None
+"""What a slot of a page was computed for: all tokens up to it; None in it: one that the host does not know."""
+
+
+@attrs.define
+class Device:
+    """A device that keeps, instead of keys and values, what they were computed for.
+
+    Args:
+        page_size: slots a page.
+        slots: what is in each.
+        tables: the pages of each row, as it was told.
+    """
+
+    page_size: int
+    slots: dict[tuple[int, int], Content] = attrs.field(factory=dict)
+    tables: dict[int, list[int]] = attrs.field(factory=dict)
+
+    def do(self, work: Work, host: HostState) -> None:
+        """Edit the tables and fill slots, as a stage would.
+
+        Raises:
+            LawViolation: a request reads a slot that was computed for other tokens, or that was not computed.
+        """
+        for source, target in work.edits.copies:
+            for offset in range(self.page_size):
+                self.slots[target, offset] = self.slots.get((source, offset))
+        for given in work.edits.admissions:
+            self.tables[given.row] = list(given.pages)
+        for growth in work.edits.growths:
+            self.tables[growth.row] += growth.pages
+        parts = work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
+        for name, row, start, ids in zip(work.requests, work.rows, work.starts, parts, strict=True):
+            self._run(name, row, start, ids, host.requests[name].tokens)
+
+    def _run(self, name: str, row: int, start: int, ids: tuple[int, ...], known: list[int]) -> None:
+        past: tuple[int | None, ...] = ()
+        for place in range(start + len(ids)):
+            slot = self.tables[row][place // self.page_size], place % self.page_size
+            past += (known[place] if place < len(known) else None,)
+            if place >= start:
+                self.slots[slot] = past
+            elif not _may_be(self.slots.get(slot), past):
+                seen = f"{name} reads token {place} from page {slot[0]}, computed for {self.slots.get(slot)}"
+                raise LawViolation(f"L9 pages: {seen}, and its own are {past}")
+
+
+def _may_be(content: Content, past: tuple[int | None, ...]) -> bool:
+    return (
+        content is not None
+        and len(content) == len(past)
+        and all(a is None or b is None or a == b for a, b in zip(content, past, strict=True))
+    )
+
+
+def pages_are_read_by_whom_they_were_written_for(trace: Trace) -> None:
+    """L9: whatever comes, ends, or makes room, nobody reads a page that was computed for other tokens; and in the end
+    nobody holds one."""
+    host, device = HostState.empty(trace.budget, trace.num_pages, trace.page_size), Device(trace.page_size)
+    tick, last = 0, max(arrival.tick for arrival in trace.arrivals)
+    while tick <= last or not host.is_idle:
+        works: list[Work] = []
+        for _ in range(trace.window):
+            host = happen(trace, host, tick)
+            host, more = schedule(host, trace.budget)
+            for work in more:
+                device.do(work, host)
+            works += more
+            tick += 1
+        for work in works:
+            if work.feeds:
+                host, _ = observe(host, work.job, [(7 * work.job + row) % _VOCABULARY for row in work.rows])
+    if host.pages.num_held:
+        raise LawViolation(f"L9 pages: {host.pages.num_held} are held when all has ended")

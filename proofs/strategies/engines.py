@@ -1,0 +1,127 @@
+"""Random loads of an engine: a small model, how it runs, and prompts that come, fork and go."""
+
+import functools
+from pathlib import Path
+
+import attrs
+import torch
+from hypothesis import strategies as st
+
+from weft.proofs.strategies.sampling import sampling_params
+from weft.sampling import SamplingParams
+from weft.stages.adapters import Adapter, adaptable
+from weft.stages.config import parse_config
+from weft.stages.layout import split_layers
+from weft.stages.model import Model
+from weft.stages.random_weights import random_adapter, random_params
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.ladder import MODES
+
+VOCABULARY = 12
+
+
+@functools.cache
+def small_model(seed: int = 0) -> Model:
+    """Three layers, whose weights are large, so that differences show; without a tokenizer."""
+    config = parse_config(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": VOCABULARY,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 4,
+            "max_position_embeddings": 24,
+            "tie_word_embeddings": False,
+        },
+        source="a small model",
+    )
+    (whole,) = split_layers(3, 1)
+    params = random_params(config, whole, seed=seed, device="cpu", dtype=torch.float32, std=0.5)
+    return Model(config, params, None, Path("small"))
+
+
+@functools.cache
+def small_adapters() -> dict[str, Adapter]:
+    """Two for that model: of its attention, and of all that can have one."""
+    config = small_model().config
+    names = [name for layer in range(3) for name in adaptable(config, layer)]
+    parts = {"of attention": [name for name in names if "self_attn" in name], "of all": names}
+    return {
+        name: random_adapter(config, own, rank=1 + seed, seed=seed, std=0.5)
+        for seed, (name, own) in enumerate(parts.items())
+    }
+
+
+@attrs.frozen
+class Call:
+    """What happens before a step of the engine: a prompt comes, with an id that is its place; it is aborted later."""
+
+    step: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    priority: int
+    aborted: int | None
+    adapter: str | None
+
+
+@attrs.frozen
+class Load:
+    """An engine's limits, how it runs, and what comes."""
+
+    limits: EngineLimits
+    pipeline: int
+    graph: str
+    run_ahead: int
+    calls: tuple[Call, ...]
+
+    def engine(self, run_ahead: int | None = None) -> Engine:
+        """Made ready."""
+        return Engine(
+            small_model(),
+            self.limits,
+            pipeline=self.pipeline,
+            graph=self.graph,
+            run_ahead=self.run_ahead if run_ahead is None else run_ahead,
+            num_logprobs=1,
+            seed=0,
+            adapters=small_adapters() if any(call.adapter for call in self.calls) else None,
+        )
+
+
+@st.composite
+def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES) -> Load:
+    """Up to four prompts, some with the same beginning, with several completions or with adapters, of an engine whose
+    rows, pages and tokens a step are scarce, or not."""
+    page_size, rows, stages = draw(st.sampled_from((2, 4))), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    adapters = draw(st.sampled_from(((None,), (None,), (None, *small_adapters()))))
+    calls = tuple(draw(_calls(adapters)) for _ in range(draw(st.integers(1, 4))))
+    longest = max(len(call.prompt) + call.max_tokens for call in calls)
+    pages = -(-longest // page_size)
+    limits = EngineLimits(
+        max_num_reqs=rows,
+        max_num_tokens=-(-rows // stages) + draw(st.sampled_from((0, 3, 20))),
+        max_model_len=longest,
+        page_size=page_size,
+        num_pages=pages + draw(st.sampled_from((0, 1, 3, 30))),
+        mixed=draw(st.booleans()),
+    )
+    return Load(limits, stages, draw(st.sampled_from(modes)), draw(st.integers(0, 3)), calls)
+
+
+@st.composite
+def _calls(draw: st.DrawFn, adapters: tuple[str | None, ...]) -> Call:
+    begin = draw(st.sampled_from(((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7))))
+    rest = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=0 if begin else 1, max_size=4))
+    sampling = draw(sampling_params(VOCABULARY))
+    n, told = draw(st.sampled_from((1, 1, 1, 3))), draw(st.sampled_from((None, None, 0)))
+    sampling = attrs.evolve(sampling, n=n, prompt_logprobs=told)
+    step = draw(st.integers(0, 8))
+    aborted = draw(st.one_of(st.none(), st.none(), st.integers(step + 1, step + 6)))
+    priority = draw(st.sampled_from((0, 0, 1)))
+    adapter = draw(st.sampled_from(adapters))
+    return Call(step, (*begin, *rest), sampling, draw(st.integers(1, 5)), priority, aborted, adapter)

@@ -1,0 +1,306 @@
+"""The engine as a whole: every completion as alone, nothing left, and errors for the request alone that has them."""
+
+import asyncio
+import gc
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+
+import weft
+from weft.errors import LogitsError, ProgramError, RequestError
+from weft.proofs.laws import engine_serves_as_alone
+from weft.proofs.laws.engine import alone
+from weft.proofs.strategies.engines import Load, loads, small_model
+from weft.sampling import SamplingParams
+from weft.stages.model import DEMO, Model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.tracking import Track
+from weft.transforms.ladder import MODES
+from weft.transforms.transports.threads import Threads
+from weft.trees import tree_leaves
+
+GREEDY = SamplingParams(temperature=0.0)
+SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=16)
+
+
+@given(loads(("none",)))
+@settings(max_examples=250)
+def test_each_completion_is_what_it_is_alone(load: Load) -> None:
+    """With the 60 cases of the law in `tests/proofs/test_laws.py`, in all modes, over 300 traces."""
+    engine_serves_as_alone(load)
+
+
+def ended(engine: Engine) -> dict[str, Track]:
+    return {output.id: output.track for output in engine if output.finish_reason is not None}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Model:
+    return weft.load(DEMO, "cpu", "float32")
+
+
+def test_a_hundred_times_the_pages_are_served_in_their_turn() -> None:
+    engine = Engine(small_model(), attrs.evolve(SMALL, num_pages=4), graph="none")
+    prompts = {str(i): (1 + i % 7, i % 5, i % 3) for i in range(400)}
+    for name, prompt in prompts.items():
+        engine.add(prompt, max_tokens=1 + int(name) % 3, id=name)
+    assert engine.stats().waiting == 400
+    tracks = ended(engine)
+    assert tracks.keys() == prompts.keys()
+    for name in ("0", "1", "2", "399"):
+        assert tracks[name].token_ids == alone(prompts[name], tracks[name].request.sampling, 1 + int(name) % 3)[0]
+    assert (engine.stats().pages_held, engine.stats().ended) == (0, {"length": 400})
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no token": ({"prompt": []}, "the prompt is empty"),
+    "longer than the model": ({"prompt": [1] * 24}, "the prompt has 24 tokens; the model's limit is 24"),
+    "longer than the pages": ({"prompt": [1] * 15, "max_tokens": 8}, "23 tokens with those to generate"),
+    "a token that is none": ({"prompt": [99]}, "the prompt holds 99"),
+    "nothing to generate": ({"max_tokens": 0}, "max_tokens=0"),
+    "an id under way": ({"id": "good"}, "a request of that id that has not ended"),
+    "an id of its completions": ({"id": "good[1]"}, "a request of that id that has not ended"),
+    "too many logprobs": ({"sampling": SamplingParams(logprobs=3)}, "logprobs of 3 tokens"),
+    "a stop text": ({"sampling": SamplingParams(stop="a")}, "the checkpoint has no tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_served_is_refused_and_the_others_go_on(case: str) -> None:
+    changes, seen = WRONG[case]
+    engine = Engine(small_model(), attrs.evolve(SMALL, num_pages=5), graph="none", num_logprobs=1)
+    params = SamplingParams(temperature=1.0, seed=4, n=2)
+    engine.add([1, 2, 3], params, max_tokens=4, id="good")
+    engine.step()
+    asked: dict[str, Any] = {"prompt": [1], "max_tokens": 2, **changes}
+    with pytest.raises(RequestError) as error:
+        engine.add(**asked)
+    assert seen in str(error.value)
+    with pytest.raises(RequestError, match="no request of that id"):
+        engine.abort("unknown")
+    outputs = [output for output in engine if output.finish_reason is not None]
+    assert [(o.id, o.index, len(o.track.token_ids)) for o in outputs] == [("good", 0, 4), ("good", 1, 4)]
+    assert engine.stats().pages_held == 0
+
+
+@pytest.mark.parametrize(("pipeline", "run_ahead"), [(1, 0), (1, 2), (3, 1)])
+def test_logits_that_are_nan_are_an_error_of_their_request_alone(pipeline: int, run_ahead: int) -> None:
+    """A token whose embedding is NaN; what it left in the cache is found by nobody."""
+    model = small_model()
+    assert model.params.embed_tokens is not None
+    embed = model.params.embed_tokens.clone()
+    embed[11] = float("nan")
+    broken = attrs.evolve(model, params=attrs.evolve(model.params, embed_tokens=embed))
+    engine = Engine(broken, SMALL, pipeline=pipeline, graph="none", run_ahead=run_ahead)
+    bars = SamplingParams(temperature=0.0, bad_token_ids=[11])
+    prompts = {"good": [1, 2, 3, 4, 5], "bad": [1, 2, 11, 4, 5], "other": [4, 5]}
+    for name, prompt in prompts.items():
+        engine.add(prompt, bars, max_tokens=5, id=name)
+    outputs = {output.id: output for output in engine if output.finish_reason is not None}
+    assert outputs["bad"].finish_reason == "error"
+    assert isinstance(outputs["bad"].error, LogitsError)
+    assert outputs["bad"].error.seen == "logits that are NaN behind 5 tokens"
+    for name in ("good", "other"):
+        assert outputs[name].error is None
+        assert outputs[name].track.token_ids == alone(tuple(prompts[name]), bars_of(outputs[name]), 5)[0]
+    assert engine.stats().pages_held == 0
+    engine.add([1, 2, 11, 4, 5], bars, max_tokens=5, id="again")
+    list(engine)
+    assert engine.stats().prefix_tokens == 0, "what was broken is not found"
+
+
+def bars_of(output: RequestOutput) -> SamplingParams:
+    return output.track.request.sampling
+
+
+def test_an_abort_ends_all_completions_and_frees_their_pages() -> None:
+    engine = Engine(small_model(), SMALL, graph="none", run_ahead=2)
+    engine.add([1, 2, 3, 4, 5], SamplingParams(n=3, seed=0), max_tokens=9, id="a")
+    engine.add([1, 2, 3], max_tokens=6, id="b")
+    for _ in range(3):
+        engine.step()
+    outputs = engine.abort("a")
+    assert [(o.id, o.index, o.finish_reason) for o in outputs] == [("a", index, "abort") for index in range(3)]
+    assert [output.id for output in engine if output.finish_reason] == ["b"]
+    assert (engine.is_idle, engine.stats().pages_held) == (True, 0)
+
+
+def test_two_thousand_requests_leave_nothing_behind() -> None:
+    """No page, no tensor and no graph more at the end than after the first hundred."""
+    engine = Engine(small_model(), SMALL, graph="full", run_ahead=1, num_logprobs=1)
+    seen = {}
+    for index in range(2000):
+        n = 2 if index % 10 == 0 else 1
+        params = SamplingParams(temperature=float(index % 2), seed=index, logprobs=1, n=n)
+        engine.add((index % 7, index % 11, index % 3, index % 5, 1), params, max_tokens=1 + index % 2)
+        if index % 50 == 49:
+            list(engine)
+        if index in (99, 1999):
+            seen[index] = held(engine)
+    assert seen[99] == seen[1999]
+
+
+def held(engine: Engine) -> dict[str, Any]:
+    """All that could pile up."""
+    gc.collect()
+    found = gc.get_objects()
+    stats, host = engine.stats(), engine._host
+    batches = engine._stepper._place._decodes  # type: ignore[attr-defined]
+    assert len(batches) <= 16, "the last batches that were placed"
+    placed = sum(isinstance(x, torch.Tensor) for x in tree_leaves([*batches.values()]))
+    tables = (host.requests, host.waiting, host.running, host.unread, engine._samples, engine._names, engine._pending)
+    return {
+        "tensors": sum(isinstance(x, torch.Tensor) for x in found) - placed,
+        "pages": (stats.pages_held, stats.pages_free),
+        "graphs": (stats.captures, stats.graphs),
+        "tables": sum(map(len, tables)),
+        "requests": sum(isinstance(x, Track | RequestOutput) for x in found),
+    }
+
+
+@pytest.mark.parametrize(("pipeline", "mode"), [(1, "full"), (1, "full_and_piecewise"), (2, "full_and_piecewise")])
+def test_after_warm_up_nothing_is_captured_and_nothing_was_left_in_the_state(pipeline: int, mode: str) -> None:
+    limits = attrs.evolve(SMALL, max_num_tokens=8)
+    warm, cold = (Engine(small_model(), limits, pipeline=pipeline, graph=mode, seed=0) for _ in range(2))
+    captured = warm.warm_up()
+    assert captured.captures == sum(captured.graphs.values()) > 4
+    said = []
+    for engine in (warm, cold):
+        for index in range(6):
+            engine.add([1, 2, index], SamplingParams(), max_tokens=4, id=str(index))
+        said.append({name: track.token_ids for name, track in ended(engine).items()})
+    assert said[0] == said[1]
+    assert warm.stats().captures == captured.captures
+    assert 0 < cold.stats().captures < captured.captures
+    assert warm.stats().steps == cold.stats().steps
+
+
+def test_stats_count_what_was_done() -> None:
+    engine = Engine(small_model(), SMALL, graph="full_decode_only", run_ahead=0)
+    for index in range(3):
+        engine.add([1, 2, 3, 4, 5, index], max_tokens=4, id=str(index))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.pages_held, stats.tokens) == (3, 0, 6, 16)
+    list(engine)
+    engine.add([1, 2, 3, 4, 5], max_tokens=4)
+    list(engine)
+    stats = engine.stats()
+    assert stats.prefix_tokens == 4
+    assert stats.ended == {"length": 4}
+    assert stats.steps["decode"] == stats.modes["full"] == stats.replays
+    assert stats.steps["prompts"] == stats.modes["none"] == stats.eager
+    assert stats.padding_share == stats.padding / (stats.tokens + stats.padding) > 0, "3 requests ran as 4"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_threads_say_what_one_thread_says(mode: str) -> None:
+    said = []
+    for transport in (None, Threads()):
+        engine = Engine(small_model(), SMALL, pipeline=2, graph=mode, transport=transport, seed=0)
+        for index in range(4):
+            engine.add([1, 2, index], SamplingParams(n=2), max_tokens=4, id=str(index))
+        said.append([(o.id, o.index, o.token_ids) for o in engine])
+    assert said[0] == said[1]
+
+
+# Streams
+
+
+async def read(engine: Engine, prompt: Any, count: int | None = None, **options: Any) -> list[RequestOutput]:
+    """The outputs of a stream, or the first of them: then the consumer goes away."""
+    outputs: list[RequestOutput] = []
+    stream = engine.stream(prompt, **options)
+    async for output in stream:
+        outputs.append(output)
+        if len(outputs) == count:
+            await stream.aclose()  # type: ignore[attr-defined]
+            break
+    return outputs
+
+
+def test_streams_side_by_side_are_the_completions(demo: Model) -> None:
+    prompts = ["The function returns", "def ", "A list is"]
+    whole = weft.generate(demo, prompts, max_tokens=8, graph="none")
+    engine = Engine(demo, EngineLimits(max_num_reqs=2, max_model_len=64), graph="none")
+
+    async def all_of_them() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(read(engine, prompt, max_tokens=8) for prompt in prompts))
+
+    for outputs, completion in zip(asyncio.run(all_of_them()), whole, strict=True):
+        assert "".join(output.text or "" for output in outputs) == completion.text
+        assert outputs[-1].finish_reason == completion.finish_reason
+    assert engine.is_idle or engine.num_unfinished == 0
+    assert asyncio.run(all_of_them())[0][-1].track.text == whole[0].text, "on another event loop, later"
+
+
+@pytest.mark.parametrize("leaves", ["closes", "is cancelled"])
+def test_a_consumer_that_goes_away_aborts_its_request(leaves: str) -> None:
+    engine = Engine(small_model(), SMALL, graph="none")
+
+    async def both() -> list[RequestOutput]:
+        stays = asyncio.create_task(read(engine, [1, 2, 3], max_tokens=9))
+        goes = asyncio.create_task(read(engine, [1, 2], 2 if leaves == "closes" else None, max_tokens=20, id="gone"))
+        while leaves == "is cancelled" and not engine.is_under_way("gone"):
+            await asyncio.sleep(0)
+        if leaves == "is cancelled":
+            goes.cancel()
+        await asyncio.wait([goes])
+        assert not engine.is_under_way("gone")
+        return await stays
+
+    outputs = asyncio.run(both())
+    assert len(outputs[-1].track.token_ids) == 9
+    assert engine.stats().ended == {"abort": 1, "length": 1}
+    assert engine.stats().pages_held == 0
+
+
+def test_what_a_step_raises_all_who_listen_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(small_model(), SMALL, graph="none")
+
+    def broken(works: Any) -> Any:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(engine, "_stepper", broken)
+
+    async def both() -> list[Any]:
+        streams = (read(engine, [index], max_tokens=2) for index in range(2))
+        return await asyncio.gather(*streams, return_exceptions=True)
+
+    assert [type(result) for result in asyncio.run(both())] == [MemoryError, MemoryError]
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        asyncio.run(read(engine, [], max_tokens=2))
+
+
+class _Elsewhere(Threads):
+    """As a rank of a pipeline over processes sees it: one stage runs here."""
+
+    def ranks(self, num_ranks: int) -> range:
+        return range(min(num_ranks, 1))
+
+
+def test_streams_of_a_pipeline_over_processes_are_refused() -> None:
+    engine = Engine(small_model(), SMALL, pipeline=2, graph="none", transport=_Elsewhere())
+    with pytest.raises(ProgramError, match="which do not know when requests come"):
+        asyncio.run(read(engine, [1], max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"graph": "fast"}, "graph='fast'"),
+        ({"pipeline": 4}, "pipeline=4; the model has 3 layers"),
+        ({"run_ahead": -1}, "run_ahead=-1"),
+        ({"seed": 0.5}, "seed=0.5"),
+        ({"limits": EngineLimits(max_num_reqs=8, max_num_tokens=4)}, "no room for a step of all requests"),
+    ],
+)
+def test_an_engine_that_cannot_be_is_refused(options: dict[str, Any], seen: str) -> None:
+    with pytest.raises(RequestError) as error:
+        Engine(small_model(), **options)
+    assert error.value.seen == seen

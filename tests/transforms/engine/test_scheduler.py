@@ -1,0 +1,238 @@
+"""The host alone, in any order of calls: who holds what is always right, and nothing is left at the end."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from weft.batch import LAST_TOKEN
+from weft.errors import RequestError
+from weft.sampling import SamplingParams
+from weft.transforms.engine.requests import Request, Running
+from weft.transforms.engine.scheduler import Budget, HostState, add, finish, observe, schedule
+from weft.transforms.engine.work import Work
+
+STOP = 3
+GREEDY = SamplingParams(temperature=0.0, seed=0, stop_token_ids=[STOP])
+
+
+def request(name: str, prompt: tuple[int, ...], max_tokens: int, priority: int = 0, told: bool = False) -> Request:
+    sampling = SamplingParams(temperature=0.0, seed=0, stop_token_ids=[STOP], prompt_logprobs=0 if told else None)
+    return Request(name, prompt, max_tokens, sampling, priority)
+
+
+class HostMachine(RuleBasedStateMachine):
+    """Requests come, follow, are aborted; steps are scheduled, and read later, in order.
+
+    The model is a device that knows what is in each page: (request's tokens up to there), and that looks at every step.
+    """
+
+    @initialize(
+        rows=st.integers(1, 4),
+        cohorts=st.integers(1, 3),
+        more=st.sampled_from((0, 2, 9)),
+        pages=st.integers(4, 9),
+        mixed=st.booleans(),
+    )
+    def begin(self, rows: int, cohorts: int, more: int, pages: int, mixed: bool) -> None:
+        self.budget = Budget(rows, -(-rows // cohorts) + more, 4, cohorts, mixed)
+        self.host = HostState.empty(self.budget, pages, 2)
+        self.count = self.ticks = 0
+        self.unread: list[Work] = []
+        self.ended: dict[str, str] = {}
+        self.said: dict[str, list[int]] = {}
+        self.asked: dict[str, Request] = {}
+        self.content: dict[int, list[int | None]] = {page: [None, None] for page in range(pages)}
+        self.rows: dict[int, list[int]] = {}  # the pages of each row, as the device was told
+
+    @rule(
+        begin=st.sampled_from(((), (1, 1), (1, 1, 2, 2))),
+        rest=st.lists(st.integers(0, 2), max_size=2),
+        most=st.integers(1, 3),
+        priority=st.sampled_from((0, 0, 1)),
+        told=st.sampled_from((False, False, True)),
+        samples=st.sampled_from((1, 1, 3)),
+    )
+    def come(self, begin: tuple[int, ...], rest: list[int], most: int, priority: int, told: bool, samples: int) -> None:
+        prompt = (*begin, *rest) or (1,)
+        first = f"r{self.count}"
+        for index in range(samples):
+            name = first if index == 0 else f"{first}[{index}]"
+            asked = request(name, prompt, most, priority, told and index == 0)
+            if -(-(len(prompt) + most) // 2) > min(4, self.host.pages.num_pages):
+                with pytest.raises(RequestError, match="fewer max_tokens, or more pages"):
+                    add(self.host, asked, self.budget)
+                return
+            self.host = add(self.host, asked, self.budget, behind=first if index else None)
+            self.asked[name], self.said[name] = asked, []
+        self.count += 1
+
+    @precondition(lambda self: self.host.requests)
+    @rule(data=st.data(), reason=st.sampled_from(("abort", "error")))
+    def end(self, data: st.DataObject, reason: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.host.requests)))
+        self.host = finish(self.host, name, reason)
+        self.ended[name] = reason
+        with pytest.raises(RequestError, match="no request of that id"):
+            finish(self.host, name, reason)
+
+    @precondition(lambda self: len(self.unread) < 5)
+    @rule()
+    def tick(self) -> None:
+        cohort = self.ticks % self.budget.num_cohorts
+        self.ticks += 1
+        self.host, works = schedule(self.host, self.budget)
+        for work in works:
+            self.look(work, cohort)
+            if work.feeds:
+                self.unread.append(work)
+
+    @precondition(lambda self: self.unread)
+    @rule(tokens=st.lists(st.sampled_from((0, 1, 2, STOP)), min_size=4, max_size=4))
+    def read(self, tokens: list[int]) -> None:
+        work = self.unread.pop(0)
+        self.host, got = observe(self.host, work.job, tokens)
+        for place, running in got:
+            name = running.request.id
+            assert name not in self.ended, "what has ended gets nothing"
+            assert (work.requests[place], work.samples[place]) == (name, True)
+            self.said[name].append(tokens[place])
+            if running.reason:
+                assert (running.reason == "stop") == (tokens[place] == STOP)
+                assert running.reason == "stop" or len(self.said[name]) == self.asked[name].max_tokens
+                self.ended[name] = running.reason
+
+    def look(self, work: Work, cohort: int) -> None:
+        """As a device would: edit the tables, and write the step's tokens into the pages that they belong to."""
+        assert work.num_tokens <= self.budget.max_num_tokens
+        assert len(work.rows) == len(set(work.rows)) <= self.budget.cohort_size
+        assert all(self.host.requests[name].cohort == cohort for name in work.requests), "of those under way"
+        for source, target in work.edits.copies:
+            self.content[target] = [*self.content[source]]
+        for given in work.edits.admissions:
+            self.rows[given.row] = list(given.pages)
+        for growth in work.edits.growths:
+            assert len(self.rows[growth.row]) == growth.start
+            self.rows[growth.row] += growth.pages
+        parts = work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
+        for name, row, start, ids in zip(work.requests, work.rows, work.starts, parts, strict=True):
+            assert self.rows[row] == self.host.requests[name].pages[: len(self.rows[row])]
+            known = self.host.requests[name].tokens
+            for place in range(start + len(ids)):
+                here = self.content[self.rows[row][place // 2]]
+                if place >= start:
+                    here[place % 2] = ids[place - start] if ids != (LAST_TOKEN,) else None
+                elif place < len(known) and here[place % 2] is not None:
+                    assert here[place % 2] == known[place], f"{name} reads what is another's"
+
+    @invariant()
+    def every_page_is_held_by_whom_it_says(self) -> None:
+        if not hasattr(self, "host"):
+            return
+        host = self.host
+        held = Counter(page for running in host.running.values() for page in running.pages)
+        assert {page: held[page] for page in range(host.pages.num_pages)} == dict(enumerate(host.pages._count))
+        rows = [running.row for running in host.running.values()]
+        assert sorted([*rows, *host.free_rows]) == list(range(self.budget.max_num_reqs)), "no row twice, none lost"
+        following = [f for running in host.requests.values() for f in running.followers]
+        everyone: list[Running] = [*host.running.values(), *host.waiting, *following]
+        assert (
+            sorted(r.request.id for r in everyone) == sorted(host.requests) == sorted(set(self.asked) - set(self.ended))
+        )
+        assert sorted(map(id, host.running.values())) == sorted(id(r) for mine in host.cohorts for r in mine)
+        assert all(mine == sorted(mine, key=lambda r: r.key) for mine in (*host.cohorts, host.waiting))
+        assert all(len(mine) <= self.budget.cohort_size for mine in host.cohorts)
+        for running in host.requests.values():
+            assert running.tokens == [*running.request.prompt, *self.said[running.request.id]]
+            assert running.computed <= len(running.pages) * 2
+
+    def teardown(self) -> None:
+        if not hasattr(self, "host"):
+            return
+        for _ in range(600):
+            if self.host.is_idle:
+                break
+            self.tick()
+            while self.unread:
+                self.read([0, 1, 2, 0])
+        assert self.host.is_idle, "everything ends"
+        while self.unread:
+            self.read([0, 1, 2, 0])
+        assert self.host.pages.num_held == 0
+        assert not self.host.unread
+        self.every_page_is_held_by_whom_it_says()
+
+
+TestHost: Any = HostMachine.TestCase
+TestHost.settings = settings(max_examples=120, stateful_step_count=40)
+
+
+def served(prompts: dict[str, tuple[int, ...]], budget: Budget, num_pages: int = 64) -> list[Work]:
+    """All work for some requests of two tokens each."""
+    host = HostState.empty(budget, num_pages, 4)
+    for name, prompt in prompts.items():
+        host = add(host, request(name, prompt, 2), budget)
+    works: list[Work] = []
+    while not host.is_idle:
+        host, more = schedule(host, budget)
+        works += more
+        for work in more:
+            if work.feeds:
+                host, _ = observe(host, work.job, [0] * len(work.rows))
+    return works
+
+
+@pytest.mark.parametrize("budget", range(3, 13))
+def test_chunks_are_the_prompts(budget: int) -> None:
+    """Every token once and in order, each batch but the last full, and only a prompt's last chunk samples."""
+    prompts = {name: tuple(range(10 * n, 11 * n)) for n, name in ((5, "a"), (1, "b"), (7, "c"))}
+    works = [work for work in served(prompts, Budget(3, budget, 9)) if work.kind == "prompts"]
+    seen: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())
+    for work in works:
+        for name, ids, samples in zip(work.requests, work.token_ids, work.samples, strict=True):
+            seen[name] += ids
+            assert samples == (seen[name] == prompts[name])
+    assert seen == prompts
+    assert all(work.num_tokens == budget for work in works[:-1])
+
+
+def test_cohorts_are_balanced() -> None:
+    works = served({str(i): (1, 2, 3, i) for i in range(10)}, Budget(10, 64, 9, num_cohorts=3))
+    assert sorted(len(work.rows) for work in works if work.kind == "decode") == [2, 4, 4]
+
+
+def test_followers_copy_the_page_that_the_prompt_fills_in_part_and_share_the_others() -> None:
+    budget = Budget(3, 16, 9)
+    host = add(HostState.empty(budget, 20, 4), request("a", (1, 2, 3, 4, 5, 6, 7), 4), budget)
+    for name in ("b", "c"):
+        host = add(host, request(name, (1, 2, 3, 4, 5, 6, 7), 4), budget, behind="a")
+    host, (first,) = schedule(host, budget)
+    assert first.requests == ("a",)
+    host, (_, second) = schedule(host, budget)
+    pages = {name: host.requests[name].pages for name in "abc"}
+    assert len({own[0] for own in pages.values()}) == 1
+    assert len({own[1] for own in pages.values()}) == 3
+    assert second.edits.copies == ((pages["a"][1], pages["b"][1]), (pages["a"][1], pages["c"][1]))
+    assert second.token_ids == ((7,), (7,)), "of each only the last token is computed again"
+    assert host.num_found == 12
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen"),
+    [
+        (request("a", (1,), 1), "a request of that id that has not ended"),
+        (request("b", (), 1), "0 prompt tokens, max_tokens=1"),
+        (request("b", (1,), 0), "1 prompt tokens, max_tokens=0"),
+        (request("b", (1,) * 30, 7), "37 tokens with those to generate, where 9 pages hold 36"),
+    ],
+)
+def test_what_could_never_be_served_is_refused(asked: Request, seen: str) -> None:
+    budget = Budget(2, 16, 9)
+    host = add(HostState.empty(budget, 20, 4), request("a", (1,), 1), budget)
+    with pytest.raises(RequestError) as error:
+        add(host, asked, budget)
+    assert error.value.seen == seen
+    assert list(host.requests) == ["a"]

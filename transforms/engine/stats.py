@@ -1,0 +1,110 @@
+"""What an engine has done, and what it holds now."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from weft.descriptor import BatchDescriptor
+from weft.transforms.dispatch import dispatch
+from weft.transforms.engine.scheduler import HostState
+from weft.transforms.engine.work import Work
+from weft.transforms.graphify import Graphified
+from weft.transforms.ladder import Ladder
+
+
+@attrs.frozen
+class Stats:
+    """An engine's counts, at one moment.
+
+    Args:
+        running, waiting: requests with a row of the state, and without; each of a prompt's completions is one.
+        pages_held, pages_kept, pages_free: pages of the KV cache that requests hold; that nobody holds, but whose
+            content would be found again; and all that nobody holds.
+        prefix_tokens: tokens of prompts that were found in the cache, and not computed.
+        preempted: requests that gave up their pages to others, and began anew.
+        ended: requests that have ended, by reason.
+        steps: by kind: `decode`, `prompts`, or `mixed`.
+        modes: the same steps by how they were dispatched: `full`, `piecewise` or `none`.
+        tokens: that steps computed.
+        padding: those that graphs computed besides, because they have fixed sizes.
+        captures, replays, eager: of graphs, those of all stages that run here; and calls that ran without one.
+        graphs: graphs held, by mode.
+    """
+
+    running: int
+    waiting: int
+    pages_held: int
+    pages_kept: int
+    pages_free: int
+    prefix_tokens: int
+    preempted: int
+    ended: Mapping[str, int]
+    steps: Mapping[str, int]
+    modes: Mapping[str, int]
+    tokens: int
+    padding: int
+    captures: int
+    replays: int
+    eager: int
+    graphs: Mapping[str, int]
+
+    @property
+    def padding_share(self) -> float:
+        """Of all tokens that were computed."""
+        return self.padding / max(self.tokens + self.padding, 1)
+
+
+@attrs.define
+class Counts:
+    """Counts as they grow.
+
+    Args:
+        ladder: what steps are dispatched by.
+    """
+
+    ladder: Ladder[BatchDescriptor]
+    tokens: int = 0
+    padding: int = 0
+    ended: Counter[str] = attrs.field(factory=Counter)
+    steps: Counter[str] = attrs.field(factory=Counter)
+    modes: Counter[str] = attrs.field(factory=Counter)
+    _dispatched: dict[BatchDescriptor, tuple[str, int]] = attrs.field(factory=dict)
+
+    def add(self, work: Work) -> None:
+        """A step was launched."""
+        own = work.descriptor
+        mode, size = self._dispatched.get(own) or self._dispatch(own)
+        self.steps[work.kind] += 1
+        self.modes[mode] += 1
+        self.tokens += own.num_tokens
+        self.padding += size - own.num_tokens
+
+    def _dispatch(self, own: BatchDescriptor) -> tuple[str, int]:
+        decision = dispatch(own, self.ladder)
+        size = own.num_tokens if decision.descriptor is None else decision.descriptor.num_tokens
+        self._dispatched[own] = decision.mode, size
+        return decision.mode, size
+
+    def stats(self, host: HostState, graphs: Sequence[Graphified[..., object]]) -> Stats:
+        """All there is to tell."""
+        infos = [graph.cache_info() for graph in graphs]
+        pages, running = host.pages, len(host.running)
+        return Stats(
+            running=running,
+            waiting=len(host.requests) - running,
+            pages_held=pages.num_held,
+            pages_kept=pages.num_kept,
+            pages_free=pages.num_free,
+            prefix_tokens=host.num_found,
+            preempted=host.num_preempted,
+            ended=dict(self.ended),
+            steps=dict(self.steps),
+            modes=dict(self.modes),
+            tokens=self.tokens,
+            padding=self.padding,
+            captures=sum(info.captures for info in infos),
+            replays=sum(info.replays for info in infos),
+            eager=sum(info.eager for info in infos),
+            graphs=dict(Counter(mode for graph in graphs for mode, _ in graph.captured())),
+        )

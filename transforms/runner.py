@@ -1,0 +1,134 @@
+"""A model as one step, for experiments without an engine: its stages composed, graphified, spanned; and a state."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from weft.batch import Batch
+from weft.effects import Schema, TensorSchema
+from weft.outputs import Output
+from weft.sampling import SamplingParams
+from weft.stages.decoder import DecoderStage, decoder_stage
+from weft.stages.layout import StageLayout, split_layers
+from weft.stages.model import Model, stage_params
+from weft.state import State, admit, advance
+from weft.transforms.graphify import graphify
+from weft.transforms.ladder import Limits, make_ladder
+from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.transports import Transport
+from weft.transforms.transports.local import Local
+
+PAGE_SIZE = 16
+"""Tokens a page."""
+SPLIT_AT = ("weft::paged_attention",)
+"""Where a decoder is cut into pieces."""
+
+
+@attrs.frozen(eq=False)
+class Runner:
+    """A model made ready to step: the step, its parameters a stage, and how to make its state.
+
+    Args:
+        step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage that runs here.
+        params: one entry for each of these.
+        stages: the plain stages that the step is composed of, all of them.
+        layouts: which layers each stage owns that runs here.
+        graphs: the graphified functions inside the step, for their `cache_info()`.
+    """
+
+    step: Callable[[Any, Any, Batch], tuple[Any, Output]]
+    params: tuple[Any, ...]
+    stages: tuple[DecoderStage, ...]
+    layouts: tuple[StageLayout, ...]
+    graphs: tuple[Any, ...]
+
+
+def make_runner(
+    model: Model,
+    limits: Limits,
+    *,
+    num_stages: int = 1,
+    mode: str = "full",
+    backend: str | None = None,
+    keep_logits: bool = False,
+    num_logprobs: int = 0,
+    transport: Transport | None = None,
+) -> Runner:
+    """Compose the model's stages into a step: `graphify(compose(...))` on one stage, `pipeline(map(graphify, stages))`
+    on more.
+
+    Args:
+        model: the checkpoint.
+        limits: what a batch can be; bounds the ladder.
+        num_stages: pipeline stages; a batch is cut into as many micro-batches.
+        mode: a graph mode (`weft.transforms.ladder.MODES`).
+        backend: of graphify.
+        keep_logits: whether outputs hold logits.
+        num_logprobs: of how many of the likeliest tokens outputs hold the logprobs.
+        transport: of the pipeline; None: `Local()`.
+
+    Raises:
+        ProgramError: more stages than layers, or a model that is another part than runs here.
+        DescriptorError: an unknown mode.
+    """
+    ladder = make_ladder(mode, limits)
+    transport = transport or Local()
+    every = split_layers(model.config.num_layers, num_stages)
+    layouts = tuple(every[rank] for rank in transport.ranks(num_stages))
+    extras: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs}
+    stages = tuple(decoder_stage(model.config, layout, **extras) for layout in every)
+    params = stage_params(model, layouts)
+    if num_stages == 1:
+        whole = compose(stages, advance=advance)
+        if mode == "none":
+            return Runner(whole, params, stages, layouts, ())
+        graph = graphify(whole, ladder=ladder, split_at=SPLIT_AT, backend=backend)
+        return Runner(graph, params, stages, layouts, (graph,))
+    graphs = (
+        []
+        if mode == "none"
+        else [graphify(stage, ladder=ladder, split_at=SPLIT_AT, backend=backend) for stage in stages]
+    )
+    schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
+    step = pipeline(graphs or stages, microbatches=num_stages, advance=advance, schema=schema, transport=transport)
+    return Runner(step, params, stages, layouts, tuple(graphs))
+
+
+def make_state(
+    model: Model,
+    layouts: Sequence[StageLayout],
+    lengths: Sequence[int],
+    sampling: Sequence[SamplingParams] | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
+) -> tuple[State, ...]:
+    """Each stage's state with one request a length admitted, in rows 0, 1, ...; pages enough for each to grow to its
+    length.
+
+    Args:
+        lengths: the most tokens that each request will hold.
+        sampling, prompts: one a request, as `weft.state.admit` takes them. None: greedy; prompts that no penalty
+            counts.
+    """
+    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    config = model.config
+    asked = [SamplingParams(temperature=0.0)] * len(lengths) if sampling is None else sampling
+
+    def one(layout: StageLayout) -> State:
+        empty = State.zeros(
+            num_layers=len(layout.layers),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_num_reqs=len(lengths),
+            num_pages=ends[-1],
+            max_pages=max(counts),
+            page_size=PAGE_SIZE,
+            vocab_size=config.vocab_size if layout.last else 0,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        return admit(empty, range(len(lengths)), pages, asked, prompts or [()] * len(lengths))
+
+    return tuple(one(layout) for layout in layouts)
