@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from weft.padding import inert, pad, unpad
     from weft.sampling import SamplingParams
     from weft.settings import assert_max_captures, config, no_capture
+    from weft.stages.adapter_checkpoint import load_adapter
+    from weft.stages.adapters import Adapter
     from weft.stages.model import Model, load
     from weft.state import State, admit, advance
     from weft.transforms.borrowing import check_borrowed
@@ -44,6 +46,8 @@ _HOMES = {
     "weft.outputs": ("IntermediateTensors", "Output"),
     "weft.padding": ("inert", "pad", "unpad"),
     "weft.sampling": ("SamplingParams",),
+    "weft.stages.adapter_checkpoint": ("load_adapter",),
+    "weft.stages.adapters": ("Adapter",),
     "weft.stages.model": ("Model", "load"),
     "weft.settings": ("assert_max_captures", "config", "no_capture"),
     "weft.state": ("State", "admit", "advance"),
@@ -67,6 +71,7 @@ _SUBPACKAGES = ("errors", "proofs", "stages", "transforms")
 
 __all__ = [
     "LAST_TOKEN",
+    "Adapter",
     "Batch",
     "BatchDescriptor",
     "Completion",
@@ -103,6 +108,7 @@ __all__ = [
     "graphify",
     "inert",
     "load",
+    "load_adapter",
     "make_ladder",
     "microbatch",
     "no_capture",

@@ -53,8 +53,13 @@ class Batch:
     inputs_embeds: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
 
     @classmethod
-    def decode(cls, rows: Sequence[int], *, device: torch.device | str = "cpu") -> Self:
+    def decode(cls, rows: Sequence[int], *, num_active_loras: int = 0, device: torch.device | str = "cpu") -> Self:
         """A uniform decode batch: one token of each row, the one sampled last. All rows must be past their prefill.
+
+        Args:
+            rows: the requests' rows in the state.
+            num_active_loras: different adapters that these requests have.
+            device: where the tensors go.
 
         >>> Batch.decode([0, 2]).descriptor
         BatchDescriptor(num_tokens=2, num_reqs=2, query_len=1, num_active_loras=0)
@@ -62,7 +67,7 @@ class Batch:
         n = len(rows)
         _check_rows(f"Batch.decode({list(rows)})", rows)
         return cls(
-            BatchDescriptor.uniform(n),
+            BatchDescriptor.uniform(n, num_active_loras=num_active_loras),
             torch.tensor(rows, dtype=torch.int64, device=device),
             torch.full((n,), LAST_TOKEN, dtype=torch.int64, device=device),
             torch.arange(n + 1, dtype=torch.int32, device=device),
@@ -77,6 +82,7 @@ class Batch:
         *,
         samples: Sequence[bool] | None = None,
         inputs_embeds: Tensor | None = None,
+        num_active_loras: int = 0,
         device: torch.device | str = "cpu",
     ) -> Self:
         """A batch of prompts, chunks of prompts and single decode tokens (`[LAST_TOKEN]`), in any mixture.
@@ -86,6 +92,7 @@ class Batch:
             token_ids: the tokens of each, at least one.
             samples: whether each is past its prompt after this step; all of them by default.
             inputs_embeds: [num_tokens, hidden_size], the embeddings of the tokens that are EMBEDDED (-2).
+            num_active_loras: different adapters that these requests have.
             device: where the tensors go.
 
         Raises:
@@ -108,7 +115,7 @@ class Batch:
         _check_rows(call, rows)
         _check_embeds(call, token_ids, inputs_embeds)
         return cls(
-            BatchDescriptor(sum(lengths), len(rows)),
+            BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
             torch.tensor(rows, dtype=torch.int64, device=device),
             torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64, device=device),
             torch.tensor([0, *_running_sum(lengths)], dtype=torch.int32, device=device),
@@ -159,6 +166,8 @@ class ResolvedBatch:
         block_table: [num_reqs, max_pages] int32.
         slot_mapping: [num_tokens] int64, page * page_size + offset; -1 for padding.
         last_index: [num_reqs] int64, the index of each request's last token.
+        adapters: [num_tokens] int32, the slot of each token's adapter; -1: none. None where the batch has no adapter.
+        active_adapters: [num_active_loras] int32, the slots that are in `adapters`, each once, and then -1.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -170,3 +179,5 @@ class ResolvedBatch:
     block_table: Tensor
     slot_mapping: Tensor
     last_index: Tensor
+    adapters: Tensor | None = None
+    active_adapters: Tensor | None = None

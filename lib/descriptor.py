@@ -43,7 +43,8 @@ class BatchDescriptor:
         query_len: tokens of *each* request in a uniform decode batch, so that `num_tokens == num_reqs * query_len`;
             None for a ragged batch (prefill, or prefill and decode mixed). Equal shape is not equal class: a prefill of
             one token a request is ragged, because its requests are not past their prefill.
-        num_active_loras: LoRA adapters that the batch uses.
+        num_active_loras: LoRA adapters that the batch uses, or more: graphs differ by it, and those of 0 have none of
+            the operators. As with `query_len`, the maker of the batch says so; too small a number leaves adapters out.
 
     Raises:
         DescriptorError: the four contradict each other.

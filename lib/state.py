@@ -33,6 +33,7 @@ class State:
         positions: [max_num_reqs + 1] int64, tokens already in the cache: the sequence length, and the place of the next
             token, and so the counter of the request's random stream.
         last_tokens: [max_num_reqs + 1] int64, the token sampled last.
+        adapters: [max_num_reqs + 1] int32, the slot of each request's LoRA adapter; -1: none.
         sampling: max_num_reqs + 1 rows; as wide as the vocabulary only on the stage that samples.
     """
 
@@ -40,6 +41,7 @@ class State:
     block_table: Tensor
     positions: Tensor
     last_tokens: Tensor
+    adapters: Tensor
     sampling: SamplingTable
     _taken_by: str = attrs.field(default="", init=False, repr=False, metadata={"weft.static": True})
 
@@ -70,6 +72,7 @@ class State:
             torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.full((rows,), -1, dtype=torch.int32, device=device),
             SamplingTable.zeros(rows, vocab_size, max_biased, device),
         )
 
@@ -84,6 +87,7 @@ def admit(
     *,
     generated: Sequence[Sequence[int]] | None = None,
     positions: Sequence[int] | None = None,
+    adapters: Sequence[int] | None = None,
 ) -> State:
     """Start requests in rows of the state: their pages, sampling parameters, and where they begin.
 
@@ -96,6 +100,7 @@ def admit(
         generated: what each had generated before, if it is started again and reads that behind its prompt. None:
             nothing.
         positions: tokens that are in each one's pages already; None: 0.
+        adapters: the slot of each one's LoRA adapter, -1 for none (`weft.stages.adapters`); None: none has one.
 
     Raises:
         RequestError: lengths differ, a row is not the state's or stands twice, a page is not the state's, or more of
@@ -104,16 +109,18 @@ def admit(
     count = len(rows)
     said = [()] * count if generated is None else generated
     starts = [0] * count if positions is None else list(positions)
-    _check_admission(state, rows, pages, (sampling, prompts, said, starts))
+    slots = [-1] * count if adapters is None else list(adapters)
+    _check_admission(state, rows, pages, (sampling, prompts, said, starts, slots))
     write_rows(state.sampling, rows, sampling, prompts, said)
     device = state.positions.device
     table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = torch.tensor(own, dtype=torch.int32)
-    index, begins = torch.tensor([list(rows), starts], dtype=torch.int64).to(device)
+    index, begins, own_slots = torch.tensor([list(rows), starts, slots], dtype=torch.int64).to(device)
     state.block_table[index] = table.to(device)
     state.positions[index] = begins
     state.last_tokens[index] = 0
+    state.adapters[index] = own_slots.to(torch.int32)
     return state
 
 
@@ -201,9 +208,32 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
     seq_lens = torch.where(batch.rows >= 0, state.positions[batch.rows] + query_lens, 0).to(torch.int32)
     last_index = (starts[1:].to(torch.int64) - 1).clamp(min=0)
     block_table = state.block_table[batch.rows]
+    adapters, active = _find_adapters(state, batch, owner, valid)
     return ResolvedBatch(
-        batch.descriptor, batch.rows, input_ids, position, starts, seq_lens, block_table, slot, last_index
-    )
+        batch.descriptor, batch.rows, input_ids, position, starts, seq_lens, block_table, slot, last_index,
+        adapters, active,
+    )  # fmt: skip
+
+
+def _find_adapters(state: State, batch: Batch, owner: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The slot of each token's adapter [num_tokens], and those slots, each once [num_active_loras]; None for a batch
+    without adapters.
+
+    Args:
+        owner: [num_tokens] int32, each token's request.
+        valid: [num_tokens] bool, whether it is one.
+    """
+    count = batch.descriptor.num_active_loras
+    if not count:
+        return None, None
+    of_requests = torch.where(batch.rows >= 0, state.adapters[batch.rows], -1)
+    ordered = of_requests.sort().values
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    first &= ordered >= 0
+    place = torch.where(first, first.cumsum(0) - 1, count).clamp(max=count)  # the last place is for the others
+    active = torch.full((count + 1,), -1, dtype=torch.int32, device=ordered.device).scatter(0, place, ordered)
+    return torch.where(valid, of_requests[owner], -1), active[:count]
 
 
 @donates("state")

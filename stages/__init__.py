@@ -2,6 +2,8 @@
 own."""
 
 from weft.ops.sample import sample
+from weft.stages.adapter_checkpoint import load_adapter
+from weft.stages.adapters import Adapter, reserve_slots, with_adapters, write_slot
 from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config
 from weft.stages.decoder import decoder_stage
@@ -9,10 +11,11 @@ from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import DEMO, Model, load
 from weft.stages.module import ModuleStage, from_module
 from weft.stages.params import DecoderParams, LayerParams, slice_params
-from weft.stages.random_weights import random_params
+from weft.stages.random_weights import random_adapter, random_params
 
 __all__ = [
     "DEMO",
+    "Adapter",
     "DecoderParams",
     "LayerParams",
     "Model",
@@ -22,10 +25,15 @@ __all__ = [
     "decoder_stage",
     "from_module",
     "load",
+    "load_adapter",
     "load_config",
     "load_params",
+    "random_adapter",
     "random_params",
+    "reserve_slots",
     "sample",
     "slice_params",
     "split_layers",
+    "with_adapters",
+    "write_slot",
 ]

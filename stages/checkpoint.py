@@ -22,7 +22,7 @@ from weft.stages.rope import inverse_frequencies
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOATS = ("F16", "BF16", "F32", "F64")
+FLOATS = ("F16", "BF16", "F32", "F64")
 # Buffers that old versions of transformers saved, and that follow from the configuration.
 _NEUTRAL = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _FP8 = "F8_E4M3"
@@ -130,7 +130,8 @@ def assemble(
     layers = []
     for i in layout.layers:
         prefix = f"layers.{i}."
-        layers.append(LayerParams(**{k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}))
+        own: dict[str, Any] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        layers.append(LayerParams(**own))
     inv_freq, _ = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
     return DecoderParams(
         embed_tokens=tensors["embed_tokens"] if layout.first else None,
@@ -169,7 +170,7 @@ def _tensor_files(folder: Path, call: str) -> dict[str, Path]:
         instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
         raise CheckpointNotFoundError(call, f"there is no folder {str(folder)!r}", instead)
     if (folder / _WEIGHTS).is_file():
-        with _open(folder / _WEIGHTS, "cpu", call) as handle:
+        with open_tensors(folder / _WEIGHTS, "cpu", call) as handle:
             return dict.fromkeys(handle.keys(), folder / _WEIGHTS)
     if (folder / _INDEX).is_file():
         return _indexed_files(folder / _INDEX, call)
@@ -190,12 +191,12 @@ def _indexed_files(index: Path, call: str) -> dict[str, Path]:
         raise CheckpointError(call, seen, f"copy {index.name} again from where it came from") from error
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
-        seen = f"{index.name} names {_some(missing)}, and {str(index.parent)!r} has no such file"
+        seen = f"{index.name} names {list_some(missing)}, and {str(index.parent)!r} has no such file"
         raise CheckpointNotFoundError(call, seen, "finish the download, or copy the missing shards")
     return files
 
 
-def _open(file: Path, device: str, call: str) -> Any:
+def open_tensors(file: Path, device: str, call: str) -> Any:
     """The file's `safe_open`, which maps it and reads no tensor yet."""
     try:
         return safe_open(file, framework="pt", device=device)
@@ -205,7 +206,7 @@ def _open(file: Path, device: str, call: str) -> Any:
 
 
 def _open_all(files: Mapping[str, Path], device: str, call: str, stack: ExitStack) -> dict[Path, Any]:
-    return {file: stack.enter_context(_open(file, device, call)) for file in dict.fromkeys(files.values())}
+    return {file: stack.enter_context(open_tensors(file, device, call)) for file in dict.fromkeys(files.values())}
 
 
 def _check_names(
@@ -213,12 +214,12 @@ def _check_names(
 ) -> None:
     missing = [name for name in shapes if name not in files]
     if missing:
-        raise CheckpointError(call, f"the checkpoint has no {_some(missing)}", _BELONG)
+        raise CheckpointError(call, f"the checkpoint has no {list_some(missing)}", _BELONG)
     explained = tensor_shapes(config, StageLayout(0, 1, 0, config.num_layers))
     tied = {HEAD} if config.tie_word_embeddings else set()
     extra = [name for name in files if name not in explained and name not in tied and not _NEUTRAL.fullmatch(name)]
     if extra:
-        seen = f"the checkpoint has {_some(extra)}, and no field of config.json explains that"
+        seen = f"the checkpoint has {list_some(extra)}, and no field of config.json explains that"
         raise CheckpointError(call, seen, _BELONG)
 
 
@@ -236,12 +237,12 @@ def _check_tensor(handle: Any, part: Part, dtype: torch.dtype | None, file: str,
         if view.get_dtype() != _FP8:
             seen = f"{name} in {file} is {view.get_dtype()}, and quantization_config makes it {_FP8}"
             raise CheckpointError(call, seen, _BELONG)
-    elif view.get_dtype() not in _FLOATS:
+    elif view.get_dtype() not in FLOATS:
         seen = f"{name} in {file} is {view.get_dtype()}"
-        raise CheckpointError(call, seen, f"weft loads {', '.join(_FLOATS)}: use the checkpoint before quantization")
+        raise CheckpointError(call, seen, f"weft loads {', '.join(FLOATS)}: use the checkpoint before quantization")
 
 
-def _some(names: list[str]) -> str:
+def list_some(names: list[str]) -> str:
     """The names, or the first few and how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -126,14 +126,19 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     if not (folder / "config.json").is_file():
         instead = "pass a folder that save_pretrained wrote, or that `hf download` filled"
         raise CheckpointNotFoundError(call, f"{str(folder)!r} has no config.json", instead)
-    config = _parse(Fields(_read(folder / "config.json", call), call, "config.json"))
+    config = _parse(Fields(read_object(folder / "config.json", call), call, "config.json"))
     if not (folder / "generation_config.json").is_file():
         return config
-    generation = _read(folder / "generation_config.json", call)
+    generation = read_object(folder / "generation_config.json", call)
     return attrs.evolve(config, eos_token_ids=_eos_token_ids(Fields(generation, call, "generation_config.json"), None))
 
 
-def _read(path: Path, call: str) -> Mapping[str, Any]:
+def read_object(path: Path, call: str) -> Mapping[str, Any]:
+    """The object in a file of JSON.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
     instead = f"copy {path.name} again from where the checkpoint came from"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -28,6 +28,7 @@ from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
 from weft.stages.logprobs import prompt_logprobs, top_logprobs
+from weft.stages.lora import adapted
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.rope import inverse_frequencies, rope_tables
 from weft.state import State, resolve
@@ -103,7 +104,7 @@ def layers(
         x, hidden = norm(layer.input_layernorm, eps, added, hidden, quantized=layer.qkv_scale is not None)
         added = attention(config, layer, kv_pages[index], batch, tables, x)
         x, hidden = norm(layer.post_attention_layernorm, eps, added, hidden, quantized=layer.gate_up_scale is not None)
-        added = feed_forward(config, layer, x)
+        added = feed_forward(config, layer, batch, x)
     return hidden if added is None else add_parts(added, hidden)
 
 
@@ -164,6 +165,7 @@ def attention(
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
     _, keys, values, _ = row_starts((one * dim for one in heads), layer.qkv_scale is not None)
     qkv = project(x, layer.qkv_proj, layer.qkv_scale, layer.qkv_bias)
+    qkv = adapted(qkv, x.plain, layer.lora.qkv, batch)
     q = rotate_and_keep(
         qkv, layer.q_norm, layer.k_norm, config.rms_norm_eps, *tables, batch.slot_mapping, kv_pages,
         config.num_heads, (keys, values),
@@ -173,10 +175,11 @@ def attention(
         q, None, None, kv_pages, batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens,
         longest, dim**-0.5,
     )  # fmt: skip
-    return project(Normed(mixed.reshape(tokens, config.num_heads * dim)), layer.o_proj, layer.o_scale, layer.o_bias)
+    mixed = mixed.reshape(tokens, config.num_heads * dim)
+    return adapted(project(Normed(mixed), layer.o_proj, layer.o_scale, layer.o_bias), mixed, layer.lora.o, batch)
 
 
-def feed_forward(config: ModelConfig, layer: LayerParams, x: Normed) -> Tensor:
+def feed_forward(config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, x: Normed) -> Tensor:
     """The gated block, `down(silu(gate(x)) * up(x))`, or the experts that the router chooses, each such a block.
 
     Args:
@@ -188,8 +191,11 @@ def feed_forward(config: ModelConfig, layer: LayerParams, x: Normed) -> Tensor:
     dtype = x.plain.dtype
     if layer.router is None or config.moe is None:
         gate_up = project(x, layer.gate_up_proj, layer.gate_up_scale, layer.gate_up_bias)
-        if layer.down_scale is None:
-            return linear(silu_mul(gate_up, dtype), layer.down_proj, layer.down_bias)
+        gate_up = adapted(gate_up, x.plain, layer.lora.gate_up, batch)
+        if layer.down_scale is None or (layer.lora.down is not None and batch.adapters is not None):
+            inner = silu_mul(gate_up, dtype)
+            down = project(Normed(inner), layer.down_proj, layer.down_scale, layer.down_bias)
+            return adapted(down, inner, layer.lora.down, batch)
         quantized = silu_mul_quantized(gate_up, dtype)
         return fp8_linear(quantized, layer.down_proj, layer.down_scale, layer.down_bias, dtype=dtype)
     weights, experts = route(linear(x.plain, layer.router), config.moe.top_k, config.moe.renormalize, dtype)

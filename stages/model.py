@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError
+from weft.stages.adapters import Adapter, with_adapters
 from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config
 from weft.stages.layout import StageLayout, split_layers
@@ -172,15 +173,18 @@ def _load_tokenizer(folder: Path) -> Tokenizer | None:
     return tokenizer
 
 
-def stage_params(model: Model, layouts: Sequence[StageLayout]) -> tuple[DecoderParams, ...]:
-    """The parameters of stages: parts of a whole model, or the stage that the model is.
+def stage_params(
+    model: Model, layouts: Sequence[StageLayout], adapters: Sequence[Adapter] = ()
+) -> tuple[DecoderParams, ...]:
+    """The parameters of stages: parts of a whole model, or the stage that the model is; with a slot for each adapter.
 
     Raises:
         ProgramError: the model is another stage.
     """
     if model.layout.num_stages == 1:
-        return tuple(slice_params(model.params, layout) for layout in layouts)
+        own = [slice_params(model.params, layout) for layout in layouts]
+        return tuple(with_adapters(p, model.config, layout, adapters) for p, layout in zip(own, layouts, strict=True))
     if (model.layout,) != tuple(layouts):
         call, seen = f"stage_params({model!r}, {list(layouts)})", f"a model that is {model.layout}"
         raise ProgramError(call, seen, "weft.load(folder, stage=...) of the stage that runs here")
-    return (model.params,)
+    return (with_adapters(model.params, model.config, model.layout, adapters),)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from weft.errors import ProgramError
 from weft.stages.layout import StageLayout
+from weft.stages.lora import NO_LORA, LayerLora
 from weft.trees import pytree, tree_leaves
 
 
@@ -24,6 +25,8 @@ class LayerParams:
     A projection with a scale is float8_e4m3fn, and `scale[…, n // 128, k // 128]`, float32, is what `weight[…, n, k]`
     is multiplied by. Each of the matrices that it was made of begins at a multiple of 128 rows, and zeros fill the
     gaps.
+
+    `lora` holds slots of adapters, in the dtype of the norms.
     """
 
     input_layernorm: Tensor
@@ -43,6 +46,7 @@ class LayerParams:
     o_scale: Tensor | None = None
     gate_up_scale: Tensor | None = None
     down_scale: Tensor | None = None
+    lora: LayerLora = NO_LORA
 
 
 @pytree

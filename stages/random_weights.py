@@ -2,10 +2,13 @@
 
 import hashlib
 import math
+from collections.abc import Collection
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from weft.stages.adapters import Adapter, adaptable
 from weft.stages.checkpoint import assemble, checked_device, checked_dtype, stage_fields
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import Field
@@ -69,3 +72,19 @@ def _noise(path: str, field: Field, like: Tensor, std: float, generator: torch.G
     if field.dtype is torch.float8_e4m3fn:
         return noise.normal_(0.0, 16.0, generator=generator)
     return noise.normal_(1.0 if "norm" in path else 0.0, std, generator=generator)
+
+
+def random_adapter(config: ModelConfig, names: Collection[str], *, rank: int, seed: int, std: float) -> Adapter:
+    """An adapter of no meaning, for benchmarks and tests: normal with deviation `std`.
+
+    Args:
+        names: the linear layers that it changes, as in `Adapter.deltas`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parts = {name: part for i in range(config.num_layers) for name, (_, _, part) in adaptable(config, i).items()}
+    deltas = {}
+    for name in names:
+        rows, columns = parts[name].shape
+        a, b = (torch.randn(size, generator=generator) * std for size in ((rank, columns), (rows, rank)))
+        deltas[name] = (a, b)
+    return Adapter(deltas, Path(f"random {seed}"))

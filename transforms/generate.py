@@ -8,10 +8,12 @@ from tqdm.auto import tqdm
 
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
+from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.intake import check_sampling, encode_prompt, is_count
 from weft.transforms.engine.outputs import RequestOutput
-from weft.transforms.engine.setup import EngineLimits, check_engine, check_sampling, encode_prompt, is_count
+from weft.transforms.engine.setup import EngineLimits, check_engine
 from weft.transforms.engine.tracking import Track
 from weft.transforms.transports import Transport
 
@@ -57,6 +59,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
     pipeline: int = ...,
     graph: str = ...,
+    adapter: Adapter | Sequence[Adapter | None] | None = ...,
     transport: Transport | None = ...,
     progress: bool = ...,
     stream: Literal[False] = ...,
@@ -72,6 +75,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
     pipeline: int = ...,
     graph: str = ...,
+    adapter: Adapter | Sequence[Adapter | None] | None = ...,
     transport: Transport | None = ...,
     progress: bool = ...,
     stream: Literal[True],
@@ -86,6 +90,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     pipeline: int = 1,
     graph: str = "full",
+    adapter: Adapter | Sequence[Adapter | None] | None = None,
     transport: Transport | None = None,
     progress: bool = False,
     stream: bool = False,
@@ -103,6 +108,7 @@ def generate(
             prompt's, whatever its place.
         pipeline: stages that the layers are split into.
         graph: one of `weft.transforms.MODES`.
+        adapter: a LoRA from `weft.load_adapter`, of all prompts or one a prompt; None: the model alone.
         transport: where the stages run; None: in this process. Every rank makes the same call, and returns the same.
         progress: show a progress bar.
         stream: return the outputs as they come (`RequestOutput`, whose `id` is the prompt's place in the list, as a
@@ -130,6 +136,8 @@ def generate(
     _check_arguments(call, max_tokens, temperature)
     encoded = _encode_prompts(model, prompts, call)
     params = _sampling_of_each(call, model, temperature, sampling, len(encoded))
+    adapters = _adapter_of_each(call, adapter, len(encoded))
+    named = {_name(each): each for each in adapters if each is not None}
     limits = _limits(model, encoded, params, max_tokens, pipeline)
     engine = Engine(
         model,
@@ -139,9 +147,10 @@ def generate(
         transport=transport,
         num_logprobs=_num_logprobs(params),
         seed=seed,
+        adapters=named,
     )
-    for index, (ids, each) in enumerate(zip(encoded, params, strict=True)):
-        engine.add(ids, each, max_tokens=max_tokens, id=str(index))
+    for index, (ids, each, own) in enumerate(zip(encoded, params, adapters, strict=True)):
+        engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=None if own is None else _name(own))
     outputs = _shown(engine, max_tokens * sum(each.n for each in params), progress)
     if stream:
         return outputs
@@ -204,6 +213,20 @@ def _sampling_of_each(
     for params in each:
         check_sampling(call, model, params, _num_logprobs(each))
     return list(each)
+
+
+def _adapter_of_each(call: str, adapter: Any, count: int) -> list[Adapter | None]:
+    each = [adapter] * count if adapter is None or isinstance(adapter, Adapter) else adapter
+    is_list = isinstance(each, list | tuple) and all(own is None or isinstance(own, Adapter) for own in each)
+    if not is_list or len(each) != count:
+        instead = f"weft.load_adapter(model, folder), or a list of {count} of them and None"
+        raise RequestError(call, f"adapter={adapter!r:.200}", instead)
+    return list(each)
+
+
+def _name(adapter: Adapter) -> str:
+    """One name for one adapter, however often it is given."""
+    return f"adapter {id(adapter):x}"
 
 
 def _check_arguments(call: str, max_tokens: int, temperature: float) -> None:

@@ -90,6 +90,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens for each prompt (default 64)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, metavar="S", help="of all random choices (default: a fresh one)")
+    parser.add_argument("--adapter", metavar="DIR", help="a LoRA, as PEFT saves it")
     parser.add_argument(
         "--pp", type=int, metavar="N", help="pipeline stages, a process for each (default 1; torchrun's processes)"
     )
@@ -171,8 +172,19 @@ def _generate(arguments: argparse.Namespace) -> int:
         arguments.parser.error("no prompt: give at least one --prompt TEXT or --prompt-ids 1,2,3")
     from weft.cli.generate import Wanted, complete
 
-    names = ("model", "prompts", "max_tokens", "temperature", "seed", "graph", "device", "dtype", "transport")
-    wanted = Wanted(stages=arguments.pp, **{name: getattr(arguments, name) for name in names})
+    names = (
+        "model",
+        "prompts",
+        "max_tokens",
+        "temperature",
+        "seed",
+        "graph",
+        "device",
+        "dtype",
+        "transport",
+        "adapter",
+    )
+    wanted = Wanted(stages=arguments.pp, **given)
     completed = complete(wanted, progress=sys.stderr.isatty())
     if completed is None:
         return 0  # a rank that is not the first: that one prints

@@ -16,14 +16,14 @@ from weft.errors import RequestError
 from weft.outputs import Output
 from weft.stages.model import Model
 from weft.state import State
-from weft.transforms.engine.setup import encode_prompt
+from weft.transforms.engine.intake import encode_prompt
 from weft.transforms.ladder import Limits
 from weft.transforms.runner import Runner, make_runner, make_state
 from weft.trees import leaves_with_names
 
 PROMPTS = ("The function returns", "A list is", "In Python, ")
 
-TABLES = (".block_table", ".positions", ".last_tokens", ".sampling.floats", ".sampling.ints")
+TABLES = (".block_table", ".positions", ".last_tokens", ".adapters", ".sampling.floats", ".sampling.ints")
 """The parts of a state that are alike on all stages."""
 
 TOLERANCE = 1e-4

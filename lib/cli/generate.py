@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import attrs
 
 from weft.cli.ranks import Here, Place, check_stages, in_ranks
+from weft.stages.adapter_checkpoint import load_adapter
 from weft.stages.config import load_config
 from weft.stages.model import Model, load
 from weft.transforms.generate import Completion, generate
@@ -23,6 +24,7 @@ class Wanted:
     device: str | None
     dtype: str | None
     transport: str | None
+    adapter: str | None
     stages: int | None
 
 
@@ -56,6 +58,7 @@ def _complete(here: Here, wanted: Wanted, progress: bool) -> Completed:
         seed=wanted.seed,
         pipeline=here.num_stages,
         graph=wanted.graph,
+        adapter=None if wanted.adapter is None else load_adapter(model, wanted.adapter),
         transport=here.transport,
         progress=shows,
     )

@@ -40,6 +40,7 @@ _LAYER = {
     "route": "softmax, top-k and division in one kernel",
     "linear": "torch's F.linear, but where a tile was measured to be faster",
     "fp8_linear": "split over its columns for few tokens; the next kernel adds the parts",
+    "add_lora": "two launches a layer, for any tokens of any adapters; none where the batch has no adapter",
     "run_experts": "a launch a product; pairs are found by each program, or sorted where there are many",
 }
 """What stands between attention calls, and what its CUDA implementation does."""

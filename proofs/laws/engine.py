@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from weft.proofs.laws.compare import LawViolation
-from weft.proofs.strategies.engines import Load, small_model
+from weft.proofs.strategies.engines import Load, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.requests import sample_seeds
@@ -48,9 +48,8 @@ def run(load: Load, engine: Engine) -> Said:
         outputs = []
         for index, call in enumerate(load.calls):
             if call.step == step:
-                engine.add(
-                    call.prompt, call.sampling, max_tokens=call.max_tokens, id=str(index), priority=call.priority
-                )
+                asked = {"max_tokens": call.max_tokens, "priority": call.priority, "adapter": call.adapter}
+                engine.add(call.prompt, call.sampling, id=str(index), **asked)  # type: ignore[arg-type]
             if call.aborted == step and engine.is_under_way(str(index)):
                 outputs += engine.abort(str(index))
         for output in [*outputs, *engine.step()]:
@@ -73,22 +72,26 @@ def _compare(law: str, load: Load, said: Said) -> None:
         seeds = sample_seeds(call.sampling.seed or 0, call.sampling.n)
         for sample, seed in enumerate(seeds):
             tokens, reason = said[index, sample]
-            expected, ended = alone(call.prompt, attrs.evolve(call.sampling, seed=seed, n=1), call.max_tokens)
+            own = attrs.evolve(call.sampling, seed=seed, n=1)
+            expected, ended = alone(call.prompt, own, call.max_tokens, call.adapter)
             whole = reason != "abort" or call.aborted is None
             if tokens != (expected if whole else expected[: len(tokens)]) or (whole and reason != ended):
                 seen = f"{tokens}, {reason}, and alone {expected}, {ended}"
                 raise LawViolation(f"{law}: completion {sample} of call {index} is {seen}")
 
 
-def alone(prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int) -> tuple[list[int], str]:
+def alone(
+    prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int, adapter: str | None = None
+) -> tuple[list[int], str]:
     """What one completion is in an engine of its own, eagerly, in one piece."""
-    engine = _engine_for_one()
-    engine.add(prompt, attrs.evolve(sampling, prompt_logprobs=None), max_tokens=max_tokens)
+    engine = _engine_for_one(adapter)
+    engine.add(prompt, attrs.evolve(sampling, prompt_logprobs=None), max_tokens=max_tokens, adapter=adapter)
     *_, output = engine
     return output.track.token_ids, output.track.reason
 
 
 @functools.cache
-def _engine_for_one() -> Engine:
+def _engine_for_one(adapter: str | None) -> Engine:
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
-    return Engine(small_model(), limits, graph="none", run_ahead=0)
+    own = None if adapter is None else {adapter: small_adapters()[adapter]}
+    return Engine(small_model(), limits, graph="none", run_ahead=0, adapters=own)

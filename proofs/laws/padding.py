@@ -45,7 +45,7 @@ def _garbage_scratch(state: Sequence[State]) -> Sequence[State]:
         s.sampling.floats[-1] = float("nan")
         for other in (s.sampling.ints, s.sampling.bias_ids, s.sampling.allowed, s.sampling.counts):
             other[-1] = 77  # which uses penalties, a mask, min_tokens
-        s.block_table[-1] = s.block_table[0]
+        s.block_table[-1], s.adapters[-1] = s.block_table[0], 1
     return state
 
 

@@ -15,12 +15,12 @@ from weft.transforms.engine.requests import Request
 from weft.transforms.engine.steppers import Streamed
 from weft.transforms.engine.work import Work, advance_work, edited
 from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits, make_ladder
+from weft.transforms.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.pipeline import Pipelined, compose, pipeline
 from weft.transforms.transports import Transport
 from weft.trees import leaves_with_names
 
-TABLES = (".block_table", ".positions", ".last_tokens", ".sampling.floats", ".sampling.ints")
+TABLES = (".block_table", ".positions", ".last_tokens", ".adapters", ".sampling.floats", ".sampling.ints")
 """What every stage knows of the requests."""
 
 
@@ -28,7 +28,8 @@ def spanned(
     trace: Trace, num_stages: int, mode: str, transport: Transport | None = None, backend: str | None = None
 ) -> Pipelined:
     """The trace's model as a pipeline over work, its stages graphified in a mode."""
-    limits = Limits(trace.budget.cohort_size, trace.budget.max_num_tokens)
+    loras = lora_rungs(min(trace.num_adapters, trace.budget.cohort_size))
+    limits = Limits(trace.budget.cohort_size, trace.budget.max_num_tokens, active_loras=loras)
     stages = trace.stages(num_stages)
     if mode != "none":
         ladder = make_ladder(mode, limits)
@@ -92,14 +93,15 @@ def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
     """The tokens of a request that is run by itself, eagerly, in one piece."""
     step, params = compose(trace.stages(1), advance=advance), trace.params(1, device)
     most = -(-(len(request.prompt) + request.max_tokens) // trace.page_size)
+    empty, sampling, loras = _small(trace, most, device), request.sampling, int(request.adapter >= 0)
     state: tuple[State, ...] = (
-        admit(_small(trace, most, device), [0], [range(most)], [request.sampling], [request.prompt]),
+        admit(empty, [0], [range(most)], [sampling], [request.prompt], adapters=[request.adapter]),
     )
-    batch, tokens = Batch.ragged([0], [request.prompt], device=device), list[int]()
+    batch, tokens = Batch.ragged([0], [request.prompt], num_active_loras=loras, device=device), list[int]()
     while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in request.sampling.stop_token_ids):
         state, out = step(params, state, batch)
         tokens.append(int(out.token_ids[0]))
-        batch = Batch.decode([0], device=device)
+        batch = Batch.decode([0], num_active_loras=loras, device=device)
     return tokens
 
 

@@ -59,6 +59,14 @@ def _by_tokens_alone(_: bytes, token_ids: Sequence[int]) -> bytes:
     return hash_page(b"", token_ids)
 
 
+def _no_adapters(slots: Iterable[int]) -> int:
+    return 0
+
+
+def _salt_of_none(adapter: int) -> bytes:
+    return b""
+
+
 def _makes_room_from_the_first(host: HostState, running: Running) -> bool:
     while not host.pages.num_free:
         first = min(host.running.values(), key=lambda r: r.key)
@@ -104,6 +112,7 @@ def _of_one_seed(seed: int, n: int) -> list[int]:
 
 
 _SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L11", "engine")
+_ADAPTED = find("L11", "adapters")
 _PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18"), find("L19")
 _ON_ENGINE = "weft.transforms.engine.engine"
 
@@ -116,6 +125,8 @@ SERVING = (
     Mutant("a part of a page is found after it was given away", _PAGED, replace(_SCHEDULER, "Pages", _PartsOutlive)),
     Mutant("a finish is predicted on one rank", _AGREE, _predicting),
     Mutant("a row is freed while a step for it is under way", _SERVED, replace(_SCHEDULER, "_start", _without_waiting)),
+    Mutant("a page is known without its adapter", _ADAPTED, replace(_REQUESTS, "salt", _salt_of_none)),
+    Mutant("a step is not told of its adapters", _ADAPTED, replace(_SCHEDULER, "count_adapters", _no_adapters)),
     Mutant("all completions of a prompt have one seed", _ENGINE, replace(_ON_ENGINE, "sample_seeds", _of_one_seed)),
     Mutant("who came last goes first", _TURN, replace(_SCHEDULER, "_key", _latest_first)),
     Mutant("room is made from the first", _TURN, replace(_SCHEDULER, "_make_room", _makes_room_from_the_first)),

@@ -19,7 +19,7 @@ from weft.outputs import Output
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
 from weft.sampling_table import SamplingTable
-from weft.state import State, advance, resolve
+from weft.state import State, _find_adapters, advance, resolve
 from weft.torchapi import in_dispatch_mode
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.ladder import Ladder, as_ladder
@@ -51,6 +51,16 @@ def _by_one_side(descriptor: Any, ladder: Any) -> Any:
     if not covering:
         return dispatch(descriptor, ladder)
     return attrs.evolve(dispatch(descriptor, ladder), descriptor=min(covering, key=lambda d: d.height))
+
+
+def _dispatch_without_loras(descriptor: Any, ladder: Any) -> Any:
+    if isinstance(descriptor, BatchDescriptor):
+        descriptor = attrs.evolve(descriptor, num_active_loras=0)
+    return dispatch(descriptor, ladder)
+
+
+def _adapters_of_neighbours(state: State, batch: Batch, owner: Tensor, valid: Tensor) -> Any:
+    return _find_adapters(state, batch, (owner + 1) % len(batch.rows), valid)
 
 
 def _lost_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
@@ -153,12 +163,23 @@ STEPS = (
     Mutant("dispatch finds no graph", find("L6", "start"), replace(_GRAPHS, "dispatch", _lost_dispatch)),
     Mutant("dispatch looks at one side alone", find("L6", "images"), replace(_GRAPHS, "dispatch", _by_one_side)),
     Mutant("equal shape is taken for equal class", find("L7"), replace(_GRAPHS, "dispatch", _blind_dispatch)),
+    Mutant("a graph of 0 LoRAs is taken for 1", find("L7"), replace(_GRAPHS, "dispatch", _dispatch_without_loras)),
+    Mutant(
+        "a token has the adapter of its neighbour",
+        find("L11", "adapters"),
+        replace(_STATE, "_find_adapters", _adapters_of_neighbours),
+    ),
     Mutant("micro-batches run backwards", find("L13"), replace(_MICROBATCH, "split", _split_backwards)),
     Mutant("a seed of the host is baked into a graph", find("L16"), replace(_DECODER, "sample_rows", _baked_seed)),
     Mutant("a seed goes with the place in the batch", find("L16"), replace(_DECODER, "sample_rows", _seed_of_place)),
     Mutant("all take the first one's parameters", find("L16"), replace(_DECODER, "sample_rows", _rules_of_the_first)),
     Mutant("generated tokens are not counted", find("L16"), replace(_STATE, "count_tokens", _counts_nothing)),
     Mutant("tokens behind a chunk are counted", find("L16"), replace(_STATE, "count_tokens", _counts_chunks)),
+    Mutant(
+        "a token has the adapter of its neighbour",
+        find("L17"),
+        replace(_STATE, "_find_adapters", _adapters_of_neighbours),
+    ),
     Mutant("requests are sorted and not put back", find("L17"), replace(_DECODER, "resolve", _in_order_of_rows)),
 )
 """Bugs of `dispatch`, `pipeline`, `microbatch`, and of the models' stages."""

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
+from weft.stages.adapters import Adapter, adaptable
 from weft.stages.config import parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
-from weft.stages.random_weights import random_params
+from weft.stages.random_weights import random_adapter, random_params
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.ladder import MODES
@@ -43,6 +44,18 @@ def small_model(seed: int = 0) -> Model:
     return Model(config, params, None, Path("small"))
 
 
+@functools.cache
+def small_adapters() -> dict[str, Adapter]:
+    """Two for that model: of its attention, and of all that can have one."""
+    config = small_model().config
+    names = [name for layer in range(3) for name in adaptable(config, layer)]
+    parts = {"of attention": [name for name in names if "self_attn" in name], "of all": names}
+    return {
+        name: random_adapter(config, own, rank=1 + seed, seed=seed, std=0.5)
+        for seed, (name, own) in enumerate(parts.items())
+    }
+
+
 @attrs.frozen
 class Call:
     """What happens before a step of the engine: a prompt comes, with an id that is its place; it is aborted later."""
@@ -53,6 +66,7 @@ class Call:
     max_tokens: int
     priority: int
     aborted: int | None
+    adapter: str | None
 
 
 @attrs.frozen
@@ -75,15 +89,17 @@ class Load:
             run_ahead=self.run_ahead if run_ahead is None else run_ahead,
             num_logprobs=1,
             seed=0,
+            adapters=small_adapters() if any(call.adapter for call in self.calls) else None,
         )
 
 
 @st.composite
 def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES) -> Load:
-    """Up to four prompts, some with the same beginning and some with several completions, of an engine whose rows,
-    pages and tokens a step are scarce, or not."""
+    """Up to four prompts, some with the same beginning, with several completions or with adapters, of an engine whose
+    rows, pages and tokens a step are scarce, or not."""
     page_size, rows, stages = draw(st.sampled_from((2, 4))), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    calls = tuple(draw(_calls()) for _ in range(draw(st.integers(1, 4))))
+    adapters = draw(st.sampled_from(((None,), (None,), (None, *small_adapters()))))
+    calls = tuple(draw(_calls(adapters)) for _ in range(draw(st.integers(1, 4))))
     longest = max(len(call.prompt) + call.max_tokens for call in calls)
     pages = -(-longest // page_size)
     limits = EngineLimits(
@@ -98,7 +114,7 @@ def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES) -> Load:
 
 
 @st.composite
-def _calls(draw: st.DrawFn) -> Call:
+def _calls(draw: st.DrawFn, adapters: tuple[str | None, ...]) -> Call:
     begin = draw(st.sampled_from(((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7))))
     rest = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=0 if begin else 1, max_size=4))
     sampling = draw(sampling_params(VOCABULARY))
@@ -107,4 +123,5 @@ def _calls(draw: st.DrawFn) -> Call:
     step = draw(st.integers(0, 8))
     aborted = draw(st.one_of(st.none(), st.none(), st.integers(step + 1, step + 6)))
     priority = draw(st.sampled_from((0, 0, 1)))
-    return Call(step, (*begin, *rest), sampling, draw(st.integers(1, 5)), priority, aborted)
+    adapter = draw(st.sampled_from(adapters))
+    return Call(step, (*begin, *rest), sampling, draw(st.integers(1, 5)), priority, aborted, adapter)

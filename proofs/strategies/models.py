@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.batch import LAST_TOKEN, Batch
+from weft.proofs.strategies.adapters import hold_adapters, slots
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages.config import ModelConfig, parse_config
@@ -99,7 +100,9 @@ class Scenario:
         page_size: of the state.
         sampling: what each row's request asks.
         seed: of the weights.
-        loras: for each step, the number of active LoRAs that its descriptor tells; all 0 if empty.
+        loras: for each step, the number of active LoRAs that its descriptor tells, where its rows have no more; empty:
+            as many as its rows have.
+        adapters: for each row, the slot of its adapter, -1 for none; empty: the model has no adapters.
     """
 
     config: ModelConfig
@@ -110,13 +113,16 @@ class Scenario:
     sampling: tuple[SamplingParams, ...]
     seed: int
     loras: tuple[int, ...] = ()
+    adapters: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         steps = [[(m.row, m.prompt_tokens) for m in step] for step in self.moves]
         return (
             f"Scenario({self.config.architecture}, {self.config.num_layers} layers, prompts={self.prompts}, "
             f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size}, "
-            f"sampling={self.sampling}" + (f", LoRAs a step={self.loras})" if self.loras else ")")
+            f"sampling={self.sampling}"
+            + (f", LoRAs a step={self.loras}" if self.loras else "")
+            + (f", adapters={self.adapters})" if self.adapters else ")")
         )
 
     def batches(self, device: torch.device | str = "cpu") -> list[Batch]:
@@ -136,8 +142,10 @@ class Scenario:
                 if uniform
                 else Batch.ragged(rows, tokens, samples=samples, device=device)
             )
-        for index, loras in enumerate(self.loras):
-            descriptor = attrs.evolve(made[index].descriptor, num_active_loras=loras)
+        for index, step in enumerate(self.moves):
+            own = len({self.adapters[move.row] for move in step} - {-1}) if self.adapters else 0
+            told = max(own, self.loras[index] if self.loras else 0)
+            descriptor = attrs.evolve(made[index].descriptor, num_active_loras=told)
             made[index] = attrs.evolve(made[index], descriptor=descriptor)
         return made
 
@@ -154,7 +162,8 @@ class Scenario:
         (whole,) = self.layouts(1)
         made = random_params(self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3)
         made = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
-        return tuple(slice_params(made, layout) for layout in self.layouts(num_stages))
+        own = [(slice_params(made, layout), self.config, layout) for layout in self.layouts(num_stages)]
+        return tuple(hold_adapters(*stage, self.seed) if self.adapters else stage[0] for stage in own)
 
     def state(self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0) -> tuple[State, ...]:
         """A fresh state for each stage, with the prompts admitted; `poison` is what unwritten pages hold."""
@@ -178,7 +187,7 @@ class Scenario:
             )
             empty.kv_pages.fill_(poison)
             own = [range(end - n, end) for end, n in zip(ends, pages, strict=True)]
-            return admit(empty, rows, own, self.sampling, self.prompts)
+            return admit(empty, rows, own, self.sampling, self.prompts, adapters=self.adapters or None)
 
         return tuple(one(layout) for layout in self.layouts(num_stages))
 
@@ -222,4 +231,5 @@ def scenarios(
         tuple(draw(sampling_params(config.vocab_size, greedy=not sampled)) for _ in prompts),
         draw(st.integers(0, 999)),
         tuple(draw(st.integers(0, 2)) for _ in moves) if loras else (),
+        draw(slots(len(prompts))),
     )

@@ -6,6 +6,7 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
+from weft.proofs.strategies.adapters import NUM_ADAPTERS, hold_adapters, slots
 from weft.proofs.strategies.models import configs
 from weft.proofs.strategies.sampling import sampling_params
 from weft.stages.config import ModelConfig
@@ -57,6 +58,11 @@ class Trace:
             f"num_pages={self.num_pages}, page_size={self.page_size}, window={self.window}, arrivals={self.arrivals})"
         )
 
+    @property
+    def num_adapters(self) -> int:
+        """Adapters that the model has, for the requests that name one."""
+        return NUM_ADAPTERS if any(a.request.adapter >= 0 for a in self.arrivals) else 0
+
     def layouts(self, num_stages: int) -> tuple[StageLayout, ...]:
         """The split of the model's layers."""
         return split_layers(self.config.num_layers, num_stages)
@@ -70,7 +76,8 @@ class Trace:
         (whole,) = self.layouts(1)
         made = random_params(self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3)
         made = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, made)
-        return tuple(slice_params(made, layout) for layout in self.layouts(num_stages))
+        own = [(slice_params(made, layout), self.config, layout) for layout in self.layouts(num_stages)]
+        return tuple(hold_adapters(*stage, self.seed) if self.num_adapters else stage[0] for stage in own)
 
     def state(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[State, ...]:
         """An empty state for each stage."""
@@ -98,15 +105,17 @@ def traces(
     max_requests: int = 6,
     alone: int = 2,
     page_sizes: tuple[int, ...] = (2, 4),
+    adapters: bool = False,
 ) -> Trace:
     """A model, and up to `max_requests` requests: prompts of 1 to 12 tokens, some with the same beginning; some end by
     a stop token, some are aborted; of `alone` + 1 one has another of its prompt; rows, pages and tokens a step are
-    scarce, or not."""
+    scarce, or not. With `adapters`, some have one."""
     config = draw(configs(min_layers, max_layers))
     page_size, num_rows = draw(st.sampled_from(page_sizes)), draw(st.sampled_from((2, 1, 2, 3, 4)))
     num_cohorts = draw(st.integers(1, 3))
     count = draw(st.sampled_from([n for n in (4, 3, 6, 2, 5, 1) if n <= max_requests]))
-    arrivals = [draw(_arrivals(config, index)) for index in range(count)]
+    own = (draw(slots(count)) if adapters else ()) or (-1,) * count
+    arrivals = [draw(_arrivals(config, index, adapter)) for index, adapter in enumerate(own)]
     arrivals += [draw(_followers(config, arrival)) for arrival in arrivals if draw(st.integers(0, alone)) == 0]
     longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     max_pages = -(-longest // page_size)
@@ -134,7 +143,7 @@ def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival
 
 
 @st.composite
-def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int) -> Arrival:
+def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int, adapter: int) -> Arrival:
     token = st.integers(0, config.vocab_size - 1)
     begin = draw(st.sampled_from(((1, 2, 3, 4, 5, 6, 7, 8), (5, 6, 7, 8), (1, 2, 3, 4), ())))
     prompt: tuple[int, ...] = (*begin, *draw(st.lists(token, min_size=0 if begin else 1, max_size=4)))
@@ -144,6 +153,7 @@ def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int) -> Arrival:
         draw(st.integers(1, 7)),
         draw(sampling_params(config.vocab_size)),
         priority=draw(st.sampled_from((0, 0, 1))),
+        adapter=adapter,
     )
     tick = draw(st.sampled_from((0, 1, 2, 0, 4, 6)))
     return Arrival(tick, request, draw(st.one_of(st.integers(tick + 1, tick + 5), st.none())))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.errors import DeviceError
 from weft.ops import experts as _experts  # noqa: F401 - what defines the ops
-from weft.ops import gate, linear, norm, register, rotary  # noqa: F401
+from weft.ops import gate, linear, lora, norm, register, rotary  # noqa: F401
 from weft.ops.fp8 import ceil_blocks, reference_quantize
 from weft.ops.parts import sum_parts
 from weft.ops.table import backends
@@ -175,7 +175,31 @@ def experts() -> list[Case]:
     return found
 
 
-CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *experts()]
+def loras() -> list[Case]:
+    """One product, two and three; y in parts; ranks that are split and columns that are shared; slots without tokens,
+    tokens without a slot."""
+    found, kernel = [], "weft.ops.lora_triton:add_lora"
+    for tokens, columns, starts, rank, num_slots, parts, dtype in (
+        (1, 40, (0, 24), 3, 1, 0, torch.float32),
+        (5, 40, (0, 24, 32, 40), 8, 3, 0, torch.float32),
+        (37, 1500, (0, 70, 200), 16, 4, 3, torch.float32),
+        (20, 200, (0, 130), 100, 2, 0, torch.float32),
+        (20, 136, (0, 128, 256, 300), 4, 2, 2, torch.float16),
+    ):
+        y = randn(*((parts,) if parts else ()), tokens, starts[-1], dtype=torch.float32 if parts else dtype)
+        a = randn(num_slots, len(starts) - 1, rank, columns, scale=columns**-0.5, dtype=dtype)
+        b = randn(num_slots, starts[-1], rank, scale=rank**-0.5, dtype=dtype)
+        slots = torch.randint(-1, num_slots, (tokens,), generator=GENERATOR, dtype=torch.int32)
+        slots[0] = 0
+        there = slots[slots >= 0].unique()
+        active = torch.cat([there, torch.full((2,), -1)]).int()
+        args = (y, randn(tokens, columns, dtype=dtype), a, b, slots, active, starts)
+        near = 2e-6 if dtype == torch.float32 else 1e-3
+        found.append(Case(f"add_lora {tokens} {rank} {dtype}", kernel, "add_lora", args, tolerance=near))
+    return found
+
+
+CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *loras(), *experts()]
 
 _INTERPRETED = """
 import sys, torch
@@ -231,6 +255,9 @@ def test_kernels_interpreted_equal_the_reference(index: int, interpreted: list[t
         assert not torch.equal(given[case.written], case.args[case.written])
     for one, other in pairs:
         assert_near(sum_parts(one, other.dtype) if one.dim() > other.dim() else one, other, case.tolerance)
+    for place, (before, after) in enumerate(zip(case.args, given, strict=True)):
+        if isinstance(before, Tensor) and place != case.written:
+            assert torch.equal(before.float().nan_to_num(), after.float().nan_to_num()), f"argument {place} is written"
 
 
 def on_cuda(values: tuple[Any, ...]) -> list[Any]:
@@ -284,6 +311,7 @@ def test_what_is_quantised_with_another_kernel_is_quantised_by_definition(tmp_pa
 
 def test_the_table_of_ops_says_what_runs_between_attention_calls() -> None:
     ops = ["norms", "silu_mul", "rotate_and_keep", "quantize", "route", "linear", "fp8_linear", "run_experts"]
+    ops.append("add_lora")
     for device, implementation in (("cpu", "reference"), ("cuda", "triton ")):
         rows = {row.op: row for row in backends(device)}
         assert all(rows[op].implementation.startswith(implementation) for op in ops)

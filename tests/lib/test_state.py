@@ -93,11 +93,41 @@ def test_resolve_is_the_loop(state: State, batch: Batch) -> None:
 
 
 def test_resolve_keeps_the_dtypes_that_it_says() -> None:
-    seen = resolve(empty(), pad(Batch.decode([1]), BatchDescriptor.uniform(2)))
+    seen = resolve(empty(), pad(Batch.decode([1]), BatchDescriptor.uniform(2, num_active_loras=1)))
     dtypes = {f.name: getattr(seen, f.name).dtype for f in attrs.fields(type(seen)) if f.name != "descriptor"}
     small = {name for name, dtype in dtypes.items() if dtype == torch.int32}
-    assert small == {"query_start_loc", "seq_lens", "block_table"}
+    assert small == {"query_start_loc", "seq_lens", "block_table", "adapters", "active_adapters"}
     assert all(dtypes[name] == torch.int64 for name in dtypes.keys() - small)
+
+
+@FAST
+@given(
+    st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 3)), min_size=1, max_size=5),
+    st.integers(0, 3), st.integers(0, 2), st.integers(0, 3),
+)  # fmt: skip
+def test_resolve_finds_the_adapters(
+    requests: list[tuple[int, int]], more_loras: int, more_reqs: int, more_tokens: int
+) -> None:
+    """Each token's slot, and each slot once, whatever padding is behind them; and none where the class has none."""
+    slots = [slot for slot, _ in requests]
+    state, rows = empty(), range(len(requests))
+    greedy = [SamplingParams(temperature=0.0)] * len(requests)
+    state = admit(state, rows, [()] * len(requests), greedy, [()] * len(requests), adapters=slots)
+    state.adapters[-1] = 2  # scratch
+    there = sorted({*slots} - {-1})
+    batch = Batch.ragged(rows, [[1] * count for _, count in requests], num_active_loras=len(there))
+    own = batch.descriptor
+    wide = BatchDescriptor(
+        own.num_tokens + more_tokens, own.num_reqs + more_reqs, num_active_loras=len(there) + more_loras
+    )
+    seen = resolve(state, pad(batch, wide))
+    if not wide.num_active_loras:
+        assert (seen.adapters, seen.active_adapters) == (None, None)
+        return
+    assert seen.adapters is not None
+    assert seen.active_adapters is not None
+    assert seen.adapters.tolist() == [slot for slot, count in requests for _ in range(count)] + [-1] * more_tokens
+    assert seen.active_adapters.tolist() == there + [-1] * more_loras
 
 
 def advanced_by_hand(state: State, batch: Batch, tokens: Sequence[int]) -> State:

@@ -3,32 +3,27 @@
 import math
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from weft.errors import LogitsError, RequestError
 from weft.sampling import SamplingParams
+from weft.stages.adapters import Adapter
 from weft.stages.model import Model
+from weft.transforms.engine.intake import Intake
 from weft.transforms.engine.outputs import RequestOutput, Sample, joined
 from weft.transforms.engine.reading import Reading, Told
-from weft.transforms.engine.requests import Request, request_seed, sample_seeds
+from weft.transforms.engine.requests import Request, sample_seeds
 from weft.transforms.engine.scheduler import HostState, add, finish, observe, schedule
-from weft.transforms.engine.setup import (
-    EngineLimits,
-    check_engine,
-    check_sampling,
-    encode_prompt,
-    is_count,
-    make_stepper,
-)
+from weft.transforms.engine.setup import EngineLimits, check_engine, make_stepper
 from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.streaming import Streams
 from weft.transforms.engine.tracking import Track
 from weft.transforms.engine.work import Work
 from weft.transforms.graphify import Graphified
-from weft.transforms.ladder import Limits, make_ladder
+from weft.transforms.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 
@@ -47,6 +42,7 @@ class Engine:
         num_logprobs: the most that a request may ask for.
         seed: of requests that bring none; None: a fresh one.
         backend: of graphify.
+        adapters: LoRA adapters by name (`weft.load_adapter`), for requests to choose from.
 
     Raises:
         RequestError: an argument that makes no engine, or limits that leave no room for a request.
@@ -71,6 +67,7 @@ class Engine:
         num_logprobs: int = 0,
         seed: int | None = None,
         backend: str | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         call = f"weft.Engine(model, pipeline={pipeline!r}, graph={graph!r}, run_ahead={run_ahead!r})"
         check_engine(call, model, graph, pipeline, seed)
@@ -82,11 +79,21 @@ class Engine:
         self.num_logprobs = num_logprobs
         self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport)
         budget = self.limits.budget
-        ladder = make_ladder(graph, Limits(budget.cohort_size, budget.max_num_tokens))
-        self._seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
+        named = dict(adapters or {})
+        rungs = lora_rungs(min(len(named), budget.cohort_size))
+        ladder = make_ladder(graph, Limits(budget.cohort_size, budget.max_num_tokens, active_loras=rungs))
+        given = self.transport.share(secrets.randbits(62)) if seed is None else seed
+        self._intake = Intake(model, num_logprobs, given, {name: slot for slot, name in enumerate(named)})
         self._host = HostState.empty(budget, self.limits.num_pages, self.limits.page_size)
         self._stepper = make_stepper(
-            model, self.limits, pipeline, ladder, self.transport, num_logprobs=num_logprobs, backend=backend
+            model,
+            self.limits,
+            pipeline,
+            ladder,
+            self.transport,
+            num_logprobs=num_logprobs,
+            backend=backend,
+            adapters=[*named.values()],
         )
         self._counts = Counts(ladder)
         self._samples: dict[str, Sample] = {}
@@ -104,6 +111,7 @@ class Engine:
         max_tokens: int,
         id: str | None = None,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> str:
         """A request arrives; its tokens come with the next `step()`s.
 
@@ -114,6 +122,7 @@ class Engine:
             max_tokens: tokens to generate at most; the model's own limit on positions may end it sooner.
             id: a name that no request under way has; None: one is made.
             priority: the lower goes first; among equals who came first.
+            adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
 
         Returns:
             The id.
@@ -122,18 +131,14 @@ class Engine:
             RequestError: it could never be served. Nothing else is touched.
         """
         name = f"request {self._count}" if id is None else id
-        given = SamplingParams(temperature=0.0) if sampling is None else sampling
-        call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
-        if not is_count(max_tokens):
-            raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
-        check_sampling(call, self.model, given, self.num_logprobs)
-        ids = tuple(encode_prompt(self.model, prompt, call))
-        params = given.for_request(self.model.config.eos_token_ids, request_seed(self._seed, self._count))
-        most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
-        names = [name, *(f"{name}[{index}]" for index in range(1, params.n))]
+        request = self._intake.request(
+            self._count, name, prompt, sampling, max_tokens=max_tokens, priority=priority, adapter=adapter
+        )
+        names = [name, *(f"{name}[{index}]" for index in range(1, request.sampling.n))]
         if name in self._names or any(self._host.find(each) for each in names):
+            call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
             raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
-        self._add_samples(name, names, Request(name, ids, most, params, priority))
+        self._add_samples(name, names, request)
         self._count += 1
         return name
 
@@ -231,6 +236,7 @@ class Engine:
         max_tokens: int,
         id: str | None = None,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request as an async iterator; any number of them run on one event loop, and share every
         step. A consumer that goes away (`aclose()`, `break`, a cancelled task) aborts its request.
@@ -239,7 +245,7 @@ class Engine:
         it. All stages must run in this process.
 
         Args:
-            prompt, sampling, max_tokens, id, priority: as `add` takes them.
+            prompt, sampling, max_tokens, id, priority, adapter: as `add` takes them.
 
         Raises:
             RequestError: with the first output, what `add` raises; ProgramError: stages in other processes.
@@ -254,7 +260,7 @@ class Engine:
         >>> asyncio.run(both())
         [3, 3]
         """
-        return self._streams.stream(prompt, sampling, max_tokens=max_tokens, id=id, priority=priority)
+        return self._streams.stream(prompt, sampling, max_tokens=max_tokens, id=id, priority=priority, adapter=adapter)
 
     def _launch(self) -> bool:
         """Schedule a step of every cohort, and start it; False where there is nothing to do."""

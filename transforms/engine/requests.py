@@ -18,6 +18,7 @@ class Request:
         max_tokens: tokens to generate at most.
         sampling: how its tokens are chosen, and all that end it (`SamplingParams.for_request`).
         priority: the lower goes first; among equals who came first.
+        adapter: the slot of its LoRA adapter; -1: none.
     """
 
     id: str
@@ -25,6 +26,7 @@ class Request:
     max_tokens: int
     sampling: SamplingParams
     priority: int = 0
+    adapter: int = -1
 
 
 @attrs.define(eq=False)
@@ -94,7 +96,7 @@ class Running:
     def name_pages(self, page_size: int) -> None:
         """Give names to the pages that known tokens have filled."""
         for start in range(len(self.hashes) * page_size, len(self.tokens) - page_size + 1, page_size):
-            before = self.hashes[-1] if self.hashes else b""
+            before = self.hashes[-1] if self.hashes else salt(self.request.adapter)
             self.hashes.append(hash_page(before, self.tokens[start : start + page_size]))
 
     def name_part(self, page_size: int) -> bytes | None:
@@ -104,7 +106,13 @@ class Running:
         if len(self.tokens) - full * page_size < 2:
             return None
         self.name_pages(page_size)
-        return hash_page(self.hashes[full - 1] if full else b"", self.tokens[full * page_size :])
+        before = self.hashes[full - 1] if full else salt(self.request.adapter)
+        return hash_page(before, self.tokens[full * page_size :])
+
+
+def salt(adapter: int) -> bytes:
+    """What the keys and values of equal tokens differ by: the slot of the adapter that computes them, or none."""
+    return b"" if adapter < 0 else b"adapter %d" % adapter
 
 
 def sample_seeds(seed: int, n: int) -> list[int]:

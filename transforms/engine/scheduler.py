@@ -7,7 +7,7 @@ the same places, decide the same.
 
 import bisect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
@@ -301,7 +301,7 @@ def _start(host: HostState, running: Running, cohort: int, admitted: list[Admiss
     request = running.request
     generated = tuple(running.tokens[len(request.prompt) :])
     placed = (running.row, tuple(running.pages), running.computed)
-    admitted.append(Admission(*placed, request.sampling, request.prompt, generated))
+    admitted.append(Admission(*placed, request.sampling, request.prompt, generated, request.adapter))
 
 
 def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]]) -> Work:
@@ -318,6 +318,7 @@ def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]]) -
         max((r.last_job for r, _ in parts if r.last_job is not None), default=None),
         _targets(parts),
         tuple(running.computed for running, _ in parts),
+        count_adapters(running.request.adapter for running, _ in parts),
     )
     for (running, count), sampled in zip(parts, work.samples, strict=True):
         running.computed += max(count, 1)
@@ -328,6 +329,11 @@ def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]]) -
     if work.feeds:
         host.unread[job] = tuple((i, r) for i, (r, _) in enumerate(parts) if work.samples[i])
     return work
+
+
+def count_adapters(slots: Iterable[int]) -> int:
+    """How many different adapters there are; -1 is none."""
+    return len({*slots} - {-1})
 
 
 def _targets(parts: Sequence[tuple[Running, int]]) -> tuple[tuple[int, ...], ...]:

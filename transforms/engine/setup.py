@@ -10,12 +10,12 @@ from weft.descriptor import BatchDescriptor
 from weft.effects import Schema, TensorSchema
 from weft.errors import RequestError
 from weft.outputs import IntermediateTensors
-from weft.sampling import SamplingParams
-from weft.sampling_table import MAX_BIASED
+from weft.stages.adapters import Adapter
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model, stage_params
 from weft.state import State, advance
+from weft.transforms.engine.intake import is_count
 from weft.transforms.engine.scheduler import Budget
 from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
 from weft.transforms.engine.work import advance_work, edited
@@ -118,19 +118,21 @@ def make_stepper(
     num_logprobs: int = 0,
     keep_logits: bool = False,
     backend: str | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> Stepper:
     """What does an engine's work: of one stage, its step as one graph; of more, a pipeline of graphified stages.
 
     Args:
         ladder: the classes that are captured; an empty one: everything runs eagerly.
         keep_logits: whether outputs hold logits.
+        adapters: which the slots hold, in this order.
     """
     every = split_layers(model.config.num_layers, num_stages)
     here = transport.ranks(num_stages)
     layouts = [every[rank] for rank in here]
     extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits}
     stages: list[Any] = [decoder_stage(model.config, layout, **extras) for layout in every]
-    params, state = stage_params(model, layouts), make_states(model, layouts, limits)
+    params, state = stage_params(model, layouts, adapters), make_states(model, layouts, limits)
 
     def graph(step: Any) -> Any:
         return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
@@ -161,46 +163,3 @@ def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | Non
         raise RequestError(
             call, f"pipeline={stages!r}; the model has {model.config.num_layers} layers", "from 1 stage to one a layer"
         )
-
-
-def is_count(value: Any) -> bool:
-    """Whether it is a whole number from 1 on."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:
-    """Token ids of a prompt, which errors call by a name.
-
-    Raises:
-        RequestError: an empty one, one that leaves no room to generate, or an id that is no token.
-    """
-    limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
-    if not isinstance(prompt, str | list | tuple):
-        instead = "its .tolist()" if hasattr(prompt, "tolist") else "a string or a list of token ids"
-        raise RequestError(call, f"{name} is {prompt!r}, a {type(prompt).__name__}", instead)
-    ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    if not ids:
-        raise RequestError(call, f"{name} is empty ({prompt!r})", "give at least one token to go on from")
-    if len(ids) >= limit:
-        seen = f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
-        raise RequestError(call, seen, f"shorten it to {limit - 1} tokens")
-    if wrong := [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
-        raise RequestError(call, f"{name} holds {wrong[0]!r}", f"token ids are ints from 0 to {vocab - 1}")
-    return ids
-
-
-def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs: int) -> None:
-    """Refuse what the model or the engine's step cannot do.
-
-    Raises:
-        RequestError: it is so.
-    """
-    for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(params, name) or 0) > model.config.vocab_size:
-            raise RequestError(call, f"{name}={getattr(params, name)}", f"at most {model.config.vocab_size}")
-    params.check_tokens(model.config.vocab_size, MAX_BIASED)
-    if params.stop and model.tokenizer is None:
-        raise RequestError(call, f"stop={params.stop!r}; the checkpoint has no tokenizer", "stop_token_ids=[...]")
-    wanted = max(params.logprobs or 0, params.prompt_logprobs or 0)
-    if wanted > num_logprobs:
-        raise RequestError(call, f"logprobs of {wanted} tokens", f"Engine(..., num_logprobs={wanted})")

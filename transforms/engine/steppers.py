@@ -41,15 +41,16 @@ class Placer:
     """
 
     device: torch.device | str
-    _decodes: dict[tuple[int, ...], Batch] = attrs.field(factory=dict, init=False)
+    _decodes: dict[tuple[tuple[int, ...], int], Batch] = attrs.field(factory=dict, init=False)
 
     def __call__(self, work: Work) -> PlacedWork:
         if work.token_ids:
             return work.place(self.device)
-        if (batch := self._decodes.get(work.rows)) is None:
+        key = work.rows, work.num_active_loras
+        if (batch := self._decodes.get(key)) is None:
             if len(self._decodes) >= _MAX_PLACED:
                 del self._decodes[next(iter(self._decodes))]
-            batch = self._decodes[work.rows] = work.place(self.device).batch
+            batch = self._decodes[key] = work.place(self.device).batch
         return PlacedWork(batch, work.edits)
 
 

@@ -16,7 +16,14 @@ class Steps(Protocol):
     """What streams ask of an engine."""
 
     def add(
-        self, prompt: Any, sampling: Any = ..., *, max_tokens: int, id: str | None = ..., priority: int = ...
+        self,
+        prompt: Any,
+        sampling: Any = ...,
+        *,
+        max_tokens: int,
+        id: str | None = ...,
+        priority: int = ...,
+        adapter: str | None = ...,
     ) -> str:
         """A request arrives."""
 

@@ -28,6 +28,7 @@ class Admission:
         computed: tokens that are in them already.
         sampling, prompt: of the request.
         generated: what it had generated before it was preempted.
+        adapter: the slot of its LoRA adapter; -1: none.
     """
 
     row: int
@@ -36,6 +37,7 @@ class Admission:
     sampling: SamplingParams
     prompt: tuple[int, ...]
     generated: tuple[int, ...] = ()
+    adapter: int = -1
 
 
 @attrs.frozen
@@ -78,6 +80,7 @@ class Work:
         after: the job whose tokens must have returned before this one runs; None: no such job.
         targets: of each request, the prompt's next token behind each; none where nobody wants a prompt's logprobs.
         starts: of each request, the tokens before this step.
+        num_active_loras: different adapters of these requests.
     """
 
     job: int
@@ -89,6 +92,7 @@ class Work:
     after: int | None
     targets: tuple[tuple[int, ...], ...] = ()
     starts: tuple[int, ...] = ()
+    num_active_loras: int = 0
 
     @property
     def feeds(self) -> bool:
@@ -103,8 +107,10 @@ class Work:
     @property
     def descriptor(self) -> BatchDescriptor:
         """Of the batch."""
-        count = len(self.rows)
-        return BatchDescriptor(self.num_tokens, count) if self.token_ids else BatchDescriptor.uniform(count)
+        count, loras = len(self.rows), self.num_active_loras
+        if not self.token_ids:
+            return BatchDescriptor.uniform(count, num_active_loras=loras)
+        return BatchDescriptor(self.num_tokens, count, num_active_loras=loras)
 
     @property
     def kind(self) -> str:
@@ -113,9 +119,10 @@ class Work:
 
     def place(self, device: torch.device | str) -> "PlacedWork":
         """Its tensors on a device."""
+        loras = self.num_active_loras
         if not self.token_ids:
-            return PlacedWork(Batch.decode(self.rows, device=device), self.edits)
-        batch = Batch.ragged(self.rows, self.token_ids, samples=self.samples, device=device)
+            return PlacedWork(Batch.decode(self.rows, num_active_loras=loras, device=device), self.edits)
+        batch = Batch.ragged(self.rows, self.token_ids, samples=self.samples, num_active_loras=loras, device=device)
         if self.targets:
             targets = torch.tensor([token for own in self.targets for token in own], dtype=torch.int64)
             batch = attrs.evolve(batch, targets=targets.to(device))
@@ -177,6 +184,7 @@ def apply_edits(state: State, edits: Edits) -> State:
             [a.prompt for a in given],
             generated=[a.generated for a in given],
             positions=[a.computed for a in given],
+            adapters=[a.adapter for a in given],
         )
     if edits.growths:
         state = grow(state, [(g.row, g.start, g.pages) for g in edits.growths])

@@ -1,0 +1,102 @@
+"""What users ask for, checked, as requests that the scheduler takes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from weft.errors import RequestError
+from weft.sampling import SamplingParams
+from weft.sampling_table import MAX_BIASED
+from weft.stages.model import Model
+from weft.transforms.engine.requests import Request, request_seed
+
+
+@attrs.frozen
+class Intake:
+    """Makes requests of one model.
+
+    Args:
+        model: whose tokens and limits.
+        num_logprobs: the most that a request may ask for.
+        seed: of requests that bring none.
+        slots: of adapters, by name.
+    """
+
+    model: Model
+    num_logprobs: int
+    seed: int
+    slots: Mapping[str, int]
+
+    def request(
+        self,
+        index: int,
+        name: str,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None,
+        *,
+        max_tokens: int,
+        priority: int,
+        adapter: str | None,
+    ) -> Request:
+        """What `Engine.add` was called with, as a request; `index` is its number.
+
+        Raises:
+            RequestError: it could never be served.
+        """
+        given = SamplingParams(temperature=0.0) if sampling is None else sampling
+        call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
+        if not is_count(max_tokens):
+            raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
+        check_sampling(call, self.model, given, self.num_logprobs)
+        ids = tuple(encode_prompt(self.model, prompt, call))
+        if adapter is not None and adapter not in self.slots:
+            known = ", ".join(map(repr, self.slots)) or "none: Engine(..., adapters={name: weft.load_adapter(...)})"
+            raise RequestError(call, f"adapter={adapter!r}", f"one of the engine's: {known}")
+        config = self.model.config
+        params = given.for_request(config.eos_token_ids, request_seed(self.seed, index))
+        most = min(max_tokens, config.max_position_embeddings - len(ids))
+        return Request(name, ids, most, params, priority, -1 if adapter is None else self.slots[adapter])
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number from 1 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:
+    """Token ids of a prompt, which errors call by a name.
+
+    Raises:
+        RequestError: an empty one, one that leaves no room to generate, or an id that is no token.
+    """
+    limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
+    if not isinstance(prompt, str | list | tuple):
+        instead = "its .tolist()" if hasattr(prompt, "tolist") else "a string or a list of token ids"
+        raise RequestError(call, f"{name} is {prompt!r}, a {type(prompt).__name__}", instead)
+    ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if not ids:
+        raise RequestError(call, f"{name} is empty ({prompt!r})", "give at least one token to go on from")
+    if len(ids) >= limit:
+        seen = f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
+        raise RequestError(call, seen, f"shorten it to {limit - 1} tokens")
+    if wrong := [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
+        raise RequestError(call, f"{name} holds {wrong[0]!r}", f"token ids are ints from 0 to {vocab - 1}")
+    return ids
+
+
+def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs: int) -> None:
+    """Refuse what the model or the engine's step cannot do.
+
+    Raises:
+        RequestError: it is so.
+    """
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > model.config.vocab_size:
+            raise RequestError(call, f"{name}={getattr(params, name)}", f"at most {model.config.vocab_size}")
+    params.check_tokens(model.config.vocab_size, MAX_BIASED)
+    if params.stop and model.tokenizer is None:
+        raise RequestError(call, f"stop={params.stop!r}; the checkpoint has no tokenizer", "stop_token_ids=[...]")
+    wanted = max(params.logprobs or 0, params.prompt_logprobs or 0)
+    if wanted > num_logprobs:
+        raise RequestError(call, f"logprobs of {wanted} tokens", f"Engine(..., num_logprobs={wanted})")
