@@ -172,18 +172,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         arguments.parser.error("no prompt: give at least one --prompt TEXT or --prompt-ids 1,2,3")
     from weft.cli.generate import Wanted, complete
 
-    names = (
-        "model",
-        "prompts",
-        "max_tokens",
-        "temperature",
-        "seed",
-        "graph",
-        "device",
-        "dtype",
-        "transport",
-        "adapter",
-    )
+    given = {name: value for name, value in vars(arguments).items() if name in attrs.fields_dict(Wanted)}
     wanted = Wanted(stages=arguments.pp, **given)
     completed = complete(wanted, progress=sys.stderr.isatty())
     if completed is None:
