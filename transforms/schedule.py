@@ -59,11 +59,7 @@ def make_programs(
       broadcast from 1 [mb 1]
       run advance [mb 1]
     """
-    if (
-        not isinstance(num_stages, int)
-        or not isinstance(jobs, list | tuple)
-        or not all(isinstance(j, Job) for j in jobs)
-    ):
+    if not isinstance(num_stages, int) or not hasattr(jobs, "__len__") or not all(isinstance(job, Job) for job in jobs):
         call = f"make_programs(<a {type(num_stages).__name__}>, <a {type(jobs).__name__}>)"
         raise ProgramError(
             call, "no number of stages, or no jobs", "make_programs(2, decode_jobs(...)), or [Job(), ...]"
