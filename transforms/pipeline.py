@@ -341,6 +341,7 @@ def pipeline(
     Returns:
         A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage that runs in this
         process: with `Local` and `Threads` all, with `Distributed` this rank's alone. Its `programs(m)` are data.
+        Lists will do; but the new state is a tuple, to `graphify` another structure, which it captures once more.
         Gradients pass with `Local` (`torch.func` too) and with `Threads` (`backward()` alone), not between processes.
 
     Raises:

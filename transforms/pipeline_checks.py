@@ -1,5 +1,6 @@
 """What `pipeline`, `compose` and their steps refuse before anything runs: the call, what was seen, what to pass."""
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -34,7 +35,23 @@ def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
         if hasattr(stage, "programs") and isinstance(inner := getattr(stage, "stages", None), tuple):
             seen = f"stage {index} is itself a {getattr(stage, '__name__', 'pipeline')}, a step (params, state, batch)"
             raise ProgramError(call, seen, f"its {len(inner)} stages in its place: [*step.stages, ...]")
+        if not _takes(stage, 4):
+            seen = f"stage {index}, {getattr(stage, '__name__', stage)!s:.60}{inspect.signature(stage)}"
+            raise ProgramError(call, seen, f"a stage {_SIGNATURE}")
     return checked
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function takes so many arguments by position, for all that Python knows of it."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any) -> None:
@@ -45,6 +62,9 @@ def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any,
     if advance is not None and not callable(advance):
         instead = "a function (state, batch, out) -> state; for a weft.Batch, weft.advance"
         raise ProgramError(f"{call}advance={advance!r})", f"a {type(advance).__name__}, no function", instead)
+    if advance is not None and not _takes(advance, 3):
+        seen = f"{getattr(advance, '__name__', advance)!s:.60}{inspect.signature(advance)}"
+        raise ProgramError(f"{call}advance=...)", seen, "a function (state, batch, out) -> state")
     if schema is not None and not isinstance(schema, Schema):
         instead = "weft.Schema.parse(text), or weft.Schema.of(value)"
         raise ProgramError(f"{call}schema={schema!r:.60})", f"a {type(schema).__name__}", instead)

@@ -1,5 +1,6 @@
 """pipeline: its programs, its errors, and that it equals the composition of its stages."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,7 @@ def test_compose_names_a_wrong_number_of_entries_too(params: Any, state: Any) ->
         (3, "a int"),
         (None, "a NoneType"),
         ({"first": scale}, "a dict"),
+        ([scale, stepped], "stage 1, stepped(s: torch.Tensor, batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor"),
         ("ab", "a str"),
         ([scale, pipeline([scale] * 2)], "stage 1 is itself a pipeline of 2 stages, a step (params, state, batch)"),
     ],
@@ -296,6 +298,7 @@ def test_programs_are_data_for_any_number_of_micro_batches() -> None:
             "a bool, no function",
             "a function (state, batch, out) -> state; for a weft.Batch, weft.advance",
         ),
+        ({"advance": lambda s, out: s}, "<lambda>(s, out)", "a function (state, batch, out) -> state"),
         ({"schema": "[3] float32"}, "a str", "weft.Schema.parse(text), or weft.Schema.of(value)"),
     ],
 )
@@ -337,3 +340,12 @@ def test_ranks_outside_a_transform_of_torch_func_are_refused(transform: Any) -> 
     assert_equal(LAW, transform(last(pipeline([scale] * 2)))(x), wanted)
     with pytest.raises(ProgramError, match=r"inside a torch\.func transform"):
         transform(last(pipeline([scale] * 2, transport=Threads())))(x)
+
+
+def test_stages_of_which_python_knows_no_signature_are_taken() -> None:
+    assert len(pipeline([functools.partial(scale), graphify(scale), map, Callable4()]).stages) == 4
+
+
+class Callable4:
+    def __call__(self, *args: Any) -> Any:
+        return scale(*args)
