@@ -13,6 +13,7 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.setup import EngineLimits, check_engine, check_sampling, encode_prompt, is_count
 from weft.transforms.engine.tracking import Track
+from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.transports import Transport
 
 _MAX_TEMPERATURE = 1e38  # of float32
@@ -128,6 +129,8 @@ def generate(
     )
     check_engine(call, model, graph, pipeline, seed)
     _check_arguments(call, max_tokens, temperature)
+    if (wrong := wrong_transport(transport)) is not None:
+        raise RequestError(call, *wrong)
     encoded = _encode_prompts(model, prompts, call)
     params = _sampling_of_each(call, model, temperature, sampling, len(encoded))
     limits = _limits(model, encoded, params, max_tokens, pipeline)

@@ -68,12 +68,17 @@ def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any,
     if schema is not None and not isinstance(schema, Schema):
         instead = "weft.Schema.parse(text), or weft.Schema.of(value)"
         raise ProgramError(f"{call}schema={schema!r:.60})", f"a {type(schema).__name__}", instead)
+    if (wrong := wrong_transport(transport)) is not None:
+        raise ProgramError(f"{call}transport=...)", *wrong)
+
+
+def wrong_transport(transport: Any) -> tuple[str, str] | None:
+    """What is seen where a transport should be, and what to pass; None where it is one, or None."""
     if isinstance(transport, type):
-        seen, instead = f"the class {transport.__name__}", f"one of it: {transport.__name__}()"
-        raise ProgramError(f"{call}transport={transport.__name__})", seen, instead)
+        return f"transport={transport.__name__}, the class", f"one of it: {transport.__name__}()"
     if transport is not None and not hasattr(transport, "ranks"):
-        instead = "Local(), Threads() or Distributed(), of weft.transforms"
-        raise ProgramError(f"{call}transport={transport!r:.60})", f"a {type(transport).__name__}", instead)
+        return f"transport={transport!r:.60}", "Local(), Threads() or Distributed(), of weft.transforms"
+    return None
 
 
 def check_entries(

@@ -291,8 +291,8 @@ def test_programs_are_data_for_any_number_of_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("options", "seen", "instead"),
     [
-        ({"transport": "threads"}, "a str", "Local(), Threads() or Distributed(), of weft.transforms"),
-        ({"transport": Threads}, "the class Threads", "one of it: Threads()"),
+        ({"transport": "threads"}, "transport='threads'", "Local(), Threads() or Distributed(), of weft.transforms"),
+        ({"transport": Threads}, "transport=Threads, the class", "one of it: Threads()"),
         (
             {"advance": True},
             "a bool, no function",
