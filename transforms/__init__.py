@@ -1,4 +1,9 @@
-"""Transforms, functions to functions: `graphify`, `pipeline`, `microbatch`, and what they are made of."""
+"""Transforms, functions to functions: `graphify`, `pipeline`, `microbatch`, and what they are made of.
+
+Of a pipeline: where its ranks run (`Local`, `Threads`, `Distributed`, `launch`), its schedules (`Job`, `decode_jobs`,
+`jobs_for`, `make_programs`, `check`), and its time (`Costs`, `simulate`, `measure`, `compare`, `balance`,
+`plan_cohorts`). Effects and programs themselves are in `weft.effects`.
+"""
 
 from weft.transforms.balance import balance
 from weft.transforms.checker import check

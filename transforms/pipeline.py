@@ -77,7 +77,10 @@ class Pipelined:
         self._returns = advance is not None or len(self._ranks) < len(self.stages)
         # A stage that lends its results overwrites them when it runs again.
         self._buffers = 1 if any(getattr(stage, "lends", False) for stage in self.stages) else None
-        self._fingerprints = tuple(fingerprint(index, stage) for index, stage in enumerate(self.stages))
+        self._fingerprints = (
+            *(fingerprint(index, stage) for index, stage in enumerate(self.stages)),
+            "advance: none" if advance is None else fingerprint(None, advance),
+        )
         self._plans: dict[Any, Plan] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
@@ -196,6 +199,13 @@ class Session:
 
     What returns from the last stage is taken in where the schedule has it, which may be some submissions later: then it
     is among what `submit` returns. Every rank gets the same from the same call.
+
+    >>> stages = [lambda p, s, batch, x: (s, 10 * batch), lambda p, s, batch, x: (s, x + s)]
+    >>> session = pipeline(stages, advance=lambda s, batch, out: s + 1).session((None, None), (0, 0))
+    >>> outputs = session.submit([1], [Job()]) + session.submit([2, 3], [Job(after=0), Job(after=0)])
+    >>> state, rest = session.close()
+    >>> state, outputs + rest
+    ((3, 3), [(0, 10), (1, 21), (2, 32)])
     """
 
     def __init__(self, pipelined: Pipelined, workers: Sequence[Worker]) -> None:
