@@ -17,7 +17,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch.autograd import DeviceType
 
 from weft.cli.presets import PRESETS
 from weft.cli.ranks import Here
@@ -105,7 +104,7 @@ def _summed(profiler: Any, preset: str, graph: str, requests: int, context: int,
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     spans = []
     for event in profiler.events():
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             totals[event.name][0] += 1
             totals[event.name][1] += event.time_range.elapsed_us()
             spans.append((event.time_range.start, event.time_range.end))
