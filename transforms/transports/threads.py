@@ -86,6 +86,9 @@ class Threads:
     def share(self, value: Any) -> Any:
         return value
 
+    def check(self) -> None:
+        """A run returns when all its threads are done, or raises what one raised."""
+
     def mail(self, _: int, /) -> dict[Edge, Queue]:
         return {}
 

@@ -102,6 +102,8 @@ class FailingThreads:
     def ranks(self, num_ranks: int) -> Any:
         return self.threads.ranks(num_ranks)
 
+    def check(self) -> None: ...
+
     def mail(self, num_ranks: int, /) -> Any:
         return self.threads.mail(num_ranks)
 
