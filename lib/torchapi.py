@@ -43,6 +43,7 @@ __all__ = [
     "host_store",
     "in_compiled",
     "in_dispatch_mode",
+    "in_func_transform",
     "in_functorch_transform",
     "in_plain_surroundings",
     "is_capturing",
@@ -160,6 +161,11 @@ def in_dispatch_mode() -> bool:
 def in_functorch_transform() -> bool:
     """Whether an outer torch.func transform (vmap, grad, jvp, functionalize) or a forward-mode level is active."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def in_func_transform() -> bool:
+    """Whether an outer torch.func transform (vmap, grad, jvp, functionalize) is active in this thread."""
+    return peek_interpreter_stack() is not None
 
 
 def in_plain_surroundings() -> bool:
