@@ -1,7 +1,7 @@
 """`pipeline`: stages as one step. Each rank's part is a program of effects, checked before the first tensor moves."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import attrs
 
@@ -9,9 +9,11 @@ from weft.batch import Batch
 from weft.donation import donated_argnames, refuse_donated
 from weft.effects import Program, Schema, listing
 from weft.errors import ProgramError
+from weft.torchapi import in_dispatch_mode
 from weft.transforms.microbatch import join, split
 from weft.transforms.schedule import Job, count_running, decode_jobs, jobs_for, make_programs
 from weft.transforms.transports import Transport
+from weft.transforms.transports.failures import described
 from weft.transforms.transports.fingerprint import fingerprint
 from weft.transforms.transports.local import Local
 from weft.transforms.transports.plan import Plan
@@ -55,6 +57,8 @@ def _checked_stages(transform: str, stages: Any) -> tuple[Stage, ...]:
     call = f"{transform}({stages!r:.80})"
     if callable(stages):
         raise ProgramError(call, "one function", f"a list of stages: {transform}([stage])")
+    if not isinstance(stages, Iterable):
+        raise ProgramError(call, f"a {type(stages).__name__}", f"a list of stages: {transform}([stage])")
     checked: tuple[Stage, ...] = tuple(stages)
     if not checked:
         raise ProgramError(call, "no stage", "at least one function (params, state, batch, x) -> (state, y)")
@@ -66,6 +70,15 @@ def _checked_stages(transform: str, stages: Any) -> tuple[Stage, ...]:
                 call, f"stage {index} is a {type(stage).__name__}, no function", "its .stage, if it has one"
             )
     return checked
+
+
+def _refuse_schema(call: str, schema: Any) -> NoReturn:
+    instead = f"Schema.parse({schema!r:.60})" if isinstance(schema, str) else "a weft.effects.Schema, or None"
+    raise ProgramError(f"{call}schema={schema!r:.60})", f"a {type(schema).__name__}", instead)
+
+
+def _is_number(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _check_entries(transform: str, count: int, params: Sequence[Any], state: Sequence[Any]) -> None:
@@ -107,7 +120,10 @@ class Pipelined:
         self._returns = advance is not None or len(self._ranks) < len(self.stages)
         # A stage that lends its results overwrites them when it runs again.
         self._buffers = 1 if any(getattr(stage, "lends", False) for stage in self.stages) else None
-        self._fingerprints = tuple(fingerprint(index, stage) for index, stage in enumerate(self.stages))
+        self._fingerprints = (
+            *(fingerprint(f"stage {index}", stage) for index, stage in enumerate(self.stages)),
+            "no advance" if advance is None else fingerprint("advance", advance),
+        )
         self._plans: dict[Any, Plan] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
@@ -115,20 +131,22 @@ class Pipelined:
 
     def programs(self, microbatches: int) -> tuple[Program, ...]:
         """Each rank's program for so many micro-batches, checked."""
+        if not _is_number(microbatches, least=0):
+            raise ProgramError(f"{self.__name__}.programs({microbatches!r})", "no number of parts", "an int >= 0")
         return self._plan([Job(feeds=self._returns)] * microbatches, ()).programs
 
     def _plan(
         self, jobs: Sequence[Job], classes: Sequence[str], spans: tuple[tuple[int, int], ...] | None = None
     ) -> Plan:
         key = (tuple(jobs), tuple(classes), spans)
-        if key not in self._plans:
+        if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             advances = self._advance is not None
             made = make_programs(len(self.stages), jobs, schema=self._schema, advances=advances, buffers=self._buffers)
             programs = tuple(attrs.evolve(program, classes=tuple(classes)) for program in made)
-            self._plans[key] = Plan(programs, self._buffers, self._fingerprints, spans)
-        return self._plans[key]
+            plan = self._plans[key] = Plan(programs, self._buffers, self._fingerprints, spans)
+        return plan
 
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
         batches = split(batch, self.microbatches)
@@ -162,6 +180,8 @@ class Pipelined:
         Returns:
             The new state, and the output of each step.
         """
+        if not _is_number(length, least=0):
+            raise ProgramError(f"{self.__name__}.repeat(..., {length!r})", "no number of steps", "an int >= 0")
         cohorts = split(batch, self.microbatches)
         jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
         if self._advance is None:
@@ -182,15 +202,17 @@ class Pipelined:
         workers = self._workers(params, state)
         put_batches(workers, batches)
         self.transport.run(plan, workers, self.transport.mail(len(self.stages)))
-        returned = workers[0].outputs if self._returns else workers[-1].results
+        returned = workers[0].outputs if self._returns else workers[-1].results | workers[-1].outputs
         return tuple(worker.state for worker in workers), [returned.get(mb) for mb in range(len(batches))]
 
     def _workers(self, params: Sequence[Any], state: Sequence[Any]) -> list[Worker]:
         _check_entries("pipeline", len(self._ranks), params, state)
         last = len(self.stages) - 1
-        keeps = getattr(self.stages[last], "lends", False)
+        keeps, traced = getattr(self.stages[last], "lends", False), in_dispatch_mode()
+        # What a graphified stage returns is a copy of its own, unless it only becomes part of a graph around it.
+        shares = [bool(self.__weft_donates__) and (traced or not hasattr(stage, "lends")) for stage in self.stages]
         return [
-            Worker(rank, self.stages[rank], p, s, self._advance, (), keeps and rank == last)
+            Worker(rank, self.stages[rank], p, s, self._advance, (), keeps and rank == last, shares[rank])
             for rank, p, s in zip(self._ranks, params, state, strict=True)
         ]
 
@@ -230,6 +252,7 @@ class Session:
         self._batches: list[Any] = []
         self._first = 0
         self._done = (0,) * len(pipelined.stages)  # effects performed, of the programs of `_jobs`
+        self._ended = ""
 
     @property
     def num_jobs(self) -> int:
@@ -248,20 +271,45 @@ class Session:
             jobs that do not feed, None.
 
         Raises:
-            ProgramError: a job that runs after one that does not feed, or is not before it.
+            ProgramError: no job for each batch; a job that runs after one that does not feed, or is not before it:
+                then nothing ran. Or the session was closed, or failed before: its state is lost.
         """
-        self._jobs += [attrs.evolve(job, after=self._relative(job.after)) for job in jobs]
+        call = f"session.submit(<{len(batches)} batches>, <{len(jobs)} jobs>)"
+        self._refuse_ended(call)
+        if len(jobs) != len(batches):
+            raise ProgramError(call, f"{len(batches)} batches and {len(jobs)} jobs", "a job for each batch")
+        self._refuse_waits(call, jobs)
+        self._jobs += [attrs.evolve(job, after=_shifted(job.after, self._first)) for job in jobs]
         self._batches += batches
         return self._advance_to(*self._count())
 
     def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
-        """Take in all that is still to return; the state, and these outputs."""
+        """Take in all that is still to return; the state, which is the caller's from now on, and these outputs.
+
+        Raises:
+            ProgramError: the session was closed, or failed before.
+        """
+        self._refuse_ended("session.close()")
         ends = tuple(len(program.effects) for program in self._plan(None).programs) if self._jobs else self._done
         outputs = self._advance_to(ends, len(self._jobs))
+        self._ended = "it was closed, and its state is the caller's"
         return tuple(worker.state for worker in self._workers), outputs
 
-    def _relative(self, after: int | None) -> int | None:
-        return None if after is None or after < self._first else after - self._first
+    def _refuse_ended(self, call: str) -> None:
+        if self._ended:
+            raise ProgramError(call, f"a session that is over: {self._ended}", "pipelined.session(params, state) anew")
+
+    def _refuse_waits(self, call: str, jobs: Sequence[Job]) -> None:
+        """Raise ProgramError if a job runs after one that does not feed, or is not before it. All ranks are past what
+        lies before the jobs that are kept: who runs after one of those waits for nothing."""
+        kept = [*self._jobs, *jobs]
+        for index, job in enumerate(jobs, self.num_jobs):
+            after = job.after
+            if after is None or 0 <= after < self._first:
+                continue
+            if not (0 <= after < index and kept[after - self._first].feeds):
+                seen = f"job {index} runs after job {job.after}"
+                raise ProgramError(call, seen, "an earlier job of the session, whose output returns")
 
     def _count(self) -> tuple[tuple[int, ...], int]:
         return count_running(len(self._pipelined.stages), self._jobs, advances=True, buffers=self._pipelined._buffers)
@@ -273,9 +321,13 @@ class Session:
         """Perform each rank's effects up to `ends`; the jobs before `taken` are over then."""
         if ends != self._done:
             put_batches(self._workers, self._batches, self._first)
-            self._pipelined.transport.run(
-                self._plan(tuple(zip(self._done, ends, strict=True))), self._workers, self._mail
-            )
+            try:
+                self._pipelined.transport.run(
+                    self._plan(tuple(zip(self._done, ends, strict=True))), self._workers, self._mail
+                )
+            except BaseException as error:  # some ranks are further than others, and messages are left
+                self._ended = f"it failed ({described(error):.200})"
+                raise
         outputs = [(self._first + mb, self._workers[0].outputs.get(mb)) for mb in range(taken)]
         for worker in self._workers:
             worker.forget(taken)
@@ -356,8 +408,11 @@ def pipeline(
       run stage 1 [mb 0]
     """
     stages = _checked_stages("pipeline", stages)
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ProgramError(
-            f"pipeline(<{len(stages)} stages>, microbatches={microbatches!r})", "no number of parts", "an int >= 1"
-        )
+    call = f"pipeline(<{len(stages)} stages>, "
+    if not _is_number(microbatches, least=1):
+        raise ProgramError(f"{call}microbatches={microbatches!r})", "no number of parts", "an int >= 1")
+    if advance is not None and not callable(advance):
+        raise ProgramError(f"{call}advance={advance!r:.60})", "no function", "(state, batch, out) -> state, or None")
+    if not isinstance(schema, Schema | None):
+        _refuse_schema(call, schema)
     return Pipelined(stages, microbatches, advance, schema, transport or Local())

@@ -1,5 +1,6 @@
 """pipeline: its programs, its errors, and that it equals the composition of its stages."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ from weft.proofs.strategies import Function, stage_lists
 from weft.stages.module import from_module
 from weft.transforms.graphify import graphify
 from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.schedule import Job
+from weft.transforms.transports.local import Local
+from weft.transforms.transports.threads import Threads
 
 LAW = "a pipeline is its composition"
 
@@ -278,3 +282,68 @@ def test_programs_are_data_for_any_number_of_micro_batches() -> None:
     assert [len(p.effects) for p in made.programs(3)] == [6, 6]
     assert attrs.asdict(made.programs(1)[0], recurse=False)["rank"] == 0
     assert_equal(LAW, clone(made(PARAMS[:2], STATES[:2], torch.ones(2))[1]), torch.full((2,), 6.0))
+
+
+@pytest.mark.parametrize("make", [Local, Threads], ids=["local", "threads"])
+def test_a_stream_to_whose_ranks_nothing_returns_gives_all_outputs(make: Any) -> None:
+    step = pipeline([scale] * 2, transport=make())
+    batches = [torch.ones(2), 2 * torch.ones(2)]
+    for jobs in (None, [Job()] * 2, [Job(False)] * 2, [Job(), Job(False)]):
+        _, outs = step.stream(PARAMS[:2], STATES[:2], batches, jobs)
+        assert [out.tolist() for out in outs] == [[6.0, 6.0], [12.0, 12.0]]
+
+
+@donates("state")
+def sums(params: Any, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What it returns is its state, which the next micro-batch overwrites."""
+    state.add_(batch.sum())
+    return state, state.expand(len(batch))
+
+
+def passes_batch(params: Any, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+    return state, batch
+
+
+def passes_on(params: Any, state: Tensor, batch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    time.sleep(0.01)  # the first stage is micro-batches ahead
+    return state, x + 0
+
+
+@pytest.mark.parametrize("stages", [[sums, passes_on], [passes_batch, sums], [sums]], ids=["first", "last", "alone"])
+@pytest.mark.parametrize("make", [Local, Threads], ids=["local", "threads"])
+def test_what_a_stage_returns_of_a_donated_state_is_not_overwritten(make: Any, stages: list[Any]) -> None:
+    step = pipeline(stages, microbatches=4, transport=make())
+    _, out = step([None] * len(stages), [torch.zeros(()) for _ in stages], torch.arange(1.0, 9.0))
+    assert out.tolist() == [3.0, 3.0, 10.0, 10.0, 21.0, 21.0, 36.0, 36.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: pipeline(5), "pipeline(5)\n  saw: a int\n  instead: a list of stages: pipeline([stage])"),
+        (
+            lambda: pipeline([scale], microbatches=True),
+            "pipeline(<1 stages>, microbatches=True)\n  saw: no number of parts\n  instead: an int >= 1",
+        ),
+        (
+            lambda: pipeline([scale], advance=3),
+            "pipeline(<1 stages>, advance=3)\n  saw: no function\n  instead: (state, batch, out) -> state, or None",
+        ),
+        (
+            lambda: pipeline([scale], schema="[2] float32"),
+            "pipeline(<1 stages>, schema='[2] float32')\n  saw: a str\n  instead: Schema.parse('[2] float32')",
+        ),
+        (
+            lambda: pipeline([scale]).programs(-1),
+            "pipeline of 1 stages.programs(-1)\n  saw: no number of parts\n  instead: an int >= 0",
+        ),
+        (
+            lambda: pipeline([scale]).repeat(PARAMS[:1], STATES[:1], torch.ones(2), -1),
+            "pipeline of 1 stages.repeat(..., -1)\n  saw: no number of steps\n  instead: an int >= 0",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be(make: Any, text: str) -> None:
+    with pytest.raises(ProgramError) as error:
+        make()
+    assert str(error.value) == text

@@ -92,3 +92,58 @@ def test_a_pipeline_to_whose_ranks_nothing_returns_has_no_session() -> None:
     step = pipeline([lambda p, s, batch, x: (s, batch)] * 2)
     with pytest.raises(ProgramError, match="no advance, so that nothing returns"):
         step.session([None] * 2, [None] * 2)
+
+
+def counting(p: Any, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor | None) -> Any:
+    return s + 1, batch if x is None else x
+
+
+def kept(s: torch.Tensor, batch: Any, out: Any) -> torch.Tensor:
+    return s
+
+
+def zeros(count: int) -> list[torch.Tensor]:
+    return [torch.zeros(()) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "jobs", "seen"),
+    [
+        (2, [Job()], "2 batches and 1 jobs"),
+        (1, [Job(after=5)], "job 1 runs after job 5"),
+        (1, [Job(after=1)], "job 1 runs after job 1"),
+        (1, [Job(after=-1)], "job 1 runs after job -1"),
+        (2, [Job(False), Job(after=1)], "job 2 runs after job 1"),
+    ],
+)
+def test_jobs_that_cannot_be_are_refused_and_nothing_ran(batches: int, jobs: list[Job], seen: str) -> None:
+    session = pipeline([counting] * 2, advance=kept).session([None] * 2, zeros(2))
+    session.submit([torch.zeros(1)], [Job()])
+    with pytest.raises(ProgramError) as error:
+        session.submit([torch.ones(1)] * batches, jobs)
+    assert (error.value.call, error.value.seen) == (f"session.submit(<{batches} batches>, <{len(jobs)} jobs>)", seen)
+    session.submit([torch.full((1,), 2.0)], [Job(after=0)])
+    state, _ = session.close()
+    assert [float(s) for s in state] == [2.0, 2.0]
+
+
+def test_after_a_failure_a_session_is_over() -> None:
+    """The ranks before the one that failed have run the batch: to run it again would be another result."""
+
+    def fails(p: Any, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor) -> Any:
+        raise ValueError("planted")
+
+    session = pipeline([counting, fails], advance=kept).session([None] * 2, zeros(2))
+    with pytest.raises(ValueError, match="planted"):
+        session.submit([torch.ones(1)], [Job()])
+    for call in (lambda: session.submit([torch.ones(1)], [Job()]), session.close):
+        with pytest.raises(ProgramError, match=r"a session that is over: it failed .ValueError: planted"):
+            call()
+
+
+def test_a_session_that_was_closed_is_over() -> None:
+    session = pipeline([counting] * 2, advance=kept).session([None] * 2, zeros(2))
+    session.close()
+    for call in (lambda: session.submit([torch.ones(1)], [Job()]), session.close):
+        with pytest.raises(ProgramError, match="a session that is over: it was closed, and its state is the caller's"):
+            call()

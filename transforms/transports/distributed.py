@@ -3,6 +3,7 @@
 import itertools
 import os
 import pickle
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from weft.errors import DeviceError, ProgramError, RankError
-from weft.torchapi import rendezvous_store, root_store
+from weft.errors import CaptureError, DeviceError, ProgramError, RankError
+from weft.torchapi import in_func_transform, rendezvous_store, root_store
 from weft.transforms.transports.board import Board, Heart
 from weft.transforms.transports.gloo import GlooEnd
 from weft.transforms.transports.guard import Guard
@@ -71,6 +72,8 @@ class Distributed:
         self._guard = _make_guard(end, self.watch, Board(apart, self.rank, root_store(apart), _host()))
         self._close = weakref.finalize(self, _shut, end, self._guard, self.watch)
         self._shared = itertools.count()
+        self._busy = threading.Lock()
+        self._open: object = None  # the mail of a session that has messages under way
         self._connect(start)
 
     def _connect(self, timeout: float) -> None:
@@ -106,11 +109,29 @@ class Distributed:
         self.watch.board.write(f"{key}/{self.rank}", pickle.dumps(value))
         return [pickle.loads(self.watch.wait(f"{key}/{rank}", rank)) for rank in range(self.num_ranks)]
 
-    def mail(self, _: int, /) -> None:
-        return None
+    def mail(self, _: int, /) -> object:
+        return object()
 
-    def run(self, plan: Plan, workers: Sequence[Worker], _: None, /) -> None:
-        (worker,) = workers
+    def run(self, plan: Plan, workers: Sequence[Worker], mail: object, /) -> None:
+        call = f"pipeline(..., transport={self!r})"
+        if in_func_transform():
+            seen = "messages, which a transform of torch.func would take for constants"
+            raise CaptureError(f"{call} under a transform of torch.func", seen, "transport=Local()")
+        if self._open is not None and self._open is not mail:
+            seen = "messages under way of a session that was not closed, which this call would receive"
+            raise ProgramError(call, seen, "session.close() first, on every rank; or a transport for each")
+        if not self._busy.acquire(blocking=False):
+            seen = "a call while another one is under way, in another thread or around this one"
+            raise ProgramError(
+                call, seen, "one call after the other, in the same order on every rank; or a transport for each"
+            )
+        try:
+            self._run(plan, workers[0])
+            self._open = mail if plan.leaves else None
+        finally:
+            self._busy.release()
+
+    def _run(self, plan: Plan, worker: Worker) -> None:
         try:
             if isinstance(self._guard, Guard):
                 self._guard.check()

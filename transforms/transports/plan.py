@@ -9,7 +9,7 @@ import torch
 
 from weft import __version__
 from weft.effects import Fence, Program, listing
-from weft.transforms.checker import Step, check, interleave
+from weft.transforms.checker import Machine, Step, check, interleave
 
 
 @attrs.frozen(eq=False)
@@ -19,7 +19,7 @@ class Plan:
     Args:
         programs: of all ranks.
         buffers: results that a stage holds before it overwrites the oldest; None: each is a value of its own.
-        stages: the fingerprint of each stage's code.
+        stages: the fingerprint of each stage's code, and of `advance`'s.
         spans: the effects of each rank that are to be performed, from one to before another: those before were, and
             those behind will be; None: all.
     """
@@ -57,6 +57,13 @@ class Plan:
                 order.append(step)
             counts[step.rank] += 1
         return tuple(order)
+
+    @functools.cached_property
+    def leaves(self) -> bool:
+        """Whether messages are still under way when it has been performed, which a later run receives."""
+        machine = Machine(self.programs)
+        machine.place([self.span(rank)[1] for rank in range(len(self.programs))])
+        return any(machine.queues.values())
 
     @functools.cached_property
     def lends(self) -> bool:
