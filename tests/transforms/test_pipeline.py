@@ -317,6 +317,27 @@ def test_what_a_stage_returns_of_a_donated_state_is_not_overwritten(make: Any, s
     assert out.tolist() == [3.0, 3.0, 10.0, 10.0, 21.0, 21.0, 36.0, 36.0]
 
 
+def keeps_input(params: Any, state: Tensor, batch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x + state
+
+
+def returns_input(params: Any, state: Tensor, batch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return state, x
+
+
+@pytest.mark.parametrize("make", [Local, Threads], ids=["local", "threads"])
+def test_what_a_stage_keeps_or_returns_of_a_lent_input_is_its_own(make: Any) -> None:
+    """The lender overwrites it in the next call, with one micro-batch too, where no fence is in the programs."""
+    params, state = (torch.tensor(2.0), None), (torch.zeros(()), torch.zeros(2))
+    step = pipeline([graphify(scale, outputs="borrow"), returns_input], transport=make())
+    outs = [step(params, state, torch.full((2,), n))[1] for n in (1.0, 5.0)]
+    assert [out.tolist() for out in outs] == [[2.0, 2.0], [10.0, 10.0]]
+
+    step = pipeline([graphify(scale, outputs="borrow"), keeps_input], transport=make())
+    new, _ = step(params, state, torch.ones(2))
+    assert step(params, new, torch.full((2,), 10.0))[1].tolist() == [22.0, 22.0]
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

@@ -125,8 +125,8 @@ class ProcessLink:
         """A run begins, whose micro-batch 0 is the `first` of all runs that it goes on from."""
         self.plan = plan
         self._first = first
-        if plan.buffers is not None:  # what the run before sent last has no fence in this one
-            self.end.drain()
+        if plan.lends:  # what the run before sent last has no fence in this one
+            self._drain()
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
         tensors = [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
@@ -151,7 +151,12 @@ class ProcessLink:
         return layout.build(tensors)
 
     def fence(self, _: Fence, /) -> None:
-        self.end.drain()
+        self._drain()
+
+    def _drain(self) -> None:
+        """Wait for what stages sent. What returns is a copy (`Worker.keeps`), and may be received in a later run."""
+        if self.watch.rank < self.watch.num_ranks - 1:
+            self.end.drain()
 
     def _refuse_odd(self, effect: Send | Broadcast, tensor: Tensor) -> None:
         """Raise ProgramError for a tensor that is more than its bytes, or whose gradient would be lost."""

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from weft import __version__
-from weft.effects import Fence, Program, listing
+from weft.effects import Program, listing
 from weft.transforms.checker import Machine, Step, check, interleave
 
 
@@ -65,7 +65,8 @@ class Plan:
         machine.place([self.span(rank)[1] for rank in range(len(self.programs))])
         return any(machine.queues.values())
 
-    @functools.cached_property
+    @property
     def lends(self) -> bool:
-        """Whether results are lent, so that a receiver must copy them before its fence is passed."""
-        return any(isinstance(effect, Fence) for program in self.programs for effect in program.effects)
+        """Whether results are lent, so that a receiver must copy them: its stage may keep or return what it got, which
+        the sender overwrites."""
+        return self.buffers is not None

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,26 @@ def test_without_a_launcher_it_says_how_to_start() -> None:
         "Distributed()\n  saw: no RANK and WORLD_SIZE in the environment\n"
         "  instead: torchrun --nproc-per-node N script.py, or weft.transforms.launch(function, N)"
     )
+
+
+@pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("0", "0"), ("0", "two")])
+def test_a_place_that_cannot_be_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ProgramError) as error:
+        Distributed()
+    assert error.value.seen == f"RANK='{rank}', WORLD_SIZE='{size}' in the environment"
+    assert error.value.instead.startswith("0 <= RANK < WORLD_SIZE: torchrun")
+
+
+def test_an_environment_that_names_no_store_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ProgramError, match="MASTER_ADDR expected, but not set") as error:
+        Distributed(device="cpu")
+    assert error.value.call == "Distributed() on rank 0 of 1"
 
 
 @pytest.mark.parametrize(
@@ -441,7 +462,8 @@ def test_a_run_waits_for_what_the_one_before_sent_of_buffers_that_it_overwrites(
     programs = make_programs(2, [Job(feeds=False)], buffers=buffers)
     assert "fence" not in str(programs[0])
     end: Any = Draining()
-    ProcessLink(end, cast(Any, None), torch.device("cpu")).begin(Plan(programs, buffers), 1)
+    watch: Any = SimpleNamespace(rank=0, num_ranks=2)
+    ProcessLink(end, watch, torch.device("cpu")).begin(Plan(programs, buffers), 1)
     assert end.drained == drained
 
 
