@@ -20,10 +20,11 @@ from weft.transforms.memo import CacheInfo
 from weft.transforms.memory import MemoryAnalysis, MemoryEstimate
 from weft.transforms.microbatch import join, microbatch, split
 from weft.transforms.piecewise import piecewise
-from weft.transforms.pipeline import Pipelined, Session, compose, pipeline
+from weft.transforms.pipeline import Pipelined, compose, pipeline
 from weft.transforms.runner import Runner, make_runner, make_state
 from weft.transforms.scan import scan
 from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
+from weft.transforms.session import Session
 from weft.transforms.simulate import Costs, simulate
 from weft.transforms.timeline import Comparison, Timeline, compare
 from weft.transforms.transports import Transport

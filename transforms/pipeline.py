@@ -9,15 +9,23 @@ from weft.batch import Batch
 from weft.donation import donated_argnames
 from weft.effects import Program, Schema, listing
 from weft.errors import ProgramError
+from weft.torchapi import in_dispatch_mode
 from weft.transforms.microbatch import join, split
-from weft.transforms.pipeline_checks import check_entries, check_options, check_stages, refuse_transform
-from weft.transforms.schedule import Job, count_running, decode_jobs, jobs_for, make_programs
+from weft.transforms.parts import class_text, put_batches
+from weft.transforms.pipeline_checks import (
+    check_entries,
+    check_options,
+    check_stages,
+    is_number,
+    refuse_transform,
+)
+from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs
+from weft.transforms.session import Session, Spans
 from weft.transforms.transports import Transport
 from weft.transforms.transports.fingerprint import fingerprint
 from weft.transforms.transports.local import Local
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker, call_stage
-from weft.trees import find_descriptors, tree_map
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
@@ -78,8 +86,8 @@ class Pipelined:
         # A stage that lends its results overwrites them when it runs again.
         self._buffers = 1 if any(getattr(stage, "lends", False) for stage in self.stages) else None
         self._fingerprints = (
-            *(fingerprint(index, stage) for index, stage in enumerate(self.stages)),
-            "advance: none" if advance is None else fingerprint(None, advance),
+            *(fingerprint(f"stage {index}", stage) for index, stage in enumerate(self.stages)),
+            "advance: none" if advance is None else fingerprint("advance", advance),
         )
         self._plans: dict[Any, Plan] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
@@ -89,22 +97,20 @@ class Pipelined:
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
         """Each rank's program for so many micro-batches (None: the pipeline's own number), checked."""
         microbatches = self.microbatches if microbatches is None else microbatches
-        if not isinstance(microbatches, int) or microbatches < 1:
+        if not is_number(microbatches, least=1):
             raise ProgramError(f"{self.__name__}.programs({microbatches!r})", "no number of parts", "an int >= 1")
         return self._plan([Job(feeds=self._returns)] * microbatches, ()).programs
 
-    def _plan(
-        self, jobs: Sequence[Job], classes: Sequence[str], spans: tuple[tuple[int, int], ...] | None = None
-    ) -> Plan:
+    def _plan(self, jobs: Sequence[Job], classes: Sequence[str], spans: Spans | None = None) -> Plan:
         key = (tuple(jobs), tuple(classes), spans)
-        if key not in self._plans:
+        if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             advances = self._advance is not None
             made = make_programs(len(self.stages), jobs, schema=self._schema, advances=advances, buffers=self._buffers)
             programs = tuple(attrs.evolve(program, classes=tuple(classes)) for program in made)
-            self._plans[key] = Plan(programs, self._buffers, self._fingerprints, spans)
-        return self._plans[key]
+            plan = self._plans[key] = Plan(programs, self._buffers, self._fingerprints, spans)
+        return plan
 
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
         workers = self._workers(params, state)
@@ -141,6 +147,8 @@ class Pipelined:
             The new state, and the output of each step.
         """
         workers = self._workers(params, state)
+        if not is_number(length, least=0):
+            raise ProgramError(f"{self.__name__}.repeat(..., {length!r})", "no number of steps", "an int >= 0")
         cohorts = split(batch, self.microbatches)
         jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
         if self._advance is None:
@@ -160,20 +168,22 @@ class Pipelined:
         plan = self._plan(jobs, [class_text(batch) for batch in batches])
         put_batches(workers, batches)
         self.transport.run(plan, workers, self.transport.mail(len(self.stages)))
-        returned = workers[0].outputs if self._returns else workers[-1].results
+        returned = workers[0].outputs if self._returns else workers[-1].results | workers[-1].outputs
         return tuple(worker.state for worker in workers), [returned.get(mb) for mb in range(len(batches))]
 
     def _workers(self, params: Sequence[Any], state: Sequence[Any]) -> list[Worker]:
         check_entries("pipeline", len(self.stages), self._ranks, params, state)
         refuse_transform(self.transport)
         last = len(self.stages) - 1
-        keeps = getattr(self.stages[last], "lends", False)
+        keeps, traced = getattr(self.stages[last], "lends", False), in_dispatch_mode()
+        # What a graphified stage returns is a copy of its own, unless it only becomes part of a graph around it.
+        shares = [bool(self.__weft_donates__) and (traced or not hasattr(stage, "lends")) for stage in self.stages]
         return [
-            Worker(rank, self.stages[rank], p, s, self._advance, (), keeps and rank == last)
+            Worker(rank, self.stages[rank], p, s, self._advance, (), keeps and rank == last, shares[rank])
             for rank, p, s in zip(self._ranks, params, state, strict=True)
         ]
 
-    def session(self, params: Sequence[Any], state: Sequence[Any]) -> "Session":
+    def session(self, params: Sequence[Any], state: Sequence[Any]) -> Session:
         """A stream without an end: batches are submitted some at a time, and stages overlap across submissions.
 
         Args:
@@ -185,145 +195,14 @@ class Pipelined:
         if self._advance is None:
             call = f"{self.__name__}.session(params, state)"
             raise ProgramError(call, "no advance, so that nothing returns", "pipeline(stages, advance=...)")
-        return Session(self, self._workers(params, state))
+        workers = self._workers(params, state)
+        return Session(len(self.stages), self.transport, workers, self._plan, self._buffers)
 
     def __str__(self) -> str:
         return listing(self.programs())
 
     def __repr__(self) -> str:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
-
-
-class Session:
-    """A pipeline under way. Made by `Pipelined.session`.
-
-    What returns from the last stage is taken in where the schedule has it, which may be some submissions later: then it
-    is among what `submit` returns. Every rank gets the same from the same call.
-
-    >>> stages = [lambda p, s, batch, x: (s, 10 * batch), lambda p, s, batch, x: (s, x + s)]
-    >>> session = pipeline(stages, advance=lambda s, batch, out: s + 1).session((None, None), (0, 0))
-    >>> outputs = session.submit([1], [Job()]) + session.submit([2, 3], [Job(after=0), Job(after=0)])
-    >>> state, rest = session.close()
-    >>> state, outputs + rest
-    ((3, 3), [(0, 10), (1, 21), (2, 32)])
-    """
-
-    def __init__(self, pipelined: Pipelined, workers: Sequence[Worker]) -> None:
-        self._pipelined = pipelined
-        self._workers = workers
-        self._mail = pipelined.transport.mail(len(pipelined.stages))
-        self._jobs: list[Job] = []  # those from `_first` on: what some rank is to take in, and all behind it
-        self._batches: list[Any] = []
-        self._first = 0
-        self._done = (0,) * len(pipelined.stages)  # effects performed, of the programs of `_jobs`
-        self._closed = False
-
-    @property
-    def num_jobs(self) -> int:
-        """Batches submitted so far."""
-        return self._first + len(self._jobs)
-
-    def submit(self, batches: Sequence[Any], jobs: Sequence[Job]) -> list[tuple[int, Any]]:
-        """Run batches, behind all that were submitted before.
-
-        Args:
-            batches: in order.
-            jobs: one a batch; `after` counts from the first job of the session.
-
-        Returns:
-            The number of each job whose output all ranks have taken in by now, and had not before, and the output; of
-            jobs that do not feed, None.
-
-        Raises:
-            ProgramError: a job that runs after one that does not feed, or is not before it; other than a job a batch; a
-                session that was closed. The session is as it was before.
-        """
-        self._check(batches, jobs)
-        self._jobs += [attrs.evolve(job, after=self._relative(job.after)) for job in jobs]
-        self._batches += batches
-        return self._advance_to(*self._count())
-
-    def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
-        """Take in all that is still to return; the state, and these outputs. The session is over."""
-        self._refuse_closed("close()")
-        self._closed = True
-        ends = tuple(len(program.effects) for program in self._plan(None).programs) if self._jobs else self._done
-        outputs = self._advance_to(ends, len(self._jobs))
-        return tuple(worker.state for worker in self._workers), outputs
-
-    def _refuse_closed(self, call: str) -> None:
-        if self._closed:
-            raise ProgramError(f"session.{call}", "a session that was closed", "pipeline(...).session(params, state)")
-
-    def _check(self, batches: Sequence[Any], jobs: Sequence[Job]) -> None:
-        """Raise ProgramError if these cannot be submitted."""
-        self._refuse_closed("submit(batches, jobs)")
-        call = f"session.submit(<a {type(batches).__name__}>, <a {type(jobs).__name__}>)"
-        if not isinstance(batches, list | tuple) or not isinstance(jobs, list | tuple):
-            raise ProgramError(call, "no list of batches, or none of jobs", "submit([batch, ...], [Job(...), ...])")
-        if len(batches) != len(jobs) or not all(isinstance(job, Job) for job in jobs):
-            raise ProgramError(call, f"{len(batches)} batches and the jobs {jobs!r:.60}", "a Job for each batch")
-        feeds = [job.feeds for job in (*self._jobs, *jobs)]
-        for index, job in enumerate(jobs, self.num_jobs):
-            after = job.after
-            if after is not None and not (0 <= after < index and (after < self._first or feeds[after - self._first])):
-                raise ProgramError(call, f"job {index} runs after job {after}", "an earlier job, whose output returns")
-
-    def _relative(self, after: int | None) -> int | None:
-        return None if after is None or after < self._first else after - self._first
-
-    def _count(self) -> tuple[tuple[int, ...], int]:
-        return count_running(len(self._pipelined.stages), self._jobs, advances=True, buffers=self._pipelined._buffers)
-
-    def _plan(self, spans: tuple[tuple[int, int], ...] | None) -> Plan:
-        return self._pipelined._plan(self._jobs, [class_text(batch) for batch in self._batches], spans)
-
-    def _advance_to(self, ends: tuple[int, ...], taken: int) -> list[tuple[int, Any]]:
-        """Perform each rank's effects up to `ends`; the jobs before `taken` are over then."""
-        if ends != self._done:
-            put_batches(self._workers, self._batches, self._first)
-            self._pipelined.transport.run(
-                self._plan(tuple(zip(self._done, ends, strict=True))), self._workers, self._mail
-            )
-        outputs = [(self._first + mb, self._workers[0].outputs.get(mb)) for mb in range(taken)]
-        for worker in self._workers:
-            worker.forget(taken)
-        self._jobs = [attrs.evolve(j, after=_shifted(j.after, taken)) for j in self._jobs[taken:]]
-        self._batches = self._batches[taken:]
-        self._first += taken
-        self._done = self._count()[0]
-        return outputs
-
-
-def _shifted(after: int | None, by: int) -> int | None:
-    return None if after is None or after < by else after - by
-
-
-def put_batches(workers: Sequence[Worker], batches: Sequence[Any], first: int = 0) -> None:
-    """Give workers the micro-batches of a run: to those behind the first stage not what only that one takes."""
-    later = [after_first(batch) for batch in batches]
-    for worker in workers:
-        worker.batches, worker.first = (later if worker.rank else batches), first
-
-
-def after_first(tree: Any) -> Any:
-    """What stages behind the first one get of a batch, or of what holds one: not what only the first takes."""
-    return tree_map(
-        lambda x: x.after_first() if isinstance(x, Batch) else x, tree, is_leaf=lambda x: isinstance(x, Batch)
-    )
-
-
-def class_of(batch: Any) -> Any:
-    """What all ranks must agree on of a batch: its descriptor, or of plain tensors the schema."""
-    found = find_descriptors(batch)
-    return found[0] if found else Schema.of(batch)
-
-
-def class_text(batch: Any) -> str:
-    """What all ranks must agree on of a batch (or of work that holds one as `batch`), and what the layout of its
-    messages follows from: its class, and whether it has targets, whose logprobs come back."""
-    targets = getattr(getattr(batch, "batch", batch), "targets", None)
-    return f"{class_of(batch)}{'' if targets is None else ', with targets'}"
 
 
 def pipeline(

@@ -54,10 +54,15 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
+def is_number(value: Any, least: int) -> bool:
+    """Whether it is a whole number, and not too small."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any) -> None:
     """Raise ProgramError for what `pipeline` cannot take besides its stages."""
     call = f"pipeline(<{num_stages} stages>, "
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+    if not is_number(microbatches, least=1):
         raise ProgramError(f"{call}microbatches={microbatches!r})", "no number of parts", "an int >= 1")
     if advance is not None and not callable(advance):
         instead = "a function (state, batch, out) -> state; for a weft.Batch, weft.advance"

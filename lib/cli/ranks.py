@@ -102,7 +102,10 @@ def check_stages(place: Place, num_layers: int) -> None:
 
 def _world() -> int:
     """The number of torchrun's processes; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    text = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+    if not text.isdecimal():
+        raise ProgramError("weft", f"WORLD_SIZE={text!r} in the environment", "torchrun's number, or unset RANK")
+    return int(text)
 
 
 def _as_rank(fn: Callable[[Here, *Ts], T], place: Place, *args: *Ts) -> T:

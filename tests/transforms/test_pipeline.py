@@ -1,6 +1,7 @@
 """pipeline: its programs, its errors, and that it equals the composition of its stages."""
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from weft.proofs.strategies import Function, stage_lists
 from weft.stages.module import from_module
 from weft.transforms.graphify import graphify
 from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.schedule import Job
+from weft.transforms.transports.local import Local
 from weft.transforms.transports.threads import Threads
 
 LAW = "a pipeline is its composition"
@@ -349,3 +352,63 @@ def test_stages_of_which_python_knows_no_signature_are_taken() -> None:
 class Callable4:
     def __call__(self, *args: Any) -> Any:
         return scale(*args)
+
+
+@pytest.mark.parametrize("make", [Local, Threads], ids=["local", "threads"])
+def test_a_stream_to_whose_ranks_nothing_returns_gives_all_outputs(make: Any) -> None:
+    step = pipeline([scale] * 2, transport=make())
+    batches = [torch.ones(2), 2 * torch.ones(2)]
+    for jobs in (None, [Job()] * 2, [Job(False)] * 2, [Job(), Job(False)]):
+        _, outs = step.stream(PARAMS[:2], STATES[:2], batches, jobs)
+        assert [out.tolist() for out in outs] == [[6.0, 6.0], [12.0, 12.0]]
+
+
+@donates("state")
+def sums(params: Any, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What it returns is its state, which the next micro-batch overwrites."""
+    state.add_(batch.sum())
+    return state, state.expand(len(batch))
+
+
+def passes_batch(params: Any, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+    return state, batch
+
+
+def passes_on(params: Any, state: Tensor, batch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    time.sleep(0.01)  # the first stage is micro-batches ahead
+    return state, x + 0
+
+
+@pytest.mark.parametrize("stages", [[sums, passes_on], [passes_batch, sums], [sums]], ids=["first", "last", "alone"])
+@pytest.mark.parametrize("make", [Local, Threads], ids=["local", "threads"])
+def test_what_a_stage_returns_of_a_donated_state_is_not_overwritten(make: Any, stages: list[Any]) -> None:
+    step = pipeline(stages, microbatches=4, transport=make())
+    _, out = step([None] * len(stages), [torch.zeros(()) for _ in stages], torch.arange(1.0, 9.0))
+    assert out.tolist() == [3.0, 3.0, 10.0, 10.0, 21.0, 21.0, 36.0, 36.0]
+
+
+def keeps_input(params: Any, state: Tensor, batch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x + state
+
+
+def returns_input(params: Any, state: Tensor, batch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return state, x
+
+
+@pytest.mark.parametrize("make", [Local, Threads], ids=["local", "threads"])
+def test_what_a_stage_keeps_or_returns_of_a_lent_input_is_its_own(make: Any) -> None:
+    """The lender overwrites it in the next call, with one micro-batch too, where no fence is in the programs."""
+    params, state = (torch.tensor(2.0), None), (torch.zeros(()), torch.zeros(2))
+    step = pipeline([graphify(scale, outputs="borrow"), returns_input], transport=make())
+    outs = [step(params, state, torch.full((2,), n))[1] for n in (1.0, 5.0)]
+    assert [out.tolist() for out in outs] == [[2.0, 2.0], [10.0, 10.0]]
+
+    step = pipeline([graphify(scale, outputs="borrow"), keeps_input], transport=make())
+    new, _ = step(params, state, torch.ones(2))
+    assert step(params, new, torch.full((2,), 10.0))[1].tolist() == [22.0, 22.0]
+
+
+def test_a_number_of_steps_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ProgramError) as error:
+        pipeline([scale]).repeat(PARAMS[:1], STATES[:1], torch.ones(2), -1)
+    assert error.value.call == "pipeline of 1 stages.repeat(..., -1)"

@@ -94,42 +94,57 @@ def test_a_pipeline_to_whose_ranks_nothing_returns_has_no_session() -> None:
         step.session([None] * 2, [None] * 2)
 
 
-def open_session() -> Any:
-    step = pipeline([lambda p, s, batch, x: (s, batch if x is None else x)] * 2, advance=lambda s, batch, out: s + 1)
-    return step.session([None] * 2, [0, 0])
+def counting(p: Any, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor | None) -> Any:
+    return s + 1, batch if x is None else x
+
+
+def kept(s: torch.Tensor, batch: Any, out: Any) -> torch.Tensor:
+    return s
+
+
+def zeros(count: int) -> list[torch.Tensor]:
+    return [torch.zeros(()) for _ in range(count)]
 
 
 @pytest.mark.parametrize(
     ("batches", "jobs", "seen"),
     [
-        (torch.ones(3), [Job()], "no list of batches, or none of jobs"),
-        ([torch.ones(3)], Job(), "no list of batches, or none of jobs"),
-        ([torch.ones(3)] * 2, [Job()], "2 batches and the jobs [Job(feeds=True, after=None)]"),
-        ([torch.ones(3)], [0], "1 batches and the jobs [0]"),
-        ([torch.ones(3)], [Job(after=7)], "job 2 runs after job 7"),
-        ([torch.ones(3)], [Job(after=2)], "job 2 runs after job 2"),
-        ([torch.ones(3)], [Job(after=-1)], "job 2 runs after job -1"),
-        ([torch.ones(3)], [Job(after=1)], "job 2 runs after job 1"),
+        (2, [Job()], "2 batches and the jobs [Job(feeds=True, after=None)]"),
+        (1, [0], "1 batches and the jobs [0]"),
+        (1, [Job(after=5)], "job 1 runs after job 5"),
+        (1, [Job(after=1)], "job 1 runs after job 1"),
+        (1, [Job(after=-1)], "job 1 runs after job -1"),
+        (2, [Job(False), Job(after=1)], "job 2 runs after job 1"),
     ],
 )
-def test_what_cannot_be_submitted_leaves_the_session_as_it_was(batches: Any, jobs: Any, seen: str) -> None:
-    session = open_session()
-    before = session.submit([torch.ones(1), torch.ones(2)], [Job(), Job(feeds=False)])
+def test_jobs_that_cannot_be_are_refused_and_nothing_ran(batches: int, jobs: list[Job], seen: str) -> None:
+    session = pipeline([counting] * 2, advance=kept).session([None] * 2, zeros(2))
+    session.submit([torch.zeros(1)], [Job()])
     with pytest.raises(ProgramError) as error:
-        session.submit(batches, jobs)
-    assert error.value.seen == seen
-    after = session.submit([torch.ones(3)], [Job(after=0)])
-    state, rest = session.close()
-    assert state == (3, 3)
-    outs = dict([*before, *after, *rest])
-    assert outs[1] is None
-    assert [int(outs[number].sum()) for number in (0, 2)] == [1, 3]
+        session.submit([torch.ones(1)] * batches, jobs)
+    assert (error.value.call, error.value.seen) == (f"session.submit(<{batches} batches>, <{len(jobs)} jobs>)", seen)
+    session.submit([torch.full((1,), 2.0)], [Job(after=0)])
+    state, _ = session.close()
+    assert [float(s) for s in state] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("call", [lambda s: s.submit([torch.ones(1)], [Job()]), lambda s: s.close()])
-def test_a_closed_session_takes_nothing(call: Any) -> None:
-    session = open_session()
-    session.submit([torch.ones(1)], [Job()])
+def test_after_a_failure_a_session_is_over() -> None:
+    """The ranks before the one that failed have run the batch: to run it again would be another result."""
+
+    def fails(p: Any, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor) -> Any:
+        raise ValueError("planted")
+
+    session = pipeline([counting, fails], advance=kept).session([None] * 2, zeros(2))
+    with pytest.raises(ValueError, match="planted"):
+        session.submit([torch.ones(1)], [Job()])
+    for call in (lambda: session.submit([torch.ones(1)], [Job()]), session.close):
+        with pytest.raises(ProgramError, match=r"a session that is over: it failed .ValueError: planted"):
+            call()
+
+
+def test_a_session_that_was_closed_is_over() -> None:
+    session = pipeline([counting] * 2, advance=kept).session([None] * 2, zeros(2))
     session.close()
-    with pytest.raises(ProgramError, match="a session that was closed"):
-        call(session)
+    for call in (lambda: session.submit([torch.ones(1)], [Job()]), session.close):
+        with pytest.raises(ProgramError, match="a session that is over: it was closed, and its state is the caller's"):
+            call()

@@ -3,6 +3,7 @@
 import itertools
 import os
 import pickle
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 
 from weft.errors import DeviceError, ProgramError, RankError
 from weft.torchapi import rendezvous_store, root_store
-from weft.transforms.transports.board import Board, Heart
+from weft.transforms.transports.board import START, Board, Heart
 from weft.transforms.transports.gloo import GlooEnd
 from weft.transforms.transports.guard import Guard
 from weft.transforms.transports.meeting import attend, gather
@@ -28,6 +29,7 @@ _START = 30.0
 """Seconds that the processes have, at least, to find each other."""
 _PAUSE = 2e-5
 """Seconds between two looks at an event by a host that waits for it."""
+_LAUNCHERS = "torchrun --nproc-per-node N script.py, or weft.transforms.launch(function, N)"
 
 
 class Distributed:
@@ -63,7 +65,7 @@ class Distributed:
         self.timeout = timeout
         _check(self.backend, self.device)
         start = max(timeout, _START)
-        store = rendezvous_store(self.rank, self.num_ranks, start)
+        store = _find_store(self.rank, self.num_ranks, start)
         self.watch = Watch(Board(store, self.rank, root_store(store), _host()), self.num_ranks, timeout)
         end = _make_end(self.backend, self.watch, self.device)
         self._link = ProcessLink(end, self.watch, self.device)
@@ -71,6 +73,8 @@ class Distributed:
         self._guard = _make_guard(end, self.watch, Board(apart, self.rank, root_store(apart), _host()))
         self._close = weakref.finalize(self, _shut, end, self._guard, self.watch)
         self._shared = itertools.count()
+        self._busy = threading.Lock()
+        self._open: object = None  # the mail of a session that has messages under way
         self._connect(start)
 
     def _connect(self, timeout: float) -> None:
@@ -106,11 +110,26 @@ class Distributed:
         self.watch.board.write(f"{key}/{self.rank}", pickle.dumps(value))
         return [pickle.loads(self.watch.wait(f"{key}/{rank}", rank)) for rank in range(self.num_ranks)]
 
-    def mail(self, _: int, /) -> None:
-        return None
+    def mail(self, _: int, /) -> object:
+        return object()
 
-    def run(self, plan: Plan, workers: Sequence[Worker], _: None, /) -> None:
-        (worker,) = workers
+    def run(self, plan: Plan, workers: Sequence[Worker], mail: object, /) -> None:
+        call = f"pipeline(..., transport={self!r})"
+        if self._open is not None and self._open is not mail:
+            seen = "messages under way of a session that was not closed, which this call would receive"
+            raise ProgramError(call, seen, "session.close() first, on every rank; or a transport for each")
+        if not self._busy.acquire(blocking=False):
+            seen = "a call while another one is under way, in another thread or around this one"
+            raise ProgramError(
+                call, seen, "one call after the other, in the same order on every rank; or a transport for each"
+            )
+        try:
+            self._run(plan, workers[0])
+            self._open = mail if plan.leaves else None
+        finally:
+            self._busy.release()
+
+    def _run(self, plan: Plan, worker: Worker) -> None:
         try:
             if isinstance(self._guard, Guard):
                 self._guard.check()
@@ -161,15 +180,35 @@ class Distributed:
 
 
 def _place() -> tuple[int, int]:
-    """This process's rank, and of how many."""
+    """This process's rank, and of how many.
+
+    Raises:
+        ProgramError: not under a launcher, or its variables cannot be.
+    """
+    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if len(found) < 2:
+        raise ProgramError("Distributed()", "no RANK and WORLD_SIZE in the environment", _LAUNCHERS)
+    if not all(text.isdecimal() for text in found.values()) or not int(found["RANK"]) < int(found["WORLD_SIZE"]):
+        seen = ", ".join(f"{name}={text!r}" for name, text in found.items())
+        raise ProgramError("Distributed()", f"{seen} in the environment", f"0 <= RANK < WORLD_SIZE: {_LAUNCHERS}")
+    return int(found["RANK"]), int(found["WORLD_SIZE"])
+
+
+def _find_store(rank: int, num_ranks: int, timeout: float) -> Any:
+    """The store that the ranks share.
+
+    Raises:
+        ProgramError: the environment does not say where.
+        RankError: there is none.
+    """
+    call = f"Distributed() on rank {rank} of {num_ranks}"
     try:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError):
-        raise ProgramError(
-            "Distributed()",
-            "no RANK and WORLD_SIZE in the environment",
-            "torchrun --nproc-per-node N script.py, or weft.transforms.launch(function, N)",
-        ) from None
+        return rendezvous_store(rank, num_ranks, timeout)
+    except ValueError as error:
+        raise ProgramError(call, str(error).splitlines()[0], _LAUNCHERS) from error
+    except RuntimeError as error:
+        cause = f"the store of the run was not found ({str(error).splitlines()[0]:.120})"
+        raise RankError(call, cause, "look whether rank 0, or its launcher, has started", 0, START, cause) from error
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -67,10 +67,11 @@ class Exchange:
         return value
 
     def drained(self, step: Step) -> None:
-        """Wait until all that the rank sent of a micro-batch was received."""
+        """Wait until all that the rank sent of a micro-batch was received: of what stages send, for what returns is a
+        copy (`Worker.keeps`), and may be received in a later run."""
         mb = self._first + step.effect.microbatch
         with self._changed:
-            for edge in [edge for edge in self._edges if edge.source == step.rank]:
+            for edge in [e for e in self._edges if e.source == step.rank and e.carries == "stages"]:
                 queue = self._edges[edge]
                 self._wait(step, partial(_holds_none, queue, mb), edge.to)
 

@@ -9,6 +9,18 @@ from weft.errors import RankError
 from weft.transforms.checker import Machine, takes
 
 
+def described(error: BaseException) -> str:
+    """An error in words; one whose own words fail says at least what it is.
+
+    >>> described(ValueError("no such row"))
+    'ValueError: no such row'
+    """
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as worse:
+        return f"{type(error).__name__}, which cannot be printed ({type(worse).__name__})"
+
+
 @attrs.frozen(eq=False)
 class Failure:
     """The first thing that went wrong in a run.

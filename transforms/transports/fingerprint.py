@@ -1,4 +1,4 @@
-"""Fingerprints: what ranks compare of their stages' code, before the first tensor moves."""
+"""Fingerprints: what ranks compare of their stages' and `advance`'s code, before the first tensor moves."""
 
 import dis
 import functools
@@ -17,9 +17,9 @@ _KNOWN = {*sys.stdlib_module_names, "torch"}
 """Packages whose version stands for their code."""
 
 
-def fingerprint(index: int | None, fn: Callable[..., Any]) -> str:
-    """A stage (`index` None: what advances) in one line: its name, and a hash of its code: of the functions that it
-    calls by their names too, and of the plain values among what it closes over, its defaults, and the constants (of
+def fingerprint(role: str, fn: Callable[..., Any]) -> str:
+    """A function of a pipeline in one line: what it is there, its name, and a hash of its code: of the functions that
+    it calls by their names too, and of the plain values among what it closes over, its defaults, and the constants (of
     UPPER_CASE names) of its module.
 
     Tensors, devices and variables of a module may differ from rank to rank, and are not in it.
@@ -27,8 +27,7 @@ def fingerprint(index: int | None, fn: Callable[..., Any]) -> str:
     found = hashlib.blake2b(digest_size=6)
     for part in _parts(fn, set()):
         found.update(f"{part};".encode())
-    what = "advance" if index is None else f"stage {index}"
-    return f"{what}: {getattr(fn, '__name__', type(fn).__name__)} {found.hexdigest()}"
+    return f"{role}: {getattr(fn, '__name__', type(fn).__name__)} {found.hexdigest()}"
 
 
 def _parts(value: Any, seen: set[int]) -> Iterator[str]:

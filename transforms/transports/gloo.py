@@ -30,7 +30,7 @@ class GlooEnd:
         self._group = process_group("gloo", "gloo", watch.board.store, watch.rank, watch.num_ranks, timeout)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
-        if len(self._under_way[peer]) >= CAPACITY:
+        if len(self._under_way[peer]) >= self._capacity(peer):
             self._wait(self._under_way[peer].popleft()[0], peer)
         parts = torch.tensor([self._sent[peer], tag]), torch.cat([_bytes(tensor) for tensor in tensors])
         try:
@@ -39,6 +39,11 @@ class GlooEnd:
             raise self.watch.closed(peer, error) from error
         self._sent[peer] += 1
         self._under_way[peer].append((works, parts))
+
+    def _capacity(self, peer: int) -> int:
+        """Messages that may be under way to a rank. Of what returns as many as that rank may run ahead of, and one: it
+        may take them in in a later run, and agree with this rank before it does."""
+        return CAPACITY if peer > self.watch.rank else self.watch.num_ranks + CAPACITY
 
     def drain(self) -> None:
         """Nothing to wait for: what is under way are copies."""

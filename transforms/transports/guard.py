@@ -17,7 +17,7 @@ import attrs
 
 from weft.errors import RankError
 from weft.transforms.transports.board import Position, Pulse
-from weft.transforms.transports.failures import Failure
+from weft.transforms.transports.failures import Failure, described
 from weft.transforms.transports.messages import DeviceEnd, Marked
 from weft.transforms.transports.watch import Watch
 
@@ -49,7 +49,7 @@ class Call:
 
 def end_process(error: RankError) -> None:
     """The last resort, where the host or the device cannot be reached: say why, and end."""
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    print(described(error), file=sys.stderr, flush=True)
     os._exit(1)
 
 

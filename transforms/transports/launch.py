@@ -20,7 +20,7 @@ import attrs
 from weft.errors import ProgramError, RankError
 from weft.torchapi import host_store
 from weft.transforms.transports.board import Exit, Store, note_exit
-from weft.transforms.transports.failures import Failure
+from weft.transforms.transports.failures import Failure, described
 
 HOST = "127.0.0.1"
 _GRACE = 5.0
@@ -145,7 +145,7 @@ def _pickled_error(error: BaseException) -> bytes:
         message = pickle.dumps(Ended(error=error, text=text))
         pickle.loads(message)
     except Exception:  # an error that cannot travel: its words can
-        return pickle.dumps(Ended(error=RuntimeError(f"{type(error).__name__}: {error}"), text=text))
+        return pickle.dumps(Ended(error=RuntimeError(described(error)), text=text))
     return message
 
 
@@ -182,7 +182,7 @@ def _read(pipe: Connection, process: BaseProcess) -> Ended:
 def _exit(ended: Ended) -> Exit:
     """What the other ranks are told."""
     if ended.error is not None:
-        return Exit(False, f"it raised {type(ended.error).__name__}: {ended.error}")
+        return Exit(False, f"it raised {described(ended.error)}")
     return Exit(False, ended.exit) if ended.exit else Exit(True, "its function returned")
 
 

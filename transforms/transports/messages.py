@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.alike import alike
 from weft.effects import Broadcast, Fence, Recv, Schema, Send
 from weft.errors import ProgramError
 from weft.ops import transfer
@@ -27,9 +28,9 @@ class Told:
 
 @attrs.frozen
 class Constant:
-    """A leaf that is no tensor, and travels with the layout."""
+    """A leaf that is no tensor, and travels with the layout. Unlike values differ though they be equal: 1 and True."""
 
-    value: Any
+    value: Any = attrs.field(eq=alike)
 
 
 @attrs.frozen
@@ -65,7 +66,10 @@ class Layout:
         return tree_unflatten(leaves, self.structure)
 
     def __str__(self) -> str:
-        return f"{self.schema}, of shapes {[told.shape for told in self.tensors()]}"
+        values = [leaf.value for leaf in self.leaves if isinstance(leaf, Constant) and leaf.value is not None]
+        return (
+            f"{self.schema}, of shapes {[told.shape for told in self.tensors()]}{f', beside {values}' * bool(values)}"
+        )
 
 
 def _rebuilt(value: Any, schema: Schema) -> Layout:
@@ -121,9 +125,14 @@ class ProcessLink:
         """A run begins, whose micro-batch 0 is the `first` of all runs that it goes on from."""
         self.plan = plan
         self._first = first
+        if plan.lends:  # what the run before sent last has no fence in this one
+            self._drain()
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
-        leaves = [x.contiguous() for x in tree_flatten(value)[0] if isinstance(x, Tensor) and x.numel()]
+        tensors = [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+        for tensor in tensors:
+            self._refuse_odd(effect, tensor)
+        leaves = [dense(x) for x in tensors if x.numel()]
         key = self._key(effect, self.watch.rank)
         self._publish(effect, key, Layout.of(value))
         for edge in puts(Step(self.watch.rank, effect), self.watch.num_ranks):
@@ -142,7 +151,26 @@ class ProcessLink:
         return layout.build(tensors)
 
     def fence(self, _: Fence, /) -> None:
-        self.end.drain()
+        self._drain()
+
+    def _drain(self) -> None:
+        """Wait for what stages sent. What returns is a copy (`Worker.keeps`), and may be received in a later run."""
+        if self.watch.rank < self.watch.num_ranks - 1:
+            self.end.drain()
+
+    def _refuse_odd(self, effect: Send | Broadcast, tensor: Tensor) -> None:
+        """Raise ProgramError for a tensor that is more than its bytes, or whose gradient would be lost."""
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else tensor.layout
+            seen, instead = f"a tensor that is {kind}".replace("torch.", ""), "return plain tensors from the stage"
+        elif tensor.device.type != self.device.type:
+            seen, instead = f"a tensor on '{tensor.device}'", f"return tensors on '{self.device}' from the stage"
+        elif tensor.requires_grad and torch.is_grad_enabled():
+            seen = "a tensor that requires grad, which does not come back from another process"
+            instead = "torch.no_grad() around the call, or detach() in the stage; for gradients transport=Local()"
+        else:
+            return
+        raise ProgramError(f"rank {self.watch.rank}: '{effect}'", seen, instead)
 
     def _key(self, effect: Send | Recv | Broadcast, source: int) -> str:
         """The name of a message's layout: the same for all of the same class from the same place of a pipeline."""
@@ -160,8 +188,16 @@ class ProcessLink:
             raise ProgramError(
                 f"rank {self.watch.rank}: '{effect}'",
                 f"{layout}, where for the same class of batch it sent {known}",
-                "shapes that follow from the batch's class alone",
+                "shapes that follow from the batch's class alone"
+                if known.tensors() != layout.tensors()
+                else "what is no tensor by the batch's class alone, or else as a tensor",
             )
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A tensor as its bytes lie in memory, one behind the other: what torch left for later is done."""
+    found = tensor.resolve_conj().resolve_neg().contiguous()
+    return found.as_strided((1,), (1,)) if found.numel() == 1 else found  # one value may have any stride
 
 
 def _tag(key: str, microbatch: int) -> int:

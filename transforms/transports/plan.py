@@ -8,8 +8,8 @@ import attrs
 import torch
 
 from weft import __version__
-from weft.effects import Fence, Program, listing
-from weft.transforms.checker import Step, check, interleave
+from weft.effects import Program, listing
+from weft.transforms.checker import Machine, Step, check, interleave
 
 
 @attrs.frozen(eq=False)
@@ -19,7 +19,7 @@ class Plan:
     Args:
         programs: of all ranks.
         buffers: results that a stage holds before it overwrites the oldest; None: each is a value of its own.
-        stages: the fingerprint of each stage's code, and of what advances.
+        stages: the fingerprint of each stage's code, and of `advance`'s.
         spans: the effects of each rank that are to be performed, from one to before another: those before were, and
             those behind will be; None: all.
     """
@@ -59,6 +59,14 @@ class Plan:
         return tuple(order)
 
     @functools.cached_property
+    def leaves(self) -> bool:
+        """Whether messages are still under way when it has been performed, which a later run receives."""
+        machine = Machine(self.programs)
+        machine.place([self.span(rank)[1] for rank in range(len(self.programs))])
+        return any(machine.queues.values())
+
+    @property
     def lends(self) -> bool:
-        """Whether results are lent, so that a receiver must copy them before its fence is passed."""
-        return any(isinstance(effect, Fence) for program in self.programs for effect in program.effects)
+        """Whether results are lent, so that a receiver must copy them: its stage may keep or return what it got, which
+        the sender overwrites."""
+        return self.buffers is not None

@@ -3,8 +3,7 @@
 import contextvars
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from weft.effects import Broadcast, Fence, Recv, Send
-from weft.errors import CaptureError, ProgramError, RankError
-from weft.torchapi import in_dispatch_mode
+from weft.errors import ProgramError, RankError
 from weft.transforms.checker import Edge, Step
 from weft.transforms.transports.exchange import Exchange, Queue
-from weft.transforms.transports.failures import Failure
+from weft.transforms.transports.failures import Failure, described
 from weft.transforms.transports.plan import Plan
+from weft.transforms.transports.surroundings import refuse_unseen, surroundings
 from weft.transforms.transports.worker import Worker
 from weft.trees import tree_map
 
@@ -74,6 +73,7 @@ class Threads:
         self.devices = None if devices is None else tuple(torch.device(d) for d in devices)
         self.timeout = timeout
         self._tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._threads: list[threading.Thread] = []
         self._broken: Failure | None = None
         self._lock = threading.Lock()
 
@@ -93,12 +93,13 @@ class Threads:
         return {}
 
     def run(self, plan: Plan, workers: Sequence[Worker], mail: dict[Edge, Queue], /) -> None:
-        if in_dispatch_mode():
-            raise CaptureError(
-                f"pipeline(..., transport={self!r}) inside a captured function",
-                "threads, whose work the capture of this one does not see",
-                "pipeline(map(graphify, stages), transport=Threads()), or transport=Local() inside graphify",
-            )
+        call = f"pipeline(..., transport={self!r})"
+        refuse_unseen(
+            call, "pipeline(map(graphify, stages), transport=Threads()), or transport=Local() inside graphify"
+        )
+        if threading.current_thread() in self._threads:
+            seen = "a thread of this transport, which is to run the other stages and would wait for itself"
+            raise ProgramError(f"{call} in a stage", seen, "a Threads() of its own for the inner pipeline, or Local()")
         with self._lock:
             if self._broken is not None:
                 raise self._broken.for_rank(0, "the next step")
@@ -128,14 +129,16 @@ class Threads:
         while len(self._tasks) < count:
             tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             name = f"weft rank {len(self._tasks)}"
-            threading.Thread(target=_serve, args=(tasks,), name=name, daemon=True).start()
+            thread = threading.Thread(target=_serve, args=(tasks,), name=name, daemon=True)
+            self._threads.append(thread)
             self._tasks.append(tasks)
+            thread.start()
 
     def close(self) -> None:
         """End the threads."""
         for tasks in self._tasks:
             tasks.put(None)
-        self._tasks = []
+        self._tasks, self._threads = [], []
 
     def __del__(self) -> None:
         if hasattr(self, "_tasks"):  # not where __init__ raised
@@ -145,7 +148,7 @@ class Threads:
         rank = worker.rank
         device = None if self.devices is None else self.devices[rank]
         link = ThreadLink(rank, exchange, device, plan.lends)
-        surroundings, context = _surroundings(device), contextvars.copy_context()
+        inside, context = surroundings(device), contextvars.copy_context()
 
         def perform() -> None:
             if device is not None:
@@ -156,12 +159,12 @@ class Threads:
 
         def task() -> None:
             try:
-                with surroundings():
+                with inside():
                     context.run(perform)
             except RankError as error:
                 exchange.fail(Failure(rank, exchange.instruction(rank), str(error), error))
             except BaseException as error:
-                exchange.fail(Failure(rank, exchange.instruction(rank), f"{type(error).__name__}: {error}", error))
+                exchange.fail(Failure(rank, exchange.instruction(rank), described(error), error))
             finally:
                 exchange.end()
 
@@ -174,22 +177,3 @@ class Threads:
 def _serve(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (task := tasks.get()) is not None:
         task()
-
-
-def _surroundings(device: torch.device | None) -> Callable[[], Any]:
-    """The caller's grad and inference modes, for another thread; and its stream, which the rank's work follows."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    here = torch.cuda.current_stream() if device is not None and device.type == "cuda" else None
-
-    @contextmanager
-    def inside() -> Iterator[None]:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            if here is None:
-                yield
-                return
-            with torch.cuda.device(device):
-                torch.cuda.current_stream().wait_stream(here)
-                yield
-                here.wait_stream(torch.cuda.current_stream())
-
-    return inside

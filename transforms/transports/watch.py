@@ -7,7 +7,7 @@ import attrs
 
 from weft.errors import ProgramError, RankError
 from weft.transforms.transports.board import Board, Position, Pulse
-from weft.transforms.transports.failures import Failure, blockers, culprit
+from weft.transforms.transports.failures import Failure, blockers, culprit, described
 from weft.transforms.transports.plan import Plan
 
 CAPACITY = 2
@@ -144,7 +144,7 @@ class Watch:
         if isinstance(error, RankError) and error.rank is not None:
             failure = Failure(error.rank, error.instruction, error.cause)
         else:
-            failure = Failure(self.rank, self.here.instruction, f"{type(error).__name__}: {error}")
+            failure = Failure(self.rank, self.here.instruction, described(error))
         self.post(failure)
 
     def post(self, failure: Failure) -> Failure:

@@ -5,11 +5,14 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 import attrs
+from torch import Tensor
 
 from weft.donation import clone
 from weft.effects import Broadcast, Effect, Fence, Recv, Run, Schema, Send
 from weft.errors import ProgramError
+from weft.torchapi import storage_id
 from weft.transforms.measure import measuring
+from weft.trees import tree_leaves, tree_map
 
 
 class Link(Protocol):
@@ -35,6 +38,7 @@ class Worker:
         advance: what `run advance` calls.
         batches: the micro-batches.
         keeps: whether what its stage makes is copied, for it is lent and stays here to the end.
+        shares: whether what its stage makes is copied where it shares memory with the state, which is written in place.
         inputs: what it received and has not yet run, by micro-batch.
         results: what its stage made, by micro-batch.
         outputs: what the last one made.
@@ -48,6 +52,7 @@ class Worker:
     advance: Callable[..., Any] | None
     batches: Sequence[Any]
     keeps: bool = False
+    shares: bool = False
     inputs: dict[int, Any] = attrs.field(factory=dict)
     results: dict[int, Any] = attrs.field(factory=dict)
     outputs: dict[int, Any] = attrs.field(factory=dict)
@@ -76,7 +81,8 @@ class Worker:
             case Run():
                 x = self.inputs.pop(mb, None)
                 made = call_stage(self.rank, self.stage, self.params, self.state, self.batches[mb], x)
-                self.state, self.results[mb] = made[0], clone(made[1]) if self.keeps else made[1]
+                self.state = made[0]
+                self.results[mb] = clone(made[1]) if self.keeps else self._apart(made[1])
             case Send(_, _, schema):
                 match_schema(self.rank, effect, schema, self.results[mb])
                 link.send(effect, self.results.pop(mb))
@@ -90,6 +96,25 @@ class Worker:
                 self.outputs[mb] = link.recv(effect)
             case Fence():
                 link.fence(effect)
+
+    def _apart(self, made: Any) -> Any:
+        """What the stage made, apart from the state's memory: the next micro-batch may overwrite that."""
+        if not self.shares:
+            return made
+        tensors = {id(leaf): storage_of(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)}
+        shared = set(tensors.values()) & {storage_of(x) for x in tree_leaves(self.state) if isinstance(x, Tensor)}
+        shared.discard(None)
+        if not shared:
+            return made
+        return tree_map(lambda x: x.clone() if tensors.get(id(x)) in shared else x, made)
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """An identity of its memory; None where a transform of torch.func stands before it."""
+    try:
+        return storage_id(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, batch: Any, x: Any) -> tuple[Any, Any]:

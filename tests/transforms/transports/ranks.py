@@ -113,6 +113,31 @@ def _graphs(num_ranks: int, transport: Transport, outputs: Any) -> Any:
     return state, outs, [stages[r].cache_info().captures for r in here]
 
 
+def sessions(num_ranks: int, transport: Transport) -> Any:
+    return _sessions([scale] * num_ranks, transport)
+
+
+def lent_sessions(num_ranks: int, transport: Transport) -> Any:
+    return _sessions([graphify(scale, outputs="borrow") for _ in range(num_ranks)], transport)
+
+
+def _sessions(stages: list[Any], transport: Transport) -> Any:
+    """One after the other, of submissions of many sizes: what returns is received some submissions later."""
+    step = pipeline(stages, advance=advance, transport=transport)
+    params, state = _values(len(stages), transport)
+    outs: list[Any] = []
+    for sizes in ([1] * 7, [5, 1, 2], [8]):
+        session, start = step.session(params, state), 0
+        for size in sizes:
+            numbers = range(start, start + size)
+            jobs = [Job(feeds=n % 4 != 3, after=n - 3 if n >= 3 and n % 4 != 2 else None) for n in numbers]
+            outs += session.submit([torch.full((2,), float(n)) for n in numbers], jobs)
+            start += size
+        state, rest = session.close()
+        outs += rest
+    return state, outs
+
+
 def trees(num_ranks: int, transport: Transport) -> Any:
     step = pipeline([mixed] * num_ranks, transport=transport)
     params, state = _values(num_ranks, transport)
@@ -130,7 +155,8 @@ def requests(num_ranks: int, transport: Transport) -> Any:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    f.__name__: f for f in (calls, microbatches, stream, scanned, graphified, lending, trees, requests)
+    f.__name__: f
+    for f in (calls, microbatches, stream, scanned, graphified, lending, sessions, lent_sessions, trees, requests)
 }
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from weft.effects import Schema
 from weft.errors import DeviceError, ProgramError
 from weft.proofs.laws import assert_equal
 from weft.transforms.pipeline import pipeline
+from weft.transforms.schedule import Job, make_programs
 from weft.transforms.transports.distributed import Distributed
 from weft.transforms.transports.launch import launch
 from weft.transforms.transports.local import Local
+from weft.transforms.transports.messages import ProcessLink
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker
 
@@ -75,6 +78,26 @@ def test_without_a_launcher_it_says_how_to_start() -> None:
     )
 
 
+@pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("0", "0"), ("0", "two")])
+def test_a_place_that_cannot_be_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ProgramError) as error:
+        Distributed()
+    assert error.value.seen == f"RANK='{rank}', WORLD_SIZE='{size}' in the environment"
+    assert error.value.instead.startswith("0 <= RANK < WORLD_SIZE: torchrun")
+
+
+def test_an_environment_that_names_no_store_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ProgramError, match="MASTER_ADDR expected, but not set") as error:
+        Distributed(device="cpu")
+    assert error.value.call == "Distributed() on rank 0 of 1"
+
+
 @pytest.mark.parametrize(
     ("backend", "device", "seen"),
     [
@@ -117,6 +140,10 @@ def test_a_process_for_each_stage() -> None:
 def other(p: Any, s: Any, batch: Any, x: Any) -> Any:
     y = (batch if x is None else x) * p
     return s + y.cos().sum(), y
+
+
+def other_advance(s: torch.Tensor, batch: torch.Tensor, out: Any) -> torch.Tensor:
+    return s - batch.sum()
 
 
 def closing_over(value: Any) -> Callable[..., Any]:
@@ -164,7 +191,7 @@ def differ(what: str) -> str:
         [stage] * transport.num_ranks,
         microbatches=microbatches,
         schema=schema,
-        advance=None if what == "advance" and mine else advance,
+        advance={"advance": None, "other advance": other_advance}.get(what, advance) if mine else advance,
         transport=transport,
     )
     state: Any = [torch.zeros(())]
@@ -186,6 +213,7 @@ def differ(what: str) -> str:
         ("microbatches", "mb 0: [2] float32", "mb 0: [1] float32"),
         ("schema", "send to 1 [mb 0]: [2] float32", "send to 1 [mb 0]: [2] float64"),
         ("advance", "advance: advance", "advance: none"),
+        ("other advance", "advance: advance", "advance: other_advance"),
         ("batch", "mb 1: [2] float32", "mb 1: [3] float32"),
         ("later batch", "mb 0: [3] float32", "mb 0: [2] float32"),
     ],
@@ -287,6 +315,159 @@ def test_shapes_that_follow_from_data_are_refused() -> None:
         "batch it sent [1] float32, of shapes [(1,)]\n  instead: shapes that follow from the batch's class alone"
     )
     assert "rank 0 failed at 'send to 1 [mb 0]': ProgramError" in second
+
+
+def odd_values() -> dict[str, Any]:
+    """What torch stores in other ways than its bytes in order."""
+    turned = torch.tensor([1.0 + 2.0j, 3.0 - 4.0j])
+    return {
+        "one of a stride": torch.arange(6.0)[4::4],
+        "one, negated": turned[:1].conj().imag,
+        "negated": turned.conj().imag,
+        "conjugated": turned.conj(),
+        "expanded": torch.tensor(3, dtype=torch.int8).expand(2, 2),
+        "transposed": torch.arange(6.0).reshape(2, 3).t()[::2],
+        "empty": torch.empty(0, 3, dtype=torch.bool),
+        "none": None,
+        "no number": float("nan"),
+    }
+
+
+def send_odd_values() -> list[dict[str, Any]]:
+    stages = [lambda p, s, batch, x: (s, odd_values()), lambda p, s, batch, x: (s, x)]
+    step = pipeline(stages, transport=Distributed(timeout=5))
+    return [step([None], [None], torch.ones(1))[1] for _ in range(2)]
+
+
+def test_values_arrive_however_they_are_stored() -> None:
+    for got in launch(send_odd_values, 2):
+        for found in got:
+            assert repr(found.pop("no number")) == "nan"  # which is unequal to itself, and still the same
+            assert_equal("odd values", found, {name: x for name, x in odd_values().items() if name != "no number"})
+
+
+def send_refused() -> dict[str, str]:
+    values: dict[str, Any] = {
+        "sparse": lambda: torch.eye(2).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "elsewhere": lambda: torch.ones(2, device="meta"),
+        "requires grad": lambda: torch.ones(2, requires_grad=True),
+    }
+    said = {}
+    for name, make in values.items():
+        stages = [lambda p, s, batch, x, make=make: (s, make()), lambda p, s, batch, x: (s, x)]
+        step = pipeline(stages, transport=Distributed(timeout=5))
+        said[name] = told(lambda step=step: step([None], [None], torch.ones(1)))
+    return said
+
+
+def test_what_would_arrive_as_something_else_is_refused() -> None:
+    seen = {
+        "sparse": "a tensor that is sparse_coo\n  instead: return plain tensors from the stage",
+        "nested": "a tensor that is nested\n  instead: return plain tensors from the stage",
+        "elsewhere": "a tensor on 'meta'\n  instead: return tensors on 'cpu' from the stage",
+        "requires grad": "a tensor that requires grad, which does not come back from another process\n"
+        "  instead: torch.no_grad() around the call, or detach() in the stage; for gradients transport=Local()",
+    }
+    first, second = launch(send_refused, 2)
+    assert first == {name: f"ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: {text}" for name, text in seen.items()}
+    for text in second.values():
+        assert "rank 0 failed at 'send to 1 [mb 0]': ProgramError" in text
+
+
+def send_equal_values() -> str:
+    """1, and then True, which is another value."""
+    stages = [lambda p, s, batch, x: (s, (batch, p)), lambda p, s, batch, x: (s, x)]
+    step = pipeline(stages, transport=Distributed(timeout=5))
+    step([1], [None], torch.ones(1))
+    return told(lambda: step([True], [None], torch.ones(1)))
+
+
+def test_a_value_that_is_no_tensor_is_not_taken_for_another_one_that_is_equal() -> None:
+    first, _ = launch(send_equal_values, 2)
+    assert first == (
+        "ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: [0][1] float32, of shapes [(1,)], beside [True], where for "
+        "the same class of batch it sent [0][1] float32, of shapes [(1,)], beside [1]\n"
+        "  instead: what is no tensor by the batch's class alone, or else as a tensor"
+    )
+
+
+def under_grad() -> str:
+    step = pipeline([scale] * 2, transport=Distributed(timeout=5))
+    loss = torch.func.grad(lambda p: step([p], [torch.zeros(())], torch.ones(2))[1].sum())
+    return told(lambda: loss(torch.ones(())))
+
+
+def test_a_transform_of_torch_func_does_not_reach_other_processes() -> None:
+    for text in launch(under_grad, 2):
+        assert text.startswith(
+            "ProgramError: pipeline(..., transport=Distributed(device='cpu', backend='gloo')) inside a torch.func "
+            "transform\n  saw: ranks outside the thread in which vmap, grad, jvp or vjp is active\n"
+        )
+
+
+def leave_a_session() -> tuple[str, str, Any]:
+    """What returns of a session that is not closed must not be taken for what returns of another one."""
+    step = pipeline([scale] * 2, advance=advance, transport=Distributed(timeout=5))
+    params, state, jobs = [torch.ones(())], [torch.zeros(())], [Job()]
+    session = step.session(params, state)
+    session.submit([torch.ones(2)], jobs)
+    again = told(lambda: step.session(params, state).submit([5 * torch.ones(2)], jobs))
+    called = told(lambda: step(params, state, 7 * torch.ones(2)))
+    session.close()
+    return again, called, step(params, state, 7 * torch.ones(2))[1]
+
+
+def test_messages_of_a_session_that_was_left_are_not_received_by_another_call() -> None:
+    for again, called, out in launch(leave_a_session, 2):
+        assert again == called
+        assert again == (
+            "ProgramError: pipeline(..., transport=Distributed(device='cpu', backend='gloo'))\n"
+            "  saw: messages under way of a session that was not closed, which this call would receive\n"
+            "  instead: session.close() first, on every rank; or a transport for each"
+        )
+        assert out.tolist() == [7.0, 7.0]
+
+
+def call_in_a_stage() -> str:
+    transport = Distributed(timeout=5)
+    inner = pipeline([scale] * 2, transport=transport)
+
+    def stage(p: Any, s: Any, batch: torch.Tensor, x: Any) -> Any:
+        return s, inner([torch.ones(())], [torch.zeros(())], batch if x is None else x)[1]
+
+    return told(lambda: pipeline([stage, stage], transport=transport)([None], [None], torch.ones(2)))
+
+
+def test_a_call_within_a_call_is_refused_at_once() -> None:
+    first, second = launch(call_in_a_stage, 2)
+    assert first.startswith(
+        "ProgramError: pipeline(..., transport=Distributed(device='cpu', backend='gloo'))\n  saw: a call"
+    )
+    assert "rank 0 failed at 'run stage 0 [mb 0]': ProgramError" in second
+
+
+class Draining:
+    """An end whose sends are under way until they are waited for."""
+
+    def __init__(self) -> None:
+        self.drained = 0
+
+    def drain(self) -> None:
+        self.drained += 1
+
+
+@pytest.mark.parametrize(("buffers", "drained"), [(None, 0), (1, 1)])
+def test_a_run_waits_for_what_the_one_before_sent_of_buffers_that_it_overwrites(
+    buffers: int | None, drained: int
+) -> None:
+    """A micro-batch that feeds nothing may still be on its way when a run ends: the next has no fence for it."""
+    programs = make_programs(2, [Job(feeds=False)], buffers=buffers)
+    assert "fence" not in str(programs[0])
+    end: Any = Draining()
+    watch: Any = SimpleNamespace(rank=0, num_ranks=2)
+    ProcessLink(end, watch, torch.device("cpu")).begin(Plan(programs, buffers), 1)
+    assert end.drained == drained
 
 
 def test_the_texts_that_ranks_compare_are_those_of_their_plans() -> None:

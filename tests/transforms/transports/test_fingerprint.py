@@ -18,7 +18,7 @@ depth = 4
 
 
 def of(fn: Callable[..., Any]) -> str:
-    return fingerprint(0, fn).split()[-1]
+    return fingerprint("stage 0", fn).split()[-1]
 
 
 def closing_over(value: Any) -> Callable[..., Any]:
@@ -118,8 +118,8 @@ def test_a_cell_that_is_not_filled_yet_is_passed_over() -> None:
 _PROGRAM = """
 from weft.stages.config import parse_config
 from weft.transforms.transports.fingerprint import fingerprint
-print(fingerprint(0, lambda x: x in {"a", "b", "c", "d"} or x in ("a", {"e": {"f", "g"}})))
-print(fingerprint(1, parse_config))
+print(fingerprint("stage 0", lambda x: x in {"a", "b", "c", "d"} or x in ("a", {"e": {"f", "g"}})))
+print(fingerprint("advance", parse_config))
 """
 
 

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 from ranks import SCENARIOS, advance, scale
+from torch.overrides import TorchFunctionMode
 
 from weft.effects import Effect
 from weft.errors import CaptureError, ProgramError, RankError
@@ -60,6 +61,62 @@ def test_inside_a_graph_they_are_refused() -> None:
     step = graphify(pipeline([scale] * 2, transport=Threads()))
     with pytest.raises(CaptureError, match="threads, whose work the capture of this one does not see"):
         step((torch.ones(()),) * 2, (torch.ones(()),) * 2, torch.ones(2))
+
+
+def test_autocast_and_the_default_device_are_the_callers() -> None:
+    makes = pipeline(
+        [lambda p, s, batch, x: (s, batch @ p), lambda p, s, batch, x: (s, (x, torch.empty(2)))], transport=Threads()
+    )
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        _, (product, empty) = makes([torch.eye(2, device="cpu"), None], [None] * 2, torch.eye(2, device="cpu"))
+    assert (product.dtype, empty.device.type) == (torch.bfloat16, "meta")
+    _, (product, empty) = makes([torch.eye(2), None], [None] * 2, torch.eye(2))
+    assert (product.dtype, empty.device.type) == (torch.float32, "cpu")
+
+
+class Doubling(TorchFunctionMode):
+    """Changes what functions compute."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_under_a_function_mode_they_are_refused() -> None:
+    step = pipeline([scale] * 2, transport=Threads())
+    with Doubling(), pytest.raises(CaptureError, match="threads, whose work the Doubling of this one does not see"):
+        step([torch.ones(())] * 2, [torch.zeros(())] * 2, torch.ones(2))
+
+
+def test_in_a_stage_of_their_own_they_are_refused_at_once() -> None:
+    threads = Threads(timeout=20)
+    inner = pipeline([scale] * 2, transport=threads)
+
+    def stage(p: Any, s: Any, batch: torch.Tensor, x: Any) -> Any:
+        return s, inner([torch.ones(())] * 2, [torch.zeros(())] * 2, batch if x is None else x)[1]
+
+    began = time.monotonic()
+    with pytest.raises(ProgramError, match="a thread of this transport, which is to run the other stages"):
+        pipeline([stage, stage], transport=threads)([None] * 2, [None] * 2, torch.ones(2))
+    assert time.monotonic() - began < 10
+    outer = pipeline([stage, stage], transport=Threads())
+    assert outer([None] * 2, [None] * 2, torch.ones(2))[1].tolist() == [1.0, 1.0]
+
+
+class Wordless(Exception):
+    """An error that cannot be printed."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_error_that_cannot_be_printed_is_raised_and_ends_no_thread() -> None:
+    def fails(p: Any, s: Any, batch: Any, x: Any) -> Any:
+        raise Wordless
+
+    threads, values = Threads(timeout=5), [torch.ones(())] * 2
+    with pytest.raises(Wordless):
+        pipeline([scale, fails], transport=threads)(values, values, torch.ones(2))
+    assert pipeline([scale] * 2, transport=threads)(values, values, torch.ones(2))[1].tolist() == [1.0, 1.0]
 
 
 class Planted(Exception):
