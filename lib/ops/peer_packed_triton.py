@@ -15,8 +15,6 @@ from torch import Tensor
 
 PROGRAMS = 64
 """Programs of a launch at most: shares of a message."""
-SLOTS = 2
-"""Messages that an edge holds."""
 REGION = 2048
 """Words of a program in a slot."""
 MOST = PROGRAMS * REGION
@@ -78,7 +76,7 @@ def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
 
     Args:
         source: [words] int32, contiguous, at most MOST of them.
-        slots: [SLOTS, MOST] int64 in the receiver's memory, zeros before the first message.
+        slots: [messages that the edge holds, MOST] int64 in the receiver's memory, zeros before the first message.
         acks: [PROGRAMS] int64 in the sender's memory.
         counts: [PROGRAMS] int64, the sender's own: messages so far.
         abort: [1] int32: not 0 ends every wait.
@@ -86,7 +84,7 @@ def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
     programs, share = _shares(source)
     _send_kernel[(programs,)](
         source, slots, acks, counts, abort, source.numel(), share,
-        SLOTS=SLOTS, REGION=REGION, BLOCK=triton.next_power_of_2(share), MOST=MOST, num_warps=_WARPS,
+        SLOTS=slots.shape[0], REGION=REGION, BLOCK=triton.next_power_of_2(share), MOST=MOST, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -96,7 +94,7 @@ def recv(target: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
     programs, share = _shares(target)
     _recv_kernel[(programs,)](
         target, slots, acks, counts, abort, target.numel(), share,
-        SLOTS=SLOTS, REGION=REGION, BLOCK=triton.next_power_of_2(share), MOST=MOST, num_warps=_WARPS,
+        SLOTS=slots.shape[0], REGION=REGION, BLOCK=triton.next_power_of_2(share), MOST=MOST, num_warps=_WARPS,
     )  # fmt: skip
 
 

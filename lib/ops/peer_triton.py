@@ -16,8 +16,6 @@ from torch import Tensor
 
 PROGRAMS = 64
 """Programs of a launch at most: shares of a message, flags of an edge."""
-SLOTS = 2
-"""Messages that an edge holds."""
 _SHARE = 1024
 """Words that a program moves, until there are more than all programs move; a slot has room for so many of each."""
 _BLOCK = 1024
@@ -85,7 +83,7 @@ def send(source: Tensor, slots: Tensor, flags: Tensor, acks: Tensor, counts: Ten
 
     Args:
         source: [words], contiguous; elements of the slots' dtype.
-        slots: [SLOTS, slot_words] in the receiver's memory.
+        slots: [messages that the edge holds, slot_words] in the receiver's memory.
         flags: [PROGRAMS] int64 in the receiver's memory.
         acks: [PROGRAMS] int64 in the sender's.
         counts: [PROGRAMS] int64, the sender's own: messages so far.
@@ -94,7 +92,7 @@ def send(source: Tensor, slots: Tensor, flags: Tensor, acks: Tensor, counts: Ten
     programs, share, region = _shares(source, slots)
     _send_kernel[(programs,)](
         source, slots, flags, acks, counts, abort, source.numel(), share, region, slots.shape[1],
-        SLOTS=SLOTS, BLOCK=_BLOCK, num_warps=_WARPS,
+        SLOTS=slots.shape[0], BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -104,7 +102,7 @@ def recv(target: Tensor, slots: Tensor, flags: Tensor, acks: Tensor, counts: Ten
     programs, share, region = _shares(target, slots)
     _recv_kernel[(programs,)](
         target, slots, flags, acks, counts, abort, target.numel(), share, region, slots.shape[1],
-        SLOTS=SLOTS, BLOCK=_BLOCK, num_warps=_WARPS,
+        SLOTS=slots.shape[0], BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
 
 

@@ -69,13 +69,14 @@ from weft.ops import peer_triton as peer
 
 random.seed(int(sys.argv[1]))
 slot_bytes = peer.PROGRAMS * 4096
-slots = torch.zeros(peer.SLOTS, slot_bytes, dtype=torch.uint8)
+SLOTS = random.choice([2, 5])
+slots = torch.zeros(SLOTS, slot_bytes, dtype=torch.uint8)
 flags, acks = (torch.zeros(peer.PROGRAMS, dtype=torch.int64) for _ in range(2))
 mine, yours = (torch.zeros(peer.PROGRAMS, dtype=torch.int64) for _ in range(2))
 abort = torch.zeros(1, dtype=torch.int32)
 under_way = []
 for _ in range(30):
-    if len(under_way) < peer.SLOTS and random.random() < 0.6:
+    if len(under_way) < SLOTS and random.random() < 0.6:
         dtype = random.choice([torch.int32, torch.uint8])
         most = peer.capacity(slot_bytes, dtype)
         n = random.choice([1, 3, 5, 1023, 1025, 4099, 3 * peer.PROGRAMS + 1, most - 1, most])
@@ -94,7 +95,7 @@ words = torch.arange(5, dtype=torch.int32)
 y = torch.full_like(words, 77)
 peer.recv(y, slots.view(torch.int32), flags, acks, yours, abort)  # ends, and stores nothing
 assert y.eq(77).all()
-for _ in range(peer.SLOTS):  # there is room
+for _ in range(SLOTS):  # there is room
     peer.send(words, slots.view(torch.int32), flags, acks, mine, abort)
 before = slots.clone(), flags.clone(), mine.clone()
 peer.send(words + 1, slots.view(torch.int32), flags, acks, mine, abort)  # ends, and overwrites nothing
@@ -108,12 +109,13 @@ import random, sys, torch
 from weft.ops import peer_packed_triton as peer
 
 random.seed(int(sys.argv[1]))
-slots = torch.zeros(peer.SLOTS, peer.MOST, dtype=torch.int64)
+SLOTS = random.choice([2, 5])
+slots = torch.zeros(SLOTS, peer.MOST, dtype=torch.int64)
 acks, mine, yours = (torch.zeros(peer.PROGRAMS, dtype=torch.int64) for _ in range(3))
 abort = torch.zeros(1, dtype=torch.int32)
 under_way = []
 for _ in range(40):
-    if len(under_way) < peer.SLOTS and random.random() < 0.6:
+    if len(under_way) < SLOTS and random.random() < 0.6:
         n = random.choice([1, 3, 5, 1023, 1025, 4099, 3 * peer.PROGRAMS + 1, peer.MOST - 1, peer.MOST])
         x = torch.randint(-(2**31), 2**31 - 1, (n,)).to(torch.int32)
         peer.send(x, slots, acks, mine, abort)

@@ -1,6 +1,6 @@
 """The end of a rank's edges in symmetric memory: stores into the neighbour's GPU, and a flag; no multicast."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -8,10 +8,10 @@ from torch import Tensor
 
 from weft.ops import peer_packed_triton as packed
 from weft.ops import peer_triton as bulk
-from weft.ops.peer_triton import PROGRAMS, SLOTS
+from weft.ops.peer_triton import PROGRAMS
 from weft.torchapi import symmetric_memory
 from weft.transforms.transports.messages import Marked
-from weft.transforms.transports.watch import Watch
+from weft.transforms.transports.watch import CAPACITY, Watch
 
 SLOT_BYTES = 2**24
 """Bytes of a slot; a longer message goes in parts."""
@@ -43,7 +43,8 @@ class PeerEnd:
         self.watch = watch
         self.device = device
         self.slot_bytes = slot_bytes
-        self._inbox = (SLOTS * slot_bytes, _COUNTS, 8 * packed.SLOTS * packed.MOST)
+        # What returns, from above, may be taken in in a later run: as many messages as a rank may run ahead of.
+        self._slots = {"below": CAPACITY, "above": watch.num_ranks + CAPACITY}
         self._outbox = (_COUNTS, 8 * packed.PROGRAMS)
         self._abort = torch.zeros(1, dtype=torch.int32, device=device)
         self._aside = torch.cuda.Stream(device)
@@ -54,58 +55,70 @@ class PeerEnd:
     def connect(self, _: float, /) -> None:
         watch = self.watch
         torch.cuda.set_device(self.device)
-        nbytes = 2 * sum(self._inbox) + watch.num_ranks * sum(self._outbox)
+        nbytes = sum(map(sum, map(self._inbox, self._slots))) + watch.num_ranks * sum(self._outbox)
         self._views = symmetric_memory("peer", watch.board.store, watch.rank, watch.num_ranks, nbytes, self.device)
         for peer in range(watch.num_ranks):
             if peer != watch.rank:
                 self._sends[peer] = self._channel(watch.rank, peer)
                 self._recvs[peer] = self._channel(peer, watch.rank)
 
+    def _inbox(self, side: str) -> tuple[int, int, int]:
+        """Bytes of the slots, the flags and the slots of small messages from one side."""
+        slots = self._slots[side]
+        return slots * self.slot_bytes, _COUNTS, 8 * slots * packed.MOST
+
     def _channel(self, source: int, to: int) -> Channel:
         """The edge from one rank to another: a rank has one from below, and one from above."""
-        inbox, outbox = 2 * sum(self._inbox), sum(self._outbox)
-        first = 0 if source < to else sum(self._inbox)
-        slots, flags, packed_slots = self._views[to][first : first + sum(self._inbox)].split(self._inbox)
-        mine = self._views[source][inbox + to * outbox : inbox + (to + 1) * outbox]
+        below, above = self._inbox("below"), self._inbox("above")
+        inboxes, outbox = sum(below) + sum(above), sum(self._outbox)
+        side, count = (below, self._slots["below"]) if source < to else (above, self._slots["above"])
+        first = 0 if source < to else sum(below)
+        slots, flags, packed_slots = self._views[to][first : first + sum(side)].split(side)
+        mine = self._views[source][inboxes + to * outbox : inboxes + (to + 1) * outbox]
         acks, packed_acks = mine.split(self._outbox)
         counts, packed_counts = torch.zeros(PROGRAMS + packed.PROGRAMS, dtype=torch.int64, device=self.device).split(
             [PROGRAMS, packed.PROGRAMS]
         )
         return Channel(
-            slots.view(SLOTS, self.slot_bytes),
+            slots.view(count, self.slot_bytes),
             flags.view(torch.int64),
             acks.view(torch.int64),
             counts,
-            packed_slots.view(torch.int64).view(packed.SLOTS, packed.MOST),
+            packed_slots.view(torch.int64).view(count, packed.MOST),
             packed_acks.view(torch.int64),
             packed_counts,
         )
 
     def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
         to = self._sends[peer]
-        for part in self._parts(tensors):
+        for part in self._parts(_joined(tensors)):
             if _is_small(part):
                 packed.send(part, to.packed_slots, to.packed_acks, to.packed_counts, self._abort)
             else:
                 bulk.send(part, to.slots.view(part.dtype), to.flags, to.acks, to.counts, self._abort)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
-        source = self._recvs[peer]
-        for part in self._parts(tensors):
+        if len(tensors) != 1 or not _is_aligned(_bytes(tensors[0])):
+            whole = torch.empty(sum(x.nbytes for x in tensors), dtype=torch.uint8, device=self.device)
+            self._fill(whole, self._recvs[peer])
+            for tensor, own in zip(tensors, whole.split([x.nbytes for x in tensors]), strict=True):
+                _bytes(tensor).copy_(own)
+        else:
+            self._fill(_bytes(tensors[0]), self._recvs[peer])
+
+    def _fill(self, message: Tensor, source: Channel) -> None:
+        for part in self._parts(message):
             if _is_small(part):
                 packed.recv(part, source.packed_slots, source.packed_acks, source.packed_counts, self._abort)
             else:
                 bulk.recv(part, source.slots.view(part.dtype), source.flags, source.acks, source.counts, self._abort)
 
-    def _parts(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Each tensor as words of 4 bytes (of 1, where it is no multiple), in parts that fit a slot: by its size alone,
-        so that both ends do alike."""
-        for tensor in tensors:
-            words = tensor.reshape(-1).view(torch.uint8)
-            if tensor.nbytes % 4 == 0:
-                words = (words if tensor.data_ptr() % 4 == 0 else words.clone()).view(torch.int32)
-            most = bulk.capacity(self.slot_bytes, words.dtype)
-            yield from words.split(most) if words.numel() > most else (words,)
+    def _parts(self, message: Tensor) -> Sequence[Tensor]:
+        """A message of bytes as words of 4 bytes (of 1, where it is no multiple), in parts that fit a slot: by its size
+        alone, so that both ends do alike."""
+        words = message.view(torch.int32) if message.numel() % 4 == 0 else message
+        most = bulk.capacity(self.slot_bytes, words.dtype)
+        return words.split(most) if words.numel() > most else (words,)
 
     def drain(self) -> None:
         """Nothing to wait for: a send has left its buffer when its kernel ends."""
@@ -128,6 +141,20 @@ class PeerEnd:
             self.abort()
         else:
             torch.cuda.synchronize(self.device)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of a message, which takes one slot: those of its tensors, one behind the other."""
+    own = [_bytes(tensor) for tensor in tensors]
+    return own[0] if len(own) == 1 and _is_aligned(own[0]) else torch.cat(own)
+
+
+def _is_aligned(message: Tensor) -> bool:
+    return message.storage_offset() % 4 == 0
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _is_small(part: Tensor) -> bool:

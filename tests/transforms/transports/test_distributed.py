@@ -15,7 +15,7 @@ from ranks import SCENARIOS, advance, run_all, run_scenario, scale, told
 
 from weft.effects import Schema
 from weft.errors import DeviceError, ProgramError
-from weft.proofs.laws import assert_equal
+from weft.proofs.laws import LawViolation, assert_equal
 from weft.transforms.pipeline import pipeline
 from weft.transforms.schedule import Job, make_programs
 from weft.transforms.transports.distributed import Distributed
@@ -476,3 +476,27 @@ def test_the_texts_that_ranks_compare_are_those_of_their_plans() -> None:
     assert (plan.digest, plan.text) == (same.digest, same.text)
     assert plan.text.splitlines()[0].startswith("weft ")
     assert Plan(made.programs(2)).digest != plan.digest
+
+
+def run_on_gpus(num_ranks: int, backend: Any) -> list[str]:
+    """The scenarios that differ from what one process gives on the same device."""
+    transport, wrong = Distributed(backend=backend, timeout=20), []
+    with transport.device:
+        for name in SCENARIOS:
+            if name == "requests":  # whose batches are the CPU's
+                continue
+            seen = SCENARIOS[name](num_ranks, transport)
+            transport.synchronize()
+            try:
+                assert_equal(name, seen, parts(name, num_ranks, transport.rank))
+            except LawViolation as error:
+                wrong.append(str(error))
+    transport.close()
+    return wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["nccl", "peer"])
+def test_on_gpus_it_gives_what_local_gives(backend: str) -> None:
+    assert launch(run_on_gpus, 2, 2, backend) == [[], []]
