@@ -69,7 +69,7 @@ def in_ranks(fn: Callable[[Here, *Ts], T], place: Place, *args: *Ts) -> T | None
         fn: a function of a module (it is pickled by name).
 
     Raises:
-        ProgramError: `--pp` is not torchrun's number of processes.
+        ProgramError: `--pp` is not torchrun's number of processes, or there is one stage and a transport of processes.
         DeviceError: fewer GPUs than stages.
         Whatever `fn` raises.
     """
@@ -81,6 +81,9 @@ def in_ranks(fn: Callable[[Here, *Ts], T], place: Place, *args: *Ts) -> T | None
         result = _as_rank(fn, place, *args)
         return result if os.environ["RANK"] == "0" else None
     stages = 1 if place.stages is None else place.stages
+    if stages == 1 and place.transport not in (None, "local", "threads"):
+        seen = f"one stage, which sends nothing by {place.transport}"
+        raise ProgramError(f"{place.command} --transport {place.transport}", seen, "--pp 2 or more, or no --transport")
     if stages == 1 or place.transport in ("local", "threads"):
         transport = Threads() if place.transport == "threads" else Local()
         return fn(Here(transport, stages, place.device), *args)

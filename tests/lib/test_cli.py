@@ -414,6 +414,12 @@ def test_what_a_rank_refuses_is_said_once(run: Weft) -> None:
     assert err.count("backend='nccl' for a device of type cpu") == 1
 
 
+def test_one_stage_has_nobody_to_send_to(run: Weft) -> None:
+    code, _, err = run(*generate("--prompt", "A", "--pp", "1", "--transport", "gloo"))
+    assert code == 2
+    assert "weft generate --transport gloo\n  saw: one stage, which sends nothing by gloo" in err
+
+
 def test_under_torchrun_the_first_rank_speaks() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "weft"]
     options = generate("--prompt", "A list", "--max-tokens", "5", "--device", "cpu", "--json")

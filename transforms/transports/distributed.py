@@ -16,6 +16,7 @@ import torch
 from weft.errors import DeviceError, ProgramError, RankError
 from weft.torchapi import rendezvous_store, root_store
 from weft.transforms.transports.board import START, Board, Heart
+from weft.transforms.transports.failures import check_timeout
 from weft.transforms.transports.gloo import GlooEnd
 from weft.transforms.transports.guard import Guard
 from weft.transforms.transports.meeting import attend, gather
@@ -59,6 +60,7 @@ class Distributed:
         backend: Literal["gloo", "nccl", "peer"] | None = None,
         timeout: float = 30.0,
     ) -> None:
+        check_timeout("Distributed", timeout)
         self.rank, self.num_ranks = _place()
         self.device = _device(device)
         self.backend = backend or ("gloo" if self.device.type == "cpu" else "nccl")

@@ -1,12 +1,19 @@
 """What went wrong on a rank, and how the others find out which one it was."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
 from weft.effects import Program
-from weft.errors import RankError
+from weft.errors import ProgramError, RankError
 from weft.transforms.checker import Machine, takes
+
+
+def check_timeout(call: str, timeout: object) -> None:
+    """Raise ProgramError unless it is a number of seconds."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise ProgramError(f"{call}(timeout={timeout!r})", "no number of seconds", "timeout=30.0: finite, more than 0")
 
 
 def described(error: BaseException) -> str:

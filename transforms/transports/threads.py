@@ -14,7 +14,7 @@ from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import ProgramError, RankError
 from weft.transforms.checker import Edge, Step
 from weft.transforms.transports.exchange import Exchange, Queue
-from weft.transforms.transports.failures import Failure, described
+from weft.transforms.transports.failures import Failure, check_timeout, described
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.surroundings import refuse_unseen, surroundings
 from weft.transforms.transports.worker import Worker
@@ -70,6 +70,7 @@ class Threads:
     def __init__(self, *, devices: Sequence[torch.device | str] | None = None, timeout: float = 30.0) -> None:
         if isinstance(devices, str | torch.device):
             raise ProgramError(f"Threads(devices={devices!r})", "one device", "a list of them, one for each stage")
+        check_timeout("Threads", timeout)
         self.devices = None if devices is None else tuple(torch.device(d) for d in devices)
         self.timeout = timeout
         self._tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []

@@ -16,6 +16,7 @@ from weft.errors import CaptureError, ProgramError, RankError
 from weft.proofs.laws import assert_equal
 from weft.transforms.graphify import graphify
 from weft.transforms.pipeline import Pipelined, pipeline
+from weft.transforms.transports.distributed import Distributed
 from weft.transforms.transports.local import Local
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.threads import Threads
@@ -248,6 +249,13 @@ def test_one_device_is_no_list_of_them(devices: Any) -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("make", [Threads, Distributed])
+@pytest.mark.parametrize("timeout", ["5", -1, 0, True, float("nan"), float("inf"), None])
+def test_a_timeout_that_is_none_is_refused(make: Any, timeout: Any) -> None:
+    with pytest.raises(ProgramError, match=rf"{make.__name__}\(timeout={timeout!r}\)\n  saw: no number of seconds"):
+        make(timeout=timeout)
+
+
 def test_threads_that_were_never_made_end_quietly() -> None:
     with pytest.raises(TypeError):
         Threads(2)  # type: ignore[misc]
