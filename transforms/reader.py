@@ -6,6 +6,7 @@ no more than `tree_flatten` and `alike` do: whatever they do not expect, they le
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from weft.alike import EXACT, alike, by_identity
 from weft.donation import TAKEN, is_donatable
+from weft.transforms.held import Held, is_fixed
 from weft.trees import TreeSpec, node_fields, tree_leaves, tree_unflatten
 
 
@@ -68,6 +70,8 @@ class _Writer:
     nodes: list[tuple[str, str]] = attrs.field(factory=list)
     aliased: list[tuple[int, str]] = attrs.field(factory=list)
     first: dict[int, str] = attrs.field(factory=dict)
+    stands: Counter[int] = attrs.field(factory=Counter)
+    num_leaves: int = 0
     count: int = 0
 
     def name(self) -> str:
@@ -94,7 +98,7 @@ def write_reader(
     Raises:
         ForeignError: a node in an argument is of a class of the user's own.
     """
-    writer = _Writer()
+    writer = _Writer(stands=sum((_tensors_in(a.value) for a in (*references, *copied)), Counter()))
     for argument in statics:
         _write_value(writer, argument.place, argument.value)
     for argument in references:
@@ -134,7 +138,38 @@ def _write(writer: _Writer, expression: str, value: Any, by_reference: bool, tak
     writer.lines.append(f"{name} = {expression}")
     if _is_leaf(value):
         _write_leaf(writer, name, value, by_reference, taker)
-        return
+    elif by_reference and taker is None and is_fixed(value) and _stands_alone(writer, value):
+        _write_held(writer, name, value)
+    else:
+        _write_node(writer, name, value, by_reference, taker)
+
+
+def _stands_alone(writer: _Writer, value: Any) -> bool:
+    """Whether no tensor in a subtree stands anywhere else in the call."""
+    return all(writer.stands[one] == count for one, count in _tensors_in(value).items())
+
+
+def _tensors_in(value: Any) -> Counter[int]:
+    """The tensors of a tree by identity, and how often each stands in it."""
+    return Counter(id(x) for x in tree_leaves(value) if isinstance(x, Tensor))
+
+
+def _write_held(writer: _Writer, name: str, value: Any) -> None:
+    """Let a subtree that cannot change be read by a reader of its own, which knows it again."""
+    own = _Writer()
+    _write_node(own, "value", value, True, None)
+    lines = (*own.lines, f"return {', '.join(map(_tuple, (own.key, own.leaves, own.tensors)))}")
+    source = "def made(value):\n    " + "\n    ".join(lines) + "\n"
+    held = writer.constant(Held(_compiled(source, {**own.constants, "Tensor": Tensor, "alike": alike})))
+    writer.lines.append(f"{name} = {held}.read({name})")
+    writer.require(f"{name} is not None")
+    writer.key.append(f"{name}[0]")
+    writer.leaves.append(f"*{name}[1]")
+    writer.tensors.append(f"*{name}[2]")
+    writer.num_leaves += own.num_leaves
+
+
+def _write_node(writer: _Writer, name: str, value: Any, by_reference: bool, taker: str | None) -> None:
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
     if taker is not None and is_donatable(value):
         writer.nodes.append((name, taker))
@@ -161,22 +196,21 @@ def _write(writer: _Writer, expression: str, value: Any, by_reference: bool, tak
 
 
 def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, taker: str | None) -> None:
+    writer.leaves.append(name)
+    writer.num_leaves += 1
     if not isinstance(value, Tensor):
         _write_value(writer, name, value)
-        writer.leaves.append(name)
         return
     if type(value) not in (Tensor, torch.nn.Parameter):
         raise ForeignError
     if taker is None and (first := writer.first.setdefault(id(value), name)) != name:  # such as tied weights
         writer.require(f"{name} is {first}")
-        writer.leaves.append(name)
         return
     kind = "Tensor" if type(value) is Tensor else writer.constant(type(value))
     writer.require(f"{name}.__class__ is {kind} and getattr({name}, {TAKEN!r}, None) is None")
     writer.key.append(f"{name}.data_ptr()" if by_reference else f"{name}.shape")
     if taker is not None:
-        writer.aliased.append((len(writer.leaves), taker))
-    writer.leaves.append(name)
+        writer.aliased.append((writer.num_leaves - 1, taker))
     writer.tensors.append(name)
 
 

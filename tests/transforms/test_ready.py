@@ -1,6 +1,7 @@
 """The fast path of a graphified call: taken by calls like an earlier one, and by no others."""
 
 import collections
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
+from weft.donation import donate
 from weft.errors import CaptureError, DonatedError
 from weft.outputs import Output
 from weft.proofs.laws import assert_equal
@@ -110,6 +112,78 @@ def test_one_tensor_in_two_places(by_reference: str) -> None:
             with general_calls(g) as general:
                 assert_equal(LAW, g(a, b), (a + b, a - b))
             assert not (general and turn)
+
+
+# Arguments that cannot change, known again by being themselves -------------------------------------------------------
+
+
+@pytree
+@attrs.frozen(eq=False)
+class Weights:
+    layers: tuple[Any, ...]
+    scale: float
+    head: Tensor
+
+
+def make_weights(scale: float = 2.0) -> Weights:
+    tied = X.clone()
+    return Weights(((X + 1, None), (X + 2, tied)), scale, tied)
+
+
+def weigh(params: Weights, x: Tensor) -> Tensor:
+    (a, _), (b, c) = params.layers
+    return (a * x + b * c) * params.scale + params.head
+
+
+def test_the_same_weights_are_read_once_and_others_as_well() -> None:
+    g = graphify(weigh)
+    one, other, scaled = make_weights(), make_weights(), make_weights(3.0)
+    for turn in range(3):
+        for params in (one, one, other, scaled, one):
+            with general_calls(g) as general:
+                assert_equal(LAW, g(params, X), weigh(params, X))
+            assert not (general and turn)
+    assert g.cache_info().captures == 3
+
+
+def test_a_weight_in_another_place_or_taken_is_seen() -> None:
+    g, params = graphify(weigh), make_weights()
+    for _ in range(2):
+        assert_equal(LAW, g(params, X), weigh(params, X))
+    params.layers[0][0].data = torch.full((4,), 7.0)
+    assert_equal(LAW, g(params, X), weigh(params, X))
+    assert g.cache_info().captures == 2
+    params.layers[1][0].requires_grad_(True)
+    assert g(params, X).requires_grad
+    params.layers[1][0].requires_grad_(False)
+    donate(params.head, to="somebody")
+    with pytest.raises(DonatedError, match="somebody"):
+        g(params, X)
+
+
+def test_a_tensor_that_stands_elsewhere_too_is_read_with_the_rest() -> None:
+    g, params = graphify(weigh), make_weights()
+    for turn in range(3):
+        with general_calls(g) as general:
+            assert_equal(LAW, g(params, params.head), weigh(params, params.head))
+            assert_equal(LAW, g(params, X), weigh(params, X))
+        assert not (general and turn)
+
+
+def test_weights_that_nobody_holds_are_not_kept() -> None:
+    @graphify(backend="tape", reference_argnames="params")
+    def outer(params: Weights, x: Tensor) -> Tensor:
+        return x + 1
+
+    params = make_weights()
+    for _ in range(3):
+        outer(params, X)
+    readers = [reader for found in outer._readers.values() for reader in found]
+    held = [v for r in readers for v in r.layout.read.__globals__.values() if type(v).__name__ == "Held"]
+    assert [h._known is not None for h in held] == [True]
+    del params
+    gc.collect()
+    assert [h._known for h in held] == [None]
 
 
 FORMS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
