@@ -31,6 +31,7 @@ from weft.stages.logprobs import prompt_logprobs, top_logprobs
 from weft.stages.lora import adapted
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.rope import inverse_frequencies, rope_tables
+from weft.stages.verification import verify
 from weft.state import State, resolve
 
 DecoderStage = Callable[
@@ -39,7 +40,12 @@ DecoderStage = Callable[
 
 
 def decoder_stage(
-    config: ModelConfig, layout: StageLayout, *, keep_logits: bool = False, num_logprobs: int = 0
+    config: ModelConfig,
+    layout: StageLayout,
+    *,
+    keep_logits: bool = False,
+    num_logprobs: int = 0,
+    verifies: bool = False,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -48,6 +54,7 @@ def decoder_stage(
         layout: which layers; the first stage embeds, the last normalises, projects to the vocabulary and samples.
         keep_logits: return the logits [num_reqs, vocab_size] too (in float32, they are large).
         num_logprobs: return the logprobs of so many of the likeliest tokens too; 0: only the chosen one's.
+        verifies: whether batches may hold drafts (`weft.stages.drafting`); then the state has a `drafting`.
 
     Returns:
         A pure function that takes the storage of its state.
@@ -61,11 +68,14 @@ def decoder_stage(
     ) -> tuple[State, IntermediateTensors | Output]:
         resolved = resolve(state, batch)
         hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
+        read = batch.input_ids if x is None else x.input_ids
         tables = rope_tables(params.inv_freq, resolved.positions, attention_factor, hidden.dtype)
         hidden = layers(config, params, state.kv_pages, resolved, tables, hidden)
         if not layout.last:
-            return state, IntermediateTensors(hidden)
-        return state, finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs)
+            return state, IntermediateTensors(hidden, read if verifies else None)
+        each = (batch.descriptor.query_len or 1) if verifies else 1
+        out = finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs, each)
+        return state, verify(state, batch, read, out) if verifies and read is not None else out
 
     stage.__name__ = stage.__qualname__ = f"stage {layout.index} of {layout.num_stages}"
     return stage
@@ -205,12 +215,11 @@ def feed_forward(config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, 
     )  # fmt: skip
 
 
-def head(config: ModelConfig, params: DecoderParams, batch: ResolvedBatch, hidden: Tensor) -> Tensor:
-    """The logits [num_reqs, vocab_size] at each request's last token; last stage only."""
+def head(config: ModelConfig, params: DecoderParams, hidden: Tensor) -> Tensor:
+    """The logits [n, vocab_size] of some of the last layer's states [n, hidden_size]; last stage only."""
     assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
     assert params.lm_head is not None
-    last = rms_norm(hidden[batch.last_index], params.norm, config.rms_norm_eps)
-    return F.linear(last, params.lm_head)
+    return F.linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head)
 
 
 def finish(
@@ -222,11 +231,16 @@ def finish(
     hidden: Tensor,
     keep_logits: bool = False,
     num_logprobs: int = 0,
+    each: int = 1,
 ) -> Output:
-    """What the last stage makes of the last layer's states [num_tokens, hidden_size]: a token for each request, and
-    what else was asked for."""
-    logits = head(config, params, resolved, hidden)
-    ids, logprobs = sample_rows(logits, table, batch.rows, resolved.positions[resolved.last_index], batch.token_mask)
+    """What the last stage makes of the last layer's states [num_tokens, hidden_size]: a token for each request, or of a
+    batch whose drafts are verified behind `each` of its tokens; and what else was asked for."""
+    rows, positions = batch.rows, resolved.positions
+    if each > 1:
+        logits, rows = head(config, params, hidden), rows.repeat_interleave(each)
+    else:
+        logits, positions = head(config, params, hidden[resolved.last_index]), positions[resolved.last_index]
+    ids, logprobs = sample_rows(logits, table, rows, positions, batch.token_mask)
     top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
     prompt: tuple[Tensor | None, ...] = (None, None, None)
     if batch.targets is not None:
@@ -234,4 +248,10 @@ def finish(
         assert params.lm_head is not None
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
         prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs)
-    return Output(ids, logprobs, logits.float() if keep_logits else None, *top, *prompt)
+    sampled = (ids, logprobs, logits.float() if keep_logits else None, *top)
+    return Output(*sampled, *prompt) if each == 1 else Output(*(_of_requests(x, each) for x in sampled), *prompt)
+
+
+def _of_requests(x: Tensor | None, each: int) -> Tensor | None:
+    """[num_reqs, each, …] of [num_tokens, …]."""
+    return None if x is None else x.unflatten(0, (-1, each))
