@@ -136,6 +136,21 @@ class Batch:
             inputs_embeds=None if inputs_embeds is None else inputs_embeds.to(device),
         )
 
+    @property
+    def goes_on(self) -> Tensor:
+        """[num_reqs] bool: whether each request goes on from its last token, so that its tokens are that one and
+        drafts; meaningless for padding."""
+        first = self.query_start_loc[:-1].clamp(max=max(len(self.input_ids) - 1, 0))
+        return self.input_ids[first] == LAST_TOKEN
+
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """[num_tokens] int32: the request of each token, and its place among that one's tokens. Tokens behind the end
+        of `query_start_loc` belong to nobody, and get the last request."""
+        starts = self.query_start_loc
+        index = torch.arange(len(self.input_ids), device=starts.device, dtype=starts.dtype)
+        owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=len(self.rows) - 1)
+        return owner, index - starts[owner]
+
     def after_first(self) -> Self:
         """What stages behind the first one get of it."""
         return self if self.inputs_embeds is None else attrs.evolve(self, inputs_embeds=None)

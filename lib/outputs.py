@@ -23,8 +23,8 @@ class IntermediateTensors:
 @pytree
 @attrs.frozen(eq=False)
 class Output:
-    """What the last stage returns. Of a batch with drafts, of whose requests several tokens are sampled, the first five
-    are [num_reqs, query_len, ...].
+    """What the last stage returns. Of a step that verifies drafts, which samples several tokens a request, the first
+    five are [num_reqs, n, ...]: with n, in a uniform class, its query length, and else the most of all.
 
     Args:
         token_ids: [num_reqs] int64, the token sampled (meaningless where the batch does not sample).

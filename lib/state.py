@@ -202,14 +202,11 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
 
     Each token finds its request by a search in `query_start_loc`; tokens behind its end belong to nobody.
     """
-    num_tokens, num_reqs = batch.input_ids.shape[0], batch.rows.shape[0]
-    starts = batch.query_start_loc
-    index = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
-    owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=num_reqs - 1)
+    starts, (owner, place) = batch.query_start_loc, batch.owners()
     row = batch.rows[owner]
-    valid = (index < starts[-1]) & (row >= 0)
+    valid = (place < starts[1:][owner] - starts[owner]) & (row >= 0)
 
-    position = torch.where(valid, state.positions[row] + index - starts[owner], 0)
+    position = torch.where(valid, state.positions[row] + place, 0)
     last = state.last_tokens[row]
     input_ids = torch.where(valid, torch.where(batch.input_ids == LAST_TOKEN, last, batch.input_ids), 0)
     page_size = state.kv_pages.shape[3]
@@ -286,10 +283,10 @@ def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tenso
     """
     starts, rows = batch.query_start_loc, batch.rows
     old, kept = state.positions[rows], rows >= 0
-    read = torch.ones_like(old) if batch.descriptor.is_uniform else starts[1:] - starts[:-1]
+    read = torch.where(batch.goes_on, 1, starts[1:] - starts[:-1])
     moved = old + read + torch.where(batch.samples, num_tokens - 1, 0)
     state.positions[rows] = torch.where(kept, moved, old)
-    ids = out.token_ids.view(len(rows), -1)
+    ids = out.token_ids
     said = kept & batch.samples & (num_tokens > 0)
     newest = ids.gather(1, (num_tokens - 1).clamp(min=0)[:, None])[:, 0]
     state.last_tokens[rows] = torch.where(said, newest, state.last_tokens[rows])

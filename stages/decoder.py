@@ -31,7 +31,7 @@ from weft.stages.logprobs import prompt_logprobs, top_logprobs
 from weft.stages.lora import adapted
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.rope import inverse_frequencies, rope_tables
-from weft.stages.verification import verify
+from weft.stages.verification import read_at, verify
 from weft.state import State, resolve
 
 DecoderStage = Callable[
@@ -45,7 +45,7 @@ def decoder_stage(
     *,
     keep_logits: bool = False,
     num_logprobs: int = 0,
-    verifies: bool = False,
+    num_drafts: int = 0,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -54,7 +54,8 @@ def decoder_stage(
         layout: which layers; the first stage embeds, the last normalises, projects to the vocabulary and samples.
         keep_logits: return the logits [num_reqs, vocab_size] too (in float32, they are large).
         num_logprobs: return the logprobs of so many of the likeliest tokens too; 0: only the chosen one's.
-        verifies: whether batches may hold drafts (`weft.stages.drafting`); then the state has a `drafting`.
+        num_drafts: of a request in a batch at most (`weft.stages.drafting`); where it is not 0, the state has a
+            `drafting`, and every step verifies.
 
     Returns:
         A pure function that takes the storage of its state.
@@ -68,14 +69,15 @@ def decoder_stage(
     ) -> tuple[State, IntermediateTensors | Output]:
         resolved = resolve(state, batch)
         hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
-        read = batch.input_ids if x is None else x.input_ids
+        if x is not None and x.input_ids is not None:
+            batch = attrs.evolve(batch, input_ids=x.input_ids)
         tables = rope_tables(params.inv_freq, resolved.positions, attention_factor, hidden.dtype)
         hidden = layers(config, params, state.kv_pages, resolved, tables, hidden)
         if not layout.last:
-            return state, IntermediateTensors(hidden, read if verifies else None)
-        each = (batch.descriptor.query_len or 1) if verifies else 1
-        out = finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs, each)
-        return state, verify(state, batch, read, out) if verifies and read is not None else out
+            return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None)
+        where = read_at(batch, num_drafts) if num_drafts else None
+        out = finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs, where)
+        return state, out if where is None else verify(state, batch, where, out)
 
     stage.__name__ = stage.__qualname__ = f"stage {layout.index} of {layout.num_stages}"
     return stage
@@ -231,16 +233,13 @@ def finish(
     hidden: Tensor,
     keep_logits: bool = False,
     num_logprobs: int = 0,
-    each: int = 1,
+    where: Tensor | None = None,
 ) -> Output:
-    """What the last stage makes of the last layer's states [num_tokens, hidden_size]: a token for each request, or of a
-    batch whose drafts are verified behind `each` of its tokens; and what else was asked for."""
-    rows, positions = batch.rows, resolved.positions
-    if each > 1:
-        logits, rows = head(config, params, hidden), rows.repeat_interleave(each)
-    else:
-        logits, positions = head(config, params, hidden[resolved.last_index]), positions[resolved.last_index]
-    ids, logprobs = sample_rows(logits, table, rows, positions, batch.token_mask)
+    """What the last stage makes of the last layer's states [num_tokens, hidden_size]: a token for each request behind
+    its last one, or behind those at `where` [num_reqs, n]; and what else was asked for."""
+    index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
+    logits = head(config, params, hidden[index])
+    ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
     top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
     prompt: tuple[Tensor | None, ...] = (None, None, None)
     if batch.targets is not None:
@@ -249,9 +248,11 @@ def finish(
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
         prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs)
     sampled = (ids, logprobs, logits.float() if keep_logits else None, *top)
-    return Output(*sampled, *prompt) if each == 1 else Output(*(_of_requests(x, each) for x in sampled), *prompt)
+    if where is not None:
+        sampled = tuple(None if x is None else x.unflatten(0, where.shape) for x in sampled)
+    return Output(*sampled, *prompt)
 
 
-def _of_requests(x: Tensor | None, each: int) -> Tensor | None:
-    """[num_reqs, each, …] of [num_tokens, …]."""
-    return None if x is None else x.unflatten(0, (-1, each))
+def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and their requests' rows, both [num_reqs * n]."""
+    return where.flatten(), rows.repeat_interleave(where.shape[1])

@@ -12,35 +12,46 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import Batch
+from weft.batch import DRAFT, Batch
 from weft.errors import RequestError
 from weft.outputs import Output
 from weft.state import State
 
 
-def verify(state: State, batch: Batch, input_ids: Tensor, out: Output) -> Output:
+def read_at(batch: Batch, num_drafts: int) -> Tensor:
+    """The tokens of a batch behind which tokens are sampled: [num_reqs, n] int64, of a request that goes on all, and of
+    one that reads its prompt the last; and then the last again. In a uniform class n is its query length.
+
+    Args:
+        num_drafts: of a request at most.
+    """
+    starts = batch.query_start_loc.to(torch.int64)
+    last = starts[1:, None] - 1
+    first = torch.where(batch.goes_on[:, None], starts[:-1, None], last)
+    ahead = torch.arange(batch.descriptor.query_len or num_drafts + 1, device=starts.device)
+    return torch.minimum(first + ahead, last).clamp(min=0)
+
+
+def verify(state: State, batch: Batch, where: Tensor, out: Output) -> Output:
     """The output, and how many of its tokens hold.
 
     Args:
         state: before the step.
-        batch: of the step.
-        input_ids: [num_tokens] int64, the batch's with the drafts filled in; what was not drafted is negative.
-        out: of each token that was read one that was sampled.
+        batch: of the step, with the drafts filled in; what was not drafted is negative.
+        where: of `read_at`.
+        out: of each of these tokens one that was sampled.
 
     Raises:
         RequestError: the state has no `drafting`.
     """
     if state.drafting is None:
-        seen = "a state without `drafting`"
-        raise RequestError("a stage that verifies drafts", seen, "attrs.evolve(state, drafting=Drafting.zeros(...))")
-    each, drafts = batch.descriptor.query_len or 1, input_ids[:0].view(len(batch.rows), 0)
-    if each > 1:
-        drafts = input_ids.view(-1, each)[:, 1:]
-    right = count_right(out.token_ids.view(len(batch.rows), -1), drafts)
+        seen, instead = "a state without `drafting`", "attrs.evolve(state, drafting=weft.drafting.Drafting.zeros(...))"
+        raise RequestError("a stage that verifies drafts", seen, instead)
+    again = where[:, 1:] == where[:, :-1]
+    drafts = torch.where(again, DRAFT, batch.input_ids[where[:, 1:]])
     has_all = state.positions[batch.rows] >= state.drafting.limits[batch.rows] - 1
-    return attrs.evolve(
-        out, num_tokens=torch.where(has_all, 0, right + 1), num_drafts=(drafts >= 0).cumprod(1).sum(1)
-    )
+    num_tokens = torch.where(has_all, 0, count_right(out.token_ids, drafts) + 1)
+    return attrs.evolve(out, num_tokens=num_tokens, num_drafts=(drafts >= 0).cumprod(1).sum(1))
 
 
 def count_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
@@ -50,4 +61,4 @@ def count_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
         token_ids: [num_reqs, k + 1], one behind each token that was read.
         drafts: [num_reqs, k].
     """
-    return (drafts == token_ids[:, : drafts.shape[1]]).cumprod(1).sum(1)
+    return (drafts == token_ids[:, :-1]).cumprod(1).sum(1)

@@ -15,8 +15,8 @@ from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State
+from weft.transforms.engine.host import Budget
 from weft.transforms.engine.requests import Request
-from weft.transforms.engine.scheduler import Budget
 from weft.trees import tree_map
 
 
