@@ -3,6 +3,7 @@
 Names are imported on first use, so that `import weft` costs what `import torch` does.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ _HOMES = {
     "weft.trees": ("axes", "descriptor_field", "pytree", "static"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_SUBPACKAGES = ("errors", "proofs", "stages", "transforms")
+_SUBPACKAGES = ("effects", "errors", "proofs", "stages", "transforms")
 
 __all__ = [
     "LAST_TOKEN",
@@ -129,7 +130,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return import_module(f"weft.{name}")
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+        raise AttributeError(f"module 'weft' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
     return value
 

@@ -171,6 +171,9 @@ def parse_effect(line: str) -> Effect:
     return Broadcast(int(match["root"]), microbatch, schema)
 
 
+_TITLE = re.compile(r"rank (\d+) of (\d+)")
+
+
 @attrs.frozen
 class Program:
     """What one rank does in a step, in order.
@@ -192,11 +195,15 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> "Program":
-        """The inverse of `str`."""
+        """The inverse of `str`; of all ranks' listings, one below the other, `parse_listing` is."""
         title, *lines = [line for line in text.splitlines() if line.strip()] or [""]
-        match = re.fullmatch(r"rank (\d+) of (\d+)", title.strip())
+        match = _TITLE.fullmatch(title.strip())
         if match is None:
             raise ProgramError("Program.parse(...)", f"a first line {title!r}", "rank R of N")
+        if another := next((line for line in lines if _TITLE.fullmatch(line.strip())), None):
+            raise ProgramError(
+                "Program.parse(...)", f"another rank's program, {another!r}", "weft.effects.parse_listing(text)"
+            )
         classes = list(itertools.takewhile(bool, (re.fullmatch(r"mb (\d+): (.+)", line.strip()) for line in lines)))
         if any(found and int(found[1]) != index for index, found in enumerate(classes)):
             raise ProgramError("Program.parse(...)", "classes of micro-batches out of order", "mb 0: ..., mb 1: ...")
@@ -207,3 +214,18 @@ class Program:
 def listing(programs: Sequence[Program]) -> str:
     """All ranks' programs, one below the other."""
     return "\n".join(map(str, programs))
+
+
+def parse_listing(text: str) -> tuple[Program, ...]:
+    """The inverse of `listing`, and so of a pipeline's `str`: the programs of all ranks, to read, edit and check.
+
+    >>> [len(program.effects) for program in parse_listing("rank 0 of 2\\n  run stage 0 [mb 0]\\nrank 1 of 2")]
+    [1, 0]
+    """
+    parts: list[list[str]] = []
+    for line in text.splitlines():
+        if _TITLE.fullmatch(line.strip()) or (line.strip() and not parts):
+            parts.append([])
+        if line.strip():
+            parts[-1].append(line)
+    return tuple(Program.parse("\n".join(lines)) for lines in parts)

@@ -149,6 +149,9 @@ class Sabotaged:
     def share(self, value: Any) -> Any:
         return self.transport.share(value)
 
+    def check(self) -> None:
+        self.transport.check()
+
     def mail(self, num_ranks: int, /) -> Any:
         return self.transport.mail(num_ranks)
 

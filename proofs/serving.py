@@ -1,6 +1,7 @@
 """A trace served: the scheduler's work done by any pipeline, some ticks at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import attrs
 
@@ -9,23 +10,33 @@ from weft.proofs.strategies.traces import Trace
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.requests import Running
 from weft.transforms.engine.scheduler import add, finish, observe, schedule
+from weft.transforms.engine.steppers import Done
 from weft.transforms.engine.work import Work
 
-Run = Callable[[Sequence[Work]], Sequence[Output | None]]
-"""Does work, in order; returns what the last stage made of each, where tokens return."""
+
+class Run(Protocol):
+    """What does work, in order: a stepper, or what stands for one."""
+
+    def __call__(self, works: Sequence[Work]) -> Sequence[Done]:
+        """Launch works; what is done by now."""
+
+    def flush(self) -> Sequence[Done]:
+        """What is still under way, done."""
 
 
 @attrs.frozen(eq=False)
 class Window:
-    """Some ticks' work, what was returned, and the requests that got tokens."""
+    """Some ticks' work, what was done by their end, the requests that got tokens, and whether nothing is under way."""
 
     works: tuple[Work, ...]
-    outputs: tuple[Output | None, ...]
+    done: tuple[Done, ...]
     got: tuple[Running, ...]
+    settled: bool
 
 
 def serve(trace: Trace, run: Run) -> Iterator[Window]:
-    """Serve a trace to its end; `run` does the work of `trace.window` ticks at once."""
+    """Serve a trace to its end; `run` does the work of `trace.window` ticks at once. Where the trace is to be read
+    late, what is under way is waited for only when there is nothing else to do."""
     host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
     tick, last = 0, max(a.tick for a in trace.arrivals)
     while tick <= last or not host.is_idle:
@@ -35,14 +46,24 @@ def serve(trace: Trace, run: Run) -> Iterator[Window]:
             host, more = schedule(host, trace.budget)
             works += more
             tick += 1
-        outputs = tuple(run(works))
-        got: dict[Running, None] = {}
-        for work, out in zip(works, outputs, strict=True):
-            if work.feeds:
-                assert out is not None, "what samples returns"
-                host, some = observe(host, work.job, said(out))
-                got |= dict.fromkeys(running for _, running, _ in some)
-        yield Window(tuple(works), outputs, tuple(got))
+        done = [*run(works)]
+        if settled := not (trace.reads_late and works):
+            done += run.flush()
+        host, got = _observed(host, done)
+        yield Window(tuple(works), tuple(done), got, settled)
+    if rest := run.flush():  # of requests that had ended
+        _, got = _observed(host, rest)
+        yield Window((), tuple(rest), got, True)
+
+
+def _observed(host: HostState, done: Sequence[Done]) -> tuple[HostState, tuple[Running, ...]]:
+    got: dict[Running, None] = {}
+    for work, out in done:
+        if work.feeds:
+            assert out is not None, "what samples returns"
+            host, some = observe(host, work.job, said(out))
+            got |= dict.fromkeys(running for _, running, _ in some)
+    return host, tuple(got)
 
 
 def said(out: Output) -> list[list[int]]:

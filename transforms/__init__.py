@@ -1,4 +1,9 @@
-"""Transforms, functions to functions: `graphify`, `pipeline`, `microbatch`, and what they are made of."""
+"""Transforms, functions to functions: `graphify`, `pipeline`, `microbatch`, and what they are made of.
+
+Of a pipeline: where its ranks run (`Local`, `Threads`, `Distributed`, `launch`), its schedules (`Job`, `decode_jobs`,
+`jobs_for`, `make_programs`, `check`), and its time (`Costs`, `simulate`, `measure`, `compare`, `balance`,
+`plan_cohorts`). Effects and programs themselves are in `weft.effects`.
+"""
 
 from weft.transforms.balance import balance
 from weft.transforms.checker import check
@@ -10,11 +15,12 @@ from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.graphs import Explanation
 from weft.transforms.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
 from weft.transforms.lower import Compiled, Lowered
+from weft.transforms.measure import Recorder, measure
 from weft.transforms.memo import CacheInfo
 from weft.transforms.memory import MemoryAnalysis, MemoryEstimate
 from weft.transforms.microbatch import join, microbatch, split
 from weft.transforms.piecewise import piecewise
-from weft.transforms.pipeline import Pipelined, compose, pipeline
+from weft.transforms.pipeline import Pipelined, Session, compose, pipeline
 from weft.transforms.runner import Runner, make_runner, make_state
 from weft.transforms.scan import scan
 from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
@@ -48,7 +54,9 @@ __all__ = [
     "MemoryAnalysis",
     "MemoryEstimate",
     "Pipelined",
+    "Recorder",
     "Runner",
+    "Session",
     "Threads",
     "Timeline",
     "Transport",
@@ -68,6 +76,7 @@ __all__ = [
     "make_programs",
     "make_runner",
     "make_state",
+    "measure",
     "microbatch",
     "piecewise",
     "pipeline",

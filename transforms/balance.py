@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import attrs
 
@@ -33,6 +34,10 @@ def balance(
     >>> [stage.stop - stage.start for stage in balance([1.0] * 30, 4, last=3.0)]
     [8, 8, 8, 6]
     """
+    given: Any = layer_costs
+    if not isinstance(given, Sequence):
+        call = f"balance({given!r:.60}, {num_stages!r})"
+        raise CostError(call, f"a {type(given).__name__}", "a list of the cost of each layer: [1.0] * 30")
     even = split_layers(len(layer_costs), num_stages)
     layers = ((f"layer {index}", cost) for index, cost in enumerate(layer_costs))
     for name, value in (*layers, ("first", first), ("last", last)):

@@ -185,6 +185,11 @@ def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
         programs: of all ranks, in order.
         buffers: results that a stage holds before it overwrites the oldest; None: each is a value of its own.
     """
+    if not isinstance(programs, list | tuple) or not all(isinstance(program, Program) for program in programs):
+        seen = f"a {type(programs).__name__}" + (" of other things" if isinstance(programs, list | tuple) else "")
+        raise ProgramError(
+            "check(programs)", seen, "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)"
+        )
     call = f"check of {len(programs)} programs"
     if not programs or (buffers is not None and buffers < 1):
         seen = f"buffers={buffers}" if programs else "no program"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import attrs
 
@@ -85,6 +86,11 @@ def plan_cohorts(
           3            3      33 ms        242      0%
           4            2      40 ms        200      0%
     """
+    seconds, numbers = cast("tuple[Any, Any]", (stage_seconds, cohorts))
+    if not callable(seconds) or not (numbers is None or isinstance(numbers, Iterable)):
+        seen = f"stage_seconds is a {type(seconds).__name__}, cohorts a {type(numbers).__name__}"
+        instead = "a function from a cohort's size to the seconds of each stage; cohorts=[1, 2, ...] or None"
+        raise ProgramError("plan_cohorts(stage_seconds, ...)", seen, instead)
     tried = range(1, min(2 * num_stages, num_requests) + 1) if cohorts is None else sorted(set(cohorts))
     call = f"plan_cohorts(stage_seconds, {num_requests}, {num_stages}, cohorts={cohorts}, num_steps={num_steps})"
     if min(num_requests, num_stages, num_steps, *tried) < 1 or max(tried, default=0) > num_requests or not tried:

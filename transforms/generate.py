@@ -15,6 +15,7 @@ from weft.transforms.engine.intake import check_sampling, encode_prompt, is_coun
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.setup import EngineLimits, check_engine
 from weft.transforms.engine.tracking import Track
+from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.transports import Transport
 
 _MAX_TEMPERATURE = 1e38  # of float32
@@ -134,6 +135,8 @@ def generate(
     )
     check_engine(call, model, graph, pipeline, seed)
     _check_arguments(call, max_tokens, temperature)
+    if (wrong := wrong_transport(transport)) is not None:
+        raise RequestError(call, *wrong)
     encoded = _encode_prompts(model, prompts, call)
     params = _sampling_of_each(call, model, temperature, sampling, len(encoded))
     adapters = _adapter_of_each(call, adapter, len(encoded))

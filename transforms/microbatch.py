@@ -101,7 +101,9 @@ def _common_length(tree: Any) -> int:
     if len(lengths) != 1 or None in lengths:
         raise DescriptorError(
             "split(batch, ...)",
-            f"tensors whose first dimensions do not agree: {shapes}",
+            f"tensors whose first dimensions do not agree: {shapes}"
+            if shapes
+            else f"no tensor in {tree!r:.60}, a {type(tree).__name__}",
             "pass a weft.Batch, or a tree of tensors with one common first dimension",
         )
     return int(lengths.pop() or 0)

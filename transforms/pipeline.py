@@ -6,17 +6,18 @@ from typing import Any
 import attrs
 
 from weft.batch import Batch
-from weft.donation import donated_argnames, refuse_donated
+from weft.donation import donated_argnames
 from weft.effects import Program, Schema, listing
 from weft.errors import ProgramError
 from weft.transforms.microbatch import join, split
+from weft.transforms.pipeline_checks import check_entries, check_options, check_stages, refuse_transform
 from weft.transforms.schedule import Job, count_running, decode_jobs, jobs_for, make_programs
 from weft.transforms.transports import Transport
 from weft.transforms.transports.fingerprint import fingerprint
 from weft.transforms.transports.local import Local
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.worker import Worker, call_stage
-from weft.trees import find_descriptors, tree_leaves, tree_map
+from weft.trees import find_descriptors, tree_map
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
@@ -34,10 +35,10 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
     Returns:
         A step `(params, state, batch) -> (state, out)`, where params and state are tuples, one entry a stage.
     """
-    stages = _checked_stages("compose", stages)
+    stages = check_stages("compose", stages)
 
     def step(params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
-        _check_entries("compose", len(stages), params, state)
+        check_entries("compose", len(stages), range(len(stages)), params, state)
         x: Any = None
         states: list[Any] = []
         for stage, p, s in zip(stages, params, state, strict=True):
@@ -49,37 +50,6 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
 
     step.__weft_donates__ = _donations(stages, advance)  # type: ignore[attr-defined]
     return step
-
-
-def _checked_stages(transform: str, stages: Any) -> tuple[Stage, ...]:
-    call = f"{transform}({stages!r:.80})"
-    if callable(stages):
-        raise ProgramError(call, "one function", f"a list of stages: {transform}([stage])")
-    checked: tuple[Stage, ...] = tuple(stages)
-    if not checked:
-        raise ProgramError(call, "no stage", "at least one function (params, state, batch, x) -> (state, y)")
-    for index, stage in enumerate(checked):
-        if hasattr(stage, "named_parameters"):
-            raise ProgramError(call, f"stage {index} is an nn.Module", "weft.stages.from_module(module).stage")
-        if not callable(stage):
-            raise ProgramError(
-                call, f"stage {index} is a {type(stage).__name__}, no function", "its .stage, if it has one"
-            )
-    return checked
-
-
-def _check_entries(transform: str, count: int, params: Sequence[Any], state: Sequence[Any]) -> None:
-    for name, given in (("params", params), ("state", state)):
-        if not isinstance(given, tuple | list) or len(given) != count:
-            raise ProgramError(
-                f"{transform}(<{count} stages>)(params, state, batch)",
-                f"{name} has {len(given)} entries"
-                if isinstance(given, tuple | list)
-                else f"{name} is a {type(given).__name__}",
-                "pass a tuple or list with one entry a stage",
-            )
-    for leaf in tree_leaves(list(state)):  # before the first stage takes the first state
-        refuse_donated(leaf, call=f"{transform}(<{count} stages>)(params, state, batch)")
 
 
 def _donations(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, ...]:
@@ -107,14 +77,20 @@ class Pipelined:
         self._returns = advance is not None or len(self._ranks) < len(self.stages)
         # A stage that lends its results overwrites them when it runs again.
         self._buffers = 1 if any(getattr(stage, "lends", False) for stage in self.stages) else None
-        self._fingerprints = tuple(fingerprint(index, stage) for index, stage in enumerate(self.stages))
+        self._fingerprints = (
+            *(fingerprint(index, stage) for index, stage in enumerate(self.stages)),
+            "advance: none" if advance is None else fingerprint(None, advance),
+        )
         self._plans: dict[Any, Plan] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
-        self.programs(microbatches)
+        self.programs()
 
-    def programs(self, microbatches: int) -> tuple[Program, ...]:
-        """Each rank's program for so many micro-batches, checked."""
+    def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
+        """Each rank's program for so many micro-batches (None: the pipeline's own number), checked."""
+        microbatches = self.microbatches if microbatches is None else microbatches
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise ProgramError(f"{self.__name__}.programs({microbatches!r})", "no number of parts", "an int >= 1")
         return self._plan([Job(feeds=self._returns)] * microbatches, ()).programs
 
     def _plan(
@@ -131,8 +107,9 @@ class Pipelined:
         return self._plans[key]
 
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
+        workers = self._workers(params, state)
         batches = split(batch, self.microbatches)
-        states, outputs = self._run(params, state, batches, [Job(feeds=self._returns)] * len(batches))
+        states, outputs = self._run(workers, batches, [Job(feeds=self._returns)] * len(batches))
         return states, join(outputs, batches)
 
     def stream(
@@ -149,11 +126,12 @@ class Pipelined:
         Returns:
             The new state, and for each batch the output; None for one whose job does not feed.
         """
+        workers = self._workers(params, state)
         found = self._jobs(batches) if jobs is None else jobs
         if len(found) != len(batches):
             seen = f"{len(batches)} batches and {len(found)} jobs"
             raise ProgramError(f"{self.__name__}.stream(...)", seen, "a job for each batch")
-        return self._run(params, state, batches, found)
+        return self._run(workers, batches, found)
 
     def repeat(self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int) -> tuple[Any, list[Any]]:
         """Run the same batch `length` times, as calls in a row would, but so that stages overlap: the micro-batches are
@@ -162,13 +140,14 @@ class Pipelined:
         Returns:
             The new state, and the output of each step.
         """
+        workers = self._workers(params, state)
         cohorts = split(batch, self.microbatches)
         jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
         if self._advance is None:
             jobs = [Job(feeds=self._returns)] * len(jobs)
-        state, outputs = self._run(params, state, cohorts * length, jobs)
+        states, outputs = self._run(workers, cohorts * length, jobs)
         starts = range(0, len(outputs), len(cohorts))
-        return state, [join(outputs[i : i + len(cohorts)], cohorts) for i in starts]
+        return states, [join(outputs[i : i + len(cohorts)], cohorts) for i in starts]
 
     def _jobs(self, batches: Sequence[Any]) -> Sequence[Job]:
         if not all(isinstance(batch, Batch) for batch in batches):
@@ -176,17 +155,17 @@ class Pipelined:
         return jobs_for([frozenset(b.rows.tolist()) for b in batches], [bool(b.samples.any()) for b in batches])
 
     def _run(
-        self, params: Sequence[Any], state: Sequence[Any], batches: Sequence[Any], jobs: Sequence[Job]
+        self, workers: Sequence[Worker], batches: Sequence[Any], jobs: Sequence[Job]
     ) -> tuple[tuple[Any, ...], list[Any]]:
         plan = self._plan(jobs, [class_text(batch) for batch in batches])
-        workers = self._workers(params, state)
         put_batches(workers, batches)
         self.transport.run(plan, workers, self.transport.mail(len(self.stages)))
         returned = workers[0].outputs if self._returns else workers[-1].results
         return tuple(worker.state for worker in workers), [returned.get(mb) for mb in range(len(batches))]
 
     def _workers(self, params: Sequence[Any], state: Sequence[Any]) -> list[Worker]:
-        _check_entries("pipeline", len(self._ranks), params, state)
+        check_entries("pipeline", len(self.stages), self._ranks, params, state)
+        refuse_transform(self.transport)
         last = len(self.stages) - 1
         keeps = getattr(self.stages[last], "lends", False)
         return [
@@ -209,7 +188,7 @@ class Pipelined:
         return Session(self, self._workers(params, state))
 
     def __str__(self) -> str:
-        return listing(self.programs(self.microbatches))
+        return listing(self.programs())
 
     def __repr__(self) -> str:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
@@ -220,6 +199,13 @@ class Session:
 
     What returns from the last stage is taken in where the schedule has it, which may be some submissions later: then it
     is among what `submit` returns. Every rank gets the same from the same call.
+
+    >>> stages = [lambda p, s, batch, x: (s, 10 * batch), lambda p, s, batch, x: (s, x + s)]
+    >>> session = pipeline(stages, advance=lambda s, batch, out: s + 1).session((None, None), (0, 0))
+    >>> outputs = session.submit([1], [Job()]) + session.submit([2, 3], [Job(after=0), Job(after=0)])
+    >>> state, rest = session.close()
+    >>> state, outputs + rest
+    ((3, 3), [(0, 10), (1, 21), (2, 32)])
     """
 
     def __init__(self, pipelined: Pipelined, workers: Sequence[Worker]) -> None:
@@ -230,6 +216,7 @@ class Session:
         self._batches: list[Any] = []
         self._first = 0
         self._done = (0,) * len(pipelined.stages)  # effects performed, of the programs of `_jobs`
+        self._closed = False
 
     @property
     def num_jobs(self) -> int:
@@ -248,17 +235,39 @@ class Session:
             jobs that do not feed, None.
 
         Raises:
-            ProgramError: a job that runs after one that does not feed, or is not before it.
+            ProgramError: a job that runs after one that does not feed, or is not before it; other than a job a batch; a
+                session that was closed. The session is as it was before.
         """
+        self._check(batches, jobs)
         self._jobs += [attrs.evolve(job, after=self._relative(job.after)) for job in jobs]
         self._batches += batches
         return self._advance_to(*self._count())
 
     def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
-        """Take in all that is still to return; the state, and these outputs."""
+        """Take in all that is still to return; the state, and these outputs. The session is over."""
+        self._refuse_closed("close()")
+        self._closed = True
         ends = tuple(len(program.effects) for program in self._plan(None).programs) if self._jobs else self._done
         outputs = self._advance_to(ends, len(self._jobs))
         return tuple(worker.state for worker in self._workers), outputs
+
+    def _refuse_closed(self, call: str) -> None:
+        if self._closed:
+            raise ProgramError(f"session.{call}", "a session that was closed", "pipeline(...).session(params, state)")
+
+    def _check(self, batches: Sequence[Any], jobs: Sequence[Job]) -> None:
+        """Raise ProgramError if these cannot be submitted."""
+        self._refuse_closed("submit(batches, jobs)")
+        call = f"session.submit(<a {type(batches).__name__}>, <a {type(jobs).__name__}>)"
+        if not isinstance(batches, list | tuple) or not isinstance(jobs, list | tuple):
+            raise ProgramError(call, "no list of batches, or none of jobs", "submit([batch, ...], [Job(...), ...])")
+        if len(batches) != len(jobs) or not all(isinstance(job, Job) for job in jobs):
+            raise ProgramError(call, f"{len(batches)} batches and the jobs {jobs!r:.60}", "a Job for each batch")
+        feeds = [job.feeds for job in (*self._jobs, *jobs)]
+        for index, job in enumerate(jobs, self.num_jobs):
+            after = job.after
+            if after is not None and not (0 <= after < index and (after < self._first or feeds[after - self._first])):
+                raise ProgramError(call, f"job {index} runs after job {after}", "an earlier job, whose output returns")
 
     def _relative(self, after: int | None) -> int | None:
         return None if after is None or after < self._first else after - self._first
@@ -341,11 +350,12 @@ def pipeline(
 
     Returns:
         A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage that runs in this
-        process: with `Local` and `Threads` all, with `Distributed` and `Peer` this rank's alone. Its `programs(m)` are
-        data.
+        process: with `Local` and `Threads` all, with `Distributed` this rank's alone. Its `programs(m)` are data.
+        Lists will do; but the new state is a tuple, to `graphify` another structure, which it captures once more.
+        Gradients pass with `Local` (`torch.func` too) and with `Threads` (`backward()` alone), not between processes.
 
     Raises:
-        ProgramError: no stage, fewer than one micro-batch, or a program that the check refuses.
+        ProgramError: an argument that is none, or a program that the check refuses.
 
     >>> print(pipeline([lambda p, s, batch, x: (s, batch + p), lambda p, s, batch, x: (s, x * p)], microbatches=1))
     rank 0 of 2
@@ -355,9 +365,6 @@ def pipeline(
       recv from 0 [mb 0]
       run stage 1 [mb 0]
     """
-    stages = _checked_stages("pipeline", stages)
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ProgramError(
-            f"pipeline(<{len(stages)} stages>, microbatches={microbatches!r})", "no number of parts", "an int >= 1"
-        )
+    stages = check_stages("pipeline", stages)
+    check_options(len(stages), microbatches, advance, schema, transport)
     return Pipelined(stages, microbatches, advance, schema, transport or Local())

@@ -67,6 +67,7 @@ class _Writer:
     tensors: list[str] = attrs.field(factory=list)
     nodes: list[tuple[str, str]] = attrs.field(factory=list)
     aliased: list[tuple[int, str]] = attrs.field(factory=list)
+    first: dict[int, str] = attrs.field(factory=dict)
     count: int = 0
 
     def name(self) -> str:
@@ -166,6 +167,10 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
         return
     if type(value) not in (Tensor, torch.nn.Parameter):
         raise ForeignError
+    if taker is None and (first := writer.first.setdefault(id(value), name)) != name:  # such as tied weights
+        writer.require(f"{name} is {first}")
+        writer.leaves.append(name)
+        return
     kind = "Tensor" if type(value) is Tensor else writer.constant(type(value))
     writer.require(f"{name}.__class__ is {kind} and getattr({name}, {TAKEN!r}, None) is None")
     writer.key.append(f"{name}.data_ptr()" if by_reference else f"{name}.shape")

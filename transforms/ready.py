@@ -77,17 +77,19 @@ class Reader(Generic[T]):
         for key, ready in list(self.ready.items()):
             self.ready[key] = tuple(r for r in ready if not gone(r.plan))
 
-    def remember(self, seen: Seen, plan: T, holds: Callable[[], bool] | None = None) -> None:
-        """From now on `plan` is ready for calls like this one, as long as `holds()`."""
+    def remember(self, seen: Seen, plan: T, holds: Callable[[], bool] | None = None) -> bool:
+        """From now on `plan` is ready for calls like this one, as long as `holds()`. False for a call with a tensor in
+        two places that the call which this reader was made for had two tensors in."""
         check = tensors_check(seen[2])
-        if not check(*seen[2]):  # such as a tensor that stands twice in the call
-            return
+        if not check(*seen[2]):
+            return False
         state = global_state_check()
         state_holds = state if holds is None else lambda: state() and holds()
         made = Ready(plan, state_holds, check, is_inference_mode(), is_capturing())
         if len(self.ready) >= MAX_KEYS:
             self.ready.clear()
         self.ready[seen[0]] = (made, *self.ready.get(seen[0], ()))[:MAX_ALIKE]
+        return True
 
 
 def remember(
@@ -105,8 +107,7 @@ def remember(
     form = (len(args), *kwargs)
     found = readers.get(form, ())
     for reader in found:
-        if (seen := reader.layout.read(args, kwargs)) is not None:
-            reader.remember(seen, plan, holds)
+        if (seen := reader.layout.read(args, kwargs)) is not None and reader.remember(seen, plan, holds):
             return
     made = make_reader(roles, name, args, kwargs, call) if len(found) < MAX_READERS else None
     if made is not None:

@@ -7,6 +7,7 @@ import attrs
 
 from weft.batch import Batch
 from weft.effects import Schema, TensorSchema
+from weft.errors import ProgramError
 from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.stages.decoder import DecoderStage, decoder_stage
@@ -16,6 +17,7 @@ from weft.state import State, admit, advance
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 
@@ -73,6 +75,8 @@ def make_runner(
         DescriptorError: an unknown mode.
     """
     ladder = make_ladder(mode, limits)
+    if (wrong := wrong_transport(transport)) is not None:
+        raise ProgramError(f"make_runner(model, limits, num_stages={num_stages}, transport=...)", *wrong)
     transport = transport or Local()
     every = split_layers(model.config.num_layers, num_stages)
     layouts = tuple(every[rank] for rank in transport.ranks(num_stages))

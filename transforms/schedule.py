@@ -59,6 +59,11 @@ def make_programs(
       broadcast from 1 [mb 1]
       run advance [mb 1]
     """
+    if not isinstance(num_stages, int) or not hasattr(jobs, "__len__") or not all(isinstance(job, Job) for job in jobs):
+        call = f"make_programs(<a {type(num_stages).__name__}>, <a {type(jobs).__name__}>)"
+        raise ProgramError(
+            call, "no number of stages, or no jobs", "make_programs(2, decode_jobs(...)), or [Job(), ...]"
+        )
     call = f"make_programs({num_stages}, <{len(jobs)} jobs>, buffers={buffers})"
     if num_stages < 1 or (buffers is not None and buffers < 1):
         raise ProgramError(call, "no stage, or no buffer", "one or more of each (buffers=None: no reuse)")
@@ -174,9 +179,14 @@ def decode_jobs(num_cohorts: int, num_steps: int) -> tuple[Job, ...]:
     """A decode loop: `num_steps` steps of each of `num_cohorts` cohorts of requests, in turn; a cohort's step waits for
     its tokens of the one before. With as many cohorts as stages, all stages are busy.
 
+    Raises:
+        ProgramError: fewer than one of either.
+
     >>> [job.after for job in decode_jobs(2, 3)]
     [None, None, 0, 1, 2, 3]
     """
+    if num_cohorts < 1 or num_steps < 1:
+        raise ProgramError(f"decode_jobs({num_cohorts}, {num_steps})", "no job", "a cohort and a step, or more")
     return tuple(
         Job(after=None if index < num_cohorts else index - num_cohorts) for index in range(num_cohorts * num_steps)
     )

@@ -13,6 +13,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import attrs
 
@@ -63,8 +64,12 @@ class Costs:
         if not self.bytes_per_second > 0:
             seen = f"bytes_per_second={self.bytes_per_second!r}"
             raise CostError(f"Costs({seen}, …)", seen, "a number > 0; infinite: transfers take the latency alone")
-        if not callable(self.stages):
-            for stage, value in enumerate(self.stages):
+        stages: Any = self.stages
+        if not callable(stages):
+            if not isinstance(stages, Iterable):
+                instead = "seconds of each stage: (1e-3, 2e-3), or a function (stage, microbatch)"
+                raise CostError(f"Costs(stages={stages!r}, …)", f"a {type(stages).__name__}", instead)
+            for stage, value in enumerate(stages):
                 _checked(value, f"Costs(stages={self.stages!r}, …)", f"stage {stage} costs {value!r} s")
 
     def seconds(self, effect: Effect) -> float:
@@ -188,6 +193,9 @@ def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) ->
     2 ranks, 4 ms; most bytes of messages a
     rank holds: 0
     """
+    if not isinstance(programs, list | tuple) or not isinstance(costs, Costs):
+        call = f"simulate(<a {type(programs).__name__}>, <a {type(costs).__name__}>)"
+        raise ProgramError(call, "no programs, or no Costs", "simulate(step.programs(), Costs(stages=(1e-3, ...)))")
     if not isinstance(capacity, int) or capacity < 1:
         call = f"simulate(<{len(programs)} programs>, costs, capacity={capacity!r})"
         raise ProgramError(call, f"capacity={capacity!r}", "an int >= 1: an edge holds a message")

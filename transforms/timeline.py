@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 
@@ -80,6 +81,10 @@ class Timeline:
         return self.as_text()
 
     def _repr_html_(self) -> str:
+        return self.as_svg()
+
+    def as_svg(self) -> str:
+        """The picture that a notebook shows, for a file: `Path("step.svg").write_text(timeline.as_svg())`."""
         return draw_svg(self.events, self.bubble)
 
 
@@ -117,6 +122,11 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
       step time +10.0%
       rank 0 busy +0.0%
     """
+    pair: dict[str, Any] = {"simulated": simulated, "measured": measured}
+    for name, given in pair.items():
+        if not isinstance(given, Timeline):
+            seen, instead = f"{name} is a {type(given).__name__}", "Timelines: of a Recorder, recorder.timeline()"
+            raise ProgramError("compare(simulated, measured)", seen, instead)
     ran, did = (_runs(timeline) for timeline in (simulated, measured))
     if ran != did:
         rank, what = next((rank, run) for rank, run in [*ran, *did] if ((rank, run) in ran) != ((rank, run) in did))

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from itertools import zip_longest
 
+import attrs
 import torch
 
 from weft.batch import Batch
-from weft.outputs import Output
 from weft.proofs.laws.compare import LawViolation, assert_equal
 from weft.proofs.serving import Window, serve
 from weft.proofs.strategies.traces import Trace
 from weft.state import State, admit, advance
 from weft.transforms.engine.requests import Request
-from weft.transforms.engine.steppers import Streamed
+from weft.transforms.engine.steppers import Done, Streamed
 from weft.transforms.engine.work import Work, advance_work, edited
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, lora_rungs, make_ladder
@@ -46,7 +46,8 @@ def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") 
     )
     windows: list[Window] = []
     for window in serve(trace, run):
-        tables = [{name: x[:-1] for name, x in leaves_with_names(state) if name in TABLES} for state in run.state]
+        states = run.state if window.settled else ()
+        tables = [{name: x[:-1] for name, x in leaves_with_names(state) if name in TABLES} for state in states]
         for index, table in enumerate(tables[1:], 1):
             assert_equal(f"L11 stages agree: stage {index} and stage 0", table, tables[0])
         windows.append(window)
@@ -55,25 +56,45 @@ def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") 
 
 def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
     """L11: ranks that schedule each for itself, and see the same tokens, decide the same: the same work, as data."""
-    shared: list[Sequence[Output | None]] = []
-    works: list[Sequence[Work]] = []
-    run = Streamed(spanned(trace, 1, "none"), trace.params(1, device), trace.state(1, device), device)
-
-    def first(own: Sequence[Work]) -> Sequence[Output | None]:
-        works.append(own)
-        shared.append(run(own))
-        return shared[-1]
-
-    def other(own: Sequence[Work]) -> Sequence[Output | None]:
-        if list(own) != list(works[-1]):
-            theirs = [str(work) for work in works[-1]]
-            raise LawViolation(f"L11 hosts agree: one does {[str(work) for work in own]}, another {theirs}")
-        return shared[-1]
-
-    ranks = [serve(trace, first), *(serve(trace, other) for _ in range(num_ranks - 1))]
+    first = _First(Streamed(spanned(trace, 1, "none"), trace.params(1, device), trace.state(1, device), device), [], [])
+    ranks = [serve(trace, first), *(serve(trace, _Other(first)) for _ in range(num_ranks - 1))]
     for windows in zip_longest(*ranks):
         if len({window is None for window in windows}) > 1:
             raise LawViolation("L11 hosts agree: one has come to its end, and another has not")
+
+
+@attrs.define(eq=False)
+class _First:
+    """The rank that computes, and what its last call and its last flush gave."""
+
+    run: Streamed
+    works: Sequence[Work] = ()
+    done: Sequence[Done] = ()
+    flushed: Sequence[Done] = ()
+
+    def __call__(self, works: Sequence[Work]) -> Sequence[Done]:
+        self.works, self.done = works, self.run(works)
+        return self.done
+
+    def flush(self) -> Sequence[Done]:
+        self.flushed = self.run.flush()
+        return self.flushed
+
+
+@attrs.frozen(eq=False)
+class _Other:
+    """A rank that schedules for itself, behind the first."""
+
+    first: _First
+
+    def __call__(self, works: Sequence[Work]) -> Sequence[Done]:
+        if list(works) != list(self.first.works):
+            theirs = [str(work) for work in self.first.works]
+            raise LawViolation(f"L11 hosts agree: one does {[str(work) for work in works]}, another {theirs}")
+        return self.first.done
+
+    def flush(self) -> Sequence[Done]:
+        return self.first.flushed
 
 
 def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu") -> None:

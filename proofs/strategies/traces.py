@@ -41,6 +41,7 @@ class Trace:
         budget: what a step may do.
         num_pages, page_size: of the KV cache.
         window: ticks that are scheduled before the tokens of the first of them are read.
+        reads_late: whether a pipeline's tokens are read when they have returned to all, not at once for a window.
         seed: of the weights.
     """
 
@@ -50,12 +51,14 @@ class Trace:
     num_pages: int
     page_size: int
     window: int
+    reads_late: bool
     seed: int
 
     def __repr__(self) -> str:
         return (
             f"Trace({self.config.architecture}, {self.config.num_layers} layers, seed={self.seed}, {self.budget}, "
-            f"num_pages={self.num_pages}, page_size={self.page_size}, window={self.window}, arrivals={self.arrivals})"
+            f"num_pages={self.num_pages}, page_size={self.page_size}, window={self.window}, "
+            f"reads_late={self.reads_late}, arrivals={self.arrivals})"
         )
 
     @property
@@ -121,13 +124,15 @@ def traces(
     max_pages = -(-longest // page_size)
     size = -(-num_rows // num_cohorts)
     budget = Budget(num_rows, draw(st.sampled_from((size, size + 3, 16))), max_pages, num_cohorts, draw(st.booleans()))
+    window, reads_late = draw(st.sampled_from(((4, False), (1, True), (2, False), (3, True))))
     return Trace(
         config,
         tuple(sorted(arrivals, key=lambda a: a.tick)),
         budget,
         draw(st.sampled_from((max_pages, max_pages + 2, max_pages * num_rows))),
         page_size,
-        draw(st.sampled_from((4, 1, 2, 3))),
+        window,
+        reads_late,
         draw(st.integers(0, 999)),
     )
 

@@ -9,9 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.batch import Batch
-from weft.effects import Broadcast, Fence, Program, Recv, Run, Schema, Send, TensorSchema, listing, parse_effect
+from weft.effects import (
+    Broadcast,
+    Fence,
+    Program,
+    Recv,
+    Run,
+    Schema,
+    Send,
+    TensorSchema,
+    listing,
+    parse_effect,
+    parse_listing,
+)
 from weft.errors import ProgramError
 from weft.outputs import IntermediateTensors, Output
+from weft.transforms.schedule import streaming
 
 FAST = settings(deadline=None, max_examples=80)
 DTYPES = st.sampled_from((torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64))
@@ -154,3 +167,23 @@ def test_texts_that_are_no_program(text: str) -> None:
 def test_a_bad_line_of_a_program_is_named() -> None:
     with pytest.raises(ProgramError, match=r"parse_effect\('  jump \[mb 0\]'\)"):
         Program.parse("rank 0 of 1\n  run stage 0 [mb 0]\n  jump [mb 0]")
+
+
+def test_listings_parse_back_after_an_edit_by_hand() -> None:
+    programs = streaming(3, 2, feedback=True)
+    assert parse_listing(listing(programs)) == programs
+    assert parse_listing("\n" + listing(programs).replace("\n  ", "\n\n      ") + "\n") == programs
+    edited = parse_listing(listing(programs).replace("  send to 1 [mb 0]\n", "", 1))
+    assert [len(a.effects) - len(b.effects) for a, b in zip(programs, edited, strict=True)] == [1, 0, 0]
+    assert parse_listing("") == parse_listing(" \n") == ()
+
+
+def test_what_is_no_listing() -> None:
+    with pytest.raises(ProgramError, match=r"a first line '  run stage 0 \[mb 0\]'"):
+        parse_listing("  run stage 0 [mb 0]\nrank 0 of 1")
+    with pytest.raises(ProgramError) as error:
+        Program.parse(listing(streaming(2, 1)))
+    assert (error.value.seen, error.value.instead) == (
+        "another rank's program, 'rank 1 of 2'",
+        "weft.effects.parse_listing(text)",
+    )

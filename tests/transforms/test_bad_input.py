@@ -50,7 +50,7 @@ from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.memo import CacheInfo
 from weft.transforms.microbatch import microbatch
 from weft.transforms.pipeline import compose, pipeline
-from weft.transforms.runner import make_state
+from weft.transforms.runner import make_runner, make_state
 
 ANY = "<any>"
 REMEDY = "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
@@ -269,6 +269,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a negative temperature": ({"temperature": -0.5}, "temperature=-0.5", FINITE),
     "an infinite temperature": ({"temperature": float("inf")}, "temperature=inf", FINITE),
     "no number for a temperature": ({"temperature": float("nan")}, "temperature=nan", FINITE),
+    "the name of a transport": (
+        {"transport": "threads"},
+        "transport='threads'",
+        "Local(), Threads() or Distributed(), of weft.transforms",
+    ),
     "an unknown mode": ({"graph": "fast"}, "graph='fast'", MODES),
 }
 
@@ -691,6 +696,12 @@ def test_params_and_states_are_one_a_stage(transform: Callable[..., Any], tiny: 
     with refused(ProgramError, call, "state is a State", instead):
         step(decoder.params, state[0], prefill())
     assert_equal("the state after a refused call", state, decoder.state())
+
+
+def test_the_name_of_a_transport_is_none_of_them(tiny: Model) -> None:
+    limits, call = Limits(max_num_reqs=1, max_num_tokens=4), "make_runner(model, limits, num_stages=2, transport=...)"
+    with refused(ProgramError, call, "transport='local'", "Local(), Threads() or Distributed(), of weft.transforms"):
+        make_runner(tiny, limits, num_stages=2, transport="local")  # type: ignore[arg-type]
 
 
 def test_a_value_of_another_schema_is_named() -> None:

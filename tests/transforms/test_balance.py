@@ -96,3 +96,9 @@ def test_a_cost_that_cannot_be_is_refused(arguments: Any, seen: str) -> None:
 def test_stages_without_layers_are_refused(layers: int, stages: int) -> None:
     with pytest.raises(ProgramError, match=f"{layers} layers for {stages} stages"):
         balance([1.0] * layers, stages)
+
+
+def test_a_number_of_layers_is_no_costs() -> None:
+    with pytest.raises(CostError) as error:
+        balance(28, 4)  # type: ignore[arg-type]
+    assert (error.value.call, error.value.seen) == ("balance(28, 4)", "a int")

@@ -1,6 +1,7 @@
 """The checker refuses each planted fault, and says what is wrong and what to write instead."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import pytest
@@ -13,6 +14,7 @@ from weft.proofs.laws import broken_programs_are_refused, checker_is_right, sche
 from weft.proofs.programs_exhaustive import fault, fenced
 from weft.proofs.strategies import FAULTS, Broken, Scheduled, broken_programs, edited_programs, programs
 from weft.transforms.checker import Edge, Machine, Step, check, interleave, puts, takes
+from weft.transforms.pipeline import pipeline
 from weft.transforms.schedule import Job, make_programs, streaming
 
 SCHEMA = Schema((TensorSchema("h", ("num_tokens", 4), torch.float32),))
@@ -419,3 +421,17 @@ def test_each_named_fault_breaks_some_programs() -> None:
 
     collect()
     assert seen == {*FAULTS, "another class", "another root"}
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        (PLAIN[0], "a Program"),
+        ([str(p) for p in PLAIN], "a list of other things"),
+        (pipeline([lambda p, s, batch, x: (s, batch)]), "a Pipelined"),
+    ],
+)
+def test_what_is_no_list_of_programs_is_refused(given: Any, seen: str) -> None:
+    error = refused(given)
+    assert error.seen == seen
+    assert error.instead == "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)"

@@ -72,3 +72,9 @@ def test_costs_of_another_number_of_stages_are_refused() -> None:
     with pytest.raises(CostError) as error:
         plan_cohorts(lambda size: [1.0] * 3, 4, 2)
     assert (error.value.seen, error.value.instead) == ("3 costs of 2 stages", "a cost for each stage")
+
+
+@pytest.mark.parametrize(("seconds", "options"), [([1.0, 1.0], {}), (lambda size: [1.0, 1.0], {"cohorts": 2})])
+def test_costs_that_are_no_function_and_numbers_that_are_no_list_are_refused(seconds: Any, options: Any) -> None:
+    with pytest.raises(ProgramError, match="a function from a cohort's size to the seconds of each stage"):
+        plan_cohorts(seconds, 4, 2, **options)

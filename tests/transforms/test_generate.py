@@ -172,10 +172,19 @@ class Keeping:
     def capture(self) -> None:
         self.inner.capture()
 
+    @property
+    def num_under_way(self) -> int:
+        return self.inner.num_under_way
+
     def __call__(self, works: Sequence[Work]) -> Any:
-        outputs = self.inner(works)
-        self.steps += zip(works, outputs, strict=True)
-        return outputs
+        return self._kept(self.inner(works))
+
+    def flush(self) -> Any:
+        return self._kept(self.inner.flush())
+
+    def _kept(self, done: Any) -> Any:
+        self.steps += done
+        return done
 
 
 def complete(model: weft.Model, prompts: Sequence[Any], *, budget: int = 2048, **options: Any) -> Seen:

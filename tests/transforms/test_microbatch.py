@@ -109,18 +109,21 @@ def test_trees_of_tensors(length: int, parts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "shapes"),
+    ("tree", "seen"),
     [
-        ({"a": torch.ones(2), "b": torch.ones(3)}, "{\"['a']\": (2,), \"['b']\": (3,)}"),
-        ((torch.ones(2), torch.tensor(1.0)), "{'[0]': (2,), '[1]': ()}"),
-        ({"n": 2}, "{}"),
+        (
+            {"a": torch.ones(2), "b": torch.ones(3)},
+            "tensors whose first dimensions do not agree: {\"['a']\": (2,), \"['b']\": (3,)}",
+        ),
+        ((torch.ones(2), torch.tensor(1.0)), "tensors whose first dimensions do not agree: {'[0]': (2,), '[1]': ()}"),
+        ({"n": 2}, "no tensor in {'n': 2}, a dict"),
     ],
 )
-def test_trees_without_a_common_length_are_refused(tree: Any, shapes: str) -> None:
+def test_trees_without_a_common_length_are_refused(tree: Any, seen: str) -> None:
     with pytest.raises(DescriptorError) as error:
         split(tree, 2)
     assert str(error.value) == (
-        f"split(batch, ...)\n  saw: tensors whose first dimensions do not agree: {shapes}\n"
+        f"split(batch, ...)\n  saw: {seen}\n"
         "  instead: pass a weft.Batch, or a tree of tensors with one common first dimension"
     )
 

@@ -1,5 +1,6 @@
 """pipeline: its programs, its errors, and that it equals the composition of its stages."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.donation import clone, donated_argnames, donates
 from weft.effects import Program, Schema, TensorSchema
-from weft.errors import DonatedError, ProgramError
+from weft.errors import DescriptorError, DonatedError, ProgramError
 from weft.outputs import IntermediateTensors
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Function, stage_lists
 from weft.stages.module import from_module
 from weft.transforms.graphify import graphify
 from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.transports.threads import Threads
 
 LAW = "a pipeline is its composition"
 
@@ -161,6 +163,12 @@ def test_compose_names_a_wrong_number_of_entries_too(params: Any, state: Any) ->
         (scale, "one function"),
         ([scale, torch.nn.Linear(1, 1)], "stage 1 is an nn.Module"),
         ([from_module(torch.nn.Linear(1, 1))], "stage 0 is a ModuleStage, no function"),
+        (3, "a int"),
+        (None, "a NoneType"),
+        ({"first": scale}, "a dict"),
+        ([scale, stepped], "stage 1, stepped(s: torch.Tensor, batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor"),
+        ("ab", "a str"),
+        ([scale, pipeline([scale] * 2)], "stage 1 is itself a pipeline of 2 stages, a step (params, state, batch)"),
     ],
 )
 def test_what_is_no_list_of_stages_is_refused(transform: Any, stages: Any, seen: str) -> None:
@@ -169,7 +177,7 @@ def test_what_is_no_list_of_stages_is_refused(transform: Any, stages: Any, seen:
     assert error.value.seen == seen
 
 
-@pytest.mark.parametrize("microbatches", [0, -1, 2.0, "2"])
+@pytest.mark.parametrize("microbatches", [0, -1, 2.0, "2", True])
 def test_no_number_of_parts_is_refused(microbatches: Any) -> None:
     with pytest.raises(ProgramError) as error:
         pipeline([scale] * 2, microbatches=microbatches)
@@ -278,3 +286,66 @@ def test_programs_are_data_for_any_number_of_micro_batches() -> None:
     assert [len(p.effects) for p in made.programs(3)] == [6, 6]
     assert attrs.asdict(made.programs(1)[0], recurse=False)["rank"] == 0
     assert_equal(LAW, clone(made(PARAMS[:2], STATES[:2], torch.ones(2))[1]), torch.full((2,), 6.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "seen", "instead"),
+    [
+        ({"transport": "threads"}, "transport='threads'", "Local(), Threads() or Distributed(), of weft.transforms"),
+        ({"transport": Threads}, "transport=Threads, the class", "one of it: Threads()"),
+        (
+            {"advance": True},
+            "a bool, no function",
+            "a function (state, batch, out) -> state; for a weft.Batch, weft.advance",
+        ),
+        ({"advance": lambda s, out: s}, "<lambda>(s, out)", "a function (state, batch, out) -> state"),
+        ({"schema": "[3] float32"}, "a str", "weft.Schema.parse(text), or weft.Schema.of(value)"),
+    ],
+)
+def test_what_is_no_option_is_refused(options: Any, seen: str, instead: str) -> None:
+    with pytest.raises(ProgramError) as error:
+        pipeline([scale] * 2, **options)
+    assert (error.value.seen, error.value.instead) == (seen, instead)
+
+
+@pytest.mark.parametrize("microbatches", [0, 2.0, "2"])
+def test_programs_of_no_number_of_parts_are_refused(microbatches: Any) -> None:
+    made = pipeline([scale] * 2, microbatches=3)
+    assert made.programs() is made.programs(3)
+    with pytest.raises(ProgramError) as error:
+        made.programs(microbatches)
+    assert error.value.call == f"pipeline of 2 stages.programs({microbatches!r})"
+
+
+def test_params_are_looked_at_before_the_batch() -> None:
+    """In `step(batch, params, state)` the batch is the first thing that is none."""
+    with pytest.raises(ProgramError, match="params is a Tensor"):
+        pipeline([scale] * 2, microbatches=2)(torch.ones(3), PARAMS[:2], STATES[:2])  # type: ignore[arg-type]
+
+
+def test_a_batch_without_a_tensor_is_named() -> None:
+    with pytest.raises(DescriptorError, match=r"no tensor in 2\.0, a float"):
+        pipeline([scale] * 2, microbatches=2)(PARAMS[:2], STATES[:2], 2.0)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_ranks_outside_a_transform_of_torch_func_are_refused(transform: Any) -> None:
+    """Its levels are a thread's: a gradient through others would be zero."""
+
+    def last(step: Any) -> Any:
+        return lambda x: step(PARAMS[:2], STATES[:2], x * torch.ones(3))[1].sum()
+
+    x = torch.ones(2) if transform is torch.func.vmap else torch.tensor(1.0)
+    wanted = transform(last(compose([scale] * 2)))(x)
+    assert_equal(LAW, transform(last(pipeline([scale] * 2)))(x), wanted)
+    with pytest.raises(ProgramError, match=r"inside a torch\.func transform"):
+        transform(last(pipeline([scale] * 2, transport=Threads())))(x)
+
+
+def test_stages_of_which_python_knows_no_signature_are_taken() -> None:
+    assert len(pipeline([functools.partial(scale), graphify(scale), map, Callable4()]).stages) == 4
+
+
+class Callable4:
+    def __call__(self, *args: Any) -> Any:
+        return scale(*args)

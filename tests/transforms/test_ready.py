@@ -100,10 +100,16 @@ def test_a_node_that_generated_code_does_not_know_is_right_all_the_same() -> Non
         assert_equal(LAW, g(value), doubled(value))
 
 
-def test_one_tensor_in_two_places() -> None:
-    g = graphify(lambda a, b: (a + b, a - b))
-    for a, b in itertools.product([X, X + 1], repeat=2):
-        assert_equal(LAW, g(a, b), (a + b, a - b))
+@pytest.mark.parametrize("by_reference", ["", "a b"])
+def test_one_tensor_in_two_places(by_reference: str) -> None:
+    """As tied weights are; in each order of such calls and others."""
+    g = graphify(lambda a, b: (a + b, a - b), reference_argnames=by_reference.split())
+    values = [X.clone(), X + 1]
+    for turn in range(2):
+        for a, b in [*itertools.product(values, repeat=2), *itertools.product(values[::-1], repeat=2)]:
+            with general_calls(g) as general:
+                assert_equal(LAW, g(a, b), (a + b, a - b))
+            assert not (general and turn)
 
 
 FORMS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [

@@ -1,6 +1,7 @@
 """Generators of schedules: what each rank does and in which order, at every size; and which job waits for which."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -177,3 +178,15 @@ def test_a_job_after_none_that_returns_is_refused(jobs: list[Job], seen: str) ->
 def test_no_stage_and_no_buffer_are_refused(stages: int, buffers: int | None) -> None:
     with pytest.raises(ProgramError, match="no stage, or no buffer"):
         make_programs(stages, [Job()], buffers=buffers)
+
+
+@pytest.mark.parametrize("given", [(decode_jobs(2, 2), 3), (3, 4), (2, [0]), ("2", [Job()])])
+def test_what_is_no_schedule_is_refused(given: Any) -> None:
+    with pytest.raises(ProgramError, match="no number of stages, or no jobs"):
+        make_programs(*given)
+
+
+@pytest.mark.parametrize(("cohorts", "steps"), [(0, 3), (2, 0), (-1, -1)])
+def test_a_decode_loop_of_no_job_is_refused(cohorts: int, steps: int) -> None:
+    with pytest.raises(ProgramError, match=rf"decode_jobs\({cohorts}, {steps}\)"):
+        decode_jobs(cohorts, steps)

@@ -92,3 +92,44 @@ def test_a_pipeline_to_whose_ranks_nothing_returns_has_no_session() -> None:
     step = pipeline([lambda p, s, batch, x: (s, batch)] * 2)
     with pytest.raises(ProgramError, match="no advance, so that nothing returns"):
         step.session([None] * 2, [None] * 2)
+
+
+def open_session() -> Any:
+    step = pipeline([lambda p, s, batch, x: (s, batch if x is None else x)] * 2, advance=lambda s, batch, out: s + 1)
+    return step.session([None] * 2, [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("batches", "jobs", "seen"),
+    [
+        (torch.ones(3), [Job()], "no list of batches, or none of jobs"),
+        ([torch.ones(3)], Job(), "no list of batches, or none of jobs"),
+        ([torch.ones(3)] * 2, [Job()], "2 batches and the jobs [Job(feeds=True, after=None)]"),
+        ([torch.ones(3)], [0], "1 batches and the jobs [0]"),
+        ([torch.ones(3)], [Job(after=7)], "job 2 runs after job 7"),
+        ([torch.ones(3)], [Job(after=2)], "job 2 runs after job 2"),
+        ([torch.ones(3)], [Job(after=-1)], "job 2 runs after job -1"),
+        ([torch.ones(3)], [Job(after=1)], "job 2 runs after job 1"),
+    ],
+)
+def test_what_cannot_be_submitted_leaves_the_session_as_it_was(batches: Any, jobs: Any, seen: str) -> None:
+    session = open_session()
+    before = session.submit([torch.ones(1), torch.ones(2)], [Job(), Job(feeds=False)])
+    with pytest.raises(ProgramError) as error:
+        session.submit(batches, jobs)
+    assert error.value.seen == seen
+    after = session.submit([torch.ones(3)], [Job(after=0)])
+    state, rest = session.close()
+    assert state == (3, 3)
+    outs = dict([*before, *after, *rest])
+    assert outs[1] is None
+    assert [int(outs[number].sum()) for number in (0, 2)] == [1, 3]
+
+
+@pytest.mark.parametrize("call", [lambda s: s.submit([torch.ones(1)], [Job()]), lambda s: s.close()])
+def test_a_closed_session_takes_nothing(call: Any) -> None:
+    session = open_session()
+    session.submit([torch.ones(1)], [Job()])
+    session.close()
+    with pytest.raises(ProgramError, match="a session that was closed"):
+        call(session)

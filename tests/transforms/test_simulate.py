@@ -297,6 +297,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "stage": ({"stages": [1.0, float("nan")]}, "stage 1 costs nan s"),
     "advance": ({"stages": [], "advance": -1.0}, "advance=-1.0"),
     "latency": ({"stages": [], "latency": float("inf")}, "latency=inf"),
+    "one number": ({"stages": 1e-3}, "a float"),
     "bandwidth": ({"stages": [], "bytes_per_second": 0.0}, "bytes_per_second=0.0"),
     "bytes": ({"stages": [], "message_bytes": -4}, "message_bytes=-4"),
 }
@@ -328,3 +329,16 @@ def test_a_cost_that_is_missing_or_wrong_is_named(name: str) -> None:
 def test_a_run_of_something_else_has_no_cost() -> None:
     with pytest.raises(CostError, match="no cost of 'draft'"):
         simulate([Program(0, 1, (Run("draft", 0),))], Costs([1.0]))
+
+
+@pytest.mark.parametrize(
+    ("programs", "costs", "call"),
+    [
+        (streaming(1, 1)[0], Costs([1.0]), "simulate(<a Program>, <a Costs>)"),
+        (streaming(1, 1), (1.0,), "simulate(<a tuple>, <a tuple>)"),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(programs: Any, costs: Any, call: str) -> None:
+    with pytest.raises(ProgramError) as error:
+        simulate(programs, costs)
+    assert error.value.call == call

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from weft.effects import Run, Send
 from weft.errors import CostError, ProgramError
 from weft.transforms.events import Event, ticks
+from weft.transforms.measure import measure
 from weft.transforms.schedule import decode_jobs, make_programs, streaming
 from weft.transforms.simulate import Costs, simulate
 from weft.transforms.timeline import Timeline, compare
@@ -175,3 +176,16 @@ def test_timelines_of_other_programs_are_not_compared() -> None:
         with pytest.raises(ProgramError) as error:
             compare(simulated, measured)
         assert error.value.seen == f"rank 0: 'run stage 0 [mb 2]' is in the {where} timeline alone"
+
+
+def test_what_is_no_timeline_is_not_compared() -> None:
+    made = simulate(streaming(2, 1), Costs([1.0, 1.0]))
+    with measure() as recorder, pytest.raises(ProgramError) as error:
+        compare(made, recorder)  # type: ignore[arg-type]
+    assert error.value.seen == "measured is a Recorder"
+
+
+def test_the_picture_for_a_file_is_that_of_a_notebook() -> None:
+    made = simulate(streaming(2, 1), Costs([1.0, 1.0]))
+    assert made.as_svg() == made._repr_html_()
+    assert made.as_svg().startswith("<svg ")

@@ -77,5 +77,5 @@ def _start(host: HostState, running: Running, cohort: int, admitted: list[Admiss
     request = running.request
     generated = tuple(running.tokens[len(request.prompt) :])
     placed = (running.row, tuple(running.pages), running.filled)
-    own = (request.sampling, request.prompt, generated, request.adapter, running.limit)
-    admitted.append(Admission(*placed, *own))
+    asked = request.sampling, request.prompt
+    admitted.append(Admission(*placed, *asked, generated, request.adapter, running.limit))

@@ -21,6 +21,7 @@ from weft.transforms.engine.scheduler import add, finish, observe, schedule
 from weft.transforms.engine.setup import EngineLimits, check_engine, make_stepper
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.stats import Counts, Stats
+from weft.transforms.engine.steppers import Done
 from weft.transforms.engine.streaming import Streams
 from weft.transforms.engine.tracking import Track
 from weft.transforms.engine.work import Work
@@ -109,6 +110,7 @@ class Engine:
         self._count = 0
         spread = len(self.transport.ranks(pipeline)) < pipeline
         self._streams = Streams(self, spread)
+        self._check = self.transport.check if spread else None
 
     def add(
         self,
@@ -187,7 +189,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether no request is left, and no step whose tokens were not read."""
-        return not self._names and not self._pending
+        return not self._names and not self._pending and not self._stepper.num_under_way
 
     def is_under_way(self, id: str) -> bool:
         """Whether the request of that id has not ended."""
@@ -222,9 +224,11 @@ class Engine:
         return self._read(self._pending.popleft()) if self._pending else []
 
     def launch(self) -> None:
-        """Start work as far ahead as is allowed."""
-        while len(self._pending) <= self.run_ahead and self._launch():
-            pass
+        """Start work as far ahead as is allowed, or as there is any."""
+        while len(self._pending) <= self.run_ahead:
+            if not self._launch():
+                self._keep(self._stepper.flush())
+                return
 
     def is_ready(self) -> bool:
         """Whether `step()` would not wait for the device."""
@@ -276,14 +280,18 @@ class Engine:
             self._host, more = schedule(self._host, self.limits.budget)
             works += more
         if works:
-            self._pending.append(Reading(works, self._stepper(works)))
+            self._keep(self._stepper(works))
             for work in works:
                 self._counts.add(work)
         return bool(works)
 
+    def _keep(self, done: Sequence[Done]) -> None:
+        if done:
+            self._pending.append(Reading(done))
+
     def _read(self, reading: Reading) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
-        for work, told in reading.wait():
+        for work, told in reading.wait(self._check):
             if told is None or not work.feeds:
                 continue
             if work.targets:

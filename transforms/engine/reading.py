@@ -1,6 +1,7 @@
 """Reading what steps return, behind the device: copies that nobody waits for until they are wanted."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -9,6 +10,11 @@ from torch import Tensor
 
 from weft.outputs import Output
 from weft.transforms.engine.work import Work
+
+_PAUSE = 2e-5
+"""Seconds between two looks at the device."""
+_ASK = 0.05
+"""Seconds between two looks at the other ranks."""
 
 
 @attrs.frozen(eq=False)
@@ -35,12 +41,12 @@ class Reading:
     """Outputs on their way to the host.
 
     Args:
-        works: what was done.
-        outputs: what each returned.
+        done: what was done, and what each work returned.
     """
 
-    def __init__(self, works: Sequence[Work], outputs: Sequence[Output | None]) -> None:
-        self.works = tuple(works)
+    def __init__(self, done: Sequence[tuple[Work, Output | None]]) -> None:
+        outputs = [out for _, out in done]
+        self.works = tuple(work for work, _ in done)
         self._copies = [None if out is None else {n: _to_host(x) for n, x in _tensors(out)} for out in outputs]
         on_gpu = any(out is not None and out.token_ids.is_cuda for out in outputs)
         self._done = torch.cuda.Event() if on_gpu else None
@@ -51,12 +57,27 @@ class Reading:
         """Whether `wait` would return at once."""
         return self._done is None or self._done.query()
 
-    def wait(self) -> list[tuple[Work, Told | None]]:
-        """What each said; None where nothing returned."""
-        if self._done is not None:
+    def wait(self, check: Callable[[], None] | None = None) -> list[tuple[Work, Told | None]]:
+        """What each said; None where nothing returned.
+
+        Args:
+            check: asked now and then, where a device may wait for another one in vain: raises if it does.
+        """
+        if self._done is not None and check is None:
             self._done.synchronize()
+        elif self._done is not None and check is not None:
+            _wait(self._done, check)
         told = (None if copied is None else _told(copied) for copied in self._copies)
         return list(zip(self.works, told, strict=True))
+
+
+def _wait(event: torch.cuda.Event, check: Callable[[], None]) -> None:
+    asked = time.monotonic()
+    while not event.query():
+        time.sleep(_PAUSE)
+        if time.monotonic() - asked > _ASK:
+            check()
+            asked = time.monotonic()
 
 
 def _tensors(out: Output) -> list[tuple[str, Tensor]]:

@@ -1,5 +1,6 @@
 """Steppers: what does the scheduler's work to the states, on one device or many."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -10,23 +11,33 @@ from weft.batch import Batch
 from weft.outputs import Output
 from weft.transforms.engine.work import PlacedWork, Work, apply_edits
 from weft.transforms.graphify import Graphified
-from weft.transforms.pipeline import Pipelined
+from weft.transforms.pipeline import Pipelined, Session
 from weft.transforms.schedule import Job
 
 _MAX_PLACED = 16
+
+Done = tuple[Work, Output | None]
+"""Work that is over, and what the last stage made of it; None where nothing returns."""
 
 
 class Stepper(Protocol):
     """Does work in order; nothing waits for the device."""
 
-    state: Any
+    state: Any  # one entry for each stage that runs here, once nothing is under way
 
     @property
     def graphs(self) -> Sequence[Graphified[..., Any]]:
         """What was graphified and runs here."""
 
-    def __call__(self, works: Sequence[Work]) -> Sequence[Output | None]:
-        """What the last stage made of each; None where nothing returns."""
+    @property
+    def num_under_way(self) -> int:
+        """Works that were launched, and have not been returned as done."""
+
+    def __call__(self, works: Sequence[Work]) -> Sequence[Done]:
+        """Launch works; what is done by now, in order: of a pipeline, works of calls before."""
+
+    def flush(self) -> Sequence[Done]:
+        """What is still under way, done."""
 
     def capture(self) -> None:
         """Capture all that the graphs' ladders hold, without a trace in the states."""
@@ -72,13 +83,20 @@ class Stepped:
         self.graphs: tuple[Graphified[..., Any], ...] = (step,) if isinstance(step, Graphified) else ()
         self._place = Placer(device)
 
-    def __call__(self, works: Sequence[Work]) -> Sequence[Output | None]:
-        outputs = []
+    @property
+    def num_under_way(self) -> int:
+        return 0
+
+    def __call__(self, works: Sequence[Work]) -> Sequence[Done]:
+        done = []
         for work in works:
             state = tuple(apply_edits(state, work.edits) for state in self.state) if work.edits else self.state
             self.state, out = self.step(self.params, state, self._place(work).batch)
-            outputs.append(out)
-        return outputs
+            done.append((work, out))
+        return done
+
+    def flush(self) -> Sequence[Done]:
+        return ()
 
     def capture(self) -> None:
         for graph in self.graphs:
@@ -86,7 +104,7 @@ class Stepped:
 
 
 class Streamed:
-    """Does work by `pipelined.stream`, so that stages overlap: the works of a call are one program.
+    """Does work by a session of a pipeline: stages overlap, in a call and from one to the next.
 
     Args:
         pipelined: of stages over work (`edited`), with `advance_work`.
@@ -110,22 +128,39 @@ class Streamed:
         self.graphs = tuple(graph for graph, _ in graphs)
         self._examples = tuple(example for _, example in graphs)
         self._place = Placer(device)
+        self._session: Session | None = None
+        self._first = 0
+        self._under_way: deque[Work] = deque()
 
-    def __call__(self, works: Sequence[Work]) -> Sequence[Output | None]:
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
+    def __call__(self, works: Sequence[Work]) -> Sequence[Done]:
         if not works:
             return ()
-        placed = [self._place(work) for work in works]
-        self.state, outputs = self.pipelined.stream(self.params, self.state, placed, jobs_of(works))
-        return outputs
+        if self._session is None:
+            self._session, self._first = self.pipelined.session(self.params, self.state), works[0].job
+        self._under_way += works
+        jobs = [Job(work.feeds, self._after(work)) for work in works]
+        return self._taken(self._session.submit([self._place(work) for work in works], jobs))
+
+    def flush(self) -> Sequence[Done]:
+        if self._session is None:
+            return ()
+        self.state, outputs = self._session.close()
+        self._session = None
+        return self._taken(outputs)
+
+    def _after(self, work: Work) -> int | None:
+        """The job that it waits for, in the session; what came before has returned."""
+        return None if work.after is None or work.after < self._first else work.after - self._first
+
+    def _taken(self, outputs: Sequence[tuple[int, Any]]) -> Sequence[Done]:
+        return [(self._under_way.popleft(), out) for _, out in outputs]
 
     def capture(self) -> None:
         batch = Batch.decode([0], device=self._place.device)
         for graph, *stage in zip(self.graphs, self.params, self.state, self._examples, strict=False):
             params, state, x = stage
             graph.capture(params, state, batch, x)
-
-
-def jobs_of(works: Sequence[Work]) -> list[Job]:
-    """The jobs of works that are run together: none waits for one that was run before."""
-    first = works[0].job
-    return [Job(w.feeds, None if w.after is None or w.after < first else w.after - first) for w in works]

@@ -20,6 +20,9 @@ class Transport(Protocol):
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank: what all must agree on and one decides. Each calls it, in the same order."""
 
+    def check(self) -> None:
+        """Raise RankError if a rank is known to have failed, while a device computes for it, or waits."""
+
     def mail(self, num_ranks: int, /) -> Any:
         """What holds messages that are sent in one run and received in a later one."""
 

@@ -17,16 +17,18 @@ _KNOWN = {*sys.stdlib_module_names, "torch"}
 """Packages whose version stands for their code."""
 
 
-def fingerprint(index: int, fn: Callable[..., Any]) -> str:
-    """A stage in one line: its name, and a hash of its code: of the functions that it calls by their names too, and of
-    the plain values among what it closes over, its defaults, and the constants (of UPPER_CASE names) of its module.
+def fingerprint(index: int | None, fn: Callable[..., Any]) -> str:
+    """A stage (`index` None: what advances) in one line: its name, and a hash of its code: of the functions that it
+    calls by their names too, and of the plain values among what it closes over, its defaults, and the constants (of
+    UPPER_CASE names) of its module.
 
     Tensors, devices and variables of a module may differ from rank to rank, and are not in it.
     """
     found = hashlib.blake2b(digest_size=6)
     for part in _parts(fn, set()):
         found.update(f"{part};".encode())
-    return f"stage {index}: {getattr(fn, '__name__', type(fn).__name__)} {found.hexdigest()}"
+    what = "advance" if index is None else f"stage {index}"
+    return f"{what}: {getattr(fn, '__name__', type(fn).__name__)} {found.hexdigest()}"
 
 
 def _parts(value: Any, seen: set[int]) -> Iterator[str]:

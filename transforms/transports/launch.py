@@ -9,15 +9,15 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import attrs
 
-from weft.errors import RankError
+from weft.errors import ProgramError, RankError
 from weft.torchapi import host_store
 from weft.transforms.transports.board import Exit, Store, note_exit
 from weft.transforms.transports.failures import Failure
@@ -27,6 +27,8 @@ _GRACE = 5.0
 """Seconds that the other ranks get, beyond the time-out, to end by themselves after one failed."""
 _BLAMED = 2.0
 """Seconds that a rank gets to end once all others have, and blame it: it may have stalled."""
+_READ = "see what they printed: most likely importing the script failed"
+_GUARDED = 'in a script, call launch under `if __name__ == "__main__":`'
 
 
 @attrs.frozen(eq=False)
@@ -52,22 +54,42 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
         What `fn` returned on each rank, in order.
 
     Raises:
-        Whatever the first rank that failed raised; RankError for one that exited without a word.
+        Whatever the first rank that failed raised; RankError for one that exited without a word; ProgramError for what
+        cannot be launched.
 
     In a script, call it under `if __name__ == "__main__":`, as multiprocessing asks.
     """
+    call = f"launch({getattr(fn, '__name__', fn)!s:.60}, {num_ranks!r:.60})"
+    if not callable(fn) or isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ProgramError(call, "no function, or no number of ranks", "launch(function, 2, *arguments)")
     store = host_store(HOST, timeout)
     context = mp.get_context("forkserver")  # one process imports torch; the ranks are forks of it
     context.set_forkserver_preload(["weft.transforms.transports.distributed", "weft.transforms.generate"])
     started: list[tuple[BaseProcess, Connection]] = []
     try:
         for rank in range(num_ranks):
-            started.append(_start(context, _environment(rank, num_ranks, store.port), fn, args))
+            with _named(call):
+                started.append(_start(context, _environment(rank, num_ranks, store.port), fn, args))
         ended = _collect(started, timeout + _GRACE, store)
     finally:
         for process, _ in started:
             _end(process)
     return _results(ended, started)
+
+
+@contextmanager
+def _named(call: str) -> Iterator[None]:
+    """What a process cannot be started with, in weft's words."""
+    try:
+        yield
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        instead = "a function of a module or of the script itself, by its name, and arguments that can be pickled"
+        raise ProgramError(call, f"{error}", instead) from error
+    except RuntimeError as error:
+        if "bootstrapping" not in str(error):
+            raise
+        seen = "a rank that imports the script, and comes by the call that started it"
+        raise ProgramError(call, seen, _GUARDED) from None
 
 
 def _start(
@@ -177,6 +199,8 @@ def _results(ended: dict[int, Ended], started: list[tuple[BaseProcess, Connectio
         return [ended[rank].result for rank in range(len(started))]
     if not failed:
         cause = f"its process ended: {ended[silent[0]].exit}"
+        if len(silent) == len(started) and {ended[rank].exit for rank in silent} == {"exit code 1"}:
+            raise RankError("launch", f"{cause}, as that of every rank", f"{_READ}; {_GUARDED}", 0, "its part", cause)
         raise Failure(silent[0], "its part", cause).for_rank(silent[0], "launch")
     first = min(failed, key=lambda rank: (isinstance(ended[rank].error, RankError), rank))
     error = ended[first].error

@@ -58,6 +58,9 @@ class Local:
     def share(self, value: Any) -> Any:
         return value
 
+    def check(self) -> None:
+        """Whoever fails here raises here."""
+
     def mail(self, num_ranks: int, /) -> Queues:
         return Queues(num_ranks)
 

@@ -19,7 +19,7 @@ class Plan:
     Args:
         programs: of all ranks.
         buffers: results that a stage holds before it overwrites the oldest; None: each is a value of its own.
-        stages: the fingerprint of each stage's code.
+        stages: the fingerprint of each stage's code, and of what advances.
         spans: the effects of each rank that are to be performed, from one to before another: those before were, and
             those behind will be; None: all.
     """

@@ -69,6 +69,8 @@ class Threads:
     """
 
     def __init__(self, *, devices: Sequence[torch.device | str] | None = None, timeout: float = 30.0) -> None:
+        if isinstance(devices, str | torch.device):
+            raise ProgramError(f"Threads(devices={devices!r})", "one device", "a list of them, one for each stage")
         self.devices = None if devices is None else tuple(torch.device(d) for d in devices)
         self.timeout = timeout
         self._tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
@@ -83,6 +85,9 @@ class Threads:
 
     def share(self, value: Any) -> Any:
         return value
+
+    def check(self) -> None:
+        """A run returns when all its threads are done, or raises what one raised."""
 
     def mail(self, _: int, /) -> dict[Edge, Queue]:
         return {}
@@ -133,7 +138,8 @@ class Threads:
         self._tasks = []
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_tasks"):  # not where __init__ raised
+            self.close()
 
     def _task(self, plan: Plan, worker: Worker, exchange: Exchange) -> Callable[[], None]:
         rank = worker.rank

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
@@ -47,6 +48,22 @@ def whole_step(deciding: int | None, from_step: int) -> list[int]:
         with mock.patch.object(graphs, "dispatch", _largest) if by_itself else nullcontext():
             state, out = step((model.params,), state, batch)
     return out.token_ids.tolist()  # type: ignore[no-any-return]
+
+
+def advancing(how: str) -> None:
+    transport = Distributed(backend="gloo", timeout=8.0)
+    advances: dict[str, Any] = {"first": lambda s, batch, out: s + 1, "other": lambda s, batch, out: s, "none": None}
+    own = advances[how if transport.rank else "first"]
+    step = pipeline([lambda p, s, batch, x: (s, batch)] * 2, advance=own, transport=transport)
+    step([None], [0], torch.ones(2))
+
+
+@pytest.mark.parametrize("how", ["other", "none"])
+def test_what_advances_is_compared_too(how: str) -> None:
+    """Else the states of the ranks would drift apart."""
+    with pytest.raises(ProgramError, match=r"saw: 'advance: <lambda> \w{12}', where rank 1 has 'advance: ") as error:
+        launch(advancing, 2, how)
+    assert ("'advance: none'" in error.value.seen) == (how == "none")
 
 
 def test_ranks_that_dispatch_alike_agree() -> None:

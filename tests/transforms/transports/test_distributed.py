@@ -138,6 +138,10 @@ def _other_helper(x: torch.Tensor) -> torch.Tensor:
     return x + 2
 
 
+def beside(_: Any, p: torch.Tensor, s: torch.Tensor, batch: torch.Tensor, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return scale(p, s, batch, x)
+
+
 def differ(what: str) -> str:
     """Take a step in which rank 1 has something else."""
     torch.set_num_threads(1)
@@ -149,7 +153,7 @@ def differ(what: str) -> str:
     elif what == "closure":
         stage = closing_over(1 + mine)
     elif what == "partial":
-        stage = partial(scale, torch.ones(()) if mine else None)
+        stage = partial(beside, torch.ones(()) if mine else None)
     elif what == "helper":
         globals()["helper"] = _other_helper if mine else helper
         stage = with_helper
@@ -181,7 +185,7 @@ def differ(what: str) -> str:
         ("helper", "stage 0: with_helper", "stage 0: with_helper"),
         ("microbatches", "mb 0: [2] float32", "mb 0: [1] float32"),
         ("schema", "send to 1 [mb 0]: [2] float32", "send to 1 [mb 0]: [2] float64"),
-        ("advance", "run advance [mb 0]", "broadcast from 1 [mb 1]"),
+        ("advance", "advance: advance", "advance: none"),
         ("batch", "mb 1: [2] float32", "mb 1: [3] float32"),
         ("later batch", "mb 0: [3] float32", "mb 0: [2] float32"),
     ],

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import scale, told
 
-from weft.errors import RankError
+from weft.errors import ProgramError, RankError
 from weft.transforms.pipeline import pipeline
 from weft.transforms.schedule import Job
 from weft.transforms.transports.distributed import Distributed
@@ -168,6 +168,33 @@ def silent() -> None:
 def test_ranks_that_end_without_a_word() -> None:
     with pytest.raises(RankError, match="rank 0 failed at 'its part': its process ended: exit code 7"):
         launch(silent, 2)
+
+
+@pytest.mark.parametrize(("fn", "num_ranks"), [(silent, 0), (2, silent), (silent, "2"), (silent, True)])
+def test_what_is_no_function_or_no_number_of_ranks_is_refused(fn: Any, num_ranks: Any) -> None:
+    with pytest.raises(ProgramError) as error:
+        launch(fn, num_ranks)
+    assert error.value.seen == "no function, or no number of ranks"
+
+
+@pytest.mark.parametrize(("fn", "args"), [(lambda: 1, ()), (silent, (lambda: 1,))])
+def test_what_cannot_be_pickled_is_refused(fn: Any, args: Any) -> None:
+    with pytest.raises(ProgramError) as error:
+        launch(fn, 2, *args)
+    assert "pickle" in error.value.seen
+    assert error.value.instead.startswith("a function of a module or of the script itself, by its name")
+
+
+def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from weft.transforms import launch\ndef f(): return 1\nlaunch(f, 2)\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    *ranks, last = done.stderr.split("weft.errors.")[1:]
+    assert len(ranks) == 2
+    assert all(said.startswith("ProgramError: launch(f, 2)\n  saw: a rank that imports the script") for said in ranks)
+    assert last.startswith("RankError: launch\n  saw: its process ended: exit code 1, as that of every rank\n")
+    assert last.endswith('in a script, call launch under `if __name__ == "__main__":`\n')
 
 
 def hang(folder: str) -> None:

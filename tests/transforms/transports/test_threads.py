@@ -1,5 +1,6 @@
 """Threads: what Local gives, refusals, and failures, which name the rank and leave nothing behind."""
 
+import gc
 import threading
 import time
 from typing import Any
@@ -101,6 +102,8 @@ class FailingThreads:
     def ranks(self, num_ranks: int) -> Any:
         return self.threads.ranks(num_ranks)
 
+    def check(self) -> None: ...
+
     def mail(self, num_ranks: int, /) -> Any:
         return self.threads.mail(num_ranks)
 
@@ -179,3 +182,16 @@ def test_a_rank_that_exits_raises_its_exit() -> None:
     with pytest.raises(SystemExit) as error:
         step([torch.ones(())] * 2, [torch.ones(())] * 2, torch.ones(2))
     assert error.value.__notes__ == ["on rank 1, at 'run stage 1 [mb 0]'"]
+
+
+@pytest.mark.parametrize("devices", ["cpu", torch.device("cpu")])
+def test_one_device_is_no_list_of_them(devices: Any) -> None:
+    with pytest.raises(ProgramError, match="a list of them, one for each stage"):
+        Threads(devices=devices)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_threads_that_were_never_made_end_quietly() -> None:
+    with pytest.raises(TypeError):
+        Threads(2)  # type: ignore[misc]
+    gc.collect()

@@ -1,0 +1,147 @@
+"""Where a decode step goes: the kernels of a replay, how long each takes, and the gaps between them.
+
+    python -m weft.proofs.bench.step_profile --preset qwen3-0.6b --requests 128 1 --context 256 --out FOLDER
+
+An engine serves requests until all of them decode at about the context; then some steps are timed by the clock, and
+some more are profiled. A gap is time in which the device does nothing: the host is late, or one kernel waits for
+another to be launched. Without a GPU there is nothing to profile: it says so, and ends.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from weft.cli.presets import PRESETS
+from weft.cli.ranks import Here
+from weft.cli.sources import Source
+from weft.proofs.environment import environment
+from weft.sampling import SamplingParams
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.transports.local import Local
+
+_STEPS = 24
+_WIDTH = 78
+
+
+@attrs.frozen
+class Kernel:
+    """A kernel: launches a step, and microseconds a step."""
+
+    name: str
+    launches: float
+    us: float
+
+
+@attrs.frozen
+class Profile:
+    """A decode step.
+
+    Args:
+        ms: by the clock, without the profiler.
+        busy_ms: in which the device ran a kernel, or more.
+        idle: the share of the profiled steps in which it ran none.
+        kernels: the longest first.
+    """
+
+    preset: str
+    graph: str
+    requests: int
+    context: int
+    ms: float
+    busy_ms: float
+    idle: float
+    kernels: tuple[Kernel, ...]
+
+    def __str__(self) -> str:
+        launches = sum(kernel.launches for kernel in self.kernels)
+        head = (
+            f"{self.preset}, {self.requests} requests at {self.context}, {self.graph}: {self.ms:.3f} ms a step; "
+            f"kernels {self.busy_ms:.3f} ms, {launches:.0f} launches, idle {self.idle:.1%}"
+        )
+        rows = [
+            f"{k.us:10.1f} us {k.launches:7.1f} x {k.us / max(k.launches, 1e-9):8.2f}  {k.name[:_WIDTH]}"
+            for k in self.kernels[:28]
+        ]
+        return "\n".join([head, *rows])
+
+
+def profile(preset: str, requests: int, context: int, graph: str) -> Profile:
+    """Serve so many requests, and profile steps in which all of them decode."""
+    model = Source(None, preset, True, None).open(Here(Local(), 1, "cuda"), progress=False)
+    length = context + 4 * _STEPS
+    limits = EngineLimits(max_num_reqs=requests, max_model_len=length)
+    engine = Engine(model, limits, graph=graph, seed=0)
+    sampling = SamplingParams(temperature=1.0, ignore_eos=True)
+    for index in range(requests):
+        prompt = [(7 * index + 13 * place) % 1000 for place in range(max(1, context - 2 * _STEPS))]
+        engine.add(prompt, sampling, max_tokens=length - len(prompt))
+    while engine.stats().steps.get("decode", 0) < _STEPS:
+        engine.step()
+    ms = _timed(engine)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        _timed(engine)
+    return _summed(profiler, preset, graph, requests, context, ms)
+
+
+def _timed(engine: Engine) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(_STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3 / _STEPS
+
+
+def _summed(profiler: Any, preset: str, graph: str, requests: int, context: int, ms: float) -> Profile:
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    spans = []
+    for event in profiler.events():
+        if event.device_type.name == "CUDA":
+            totals[event.name][0] += 1
+            totals[event.name][1] += event.time_range.elapsed_us()
+            spans.append((event.time_range.start, event.time_range.end))
+    busy, whole = _union(sorted(spans)), max(e for _, e in spans) - min(s for s, _ in spans)
+    found = sorted(totals.items(), key=lambda item: -item[1][1])
+    kernels = tuple(Kernel(name, count / _STEPS, us / _STEPS) for name, (count, us) in found)
+    return Profile(preset, graph, requests, context, ms, busy / 1e3 / _STEPS, 1 - busy / whole, kernels)
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> float:
+    covered, reached = 0.0, float("-inf")
+    for start, end in spans:
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Profile each size, print it, and write `step_profile.json`."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
+    parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b")
+    parser.add_argument("--requests", type=int, nargs="+", default=[128])
+    parser.add_argument("--context", type=int, default=256, help="tokens of each request, about")
+    parser.add_argument("--graph", default="full_decode_only", help="the graph mode")
+    parser.add_argument("--out", type=Path, help="a folder for the record")
+    given = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.exit(0, "no GPU: nothing to profile\n")
+    found = []
+    for requests in given.requests:
+        found.append(profile(given.preset, requests, given.context, given.graph))
+        print(found[-1], flush=True)
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        record = {"environment": environment("cuda"), "profiles": [attrs.asdict(each) for each in found]}
+        (given.out / f"step_profile-{given.preset}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
