@@ -175,7 +175,12 @@ class HostMachine(RuleBasedStateMachine):
         assert all(len(mine) <= self.budget.cohort_size for mine in host.cohorts)
         for running in host.requests.values():
             assert running.tokens == [*running.request.prompt, *self.said[running.request.id]]
-            assert running.computed <= len(running.pages) * 2
+            assert running.computed <= len(running.pages) * 2 <= running.limit + 1
+            assert running.num_unread or not running.most_unread
+            if running.on_device:
+                place = self.places[running.row]
+                assert place <= running.computed, "a bound"
+                assert running.num_unread or place == running.computed, "which is the truth once all is read"
 
     def teardown(self) -> None:
         if not hasattr(self, "host"):
