@@ -8,6 +8,7 @@ import torch
 
 from weft.drafting import Drafting
 from weft.errors import RequestError
+from weft.stages.config import ModelConfig
 from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
@@ -26,7 +27,8 @@ class Speculation:
         num_tokens: drafts of a step at most; steps of half as many, and of none, have graphs of their own.
         ngram: draft by prompt lookup: what followed the last n tokens where they stood before, for n from the second
             number down to the first. None, with a model: by that alone.
-        model: draft with a smaller model, from `weft.load`, of the same vocabulary, on the device of the first stage.
+        model: draft with a smaller model, from `weft.load`, of the same vocabulary, on the device of the first stage;
+            on a rank without that stage its configuration is enough.
 
     Raises:
         RequestError: no number of tokens, n-grams that are none, or two ways to draft.
@@ -37,7 +39,7 @@ class Speculation:
 
     num_tokens: int
     ngram: tuple[int, int] | None = None
-    model: Model | None = None
+    model: Model | ModelConfig | None = None
 
     def __attrs_post_init__(self) -> None:
         call = f"weft.Speculation(num_tokens={self.num_tokens!r}, ngram={self.ngram!r}, model={self.model!r})"
@@ -45,7 +47,7 @@ class Speculation:
             raise RequestError(call, f"num_tokens={self.num_tokens!r}", "a whole number >= 1")
         if self.ngram is not None and self.model is not None:
             raise RequestError(call, "two ways to draft", "ngram=..., or model=...")
-        if self.model is not None and not isinstance(self.model, Model):
+        if self.model is not None and not isinstance(self.model, Model | ModelConfig):
             raise RequestError(call, f"model is a {type(self.model).__name__}", "model = weft.load(folder)")
         if self.model is None and not _is_range(self.ngram or _NGRAM):
             raise RequestError(call, f"ngram={self.ngram!r}", "the fewest tokens and the most, as in ngram=(1, 3)")
@@ -58,14 +60,19 @@ class Speculation:
     @property
     def drafter(self) -> Drafter:
         """What finds the drafts."""
-        if self.model is not None:
-            return model_drafter(self.num_tokens, self.model.config)
+        if self.config is not None:
+            return model_drafter(self.num_tokens, self.config)
         return ngram_drafter(self.num_tokens, *(self.ngram or _NGRAM))
 
     @property
     def params(self) -> Any:
         """The drafter's."""
-        return None if self.model is None else self.model.params
+        return self.model.params if isinstance(self.model, Model) else None
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """Of the draft model."""
+        return self.model.config if isinstance(self.model, Model) else self.model
 
     def check(self, call: str, model: Model, first: bool) -> None:
         """Refuse a draft model that cannot draft for another.
@@ -78,12 +85,13 @@ class Speculation:
         Raises:
             RequestError: another vocabulary, or, of the first stage, another device or a part of a model.
         """
-        if (own := self.model) is None:
+        if self.config is None:
             return
-        sizes = own.config.vocab_size, model.config.vocab_size
+        own, sizes = self.model, (self.config.vocab_size, model.config.vocab_size)
         if sizes[0] != sizes[1]:
             raise RequestError(call, f"a draft model of {sizes[0]} tokens for one of {sizes[1]}", "one of as many")
-        if first and (own.device != model.device or own.layout.num_stages != 1):
+        here = isinstance(own, Model) and (own.device, own.layout.num_stages) == (model.device, 1)
+        if first and not here:
             instead = f"weft.load(folder, {str(model.device)!r})"
             raise RequestError(call, f"the draft model {own!r} beside {model!r}", instead)
 
@@ -99,7 +107,7 @@ class Speculation:
         (num_rows, max_pages), device = state.block_table.shape, state.block_table.device
         num_pages, page_size = state.kv_pages.shape[2:4]
         pages, tokens = None, 0
-        if first and self.model is not None:
+        if first and isinstance(self.model, Model):
             layers = len(self.model.params.layers)
             heads, dim = self.model.config.num_kv_heads, self.model.config.head_dim
             pages = torch.zeros(layers, 2, num_pages, page_size, heads, dim, dtype=self.model.dtype, device=device)
@@ -114,7 +122,7 @@ class Speculation:
 
     def page_bytes(self, page_size: int) -> int:
         """Of a page of the draft model's cache, in all its layers."""
-        if self.model is None:
+        if not isinstance(self.model, Model):
             return 0
         config = self.model.config
         width = config.num_kv_heads * config.head_dim * self.model.dtype.itemsize
