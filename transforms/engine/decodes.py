@@ -35,8 +35,9 @@ def choose_query_len(host: HostState, budget: Budget, mine: Sequence[Running]) -
 
 
 def _need(host: HostState, running: Running, query_len: int) -> int:
-    """Pages that a request lacks, wherever its steps under way leave it; its last token of all is never read."""
-    reach = min(running.computed + running.most(query_len), running.limit - 1)
+    """Pages that a request lacks for a step of so many tokens, wherever those under way leave it: what was not drafted
+    is read, and written, too. Its last token of all is never read."""
+    reach = min(running.computed + query_len, running.limit - 1)
     return max(0, host.pages.pages_for(reach) - len(running.pages))
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,8 +23,11 @@ WRONG = -9
 GREEDY = SamplingParams(temperature=0.0, seed=0, stop_token_ids=[STOP])
 
 
-def request(name: str, prompt: tuple[int, ...], max_tokens: int, priority: int = 0, told: bool = False) -> Request:
-    sampling = SamplingParams(temperature=0.0, seed=0, stop_token_ids=[STOP], prompt_logprobs=0 if told else None)
+def request(
+    name: str, prompt: tuple[int, ...], max_tokens: int, priority: int = 0, told: bool = False, penalty: float = 0.0
+) -> Request:
+    told_of = 0 if told else None
+    sampling = attrs.evolve(GREEDY, prompt_logprobs=told_of, presence_penalty=penalty)
     return Request(name, prompt, max_tokens, sampling, priority)
 
 
@@ -37,7 +41,7 @@ class HostMachine(RuleBasedStateMachine):
     @initialize(
         rows=st.integers(1, 4),
         cohorts=st.integers(1, 3),
-        more=st.sampled_from((0, 2, 9)),
+        more=st.sampled_from((0, 9, 2, 20)),
         pages=st.integers(4, 9),
         mixed=st.booleans(),
         query_lens=st.sampled_from(((1,), (1, 2), (1, 3, 5))),
@@ -58,17 +62,27 @@ class HostMachine(RuleBasedStateMachine):
     @rule(
         begin=st.sampled_from(((), (1, 1), (1, 1, 2, 2))),
         rest=st.lists(st.integers(0, 2), max_size=2),
-        most=st.integers(1, 3),
+        most=st.sampled_from((1, 5, 3, 2, 5)),
         priority=st.sampled_from((0, 0, 1)),
         told=st.sampled_from((False, False, True)),
-        samples=st.sampled_from((1, 1, 3)),
+        samples=st.sampled_from((1, 2, 3)),
+        penalty=st.sampled_from((0.0, 0.0, 1.0)),
     )
-    def come(self, begin: tuple[int, ...], rest: list[int], most: int, priority: int, told: bool, samples: int) -> None:
+    def come(
+        self,
+        begin: tuple[int, ...],
+        rest: list[int],
+        most: int,
+        priority: int,
+        told: bool,
+        samples: int,
+        penalty: float,
+    ) -> None:
         prompt = (*begin, *rest) or (1,)
         first = f"r{self.count}"
         for index in range(samples):
             name = first if index == 0 else f"{first}[{index}]"
-            asked = request(name, prompt, most, priority, told and index == 0)
+            asked = request(name, prompt, most, priority, told and index == 0, 0 if index % 2 else penalty)
             if -(-(len(prompt) + most) // 2) > min(4, self.host.pages.num_pages):
                 with pytest.raises(RequestError, match="fewer max_tokens, or more pages"):
                     add(self.host, asked, self.budget)
@@ -147,7 +161,8 @@ class HostMachine(RuleBasedStateMachine):
         else:
             assert start <= work.starts[index], "of a decode, at most"
             assert start == len(truth) - 1
-            sampled = tokens[: min(1 + min(right, work.query_len - 1), limit - 1 - start)]
+            right = 0 if self.asked[name].sampling.presence_penalty else min(right, work.query_len - 1)
+            sampled = tokens[: min(1 + right, limit - 1 - start)]
             written = [truth[-1], *sampled[:-1], *[WRONG] * (work.query_len - max(len(sampled), 1))]
         for place, token in enumerate(written, start):
             if place < limit - 1:

@@ -225,7 +225,7 @@ def test_what_drafts_nothing_is_refused(options: dict[str, Any], seen: str) -> N
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(demo: Model) -> None:
-    with pytest.raises(RequestError, match="a draft model of 12 tokens for one of 256"):
+    with pytest.raises(RequestError, match="a draft model of 12 tokens for one of 257"):
         Engine(demo, graph="none", speculation=ITSELF)
 
 
