@@ -202,9 +202,8 @@ def test_drafts_are_as_many_as_there_is_use_room_and_pages_for() -> None:
     assert wanted(16, (greedy, 2)) == 1
     assert wanted(16, (penalised, 9)) == 1
     assert wanted(16, (penalised, 9), (greedy, 9)) == 3
-    assert wanted(6, (greedy, 9), (greedy, 9)) == 3
-    assert wanted(5, (greedy, 9), (greedy, 1)) == 5
-    assert wanted(3, (greedy, 4), (greedy, 4)) == 1, "for drafts nobody makes room"
+    assert wanted(6, (greedy, 9), (greedy, 9)) == 3, "of six pages two are taken, and each needs two more"
+    assert wanted(5, (greedy, 7), (greedy, 7)) == 1, "for drafts nobody makes room"
 
 
 @pytest.mark.parametrize(
