@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from weft.transforms.engine.engine import Engine
     from weft.transforms.engine.outputs import RequestOutput
     from weft.transforms.engine.setup import EngineLimits
+    from weft.transforms.engine.speculation import Speculation
     from weft.transforms.generate import Completion, generate
     from weft.transforms.graphify import clear_caches, graphify
     from weft.transforms.ladder import Ladder, Limits, make_ladder
@@ -58,6 +59,7 @@ _HOMES = {
     "weft.transforms.engine.engine": ("Engine",),
     "weft.transforms.engine.outputs": ("RequestOutput",),
     "weft.transforms.engine.setup": ("EngineLimits",),
+    "weft.transforms.engine.speculation": ("Speculation",),
     "weft.transforms.generate": ("Completion", "generate"),
     "weft.transforms.graphify": ("clear_caches", "graphify"),
     "weft.transforms.ladder": ("Ladder", "Limits", "make_ladder"),
@@ -89,6 +91,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Schema",
+    "Speculation",
     "State",
     "WeftError",
     "admit",

@@ -17,6 +17,10 @@ LAST_TOKEN = -1
 EMBEDDED = -2
 """In `Batch.input_ids`: a token whose embedding is given, in `Batch.inputs_embeds`."""
 
+DRAFT = -3
+"""In `Batch.input_ids`: a drafted token, which the step itself finds; what is left of them when it runs is no token,
+and never the one that is drawn."""
+
 SCRATCH_ROW = -1
 """In `Batch.rows`: padding. It indexes the state's last row, which no request owns."""
 
@@ -31,7 +35,7 @@ class Batch:
         descriptor: the shape class.
         rows: [num_reqs] int64, the request's row in the state; -1 for padding.
         input_ids: [num_tokens] int64, request after request; -1 stands for the request's last sampled token,
-            -2 for one whose embedding is given.
+            -2 for one whose embedding is given, -3 for one that the step drafts.
         query_start_loc: [num_reqs + 1] int32, where each request's tokens start; padding repeats the last entry.
         samples: [num_reqs] bool, whether the step's last token of the request is the last of its prompt, or later: only
             then is a token sampled and kept.
@@ -53,11 +57,20 @@ class Batch:
     inputs_embeds: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
 
     @classmethod
-    def decode(cls, rows: Sequence[int], *, num_active_loras: int = 0, device: torch.device | str = "cpu") -> Self:
-        """A uniform decode batch: one token of each row, the one sampled last. All rows must be past their prefill.
+    def decode(
+        cls,
+        rows: Sequence[int],
+        *,
+        query_len: int = 1,
+        num_active_loras: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """A uniform decode batch: of each row the token sampled last, and drafts behind it. All rows must be past their
+        prefill.
 
         Args:
             rows: the requests' rows in the state.
+            query_len: tokens of each: one, and `query_len - 1` drafts.
             num_active_loras: different adapters that these requests have.
             device: where the tensors go.
 
@@ -67,10 +80,10 @@ class Batch:
         n = len(rows)
         _check_rows(f"Batch.decode({list(rows)})", rows)
         return cls(
-            BatchDescriptor.uniform(n, num_active_loras=num_active_loras),
+            BatchDescriptor.uniform(n, query_len, num_active_loras),
             torch.tensor(rows, dtype=torch.int64, device=device),
-            torch.full((n,), LAST_TOKEN, dtype=torch.int64, device=device),
-            torch.arange(n + 1, dtype=torch.int32, device=device),
+            torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64, device=device),
+            torch.arange(n + 1, dtype=torch.int32, device=device) * query_len,
             torch.ones(n, dtype=torch.bool, device=device),
         )
 
@@ -123,6 +136,21 @@ class Batch:
             inputs_embeds=None if inputs_embeds is None else inputs_embeds.to(device),
         )
 
+    @property
+    def goes_on(self) -> Tensor:
+        """[num_reqs] bool: whether each request goes on from its last token, so that its tokens are that one and
+        drafts; meaningless for padding."""
+        first = self.query_start_loc[:-1].clamp(max=max(len(self.input_ids) - 1, 0))
+        return self.input_ids[first] == LAST_TOKEN
+
+    def owners(self) -> tuple[Tensor, Tensor]:
+        """[num_tokens] int32: the request of each token, and its place among that one's tokens. Tokens behind the end
+        of `query_start_loc` belong to nobody, and get the last request."""
+        starts = self.query_start_loc
+        index = torch.arange(len(self.input_ids), device=starts.device, dtype=starts.dtype)
+        owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=len(self.rows) - 1)
+        return owner, index - starts[owner]
+
     def after_first(self) -> Self:
         """What stages behind the first one get of it."""
         return self if self.inputs_embeds is None else attrs.evolve(self, inputs_embeds=None)
@@ -159,7 +187,8 @@ class ResolvedBatch:
     Args:
         descriptor: the batch's.
         rows: [num_reqs] int64, as in the batch.
-        input_ids: [num_tokens] int64, with the last tokens filled in; -2 where the embedding is given; 0 for padding.
+        input_ids: [num_tokens] int64, with the last tokens filled in; -2 where the embedding is given; 0 for padding,
+            and for what was not drafted.
         positions: [num_tokens] int64, each token's place in its request; 0 for padding.
         query_start_loc: [num_reqs + 1] int32.
         seq_lens: [num_reqs] int32, the context after this step; 0 for padding.

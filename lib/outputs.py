@@ -13,15 +13,18 @@ class IntermediateTensors:
 
     Args:
         hidden_states: [num_tokens, hidden_size], the residual stream; the model's dtype.
+        input_ids: [num_tokens] int64, the batch's with the drafts filled in; None unless the step verifies drafts.
     """
 
     hidden_states: Tensor = attrs.field(metadata=axes("num_tokens"))
+    input_ids: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
 
 
 @pytree
 @attrs.frozen(eq=False)
 class Output:
-    """What the last stage returns.
+    """What the last stage returns. Of a step that verifies drafts, which samples several tokens a request, the first
+    five are [num_reqs, n, ...]: with n, in a uniform class, its query length, and else the most of all.
 
     Args:
         token_ids: [num_reqs] int64, the token sampled (meaningless where the batch does not sample).
@@ -33,6 +36,9 @@ class Output:
             unless the step was built to find them.
         prompt_logprobs: [num_tokens] float32, those of the batch's `targets`; None unless it has them.
         prompt_top_ids, prompt_top_logprobs: [num_tokens, n], the likeliest in their place.
+        num_tokens: [num_reqs] int64, how many of `token_ids` are the request's next ones, the first of them: 0 where it
+            has all its tokens. None unless the step verifies drafts.
+        num_drafts: [num_reqs] int64, how many drafts there were; all but one of `num_tokens` were right.
     """
 
     token_ids: Tensor = attrs.field(metadata=axes("num_reqs"))
@@ -43,3 +49,5 @@ class Output:
     prompt_logprobs: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
     prompt_top_ids: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
     prompt_top_logprobs: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
+    num_tokens: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
+    num_drafts: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))

@@ -8,8 +8,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import LAST_TOKEN, Batch, ResolvedBatch
+from weft.batch import DRAFT, LAST_TOKEN, Batch, ResolvedBatch
 from weft.donation import donatable, donates
+from weft.drafting import Drafting
 from weft.errors import RequestError
 from weft.ops.sample_rows import count_tokens
 from weft.outputs import Output
@@ -35,6 +36,7 @@ class State:
         last_tokens: [max_num_reqs + 1] int64, the token sampled last.
         adapters: [max_num_reqs + 1] int32, the slot of each request's LoRA adapter; -1: none.
         sampling: max_num_reqs + 1 rows; as wide as the vocabulary only on the stage that samples.
+        drafting: what the stage knows of its requests to speculate; None: the steps draft nothing.
     """
 
     kv_pages: Tensor
@@ -43,6 +45,7 @@ class State:
     last_tokens: Tensor
     adapters: Tensor
     sampling: SamplingTable
+    drafting: Drafting | None = None
     _taken_by: str = attrs.field(default="", init=False, repr=False, metadata={"weft.static": True})
 
     @classmethod
@@ -88,6 +91,7 @@ def admit(
     generated: Sequence[Sequence[int]] | None = None,
     positions: Sequence[int] | None = None,
     adapters: Sequence[int] | None = None,
+    limits: Sequence[int] | None = None,
 ) -> State:
     """Start requests in rows of the state: their pages, sampling parameters, and where they begin.
 
@@ -101,6 +105,8 @@ def admit(
             nothing.
         positions: tokens that are in each one's pages already; None: 0.
         adapters: the slot of each one's LoRA adapter, -1 for none (`weft.stages.adapters`); None: none has one.
+        limits: the most tokens that each may have, its prompt included; None: what its row of the block table holds.
+            Only a state with `drafting` keeps them.
 
     Raises:
         RequestError: lengths differ, a row is not the state's or stands twice, a page is not the state's, or more of
@@ -110,7 +116,9 @@ def admit(
     said = [()] * count if generated is None else generated
     starts = [0] * count if positions is None else list(positions)
     slots = [-1] * count if adapters is None else list(adapters)
-    _check_admission(state, rows, pages, (sampling, prompts, said, starts, slots))
+    room = [state.block_table.shape[1] * state.kv_pages.shape[3]] * count
+    most = room if limits is None else list(limits)
+    _check_admission(state, rows, pages, (sampling, prompts, said, starts, slots, most))
     write_rows(state.sampling, rows, sampling, prompts, said)
     device = state.positions.device
     table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
@@ -121,6 +129,8 @@ def admit(
     state.positions[index] = begins
     state.last_tokens[index] = 0
     state.adapters[index] = own_slots.to(torch.int32)
+    if state.drafting is not None:
+        state.drafting.admit(index, [[*a, *b] for a, b in zip(prompts, said, strict=True)], most)
     return state
 
 
@@ -167,7 +177,7 @@ def grow(state: State, more: Sequence[tuple[int, int, Sequence[int]]]) -> State:
 
 @donates("state")
 def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> State:
-    """Copy pages of the KV cache, in all layers.
+    """Copy pages of the KV cache, in all layers, those of a draft model included.
 
     Args:
         state: donated.
@@ -181,7 +191,9 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
         call = f"copy_pages(state, {list(sources)}, {list(targets)})"
         raise RequestError(call, "a page that is in both, or not the state's", f"pages from 0 to {num_pages - 1}")
     source, target = torch.tensor([list(sources), list(targets)], dtype=torch.int64).to(state.kv_pages.device)
-    state.kv_pages[:, :, target] = state.kv_pages[:, :, source]
+    for pages in (state.kv_pages, None if state.drafting is None else state.drafting.kv_pages):
+        if pages is not None:
+            pages[:, :, target] = pages[:, :, source]
     return state
 
 
@@ -190,19 +202,20 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
 
     Each token finds its request by a search in `query_start_loc`; tokens behind its end belong to nobody.
     """
-    num_tokens, num_reqs = batch.input_ids.shape[0], batch.rows.shape[0]
-    starts = batch.query_start_loc
-    index = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
-    owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=num_reqs - 1)
+    starts, (owner, place) = batch.query_start_loc, batch.owners()
     row = batch.rows[owner]
-    valid = (index < starts[-1]) & (row >= 0)
+    valid = (place < starts[1:][owner] - starts[owner]) & (row >= 0)
 
-    position = torch.where(valid, state.positions[row] + index - starts[owner], 0)
+    position = torch.where(valid, state.positions[row] + place, 0)
     last = state.last_tokens[row]
     input_ids = torch.where(valid, torch.where(batch.input_ids == LAST_TOKEN, last, batch.input_ids), 0)
     page_size = state.kv_pages.shape[3]
     page = state.block_table[row, position // page_size].to(torch.int64)
-    slot = torch.where(valid, page * page_size + position % page_size, -1)
+    kept = valid
+    if state.drafting is not None:
+        input_ids = torch.where(input_ids == DRAFT, 0, input_ids)
+        kept = valid & (position < state.drafting.limits[row] - 1)  # nothing follows a request's last token
+    slot = torch.where(kept, page * page_size + position % page_size, -1)
 
     query_lens = starts[1:] - starts[:-1]
     seq_lens = torch.where(batch.rows >= 0, state.positions[batch.rows] + query_lens, 0).to(torch.int32)
@@ -247,6 +260,8 @@ def advance(state: State, batch: Batch, out: Output | None) -> State:
         batch: the batch that was run.
         out: what the last stage returned for it; None where no request samples.
     """
+    if out is not None and out.num_tokens is not None:
+        return _advance_verified(state, batch, out, out.num_tokens)
     starts = batch.query_start_loc
     old = state.positions[batch.rows]
     kept = batch.rows >= 0
@@ -256,4 +271,26 @@ def advance(state: State, batch: Batch, out: Output | None) -> State:
     last = state.last_tokens[batch.rows]
     state.last_tokens[batch.rows] = torch.where(kept & batch.samples, out.token_ids, last)
     count_tokens(state.sampling, batch.rows, out.token_ids, batch.samples)
+    return state
+
+
+def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
+    """`advance` by the `num_tokens` [num_reqs] that hold of what was sampled: that many, and not the tokens that were
+    read, is how far a request moves on; keys and values of drafts that were wrong lie behind its position, and are
+    written over.
+
+    A request that has drafts has no penalties, so that of several tokens none is to be counted.
+    """
+    starts, rows = batch.query_start_loc, batch.rows
+    old, kept = state.positions[rows], rows >= 0
+    read = torch.where(batch.goes_on, 1, starts[1:] - starts[:-1])
+    moved = old + read + torch.where(batch.samples, num_tokens - 1, 0)
+    state.positions[rows] = torch.where(kept, moved, old)
+    ids = out.token_ids
+    said = kept & batch.samples & (num_tokens > 0)
+    newest = ids.gather(1, (num_tokens - 1).clamp(min=0)[:, None])[:, 0]
+    state.last_tokens[rows] = torch.where(said, newest, state.last_tokens[rows])
+    count_tokens(state.sampling, rows, ids[:, 0].contiguous(), said)
+    if state.drafting is not None:
+        state.drafting.append(rows, old + read, ids, said)
     return state

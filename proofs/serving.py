@@ -5,9 +5,11 @@ from typing import Protocol
 
 import attrs
 
+from weft.outputs import Output
 from weft.proofs.strategies.traces import Trace
+from weft.transforms.engine.host import HostState
 from weft.transforms.engine.requests import Running
-from weft.transforms.engine.scheduler import HostState, add, finish, observe, schedule
+from weft.transforms.engine.scheduler import add, finish, observe, schedule
 from weft.transforms.engine.steppers import Done
 from weft.transforms.engine.work import Work
 
@@ -59,9 +61,17 @@ def _observed(host: HostState, done: Sequence[Done]) -> tuple[HostState, tuple[R
     for work, out in done:
         if work.feeds:
             assert out is not None, "what samples returns"
-            host, some = observe(host, work.job, out.token_ids.tolist())
-            got |= dict.fromkeys(running for _, running in some)
+            host, some = observe(host, work.job, said(out))
+            got |= dict.fromkeys(running for _, running, _ in some)
     return host, tuple(got)
+
+
+def said(out: Output) -> list[list[int]]:
+    """The tokens that each row of a batch got."""
+    ids = out.token_ids.tolist()
+    if out.num_tokens is None:
+        return [[token] for token in ids]
+    return [own[:count] for own, count in zip(ids, out.num_tokens.tolist(), strict=True)]
 
 
 def happen(trace: Trace, host: HostState, tick: int) -> HostState:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from weft.proofs import laws, strategies
+from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engines import loads
 from weft.transforms.ladder import MODES
 
@@ -147,6 +148,16 @@ def _served(adapters: bool) -> Callable[[st.DataObject, str], None]:
     return check
 
 
+def _drafted(drafts: st.SearchStrategy[Drafts]) -> Callable[[st.DataObject, str], None]:
+    def check(data: st.DataObject, device: str) -> None:
+        trace = data.draw(strategies.traces(drafts=drafts))
+        num_stages = trace.config.num_layers - data.draw(st.integers(0, trace.config.num_layers - 1))
+        mode = data.draw(st.sampled_from(("none", *MODES, "none")))
+        laws.speculation_changes_nothing(trace, num_stages, mode, device)
+
+    return check
+
+
 def _scheduled(data: st.DataObject, device: str) -> None:
     laws.hosts_agree(data.draw(strategies.traces(max_layers=1)), 2, device)
 
@@ -211,6 +222,8 @@ LAWS = (
     Law("L11", "requests with adapters are served as if alone", _served(adapters=True)),
     Law("L11", "hosts agree", _scheduled),
     Law("L11", "an engine serves each completion as alone", _engine),
+    Law("L12", "speculation changes nothing, by prompt lookup", _drafted(lookups())),
+    Law("L12", "speculation changes nothing, by a draft model", _drafted(models())),
     Law("L13", "micro-batches are one", _microbatched),
     Law("L14", "memory is estimated", _estimated),
     Law("L15", "functions of graphs are functions", _with_func(laws.functions_of_graphs_are_functions)),

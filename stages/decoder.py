@@ -31,6 +31,7 @@ from weft.stages.logprobs import prompt_logprobs, top_logprobs
 from weft.stages.lora import adapted
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.rope import inverse_frequencies, rope_tables
+from weft.stages.verification import read_at, verify
 from weft.state import State, resolve
 
 DecoderStage = Callable[
@@ -39,7 +40,12 @@ DecoderStage = Callable[
 
 
 def decoder_stage(
-    config: ModelConfig, layout: StageLayout, *, keep_logits: bool = False, num_logprobs: int = 0
+    config: ModelConfig,
+    layout: StageLayout,
+    *,
+    keep_logits: bool = False,
+    num_logprobs: int = 0,
+    num_drafts: int = 0,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -48,6 +54,8 @@ def decoder_stage(
         layout: which layers; the first stage embeds, the last normalises, projects to the vocabulary and samples.
         keep_logits: return the logits [num_reqs, vocab_size] too (in float32, they are large).
         num_logprobs: return the logprobs of so many of the likeliest tokens too; 0: only the chosen one's.
+        num_drafts: of a request in a batch at most (`weft.stages.drafting`); where it is not 0, the state has a
+            `drafting`, and every step verifies.
 
     Returns:
         A pure function that takes the storage of its state.
@@ -61,11 +69,15 @@ def decoder_stage(
     ) -> tuple[State, IntermediateTensors | Output]:
         resolved = resolve(state, batch)
         hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
+        if x is not None and x.input_ids is not None:
+            batch = attrs.evolve(batch, input_ids=x.input_ids)
         tables = rope_tables(params.inv_freq, resolved.positions, attention_factor, hidden.dtype)
         hidden = layers(config, params, state.kv_pages, resolved, tables, hidden)
         if not layout.last:
-            return state, IntermediateTensors(hidden)
-        return state, finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs)
+            return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None)
+        where = read_at(batch, num_drafts) if num_drafts else None
+        out = finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs, where)
+        return state, out if where is None else verify(state, batch, where, out)
 
     stage.__name__ = stage.__qualname__ = f"stage {layout.index} of {layout.num_stages}"
     return stage
@@ -205,12 +217,11 @@ def feed_forward(config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, 
     )  # fmt: skip
 
 
-def head(config: ModelConfig, params: DecoderParams, batch: ResolvedBatch, hidden: Tensor) -> Tensor:
-    """The logits [num_reqs, vocab_size] at each request's last token; last stage only."""
+def head(config: ModelConfig, params: DecoderParams, hidden: Tensor) -> Tensor:
+    """The logits [n, vocab_size] of some of the last layer's states [n, hidden_size]; last stage only."""
     assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
     assert params.lm_head is not None
-    last = rms_norm(hidden[batch.last_index], params.norm, config.rms_norm_eps)
-    return F.linear(last, params.lm_head)
+    return F.linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head)
 
 
 def finish(
@@ -222,11 +233,13 @@ def finish(
     hidden: Tensor,
     keep_logits: bool = False,
     num_logprobs: int = 0,
+    where: Tensor | None = None,
 ) -> Output:
-    """What the last stage makes of the last layer's states [num_tokens, hidden_size]: a token for each request, and
-    what else was asked for."""
-    logits = head(config, params, resolved, hidden)
-    ids, logprobs = sample_rows(logits, table, batch.rows, resolved.positions[resolved.last_index], batch.token_mask)
+    """What the last stage makes of the last layer's states [num_tokens, hidden_size]: a token for each request behind
+    its last one, or behind those at `where` [num_reqs, n]; and what else was asked for."""
+    index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
+    logits = head(config, params, hidden[index])
+    ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
     top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
     prompt: tuple[Tensor | None, ...] = (None, None, None)
     if batch.targets is not None:
@@ -234,4 +247,12 @@ def finish(
         assert params.lm_head is not None
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
         prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs)
-    return Output(ids, logprobs, logits.float() if keep_logits else None, *top, *prompt)
+    sampled = (ids, logprobs, logits.float() if keep_logits else None, *top)
+    if where is not None:
+        sampled = tuple(None if x is None else x.unflatten(0, where.shape) for x in sampled)
+    return Output(*sampled, *prompt)
+
+
+def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and their requests' rows, both [num_reqs * n]."""
+    return where.flatten(), rows.repeat_interleave(where.shape[1])

@@ -14,6 +14,7 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.intake import check_sampling, encode_prompt, is_count
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.setup import EngineLimits, check_engine
+from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.tracking import Track
 from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.transports import Transport
@@ -61,6 +62,7 @@ def generate(
     pipeline: int = ...,
     graph: str = ...,
     adapter: Adapter | Sequence[Adapter | None] | None = ...,
+    speculation: Speculation | None = ...,
     transport: Transport | None = ...,
     progress: bool = ...,
     stream: Literal[False] = ...,
@@ -77,6 +79,7 @@ def generate(
     pipeline: int = ...,
     graph: str = ...,
     adapter: Adapter | Sequence[Adapter | None] | None = ...,
+    speculation: Speculation | None = ...,
     transport: Transport | None = ...,
     progress: bool = ...,
     stream: Literal[True],
@@ -92,6 +95,7 @@ def generate(
     pipeline: int = 1,
     graph: str = "full",
     adapter: Adapter | Sequence[Adapter | None] | None = None,
+    speculation: Speculation | None = None,
     transport: Transport | None = None,
     progress: bool = False,
     stream: bool = False,
@@ -110,6 +114,7 @@ def generate(
         pipeline: stages that the layers are split into.
         graph: one of `weft.transforms.MODES`.
         adapter: a LoRA from `weft.load_adapter`, of all prompts or one a prompt; None: the model alone.
+        speculation: how tokens are drafted, to be verified several a step; no token changes. None: they are not.
         transport: where the stages run; None: in this process. Every rank makes the same call, and returns the same.
         progress: show a progress bar.
         stream: return the outputs as they come (`RequestOutput`, whose `id` is the prompt's place in the list, as a
@@ -133,7 +138,7 @@ def generate(
     call = (
         f"weft.generate(model, prompts, max_tokens={max_tokens!r}, temperature={temperature!r}, pipeline={pipeline!r})"
     )
-    check_engine(call, model, graph, pipeline, seed)
+    check_engine(call, model, graph, pipeline, seed, transport)
     _check_arguments(call, max_tokens, temperature)
     if (wrong := wrong_transport(transport)) is not None:
         raise RequestError(call, *wrong)
@@ -151,6 +156,7 @@ def generate(
         num_logprobs=_num_logprobs(params),
         seed=seed,
         adapters=named,
+        speculation=speculation,
     )
     for index, (ids, each, own) in enumerate(zip(encoded, params, adapters, strict=True)):
         engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=None if own is None else _name(own))

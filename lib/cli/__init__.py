@@ -19,6 +19,7 @@ import attrs
 from weft import __version__
 from weft.cli.bench_options import add_bench
 from weft.cli.choices import DTYPES, MODES, TRANSPORTS
+from weft.cli.drafts import add_drafts, check_drafts
 from weft.cli.presets import PRESETS
 from weft.errors import WeftError
 
@@ -91,6 +92,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, metavar="S", help="of all random choices (default: a fresh one)")
     parser.add_argument("--adapter", metavar="DIR", help="a LoRA, as PEFT saves it")
+    add_drafts(parser)
     parser.add_argument(
         "--pp", type=int, metavar="N", help="pipeline stages, a process for each (default 1; torchrun's processes)"
     )
@@ -170,6 +172,7 @@ def _ids(text: str) -> list[int]:
 def _generate(arguments: argparse.Namespace) -> int:
     if not arguments.prompts:
         arguments.parser.error("no prompt: give at least one --prompt TEXT or --prompt-ids 1,2,3")
+    check_drafts(arguments)
     from weft.cli.generate import Wanted, complete
 
     given = {name: value for name, value in vars(arguments).items() if name in attrs.fields_dict(Wanted)}

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from weft.cli.bench_figures import Figures, RankFigures, Served, figures
+from weft.cli.drafts import open_drafts
 from weft.cli.ranks import Here, Place, check_stages, in_ranks
 from weft.cli.sources import Source
 from weft.errors import RequestError
@@ -36,6 +37,8 @@ class Wanted:
         seed: of the weights, if they are random, of the prompts and of sampling.
         run_ahead: steps that are launched before the first of them is read.
         place: where the stages run.
+        speculate: tokens drafted a step; None: none.
+        draft: the folder of the model that drafts; None: by prompt lookup.
     """
 
     source: Source
@@ -49,6 +52,8 @@ class Wanted:
     seed: int
     run_ahead: int
     place: Place
+    speculate: int | None = None
+    draft: str | None = None
 
     def __attrs_post_init__(self) -> None:
         for name in ("input_len", "output_len", "num_prompts", "max_num_seqs", "max_num_tokens"):
@@ -114,6 +119,7 @@ def start(here: Here, wanted: Wanted, progress: bool) -> tuple[Engine, RankFigur
         transport=here.transport,
         run_ahead=wanted.run_ahead,
         seed=wanted.seed,
+        speculation=open_drafts(here, wanted.speculate, wanted.draft, wanted.source.dtype),
     )
     times.append(_now(model.device))
     engine.warm_up()

@@ -101,6 +101,7 @@ class Figures:
         itl: between two tokens of a request that follow each other, over all of them. None, as `tpot`, where requests
             have one token.
         captures: graphs captured while the clock ran; 0, if the start captured all that were needed.
+        drafted, accepted: drafts that were verified, and those that were right.
         ranks: of each process.
     """
 
@@ -116,6 +117,8 @@ class Figures:
     num_steps: int
     graphs: GraphUse
     captures: int
+    drafted: int
+    accepted: int
     ranks: list[RankFigures]
 
 
@@ -137,5 +140,7 @@ def figures(served: Served, input_len: int, ranks: list[RankFigures]) -> Figures
         num_steps=sum(served.after.modes.values()) - sum(served.before.modes.values()),
         graphs=GraphUse.between(served.before, served.after),
         captures=served.after.captures - served.before.captures,
+        drafted=served.after.drafted - served.before.drafted,
+        accepted=served.after.accepted - served.before.accepted,
         ranks=ranks,
     )

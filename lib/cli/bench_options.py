@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli.choices import DTYPES, MODES, TRANSPORTS
+from weft.cli.drafts import add_drafts, check_drafts
 from weft.cli.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         "--graph", choices=(*MODES, "all"), help="a mode (default full_and_piecewise; with --eval all, one by one)"
     )
     how.add_argument("--run-ahead", type=int, default=1, metavar="K", help="steps launched before one is read (1)")
+    add_drafts(how)
     how.add_argument("--transport", choices=TRANSPORTS, help="what carries messages between stages; as in generate")
     how.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     how.add_argument("--dtype", choices=DTYPES, help="of the weights and the KV cache (default: the checkpoint's)")
@@ -107,7 +109,8 @@ def _time(arguments: argparse.Namespace) -> int:
     from weft.cli.bench import Wanted, bench
     from weft.cli.bench_report import as_dict, show
 
-    names = ("num_prompts", "max_num_seqs", "temperature", "seed", "run_ahead")
+    check_drafts(arguments)
+    names = ("num_prompts", "max_num_seqs", "temperature", "seed", "run_ahead", "speculate", "draft")
     wanted = Wanted(
         source=source,
         input_len=input_len,
@@ -135,7 +138,7 @@ def _lengths(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    names = ("workload", "input_len", "output_len", *_DEFAULTS)
+    names = ("workload", "input_len", "output_len", "speculate", "draft", *_DEFAULTS)
     if useless := [name for name in names if getattr(arguments, name) is not None]:
         arguments.parser.error(f"--{useless[0].replace('_', '-')} says what is timed, and --eval times nothing")
     source, place = _source(arguments), _place(arguments)

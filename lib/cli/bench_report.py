@@ -40,7 +40,8 @@ def show(wanted: Wanted, found: Figures, console: Console | None = None) -> None
     stages = max(len(found.ranks), wanted.place.stages or 1)
     title = f"{wanted.source.name}, {stages} stage{'s' * (stages != 1)}, graphs: {wanted.graph}"
     console.print(Text(title, style="bold"), soft_wrap=True)
-    for table in (_throughput(wanted, found), _latency(found), _graphs(found), _start(found)):
+    drafts = [] if wanted.speculate is None else [_drafts(wanted, found)]
+    for table in (_throughput(wanted, found), _latency(found), _graphs(found), *drafts, _start(found)):
         console.print(table)
         console.print()
 
@@ -70,6 +71,14 @@ def _graphs(found: Figures) -> Table:
     table = _table("steps", "steps", "whole graphs", "pieces", "eager", "padding", "captured meanwhile")
     shares = (*found.graphs.shares.values(), found.graphs.padding)
     table.add_row(str(found.num_steps), *(f"{share:.1%}" for share in shares), str(found.captures))
+    return table
+
+
+def _drafts(wanted: Wanted, found: Figures) -> Table:
+    table = _table("drafts", "by", "a step", "verified", "right", "share")
+    share = found.accepted / max(found.drafted, 1)
+    counts = (str(wanted.speculate), f"{found.drafted:,}", f"{found.accepted:,}", f"{share:.1%}")
+    table.add_row(wanted.draft or "prompt lookup", *counts)
     return table
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from weft.cli.drafts import open_drafts
 from weft.cli.ranks import Here, Place, check_stages, in_ranks
 from weft.stages.adapter_checkpoint import load_adapter
 from weft.stages.config import load_config
@@ -25,6 +26,8 @@ class Wanted:
     dtype: str | None
     transport: str | None
     adapter: str | None
+    speculate: int | None
+    draft: str | None
     stages: int | None
 
 
@@ -59,6 +62,7 @@ def _complete(here: Here, wanted: Wanted, progress: bool) -> Completed:
         pipeline=here.num_stages,
         graph=wanted.graph,
         adapter=None if wanted.adapter is None else load_adapter(model, wanted.adapter),
+        speculation=open_drafts(here, wanted.speculate, wanted.draft, wanted.dtype),
         transport=here.transport,
         progress=shows,
     )

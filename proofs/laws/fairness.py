@@ -5,8 +5,9 @@ import itertools
 from weft.proofs.laws.compare import LawViolation
 from weft.proofs.serving import happen
 from weft.proofs.strategies.traces import Trace
+from weft.transforms.engine.host import HostState
 from weft.transforms.engine.requests import Running
-from weft.transforms.engine.scheduler import HostState, observe, schedule
+from weft.transforms.engine.scheduler import observe, schedule
 from weft.transforms.engine.work import Work
 
 _VOCABULARY = 11
@@ -51,6 +52,6 @@ def _check_order(before: list[Running], host: HostState) -> None:
 def _read(host: HostState, works: list[Work]) -> HostState:
     for work in works:
         if work.feeds:
-            tokens = [(7 * work.job + row) % _VOCABULARY for row in work.rows]
+            tokens = [[(7 * work.job + row) % _VOCABULARY] for row in work.rows]
             host, _ = observe(host, work.job, tokens)
     return host

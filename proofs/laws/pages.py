@@ -6,7 +6,8 @@ from weft.batch import LAST_TOKEN
 from weft.proofs.laws.compare import LawViolation
 from weft.proofs.serving import happen
 from weft.proofs.strategies.traces import Trace
-from weft.transforms.engine.scheduler import HostState, observe, schedule
+from weft.transforms.engine.host import HostState
+from weft.transforms.engine.scheduler import observe, schedule
 from weft.transforms.engine.work import Work
 
 _VOCABULARY = 11
@@ -83,6 +84,6 @@ def pages_are_read_by_whom_they_were_written_for(trace: Trace) -> None:
             tick += 1
         for work in works:
             if work.feeds:
-                host, _ = observe(host, work.job, [(7 * work.job + row) % _VOCABULARY for row in work.rows])
+                host, _ = observe(host, work.job, [[(7 * work.job + row) % _VOCABULARY] for row in work.rows])
     if host.pages.num_held:
         raise LawViolation(f"L9 pages: {host.pages.num_held} are held when all has ended")

@@ -20,7 +20,9 @@ from weft.transforms.pipeline import Pipelined, compose, pipeline
 from weft.transforms.transports import Transport
 from weft.trees import leaves_with_names
 
-TABLES = (".block_table", ".positions", ".last_tokens", ".adapters", ".sampling.floats", ".sampling.ints")
+TABLES = (
+    ".block_table", ".positions", ".last_tokens", ".adapters", ".sampling.floats", ".sampling.ints", ".drafting.limits",
+)  # fmt: skip
 """What every stage knows of the requests."""
 
 
@@ -29,7 +31,7 @@ def spanned(
 ) -> Pipelined:
     """The trace's model as a pipeline over work, its stages graphified in a mode."""
     loras = lora_rungs(min(trace.num_adapters, trace.budget.cohort_size))
-    limits = Limits(trace.budget.cohort_size, trace.budget.max_num_tokens, active_loras=loras)
+    limits = Limits(trace.budget.cohort_size, trace.budget.max_num_tokens, trace.budget.query_lens, loras)
     stages = trace.stages(num_stages)
     if mode != "none":
         ladder = make_ladder(mode, limits)
@@ -41,6 +43,16 @@ def spanned(
 def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") -> None:
     """L11: after any number of steps all stages hold the same tables, whatever came, ended, was aborted or had to make
     room; and each request's tokens are those that it gets alone, and eagerly."""
+    _serve("L11", trace, num_stages, mode, device)
+
+
+def speculation_changes_nothing(trace: Trace, num_stages: int, mode: str, device: str = "cpu") -> None:
+    """L12: whatever is drafted, and however, each request's tokens, greedy or drawn, are those that it gets alone,
+    eagerly and one by one; and all stages hold the same tables."""
+    _serve("L12", trace, num_stages, mode, device)
+
+
+def _serve(law: str, trace: Trace, num_stages: int, mode: str, device: str) -> None:
     run = Streamed(
         spanned(trace, num_stages, mode), trace.params(num_stages, device), trace.state(num_stages, device), device
     )
@@ -49,9 +61,9 @@ def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") 
         states = run.state if window.settled else ()
         tables = [{name: x[:-1] for name, x in leaves_with_names(state) if name in TABLES} for state in states]
         for index, table in enumerate(tables[1:], 1):
-            assert_equal(f"L11 stages agree: stage {index} and stage 0", table, tables[0])
+            assert_equal(f"{law} stages agree: stage {index} and stage 0", table, tables[0])
         windows.append(window)
-    served_as_alone(trace, windows, device)
+    served_as_alone(attrs.evolve(trace, drafts=None), windows, device, law)
 
 
 def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
@@ -97,7 +109,7 @@ class _Other:
         return self.first.flushed
 
 
-def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu") -> None:
+def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu", law: str = "L11") -> None:
     """Raise LawViolation unless each request got the tokens that it gets alone; an aborted one the first of them."""
     got = {running.request.id: running for window in windows for running in window.got}
     for arrival in trace.arrivals:
@@ -107,7 +119,7 @@ def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu"
         expected = alone(trace, request, device)
         aborted = arrival.aborted is not None and (running is None or running.reason in ("", "abort"))
         if tokens != (expected[: len(tokens)] if aborted else expected):
-            raise LawViolation(f"L11 served as alone: {request} got {tokens}, and alone {expected}")
+            raise LawViolation(f"{law} served as alone: {request} got {tokens}, and alone {expected}")
 
 
 def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:

@@ -1,19 +1,22 @@
 """Bugs of the scheduler and of the pages."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 from weft.proofs import serving
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
-from weft.transforms.engine import scheduler
+from weft.transforms.engine import admission
+from weft.transforms.engine.host import HostState, end, preempt
 from weft.transforms.engine.pages import Pages, hash_page
 from weft.transforms.engine.requests import Running
-from weft.transforms.engine.scheduler import HostState, observe
+from weft.transforms.engine.scheduler import observe
 
 _SCHEDULER, _REQUESTS = "weft.transforms.engine.scheduler", "weft.transforms.engine.requests"
+_HOST, _ADMISSION = "weft.transforms.engine.host", "weft.transforms.engine.admission"
+_DECODES = "weft.transforms.engine.decodes"
 
 
 class _OwnersForgotten(Pages):
@@ -35,21 +38,21 @@ def _without_waiting(host: HostState, running: Running, *args: Any) -> None:
     running.last_job = None
 
 
-_START = scheduler._start
+_START = admission._start
 
 
 def _predicting() -> AbstractContextManager[Any]:
     """Every second rank ends a request one token early, taking the last one for granted."""
     hosts: list[HostState] = []
 
-    def observed(host: HostState, job: int, token_ids: Sequence[int]) -> Any:
+    def observed(host: HostState, job: int, token_ids: Sequence[Sequence[int]]) -> Any:
         if all(host is not seen for seen in hosts):
             hosts.append(host)
         host, got = observe(host, job, token_ids)
-        for _, running in got:
+        for _, running, _ in got:
             left = len(running.request.prompt) + running.request.max_tokens - len(running.tokens)
             if hosts.index(host) % 2 and not running.reason and left == 1:
-                scheduler._end(host, running, "length")
+                end(host, running, "length")
         return host, got
 
     return mock.patch.object(serving, "observe", observed)
@@ -67,10 +70,10 @@ def _salt_of_none(adapter: int) -> bytes:
     return b""
 
 
-def _makes_room_from_the_first(host: HostState, running: Running) -> bool:
-    while not host.pages.num_free:
+def _makes_room_from_the_first(host: HostState, running: Running, count: int) -> bool:
+    while host.pages.num_free < count:
         first = min(host.running.values(), key=lambda r: r.key)
-        scheduler._preempt(host, first)
+        preempt(host, first)
         if first is running:
             return False
     return True
@@ -83,8 +86,13 @@ def _found_before_computed(host: HostState, running: Running, *args: Any) -> Non
         host.pages.keep_part(running.pages[len(running.hashes)], name)
 
 
-def _latest_first(running: Running) -> tuple[int, int]:
-    return running.request.priority, -running.arrival
+@contextmanager
+def _latest_first() -> Iterator[None]:
+    def key(running: Running) -> tuple[int, int]:
+        return running.request.priority, -running.arrival
+
+    with replace(_HOST, "key", key)(), replace(_ADMISSION, "key", key)(), replace(_DECODES, "key", key)():
+        yield
 
 
 class _PartsOutlive(Pages):
@@ -101,10 +109,7 @@ class _PartsOutlive(Pages):
 
 def _ending_late(host: HostState, running: Running, reason: str) -> None:
     if reason != "stop" or not running.num_unread:
-        _END(host, running, reason)
-
-
-_END = scheduler._end
+        end(host, running, reason)
 
 
 def _of_one_seed(seed: int, n: int) -> list[int]:
@@ -117,18 +122,18 @@ _PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18"), find("L19")
 _ON_ENGINE = "weft.transforms.engine.engine"
 
 SERVING = (
-    Mutant("a page is freed while another request holds it", _PAGED, replace(_SCHEDULER, "Pages", _OwnersForgotten)),
+    Mutant("a page is freed while another request holds it", _PAGED, replace(_HOST, "Pages", _OwnersForgotten)),
     Mutant("a page is known by its tokens alone", _PAGED, replace(_REQUESTS, "hash_page", _by_tokens_alone)),
     Mutant(
-        "a part of a page is found before it is computed", _PAGED, replace(_SCHEDULER, "_start", _found_before_computed)
+        "a part of a page is found before it is computed", _PAGED, replace(_ADMISSION, "_start", _found_before_computed)
     ),
-    Mutant("a part of a page is found after it was given away", _PAGED, replace(_SCHEDULER, "Pages", _PartsOutlive)),
+    Mutant("a part of a page is found after it was given away", _PAGED, replace(_HOST, "Pages", _PartsOutlive)),
     Mutant("a finish is predicted on one rank", _AGREE, _predicting),
-    Mutant("a row is freed while a step for it is under way", _SERVED, replace(_SCHEDULER, "_start", _without_waiting)),
+    Mutant("a row is freed while a step for it is under way", _SERVED, replace(_ADMISSION, "_start", _without_waiting)),
     Mutant("a page is known without its adapter", _ADAPTED, replace(_REQUESTS, "salt", _salt_of_none)),
     Mutant("a step is not told of its adapters", _ADAPTED, replace(_SCHEDULER, "count_adapters", _no_adapters)),
     Mutant("all completions of a prompt have one seed", _ENGINE, replace(_ON_ENGINE, "sample_seeds", _of_one_seed)),
-    Mutant("who came last goes first", _TURN, replace(_SCHEDULER, "_key", _latest_first)),
-    Mutant("room is made from the first", _TURN, replace(_SCHEDULER, "_make_room", _makes_room_from_the_first)),
-    Mutant("a stop is seen late where steps are under way", _AHEAD, replace(_SCHEDULER, "_end", _ending_late)),
+    Mutant("who came last goes first", _TURN, _latest_first),
+    Mutant("room is made from the first", _TURN, replace(_DECODES, "_make_room", _makes_room_from_the_first)),
+    Mutant("a stop is seen late where steps are under way", _AHEAD, replace(_SCHEDULER, "end", _ending_late)),
 )

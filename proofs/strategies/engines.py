@@ -7,6 +7,7 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
+from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter, adaptable
@@ -16,9 +17,11 @@ from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.speculation import Speculation
 from weft.transforms.ladder import MODES
 
 VOCABULARY = 12
+_STD = 0.5
 
 
 @functools.cache
@@ -40,7 +43,7 @@ def small_model(seed: int = 0) -> Model:
         source="a small model",
     )
     (whole,) = split_layers(3, 1)
-    params = random_params(config, whole, seed=seed, device="cpu", dtype=torch.float32, std=0.5)
+    params = random_params(config, whole, seed=seed, device="cpu", dtype=torch.float32, std=_STD)
     return Model(config, params, None, Path("small"))
 
 
@@ -54,6 +57,12 @@ def small_adapters() -> dict[str, Adapter]:
         name: random_adapter(config, own, rank=1 + seed, seed=seed, std=0.5)
         for seed, (name, own) in enumerate(parts.items())
     }
+
+
+@functools.cache
+def small_speculation(drafts: Drafts) -> Speculation:
+    """For that model."""
+    return drafts.speculation(small_model().config, 0, _STD)
 
 
 @attrs.frozen
@@ -78,6 +87,7 @@ class Load:
     graph: str
     run_ahead: int
     calls: tuple[Call, ...]
+    drafts: Drafts | None = None
 
     def engine(self, run_ahead: int | None = None) -> Engine:
         """Made ready."""
@@ -90,13 +100,14 @@ class Load:
             num_logprobs=1,
             seed=0,
             adapters=small_adapters() if any(call.adapter for call in self.calls) else None,
+            speculation=None if self.drafts is None else small_speculation(self.drafts),
         )
 
 
 @st.composite
 def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES) -> Load:
     """Up to four prompts, some with the same beginning, with several completions or with adapters, of an engine whose
-    rows, pages and tokens a step are scarce, or not."""
+    rows, pages and tokens a step are scarce, or not, and that drafts, or not."""
     page_size, rows, stages = draw(st.sampled_from((2, 4))), draw(st.integers(1, 5)), draw(st.integers(1, 3))
     adapters = draw(st.sampled_from(((None,), (None,), (None, *small_adapters()))))
     calls = tuple(draw(_calls(adapters)) for _ in range(draw(st.integers(1, 4))))
@@ -110,7 +121,8 @@ def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES) -> Load:
         num_pages=pages + draw(st.sampled_from((0, 1, 3, 30))),
         mixed=draw(st.booleans()),
     )
-    return Load(limits, stages, draw(st.sampled_from(modes)), draw(st.integers(0, 3)), calls)
+    drafts = draw(st.one_of(st.none(), lookups(), models()))
+    return Load(limits, stages, draw(st.sampled_from(modes)), draw(st.integers(0, 3)), calls, drafts)
 
 
 @st.composite

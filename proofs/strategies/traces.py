@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from weft.proofs.strategies.adapters import NUM_ADAPTERS, hold_adapters, slots
+from weft.proofs.strategies.drafts import Drafts
 from weft.proofs.strategies.models import configs
 from weft.proofs.strategies.sampling import sampling_params
 from weft.stages.config import ModelConfig
@@ -15,9 +16,13 @@ from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State
+from weft.transforms.engine.host import Budget
 from weft.transforms.engine.requests import Request
-from weft.transforms.engine.scheduler import Budget
+from weft.transforms.engine.speculation import Speculation
 from weft.trees import tree_map
+
+_STD = 0.3
+"""Of the weights, so that differences show."""
 
 
 @attrs.frozen
@@ -43,6 +48,7 @@ class Trace:
         window: ticks that are scheduled before the tokens of the first of them are read.
         reads_late: whether a pipeline's tokens are read when they have returned to all, not at once for a window.
         seed: of the weights.
+        drafts: how tokens are drafted; None: they are not.
     """
 
     config: ModelConfig
@@ -53,12 +59,13 @@ class Trace:
     window: int
     reads_late: bool
     seed: int
+    drafts: Drafts | None = None
 
     def __repr__(self) -> str:
         return (
             f"Trace({self.config.architecture}, {self.config.num_layers} layers, seed={self.seed}, {self.budget}, "
             f"num_pages={self.num_pages}, page_size={self.page_size}, window={self.window}, "
-            f"reads_late={self.reads_late}, arrivals={self.arrivals})"
+            f"reads_late={self.reads_late}, arrivals={self.arrivals}" + (f", {self.drafts})" if self.drafts else ")")
         )
 
     @property
@@ -71,33 +78,46 @@ class Trace:
         return split_layers(self.config.num_layers, num_stages)
 
     def stages(self, num_stages: int) -> list[DecoderStage]:
-        """The model's stages, which keep their logits."""
-        return [decoder_stage(self.config, layout, keep_logits=True) for layout in self.layouts(num_stages)]
+        """The model's stages, which keep their logits; the first one drafts."""
+        count = self.drafts.num_tokens if self.drafts else 0
+        layouts = self.layouts(num_stages)
+        made = [decoder_stage(self.config, layout, keep_logits=True, num_drafts=count) for layout in layouts]
+        return self.speculation().stages(made) if self.drafts else made
+
+    def speculation(self, device: torch.device | str = "cpu") -> Speculation:
+        """How tokens are drafted, if they are."""
+        assert self.drafts is not None, "they are"
+        return self.drafts.speculation(self.config, self.seed, _STD, device)
 
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         """The weights of each stage, of deviation 0.3, so that differences show."""
         (whole,) = self.layouts(1)
-        made = random_params(self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3)
+        made = random_params(self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=_STD)
         made = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, made)
         own = [(slice_params(made, layout), self.config, layout) for layout in self.layouts(num_stages)]
-        return tuple(hold_adapters(*stage, self.seed) if self.num_adapters else stage[0] for stage in own)
+        held = tuple(hold_adapters(*stage, self.seed) if self.num_adapters else stage[0] for stage in own)
+        return ((held[0], self.speculation(device).params), *held[1:]) if self.drafts else held
 
     def state(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[State, ...]:
         """An empty state for each stage."""
-        return tuple(
+        speculation = self.speculation(device) if self.drafts else None
+        spare = speculation.spare_pages(self.page_size) if speculation else 0
+        layouts = self.layouts(num_stages)
+        states = tuple(
             State.zeros(
                 num_layers=len(layout.layers),
                 num_kv_heads=self.config.num_kv_heads,
                 head_dim=self.config.head_dim,
                 max_num_reqs=self.budget.max_num_reqs,
                 num_pages=self.num_pages,
-                max_pages=self.budget.max_pages,
+                max_pages=self.budget.max_pages + spare,
                 page_size=self.page_size,
                 vocab_size=self.config.vocab_size if layout.last else 0,
                 device=device,
             )
-            for layout in self.layouts(num_stages)
+            for layout in layouts
         )
+        return speculation.states(states, layouts) if speculation else states
 
 
 @st.composite
@@ -109,10 +129,11 @@ def traces(
     alone: int = 2,
     page_sizes: tuple[int, ...] = (2, 4),
     adapters: bool = False,
+    drafts: st.SearchStrategy[Drafts] | None = None,
 ) -> Trace:
     """A model, and up to `max_requests` requests: prompts of 1 to 12 tokens, some with the same beginning; some end by
     a stop token, some are aborted; of `alone` + 1 one has another of its prompt; rows, pages and tokens a step are
-    scarce, or not. With `adapters`, some have one."""
+    scarce, or not. With `adapters`, some have one; with `drafts`, tokens are drafted."""
     config = draw(configs(min_layers, max_layers))
     page_size, num_rows = draw(st.sampled_from(page_sizes)), draw(st.sampled_from((2, 1, 2, 3, 4)))
     num_cohorts = draw(st.integers(1, 3))
@@ -123,7 +144,10 @@ def traces(
     longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     max_pages = -(-longest // page_size)
     size = -(-num_rows // num_cohorts)
-    budget = Budget(num_rows, draw(st.sampled_from((size, size + 3, 16))), max_pages, num_cohorts, draw(st.booleans()))
+    tokens, mixed = draw(st.sampled_from((size, size + 3, 16))), draw(st.booleans())
+    drafted = None if drafts is None else draw(drafts)
+    query_lens = (1,) if drafted is None else Speculation(drafted.num_tokens).query_lens
+    budget = Budget(num_rows, tokens, max_pages, num_cohorts, mixed, query_lens)
     window, reads_late = draw(st.sampled_from(((4, False), (1, True), (2, False), (3, True))))
     return Trace(
         config,
@@ -134,6 +158,7 @@ def traces(
         window,
         reads_late,
         draw(st.integers(0, 999)),
+        drafted,
     )
 
 

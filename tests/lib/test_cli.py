@@ -92,6 +92,21 @@ def test_split_and_graph_mode_change_no_token(run: Weft, graph: str, pp: str) ->
         assert json.loads(one)["token_ids"] == json.loads(other)["token_ids"]
 
 
+@pytest.mark.parametrize("more", [(), ("--draft", str(DEMO)), ("--draft", str(DEMO), "--pp", "2")])
+def test_speculation_changes_no_token(run: Weft, more: tuple[str, ...]) -> None:
+    prompts = ("--prompt", "A list is", "--json", "--temperature", "0.8", "--seed", "7", "--max-tokens", "9")
+    _, plain, _ = run(*generate(*prompts))
+    code, out, _ = run(*generate(*prompts, "--speculate", "3", *more))
+    assert code == 0
+    assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
+
+
+def test_a_draft_model_needs_a_number_of_drafts(run: Weft) -> None:
+    code, _, err = run(*generate("--prompt", "A list is", "--draft", str(DEMO)))
+    assert code == 2
+    assert "--draft DIR goes with --speculate K" in err
+
+
 def test_a_seed_fixes_the_sample(run: Weft) -> None:
     hot = ("--prompt", "A list is", "--json", "--temperature", "5", "--max-tokens", "8")
     first, again, other = (run(*generate(*hot, "--seed", seed))[1] for seed in ("1", "1", "2"))

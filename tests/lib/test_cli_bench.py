@@ -144,6 +144,18 @@ def test_the_tables_are_for_reading(run: Weft) -> None:
     assert any(line[:2] == ["0", "cpu"] for line in lines)
 
 
+@pytest.mark.parametrize("pp", ["1", "2"])
+def test_drafts_are_counted(run: Weft, pp: str) -> None:
+    """A model that drafts for itself is right; nothing is captured while the clock runs."""
+    model = ("--model", str(DEMO), "--dtype", "float32", "--device", "cpu", "--draft", str(DEMO), "--speculate", "2")
+    code, out, _ = run(*model, "--pp", pp, "--transport", "local", "--json", *SMALL, "--max-num-tokens", "16")
+    found = json.loads(out)
+    assert (code, found["output_tokens"], found["captures"], found["wanted"]["speculate"]) == (0, 35, 0, 2)
+    assert found["accepted"] == found["drafted"] > 0
+    _, shown, _ = run(*model, *SMALL)
+    assert ["by", "a", "step", "verified", "right", "share"] in [line.split() for line in shown.splitlines()]
+
+
 def test_a_checkpoint_in_ranks_of_its_own_and_a_file(run: Weft, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     model = ("--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--pp", "2", "--graph", "full")

@@ -12,12 +12,14 @@ from weft.errors import LogitsError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
+from weft.transforms.engine.host import HostState
 from weft.transforms.engine.intake import Intake
 from weft.transforms.engine.outputs import RequestOutput, Sample, joined
 from weft.transforms.engine.reading import Reading, Told
 from weft.transforms.engine.requests import Request, sample_seeds
-from weft.transforms.engine.scheduler import HostState, add, finish, observe, schedule
+from weft.transforms.engine.scheduler import add, finish, observe, schedule
 from weft.transforms.engine.setup import EngineLimits, check_engine, make_stepper
+from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.steppers import Done
 from weft.transforms.engine.streaming import Streams
@@ -44,6 +46,7 @@ class Engine:
         seed: of requests that bring none; None: a fresh one.
         backend: of graphify.
         adapters: LoRA adapters by name (`weft.load_adapter`), for requests to choose from.
+        speculation: how tokens are drafted, to be verified several a step; None: they are not.
 
     Raises:
         RequestError: an argument that makes no engine, or limits that leave no room for a request.
@@ -69,20 +72,24 @@ class Engine:
         seed: int | None = None,
         backend: str | None = None,
         adapters: Mapping[str, Adapter] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         call = f"weft.Engine(model, pipeline={pipeline!r}, graph={graph!r}, run_ahead={run_ahead!r})"
-        check_engine(call, model, graph, pipeline, seed)
+        check_engine(call, model, graph, pipeline, seed, transport)
         if not isinstance(run_ahead, int) or run_ahead < 0:
             raise RequestError(call, f"run_ahead={run_ahead!r}", "a whole number of steps, or 0")
         self.model = model
         self.transport = transport or Local()
         self.run_ahead = run_ahead
         self.num_logprobs = num_logprobs
-        self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport)
+        if speculation is not None:
+            speculation.check(call, model, 0 in self.transport.ranks(pipeline))
+        self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport, speculation)
         budget = self.limits.budget
         named = dict(adapters or {})
         rungs = lora_rungs(min(len(named), budget.cohort_size))
-        ladder = make_ladder(graph, Limits(budget.cohort_size, budget.max_num_tokens, active_loras=rungs))
+        most = Limits(budget.cohort_size, budget.max_num_tokens, budget.query_lens, rungs)
+        ladder = make_ladder(graph, most)
         given = self.transport.share(secrets.randbits(62)) if seed is None else seed
         self._intake = Intake(model, num_logprobs, given, {name: slot for slot, name in enumerate(named)})
         self._host = HostState.empty(budget, self.limits.num_pages, self.limits.page_size)
@@ -290,9 +297,10 @@ class Engine:
             if work.targets:
                 self._take_prompts(work, told)
             self._host, got = observe(self._host, work.job, told.token_ids)
-            for row, running in got:
+            self._counts.read(told)
+            for row, running, count in got:
                 name = running.request.id
-                found = self._take(name, running.reason, told, row)
+                found = self._take(name, running.reason, told, row, count)
                 before = outputs.get(name)
                 outputs[name] = found if before is None else joined(before, found)
         return list(outputs.values())
@@ -305,15 +313,18 @@ class Engine:
                 sample.track.take_prompt(told, first, start, len(targets))
             first += len(targets)
 
-    def _take(self, name: str, reason: str, told: Told, row: int) -> RequestOutput:
-        """What a request got in a row of a step, which ends it if it has a reason."""
-        sample, token = self._samples[name], [told.token_ids[row]]
-        wrong = math.isnan(told.logprobs[row])
-        stopped = sample.track.take(told, row)
-        if (stopped or wrong) and not reason:
-            self._host = finish(self._host, name, "error" if wrong else "stop")
-        reason = "error" if wrong else "stop" if stopped else reason
-        return self._end(name, reason, token) if reason else sample.output(None, token)
+    def _take(self, name: str, reason: str, told: Told, row: int, count: int) -> RequestOutput:
+        """What a request got in a row of a step, the first `count` tokens, which end it if it has a reason; so do an
+        error, or a stop text, with the tokens up to there."""
+        sample, tokens = self._samples[name], told.token_ids[row][:count]
+        for index in range(count):
+            wrong = math.isnan(told.logprobs[row][index])
+            stopped = sample.track.take(told, row, index)
+            if stopped or wrong:
+                own, tokens = "error" if wrong else "stop", tokens[: index + 1]
+                self._host = self._host if reason else finish(self._host, name, own)
+                return self._end(name, own, tokens)
+        return self._end(name, reason, tokens) if reason else sample.output(None, tokens)
 
     def _end(self, name: str, reason: str, tokens: list[int]) -> RequestOutput:
         sample = self._samples.pop(name)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -21,16 +22,19 @@ class Told:
     """What a step said, on the host, by row of its batch; prompts' by token.
 
     Args:
-        token_ids, logprobs: of what was sampled.
-        top: the likeliest tokens and their logprobs; empty where nobody asked.
+        token_ids, logprobs: of what was sampled and is a request's next: a token, or several of one that had drafts, or
+            none.
+        top: the likeliest tokens and their logprobs, of each of those or of more; empty where nobody asked.
         prompt_logprobs, prompt_top: of each token of the batch; empty where nobody asked.
+        num_drafts: that were verified, in all.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
-    top: list[list[tuple[int, float]]]
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    top: list[list[list[tuple[int, float]]]]
     prompt_logprobs: list[float]
     prompt_top: list[list[tuple[int, float]]]
+    num_drafts: int = 0
 
 
 class Reading:
@@ -88,17 +92,24 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def _told(copied: dict[str, Tensor]) -> Told:
-    def pairs(ids: str, logprobs: str) -> list[list[tuple[int, float]]]:
-        if ids not in copied:
-            return []
-        rows = zip(copied[ids].tolist(), copied[logprobs].tolist(), strict=True)
-        return [list(zip(*row, strict=True)) for row in rows]
+    several = "num_tokens" in copied
+    counts = copied["num_tokens"].tolist() if several else [1] * len(copied["token_ids"])
 
-    prompt = copied.get("prompt_logprobs")
+    def of_rows(name: str) -> list[Any]:
+        found = copied[name] if several else copied[name][:, None]
+        return [own[:count] for own, count in zip(found.tolist(), counts, strict=True)]
+
+    top, prompt_top = "top_ids" in copied, "prompt_top_ids" in copied
+    pairs = zip(of_rows("top_ids"), of_rows("top_logprobs"), strict=True) if top else ()
     return Told(
-        copied["token_ids"].tolist(),
-        copied["logprobs"].tolist(),
-        pairs("top_ids", "top_logprobs"),
-        [] if prompt is None else prompt.tolist(),
-        pairs("prompt_top_ids", "prompt_top_logprobs"),
+        of_rows("token_ids"),
+        of_rows("logprobs"),
+        [_pairs(ids, logprobs) for ids, logprobs in pairs],
+        copied["prompt_logprobs"].tolist() if "prompt_logprobs" in copied else [],
+        _pairs(copied["prompt_top_ids"].tolist(), copied["prompt_top_logprobs"].tolist()) if prompt_top else [],
+        int(copied["num_drafts"].sum()) if "num_drafts" in copied else 0,
     )
+
+
+def _pairs(ids: list[list[int]], logprobs: list[list[float]]) -> list[list[tuple[int, float]]]:
+    return [list(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]

@@ -4,7 +4,9 @@ import hashlib
 
 import attrs
 
+from weft.ops.logits import PENALTIES
 from weft.sampling import SamplingParams
+from weft.sampling_table import features
 from weft.transforms.engine.pages import hash_page
 
 
@@ -31,8 +33,8 @@ class Request:
 
 @attrs.define(eq=False)
 class Running:
-    """A request under way, as the host knows it: some steps behind the device, whose counts it knows and whose tokens
-    it does not.
+    """A request under way, as the host knows it: some steps behind the device, whose tokens it does not know; where
+    there are drafts, nor how many: until it reads them its counts are bounds.
 
     Args:
         request: what was asked.
@@ -43,13 +45,15 @@ class Running:
         pages: of the KV cache, in order.
         hashes: the names of its full pages of known tokens.
         kept: its pages that are found by their content.
-        computed: tokens in the cache, with the steps under way.
-        sampled: tokens generated, with the steps under way.
+        filled: tokens of those that it began with that are in the cache, with the steps under way.
+        num_unread: steps that sample for it, and that the host has not read.
+        most_unread: tokens that they sample at most.
         on_device: whether the state holds the token it goes on from.
         last_job: the last job that samples for it.
         reason: why it ended: `stop`, `length`, `abort` or `error`.
         leader: a request with the same prompt, for whose pages it waits.
         followers: those that wait for its own.
+        drafts: whether several of its tokens may be sampled in a step.
     """
 
     request: Request
@@ -60,13 +64,19 @@ class Running:
     pages: list[int] = attrs.field(factory=list)
     hashes: list[bytes] = attrs.field(factory=list)
     kept: int = 0
-    computed: int = 0
-    sampled: int = 0
+    filled: int = 0
+    num_unread: int = 0
+    most_unread: int = 0
     on_device: bool = False
     last_job: int | None = None
     reason: str = ""
     leader: "Running | None" = attrs.field(default=None, repr=False)
     followers: list["Running"] = attrs.field(factory=list, repr=False)
+    drafts: bool = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        # Each token changes the penalties of the next, so that several cannot be drawn at once.
+        self.drafts = not features(self.request.sampling) & PENALTIES
 
     @property
     def key(self) -> tuple[int, int]:
@@ -74,24 +84,38 @@ class Running:
         return self.request.priority, self.arrival
 
     @property
+    def limit(self) -> int:
+        """Tokens that it has at most, those of its prompt included."""
+        return len(self.request.prompt) + self.request.max_tokens
+
+    @property
     def length(self) -> int:
-        """Its tokens, with those under way."""
-        return len(self.request.prompt) + self.sampled
+        """Its tokens, with those under way, at most."""
+        return min(len(self.tokens) + self.most_unread, self.limit)
 
     @property
-    def num_unread(self) -> int:
-        """Tokens that the device has sampled, or will, and the host has not read."""
-        return self.length - len(self.tokens)
+    def computed(self) -> int:
+        """Tokens in the cache, with the steps under way, at most: behind its prompt all but the last."""
+        return self.length - 1 if self.on_device else self.filled
 
     @property
-    def decodes(self) -> bool:
-        """Whether it goes on from the token sampled last."""
-        return self.on_device and self.computed == self.length - 1
+    def num_left(self) -> int:
+        """Tokens that are still to be sampled behind the steps under way, at most."""
+        return self.limit - len(self.tokens) - self.num_unread
 
     @property
     def is_full(self) -> bool:
         """Whether all its tokens are sampled, or will be."""
-        return self.sampled == self.request.max_tokens
+        return self.num_left <= 0
+
+    @property
+    def most_useful(self) -> int:
+        """Tokens that a step could sample for it."""
+        return self.num_left if self.drafts else 1
+
+    def most(self, query_len: int) -> int:
+        """Tokens that a step over so many, drafts included, samples for it at most."""
+        return query_len if self.drafts else 1
 
     def name_pages(self, page_size: int) -> None:
         """Give names to the pages that known tokens have filled."""

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from weft.descriptor import BatchDescriptor
-from weft.effects import Schema, TensorSchema
+from weft.effects import Schema
 from weft.errors import RequestError
 from weft.outputs import IntermediateTensors
 from weft.stages.adapters import Adapter
@@ -15,13 +15,15 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model, stage_params
 from weft.state import State, advance
+from weft.transforms.engine.host import Budget
 from weft.transforms.engine.intake import is_count
-from weft.transforms.engine.scheduler import Budget
+from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
 from weft.transforms.engine.work import advance_work, edited
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import MODES, Ladder
 from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.runner import SPLIT_AT
 from weft.transforms.transports import Transport
 
@@ -55,7 +57,9 @@ class EngineLimits:
     num_cohorts: int | None = None
     mixed: bool = False
 
-    def resolve(self, model: Model, num_stages: int, transport: Transport) -> "Resolved":
+    def resolve(
+        self, model: Model, num_stages: int, transport: Transport, speculation: Speculation | None = None
+    ) -> "Resolved":
         """These, for a model on its device; the same on every rank.
 
         Raises:
@@ -63,11 +67,14 @@ class EngineLimits:
         """
         length = self.max_model_len or min(model.config.max_position_embeddings, _MAX_CONTEXT)
         max_pages = -(-length // self.page_size)
-        budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, self.num_cohorts or num_stages, self.mixed)
+        lens = (1,) if speculation is None else speculation.query_lens
+        cohorts = self.num_cohorts or num_stages
+        budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, cohorts, self.mixed, lens)
         most = max_pages * self.max_num_reqs
         here = [split_layers(model.config.num_layers, num_stages)[rank] for rank in transport.ranks(num_stages)]
-        num_pages = self.num_pages or min(most, _pages_in_memory(model, here, self.page_size))
-        return Resolved(budget, transport.share(num_pages), self.page_size)
+        drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
+        num_pages = self.num_pages or min(most, _pages_in_memory(model, here, self.page_size, drafts))
+        return Resolved(budget, transport.share(num_pages), self.page_size, speculation)
 
 
 @attrs.frozen
@@ -77,12 +84,14 @@ class Resolved:
     budget: Budget
     num_pages: int
     page_size: int
+    speculation: Speculation | None = None
 
 
-def _pages_in_memory(model: Model, here: Sequence[StageLayout], page_size: int) -> int:
+def _pages_in_memory(model: Model, here: Sequence[StageLayout], page_size: int, more: int) -> int:
+    """Pages that there is memory for, of `more` bytes each than the stages' own."""
     config = model.config
     layers = sum(len(layout.layers) for layout in here)
-    page = 2 * layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+    page = 2 * layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize + more
     if model.device.type == "cpu":
         return max(1, _CPU_BYTES // page)
     free, _ = torch.cuda.mem_get_info(model.device)
@@ -91,14 +100,16 @@ def _pages_in_memory(model: Model, here: Sequence[StageLayout], page_size: int) 
 
 def make_states(model: Model, layouts: Sequence[StageLayout], limits: Resolved) -> tuple[State, ...]:
     """An empty state for each stage that runs here."""
-    return tuple(
+    speculation = limits.speculation
+    spare = 0 if speculation is None else speculation.spare_pages(limits.page_size)
+    states = tuple(
         State.zeros(
             num_layers=len(layout.layers),
             num_kv_heads=model.config.num_kv_heads,
             head_dim=model.config.head_dim,
             max_num_reqs=limits.budget.max_num_reqs,
             num_pages=limits.num_pages,
-            max_pages=limits.budget.max_pages,
+            max_pages=limits.budget.max_pages + spare,
             page_size=limits.page_size,
             vocab_size=model.config.vocab_size if layout.last else 0,
             dtype=model.dtype,
@@ -106,6 +117,7 @@ def make_states(model: Model, layouts: Sequence[StageLayout], limits: Resolved) 
         )
         for layout in layouts
     )
+    return states if speculation is None else speculation.states(states, layouts)
 
 
 def make_stepper(
@@ -130,29 +142,38 @@ def make_stepper(
     every = split_layers(model.config.num_layers, num_stages)
     here = transport.ranks(num_stages)
     layouts = [every[rank] for rank in here]
-    extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits}
+    speculation = limits.speculation
+    drafts = 0 if speculation is None else speculation.num_tokens
+    extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits, "num_drafts": drafts}
     stages: list[Any] = [decoder_stage(model.config, layout, **extras) for layout in every]
-    params, state = stage_params(model, layouts, adapters), make_states(model, layouts, limits)
+    params: tuple[Any, ...] = stage_params(model, layouts, adapters)
+    state = make_states(model, layouts, limits)
+    if speculation is not None:
+        stages = speculation.stages(stages)
+        params = ((params[0], speculation.params), *params[1:]) if layouts[0].first else params
 
     def graph(step: Any) -> Any:
         return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
 
     if num_stages == 1:
         return Stepped(graph(compose(stages, advance=advance)), params, state, model.device)
-    schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
+    ids = torch.zeros(1, dtype=torch.int64, device=model.device) if drafts else None
+    x = IntermediateTensors(torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device), ids)
     spanned = [graph(stage) for stage in stages]
-    step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=schema, transport=transport)
-    hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
-    graphs = [(spanned[rank], IntermediateTensors(hidden) if rank else None) for rank in here] if len(ladder) else []
+    step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=Schema.of(x), transport=transport)
+    graphs = [(spanned[rank], x if rank else None) for rank in here] if len(ladder) else []
     return Streamed(step, params, state, model.device, graphs)
 
 
-def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | None) -> None:
+def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | None, transport: Any) -> None:
     """Refuse an engine that cannot be.
 
     Raises:
-        RequestError: no model, an unknown mode, more stages than layers, or a seed that is no whole number.
+        RequestError: no model, an unknown mode, more stages than layers, a seed that is no whole number, or no
+            transport.
     """
+    if (wrong := wrong_transport(transport)) is not None:
+        raise RequestError(call, *wrong)
     if not isinstance(model, Model):
         raise RequestError(call, f"model is a {type(model).__name__}", "model = weft.load(folder)")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):

@@ -7,7 +7,8 @@ import attrs
 
 from weft.descriptor import BatchDescriptor
 from weft.transforms.dispatch import dispatch
-from weft.transforms.engine.scheduler import HostState
+from weft.transforms.engine.host import HostState
+from weft.transforms.engine.reading import Told
 from weft.transforms.engine.work import Work
 from weft.transforms.graphify import Graphified
 from weft.transforms.ladder import Ladder
@@ -28,6 +29,7 @@ class Stats:
         modes: the same steps by how they were dispatched: `full`, `piecewise` or `none`.
         tokens: that steps computed.
         padding: those that graphs computed besides, because they have fixed sizes.
+        drafted, accepted: drafts that were verified, and those that were right, as far as steps were read.
         captures, replays, eager: of graphs, those of all stages that run here; and calls that ran without one.
         graphs: graphs held, by mode.
     """
@@ -44,6 +46,8 @@ class Stats:
     modes: Mapping[str, int]
     tokens: int
     padding: int
+    drafted: int
+    accepted: int
     captures: int
     replays: int
     eager: int
@@ -53,6 +57,11 @@ class Stats:
     def padding_share(self) -> float:
         """Of all tokens that were computed."""
         return self.padding / max(self.tokens + self.padding, 1)
+
+    @property
+    def acceptance(self) -> float:
+        """Of all drafts, the share that was right."""
+        return self.accepted / max(self.drafted, 1)
 
 
 @attrs.define
@@ -66,6 +75,8 @@ class Counts:
     ladder: Ladder[BatchDescriptor]
     tokens: int = 0
     padding: int = 0
+    drafted: int = 0
+    accepted: int = 0
     ended: Counter[str] = attrs.field(factory=Counter)
     steps: Counter[str] = attrs.field(factory=Counter)
     modes: Counter[str] = attrs.field(factory=Counter)
@@ -79,6 +90,11 @@ class Counts:
         self.modes[mode] += 1
         self.tokens += own.num_tokens
         self.padding += size - own.num_tokens
+
+    def read(self, told: Told) -> None:
+        """A step was read."""
+        self.drafted += told.num_drafts
+        self.accepted += sum(len(ids) - 1 for ids in told.token_ids if ids)
 
     def _dispatch(self, own: BatchDescriptor) -> tuple[str, int]:
         decision = dispatch(own, self.ladder)
@@ -103,6 +119,8 @@ class Counts:
             modes=dict(self.modes),
             tokens=self.tokens,
             padding=self.padding,
+            drafted=self.drafted,
+            accepted=self.accepted,
             captures=sum(info.captures for info in infos),
             replays=sum(info.replays for info in infos),
             eager=sum(info.eager for info in infos),

@@ -53,12 +53,12 @@ class Placer:
     """
 
     device: torch.device | str
-    _decodes: dict[tuple[tuple[int, ...], int], Batch] = attrs.field(factory=dict, init=False)
+    _decodes: dict[tuple[tuple[int, ...], int, int], Batch] = attrs.field(factory=dict, init=False)
 
     def __call__(self, work: Work) -> PlacedWork:
         if work.token_ids:
             return work.place(self.device)
-        key = work.rows, work.num_active_loras
+        key = work.rows, work.query_len, work.num_active_loras
         if (batch := self._decodes.get(key)) is None:
             if len(self._decodes) >= _MAX_PLACED:
                 del self._decodes[next(iter(self._decodes))]

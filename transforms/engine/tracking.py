@@ -41,16 +41,17 @@ class Track:
         shared = self.prompt_logprobs, self.prompt_top_logprobs
         return Track(request, self.tokenizer, prompt_logprobs=shared[0], prompt_top_logprobs=shared[1])
 
-    def take(self, told: Told, row: int) -> bool:
-        """Add the token of a row of a step; returns whether a stop text ends the request with it."""
-        self.token_ids.append(told.token_ids[row])
-        self.logprobs.append(told.logprobs[row])
+    def take(self, told: Told, row: int, index: int = 0) -> bool:
+        """Add a token of a row of a step; returns whether a stop text ends the request with it."""
+        token = told.token_ids[row][index]
+        self.token_ids.append(token)
+        self.logprobs.append(told.logprobs[row][index])
         wanted = self.request.sampling.logprobs
         if wanted is not None:
-            self.top_logprobs.append(dict(told.top[row][:wanted]) if told.top else {})
+            self.top_logprobs.append(dict(told.top[row][index][:wanted]) if told.top else {})
         if self.tokenizer is None:
             return False
-        self._decoded += self._stream.step(self.tokenizer, told.token_ids[row]) or ""
+        self._decoded += self._stream.step(self.tokenizer, token) or ""
         return self._show()
 
     def take_prompt(self, told: Told, first: int, start: int, count: int) -> None:

@@ -29,6 +29,7 @@ class Admission:
         sampling, prompt: of the request.
         generated: what it had generated before it was preempted.
         adapter: the slot of its LoRA adapter; -1: none.
+        limit: tokens that it has at most, its prompt included.
     """
 
     row: int
@@ -38,6 +39,7 @@ class Admission:
     prompt: tuple[int, ...]
     generated: tuple[int, ...] = ()
     adapter: int = -1
+    limit: int = 0
 
 
 @attrs.frozen
@@ -79,8 +81,9 @@ class Work:
         samples: whether each samples a token.
         after: the job whose tokens must have returned before this one runs; None: no such job.
         targets: of each request, the prompt's next token behind each; none where nobody wants a prompt's logprobs.
-        starts: of each request, the tokens before this step.
+        starts: of each request, the tokens before this step; of a decode at most.
         num_active_loras: different adapters of these requests.
+        query_len: tokens of each request of a uniform decode: the last one, and drafts.
     """
 
     job: int
@@ -93,6 +96,7 @@ class Work:
     targets: tuple[tuple[int, ...], ...] = ()
     starts: tuple[int, ...] = ()
     num_active_loras: int = 0
+    query_len: int = 1
 
     @property
     def feeds(self) -> bool:
@@ -102,14 +106,14 @@ class Work:
     @property
     def num_tokens(self) -> int:
         """Of the batch."""
-        return sum(map(len, self.token_ids)) or len(self.rows)
+        return sum(map(len, self.token_ids)) or len(self.rows) * self.query_len
 
     @property
     def descriptor(self) -> BatchDescriptor:
         """Of the batch."""
         count, loras = len(self.rows), self.num_active_loras
         if not self.token_ids:
-            return BatchDescriptor.uniform(count, num_active_loras=loras)
+            return BatchDescriptor.uniform(count, self.query_len, loras)
         return BatchDescriptor(self.num_tokens, count, num_active_loras=loras)
 
     @property
@@ -121,7 +125,8 @@ class Work:
         """Its tensors on a device."""
         loras = self.num_active_loras
         if not self.token_ids:
-            return PlacedWork(Batch.decode(self.rows, num_active_loras=loras, device=device), self.edits)
+            batch = Batch.decode(self.rows, query_len=self.query_len, num_active_loras=loras, device=device)
+            return PlacedWork(batch, self.edits)
         batch = Batch.ragged(self.rows, self.token_ids, samples=self.samples, num_active_loras=loras, device=device)
         if self.targets:
             targets = torch.tensor([token for own in self.targets for token in own], dtype=torch.int64)
@@ -185,6 +190,7 @@ def apply_edits(state: State, edits: Edits) -> State:
             generated=[a.generated for a in given],
             positions=[a.computed for a in given],
             adapters=[a.adapter for a in given],
+            limits=[a.limit for a in given],
         )
     if edits.growths:
         state = grow(state, [(g.row, g.start, g.pages) for g in edits.growths])

@@ -297,6 +297,8 @@ def test_streams_of_a_pipeline_over_processes_are_refused() -> None:
         ({"pipeline": 4}, "pipeline=4; the model has 3 layers"),
         ({"run_ahead": -1}, "run_ahead=-1"),
         ({"seed": 0.5}, "seed=0.5"),
+        ({"transport": "threads"}, "transport='threads'"),
+        ({"transport": Threads}, "transport=Threads, the class"),
         ({"limits": EngineLimits(max_num_reqs=8, max_num_tokens=4)}, "no room for a step of all requests"),
     ],
 )

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,63 +12,83 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
+from weft.transforms.engine.host import Budget, HostState
 from weft.transforms.engine.requests import Request, Running
-from weft.transforms.engine.scheduler import Budget, HostState, add, finish, observe, schedule
+from weft.transforms.engine.scheduler import add, finish, observe, schedule
 from weft.transforms.engine.work import Work
 
 STOP = 3
+WRONG = -9
+"""What a draft that was wrong leaves in a page."""
 GREEDY = SamplingParams(temperature=0.0, seed=0, stop_token_ids=[STOP])
 
 
-def request(name: str, prompt: tuple[int, ...], max_tokens: int, priority: int = 0, told: bool = False) -> Request:
-    sampling = SamplingParams(temperature=0.0, seed=0, stop_token_ids=[STOP], prompt_logprobs=0 if told else None)
+def request(
+    name: str, prompt: tuple[int, ...], max_tokens: int, priority: int = 0, told: bool = False, penalty: float = 0.0
+) -> Request:
+    told_of = 0 if told else None
+    sampling = attrs.evolve(GREEDY, prompt_logprobs=told_of, presence_penalty=penalty)
     return Request(name, prompt, max_tokens, sampling, priority)
 
 
 class HostMachine(RuleBasedStateMachine):
     """Requests come, follow, are aborted; steps are scheduled, and read later, in order.
 
-    The model is a device that knows what is in each page: (request's tokens up to there), and that looks at every step.
+    The model is a device that knows what is in each page, and that looks at every step. It knows the tokens that it
+    samples before the host does, and how many: some drafts are right, and some are not.
     """
 
     @initialize(
         rows=st.integers(1, 4),
         cohorts=st.integers(1, 3),
-        more=st.sampled_from((0, 2, 9)),
+        more=st.sampled_from((0, 9, 2, 20)),
         pages=st.integers(4, 9),
         mixed=st.booleans(),
+        query_lens=st.sampled_from(((1,), (1, 2), (1, 3, 5))),
     )
-    def begin(self, rows: int, cohorts: int, more: int, pages: int, mixed: bool) -> None:
-        self.budget = Budget(rows, -(-rows // cohorts) + more, 4, cohorts, mixed)
+    def begin(self, rows: int, cohorts: int, more: int, pages: int, mixed: bool, query_lens: tuple[int, ...]) -> None:
+        self.budget = Budget(rows, -(-rows // cohorts) + more, 4, cohorts, mixed, query_lens)
         self.host = HostState.empty(self.budget, pages, 2)
         self.count = self.ticks = 0
-        self.unread: list[Work] = []
+        self.unread: list[tuple[Work, list[list[int]]]] = []
         self.ended: dict[str, str] = {}
         self.said: dict[str, list[int]] = {}
         self.asked: dict[str, Request] = {}
         self.content: dict[int, list[int | None]] = {page: [None, None] for page in range(pages)}
+        self.truth: dict[str, list[int]] = {}  # the tokens of each request, as the device has sampled them
+        self.places: dict[int, int] = {}  # of each row, the tokens in the cache
         self.rows: dict[int, list[int]] = {}  # the pages of each row, as the device was told
 
     @rule(
         begin=st.sampled_from(((), (1, 1), (1, 1, 2, 2))),
         rest=st.lists(st.integers(0, 2), max_size=2),
-        most=st.integers(1, 3),
+        most=st.sampled_from((1, 5, 3, 2, 5)),
         priority=st.sampled_from((0, 0, 1)),
         told=st.sampled_from((False, False, True)),
-        samples=st.sampled_from((1, 1, 3)),
+        samples=st.sampled_from((1, 2, 3)),
+        penalty=st.sampled_from((0.0, 0.0, 1.0)),
     )
-    def come(self, begin: tuple[int, ...], rest: list[int], most: int, priority: int, told: bool, samples: int) -> None:
+    def come(
+        self,
+        begin: tuple[int, ...],
+        rest: list[int],
+        most: int,
+        priority: int,
+        told: bool,
+        samples: int,
+        penalty: float,
+    ) -> None:
         prompt = (*begin, *rest) or (1,)
         first = f"r{self.count}"
         for index in range(samples):
             name = first if index == 0 else f"{first}[{index}]"
-            asked = request(name, prompt, most, priority, told and index == 0)
+            asked = request(name, prompt, most, priority, told and index == 0, 0 if index % 2 else penalty)
             if -(-(len(prompt) + most) // 2) > min(4, self.host.pages.num_pages):
                 with pytest.raises(RequestError, match="fewer max_tokens, or more pages"):
                     add(self.host, asked, self.budget)
                 return
             self.host = add(self.host, asked, self.budget, behind=first if index else None)
-            self.asked[name], self.said[name] = asked, []
+            self.asked[name], self.said[name], self.truth[name] = asked, [], [*prompt]
         self.count += 1
 
     @precondition(lambda self: self.host.requests)
@@ -80,53 +101,75 @@ class HostMachine(RuleBasedStateMachine):
             finish(self.host, name, reason)
 
     @precondition(lambda self: len(self.unread) < 5)
-    @rule()
-    def tick(self) -> None:
+    @rule(
+        tokens=st.lists(st.sampled_from((0, 1, 2, STOP)), min_size=9, max_size=9),
+        right=st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    )
+    def tick(self, tokens: list[int], right: list[int]) -> None:
         cohort = self.ticks % self.budget.num_cohorts
         self.ticks += 1
         self.host, works = schedule(self.host, self.budget)
         for work in works:
-            self.look(work, cohort)
+            self.check(work, cohort)
+            sampled = [self.look(work, index, tokens[index:], right[index]) for index in range(len(work.rows))]
             if work.feeds:
-                self.unread.append(work)
+                self.unread.append((work, sampled))
 
     @precondition(lambda self: self.unread)
-    @rule(tokens=st.lists(st.sampled_from((0, 1, 2, STOP)), min_size=4, max_size=4))
-    def read(self, tokens: list[int]) -> None:
-        work = self.unread.pop(0)
-        self.host, got = observe(self.host, work.job, tokens)
-        for place, running in got:
-            name = running.request.id
+    @rule()
+    def read(self) -> None:
+        work, sampled = self.unread.pop(0)
+        self.host, got = observe(self.host, work.job, sampled)
+        for place, running, count in got:
+            name, tokens = running.request.id, sampled[place]
             assert name not in self.ended, "what has ended gets nothing"
             assert (work.requests[place], work.samples[place]) == (name, True)
-            self.said[name].append(tokens[place])
+            self.said[name] += tokens[:count]
+            assert STOP not in tokens[: count - 1], "nothing behind an end"
+            assert running.reason or count == len(tokens)
             if running.reason:
-                assert (running.reason == "stop") == (tokens[place] == STOP)
+                assert (running.reason == "stop") == (tokens[count - 1] == STOP)
                 assert running.reason == "stop" or len(self.said[name]) == self.asked[name].max_tokens
                 self.ended[name] = running.reason
 
-    def look(self, work: Work, cohort: int) -> None:
-        """As a device would: edit the tables, and write the step's tokens into the pages that they belong to."""
+    def check(self, work: Work, cohort: int) -> None:
+        """As a device would, edit the tables."""
         assert work.num_tokens <= self.budget.max_num_tokens
         assert len(work.rows) == len(set(work.rows)) <= self.budget.cohort_size
         assert all(self.host.requests[name].cohort == cohort for name in work.requests), "of those under way"
         for source, target in work.edits.copies:
             self.content[target] = [*self.content[source]]
         for given in work.edits.admissions:
-            self.rows[given.row] = list(given.pages)
+            self.rows[given.row], self.places[given.row] = list(given.pages), given.computed
         for growth in work.edits.growths:
             assert len(self.rows[growth.row]) == growth.start
             self.rows[growth.row] += growth.pages
-        parts = work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
-        for name, row, start, ids in zip(work.requests, work.rows, work.starts, parts, strict=True):
-            assert self.rows[row] == self.host.requests[name].pages[: len(self.rows[row])]
-            known = self.host.requests[name].tokens
-            for place in range(start + len(ids)):
-                here = self.content[self.rows[row][place // 2]]
-                if place >= start:
-                    here[place % 2] = ids[place - start] if ids != (LAST_TOKEN,) else None
-                elif place < len(known) and here[place % 2] is not None:
-                    assert here[place % 2] == known[place], f"{name} reads what is another's"
+
+    def look(self, work: Work, index: int, tokens: list[int], right: int) -> list[int]:
+        """Read the cache and write a request's tokens to it, as a device would; what it samples."""
+        name, row = work.requests[index], work.rows[index]
+        start, truth, limit = self.places[row], self.truth[name], len(self.asked[name].prompt)
+        limit += self.asked[name].max_tokens
+        assert self.rows[row] == self.host.requests[name].pages[: len(self.rows[row])]
+        ids = work.token_ids[index] if work.token_ids else (LAST_TOKEN,)
+        for place in range(start):
+            seen = self.content[self.rows[row][place // 2]][place % 2]
+            assert seen == truth[place], f"{name} reads what is another's, or a wrong draft's"
+        if ids != (LAST_TOKEN,):
+            assert (start, list(ids)) == (work.starts[index], truth[start : start + len(ids)])
+            written, sampled = list(ids), tokens[: work.samples[index]]
+        else:
+            assert start <= work.starts[index], "of a decode, at most"
+            assert start == len(truth) - 1
+            right = 0 if self.asked[name].sampling.presence_penalty else min(right, work.query_len - 1)
+            sampled = tokens[: min(1 + right, limit - 1 - start)]
+            written = [truth[-1], *sampled[:-1], *[WRONG] * (work.query_len - max(len(sampled), 1))]
+        for place, token in enumerate(written, start):
+            if place < limit - 1:
+                self.content[self.rows[row][place // 2]][place % 2] = token
+        truth += sampled
+        self.places[row] = start + len(ids) if ids != (LAST_TOKEN,) else start + len(sampled)
+        return sampled
 
     @invariant()
     def every_page_is_held_by_whom_it_says(self) -> None:
@@ -147,7 +190,12 @@ class HostMachine(RuleBasedStateMachine):
         assert all(len(mine) <= self.budget.cohort_size for mine in host.cohorts)
         for running in host.requests.values():
             assert running.tokens == [*running.request.prompt, *self.said[running.request.id]]
-            assert running.computed <= len(running.pages) * 2
+            assert running.computed <= len(running.pages) * 2 <= running.limit + 1
+            assert running.num_unread or not running.most_unread
+            if running.on_device:
+                place = self.places[running.row]
+                assert place <= running.computed, "a bound"
+                assert running.num_unread or place == running.computed, "which is the truth once all is read"
 
     def teardown(self) -> None:
         if not hasattr(self, "host"):
@@ -155,12 +203,12 @@ class HostMachine(RuleBasedStateMachine):
         for _ in range(600):
             if self.host.is_idle:
                 break
-            self.tick()
+            self.tick([0, 1, 2, 0, 0, 1, 2, 2, 1], [0, 1, 4, 2])
             while self.unread:
-                self.read([0, 1, 2, 0])
+                self.read()
         assert self.host.is_idle, "everything ends"
         while self.unread:
-            self.read([0, 1, 2, 0])
+            self.read()
         assert self.host.pages.num_held == 0
         assert not self.host.unread
         self.every_page_is_held_by_whom_it_says()
@@ -181,7 +229,7 @@ def served(prompts: dict[str, tuple[int, ...]], budget: Budget, num_pages: int =
         works += more
         for work in more:
             if work.feeds:
-                host, _ = observe(host, work.job, [0] * len(work.rows))
+                host, _ = observe(host, work.job, [[0]] * len(work.rows))
     return works
 
 

@@ -1,0 +1,84 @@
+"""Bugs of speculative decoding."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.batch import Batch
+from weft.ops.sample_rows import sample_rows
+from weft.outputs import Output
+from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.suite import find
+from weft.sampling_table import SamplingTable
+from weft.stages.verification import count_right
+from weft.state import State, _advance_verified
+from weft.transforms.engine.decodes import _need
+from weft.transforms.engine.host import HostState
+from weft.transforms.engine.requests import Running
+
+_DECODER, _VERIFICATION, _STATE = "weft.stages.decoder", "weft.stages.verification", "weft.state"
+_DRAFTING, _DECODES = "weft.stages.drafting", "weft.transforms.engine.decodes"
+
+
+def _one_more(token_ids: Tensor, drafts: Tensor) -> Tensor:
+    """The draft behind the last right one is taken too."""
+    right = count_right(token_ids, drafts)
+    there = (drafts >= 0).cumprod(1).sum(1)
+    return torch.minimum(right + 1, there)
+
+
+def _all_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
+    """What the draft model says is not verified."""
+    return (drafts >= 0).cumprod(1).sum(1)
+
+
+def _any_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
+    """Right drafts are counted behind a wrong one."""
+    return (drafts == token_ids[:, :-1]).sum(1)
+
+
+def _noise_of_the_first(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor, mask: Any) -> Any:
+    """All tokens of a request are drawn with the noise of one position."""
+    same = torch.ones_like(rows, dtype=torch.bool)
+    same[1:] = rows[1:] != rows[:-1]
+    return sample_rows(logits, table, rows, positions[same.nonzero()[:, 0]][same.cumsum(0) - 1], mask)
+
+
+def _moved_by_all(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
+    """A request moves on by all that was read, as far as it has room."""
+    assert state.drafting is not None, "it drafts"
+    moved = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+    old, last = state.positions[batch.rows], state.drafting.limits[batch.rows] - 1
+    state = _advance_verified(state, batch, out, num_tokens)
+    state.positions[batch.rows] = torch.where(batch.rows >= 0, torch.minimum(old + moved, last), old)
+    return state
+
+
+def _first_stages_move_by_one(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
+    """How many drafts were right returns to the last stage alone."""
+    alone = state.sampling.vocab_size == 0
+    return _advance_verified(state, batch, out, num_tokens.clamp(max=1) if alone else num_tokens)
+
+
+def _pages_of_one_token(host: HostState, running: Running, query_len: int) -> int:
+    """The pages of a step are those of its last token: for the drafts behind it there may be none."""
+    return _need(host, running, 1)
+
+
+_LOOKUP, _MODEL = find("L12", "lookup"), find("L12", "model")
+
+DRAFTS = (
+    Mutant("one more draft is accepted than is right", _LOOKUP, replace(_VERIFICATION, "count_right", _one_more)),
+    Mutant("drafts are accepted behind a wrong one", _LOOKUP, replace(_VERIFICATION, "count_right", _any_right)),
+    Mutant("a request has the noise of one position", _LOOKUP, replace(_DECODER, "sample_rows", _noise_of_the_first)),
+    Mutant("wrong drafts stay in the context", _LOOKUP, replace(_STATE, "_advance_verified", _moved_by_all)),
+    Mutant(
+        "the first rank does not learn how many drafts were right",
+        _LOOKUP,
+        replace(_STATE, "_advance_verified", _first_stages_move_by_one),
+    ),
+    Mutant("requests with penalties draft", _LOOKUP, replace(_DRAFTING, "PENALTIES", 0)),
+    Mutant("drafts have no pages", _LOOKUP, replace(_DECODES, "_need", _pages_of_one_token)),
+    Mutant("a model's drafts are not verified", _MODEL, replace(_VERIFICATION, "count_right", _all_right)),
+)

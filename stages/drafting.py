@@ -1,0 +1,141 @@
+"""Drafters, and a first stage that drafts: what is guessed is put in the batch, in the place of its sentinels.
+
+A drafter is `(params, state, batch) -> batch`. It runs on the device, inside the step, and as part of its graph.
+Whatever it guesses, the tokens that are generated are the same (`weft.stages.verification`); only how many steps they
+take is not.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.batch import DRAFT, LAST_TOKEN, SCRATCH_ROW, Batch
+from weft.descriptor import BatchDescriptor
+from weft.donation import donates
+from weft.ops.logits import FEATURES, PENALTIES, SEED, TEMPERATURE
+from weft.ops.ngram import find_drafts
+from weft.ops.sample import sample
+from weft.outputs import IntermediateTensors, Output
+from weft.stages.config import ModelConfig
+from weft.stages.decoder import embed, head, layers
+from weft.stages.params import DecoderParams
+from weft.stages.rope import inverse_frequencies, rope_tables
+from weft.state import State, resolve
+
+Drafter = Callable[[Any, State, Batch], Batch]
+DraftingStage = Callable[
+    [tuple[DecoderParams, Any], State, Batch, IntermediateTensors | None], tuple[State, IntermediateTensors | Output]
+]
+
+
+def drafted(stage: Callable[..., Any], drafter: Drafter) -> DraftingStage:
+    """A first stage whose batches' drafts are found by a drafter.
+
+    Args:
+        stage: of `decoder_stage(..., num_drafts=...)`.
+        drafter: what it calls first.
+
+    Returns:
+        A stage whose params are those of both.
+    """
+
+    @donates("state")
+    def run(
+        params: tuple[DecoderParams, Any], state: State, batch: Batch, x: IntermediateTensors | None
+    ) -> tuple[State, IntermediateTensors | Output]:
+        own, other = params
+        made: tuple[State, IntermediateTensors | Output] = stage(own, state, drafter(other, state, batch), x)
+        return made
+
+    run.__name__ = run.__qualname__ = f"{getattr(stage, '__name__', 'stage')}, drafting"
+    return run
+
+
+def fill_in(state: State, batch: Batch, drafts: Tensor) -> Batch:
+    """The batch with drafts in the place of its sentinels, but where a request may have none: in the place of its last
+    token of all, and where it has penalties, for then each token changes what the next is drawn from.
+
+    Args:
+        drafts: [num_reqs, k] int64, in order; negative: none.
+    """
+    assert state.drafting is not None, "a stage that verifies has a state with drafting"
+    owner, place = batch.owners()
+    row = batch.rows[owner]
+    own = drafts[owner, (place.to(torch.int64) - 1).clamp(0, drafts.shape[1] - 1)]
+    useful = (batch.input_ids == DRAFT) & (own >= 0)
+    useful &= state.positions[row] + place < state.drafting.limits[row] - 1
+    useful &= (state.sampling.ints[row, FEATURES] & PENALTIES) == 0
+    return attrs.evolve(batch, input_ids=torch.where(useful, own, batch.input_ids))
+
+
+def ngram_drafter(num_drafts: int, shortest: int, longest: int) -> Drafter:
+    """Prompt lookup: what followed a request's last tokens where they stood before (`weft.ops.ngram.find_drafts`).
+
+    Args:
+        num_drafts: of a request in a batch at most.
+        shortest, longest: tokens to be found again.
+    """
+
+    def look_up(params: None, state: State, batch: Batch) -> Batch:
+        assert state.drafting is not None, "a stage that verifies has a state with drafting"
+        count = (batch.descriptor.query_len or num_drafts + 1) - 1
+        if not count:
+            return batch
+        tokens, lengths = state.drafting.tokens[batch.rows], state.positions[batch.rows] + 1
+        return fill_in(state, batch, find_drafts(tokens, lengths, count, shortest, longest))
+
+    return look_up
+
+
+def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
+    """A model of the same vocabulary, all of whose layers run here, before the stage's own.
+
+    It makes drafts one by one, each with the temperature and the noise with which the request draws, so that they are
+    right oftener than what is drawn by itself (Daliri et al., as in `weft.stages.verification`). Then it reads what the
+    stage reads: its cache, in the same pages, holds the same tokens.
+
+    Args:
+        num_drafts: of a request in a batch at most.
+        config: of the draft model; its params are the drafter's.
+    """
+    _, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+
+    def read(params: DecoderParams, state: State, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The last layer's states and the positions of the batch's tokens, whose keys and values are written."""
+        assert state.drafting is not None, "a stage that verifies has a state with drafting"
+        assert state.drafting.kv_pages is not None, "it drafts with a model"
+        resolved = resolve(state, attrs.evolve(batch, descriptor=attrs.evolve(batch.descriptor, num_active_loras=0)))
+        known = attrs.evolve(resolved, input_ids=resolved.input_ids.clamp(min=0))  # an embedded token has no id
+        hidden = embed(params, known, None)
+        tables = rope_tables(params.inv_freq, resolved.positions, factor, hidden.dtype)
+        return layers(config, params, state.drafting.kv_pages, resolved, tables, hidden), resolved.positions
+
+    def draft(params: DecoderParams, state: State, batch: Batch) -> Batch:
+        count, rows = (batch.descriptor.query_len or num_drafts + 1) - 1, batch.rows
+        temperature, seeds = state.sampling.floats[rows, TEMPERATURE], state.sampling.ints[rows, SEED]
+        single, drafts = _last_tokens(batch), list[Tensor]()
+        for ahead in range(count):
+            at = attrs.evolve(state, positions=state.positions + ahead)
+            hidden, positions = read(params, at, single)
+            drafts.append(sample(head(config, params, hidden), temperature, seeds, positions)[0])
+            single = attrs.evolve(single, input_ids=drafts[-1])
+        filled = fill_in(state, batch, torch.stack(drafts, 1)) if drafts else batch
+        read(params, state, filled)
+        return filled
+
+    return draft
+
+
+def _last_tokens(batch: Batch) -> Batch:
+    """The last token of each request that goes on, as a batch; the others are padding of it."""
+    count = len(batch.rows)
+    return Batch(
+        BatchDescriptor.uniform(count),
+        torch.where(batch.goes_on, batch.rows, SCRATCH_ROW),
+        torch.full_like(batch.rows, LAST_TOKEN),
+        torch.arange(count + 1, dtype=torch.int32, device=batch.rows.device),
+        batch.samples,
+    )

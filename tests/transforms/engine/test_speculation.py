@@ -1,0 +1,233 @@
+"""`Engine(speculation=...)`: the tokens, logprobs and ends of an engine without it, in fewer steps."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import weft
+from weft.errors import RequestError
+from weft.proofs.strategies.engines import small_model
+from weft.sampling import SamplingParams
+from weft.stages.model import DEMO, Model
+from weft.transforms.engine.decodes import choose_query_len
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.host import Budget, HostState
+from weft.transforms.engine.requests import Request
+from weft.transforms.engine.scheduler import add, observe, schedule
+from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.speculation import Speculation
+from weft.transforms.engine.tracking import Track
+from weft.transforms.ladder import MODES
+
+SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=20, max_model_len=24, page_size=4, num_pages=24)
+ITSELF = Speculation(4, model=small_model())
+WAYS = {"lookup": Speculation(3), "itself": ITSELF, "another": Speculation(2, model=small_model(1))}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Model:
+    return weft.load(DEMO, "cpu", "float32")
+
+
+def served(speculation: Speculation | None, **options: Any) -> tuple[dict[tuple[str, int], Track], Engine]:
+    """Requests of all kinds."""
+    limits = options.pop("limits", SMALL)
+    engine = Engine(small_model(), limits, num_logprobs=2, seed=0, speculation=speculation, **options)
+    for index in range(8):
+        params = SamplingParams(
+            temperature=float(index % 2),
+            n=1 + (index == 2),
+            logprobs=2,
+            prompt_logprobs=1 if index == 3 else None,
+            frequency_penalty=0.5 if index == 4 else 0.0,
+            min_tokens=4 if index == 5 else 0,
+            stop_token_ids=[2, 3] if index > 4 else [],
+            top_k=4 if index == 7 else 0,
+        )
+        engine.add((1, 2, 3, 1, 2)[: 2 + index % 3], params, max_tokens=14, id=str(index))
+    outputs = list(engine)
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for output in outputs:
+        tokens.setdefault((output.id, output.index), []).extend(output.token_ids)
+    tracks = {(output.id, output.index): output.track for output in outputs}
+    assert tokens == {key: track.token_ids for key, track in tracks.items()}
+    assert engine.stats().pages_held == 0
+    return tracks, engine
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[tuple[str, int], Track]:
+    return served(None, graph="none")[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("pipeline", "graph", "run_ahead"), [(1, "none", 0), (1, "full", 2), (3, "piecewise", 1)])
+def test_tokens_logprobs_and_ends_are_the_same(
+    way: str, pipeline: int, graph: str, run_ahead: int, plain: dict[tuple[str, int], Track]
+) -> None:
+    tracks, engine = served(WAYS[way], pipeline=pipeline, graph=graph, run_ahead=run_ahead)
+    assert engine.stats().accepted > 0
+    for key, track in plain.items():
+        other = tracks[key]
+        assert (other.token_ids, other.reason) == (track.token_ids, track.reason)
+        assert other.logprobs == pytest.approx(track.logprobs, abs=1e-5)
+        assert other.prompt_logprobs == pytest.approx(track.prompt_logprobs, abs=1e-5)
+        for ours, theirs in zip(other.top_logprobs, track.top_logprobs, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("graph", ["none", "full", "full_and_piecewise"])
+def test_a_model_that_drafts_for_itself_is_always_right(mixed: bool, graph: str) -> None:
+    """Its cache holds all that was read, whatever steps came between: prompts, decodes without drafts, right drafts."""
+    engine = Engine(
+        small_model(), attrs.evolve(SMALL, mixed=mixed), graph=graph, run_ahead=0, seed=0, speculation=ITSELF
+    )
+    for index in range(6):
+        engine.add([1, 2, index], SamplingParams(temperature=float(index % 2)), max_tokens=6 + index)
+        engine.step()
+    list(engine)
+    stats = engine.stats()
+    assert stats.drafted == stats.accepted > 20
+    assert stats.acceptance == 1
+
+
+def test_drafts_save_steps() -> None:
+    steps = []
+    for speculation in (None, ITSELF):
+        engine = Engine(small_model(), SMALL, graph="none", run_ahead=0, speculation=speculation)
+        engine.add([1, 2, 3], SamplingParams(temperature=1.0, seed=3), max_tokens=21)
+        list(engine)
+        steps.append(engine.stats().steps["decode"])
+    assert steps == [20, 4]
+
+
+@pytest.mark.parametrize("graph", MODES)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_after_warm_up_nothing_is_captured(graph: str, pipeline: int) -> None:
+    engine = Engine(small_model(), SMALL, pipeline=pipeline, graph=graph, seed=0, speculation=Speculation(3))
+    captured = engine.warm_up().captures
+    for index in range(6):
+        engine.add([1, 2, 1, 2, index], max_tokens=2 + index)
+    list(engine)
+    assert engine.stats().captures == captured
+
+
+def test_a_text_that_ends_a_request_amid_right_drafts(demo: Model) -> None:
+    whole = weft.generate(demo, ["def add(a, b):"], max_tokens=40, graph="none")[0].text
+    assert whole is not None
+    sampling = SamplingParams(temperature=0.0, stop=whole[13:16])
+    made = [
+        weft.generate(demo, ["def add(a, b):"], max_tokens=40, sampling=sampling, graph="none", speculation=speculation)
+        for speculation in (None, Speculation(4, model=demo), Speculation(4))
+    ]
+    assert made[0][0].finish_reason == "stop"
+    for completions in made[1:]:
+        assert attrs.evolve(completions[0], logprobs=[]) == attrs.evolve(made[0][0], logprobs=[])
+
+
+def test_greedy_tokens_are_those_of_transformers_with_prompt_lookup(tmp_path: Path) -> None:
+    sizes = {
+        "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "eos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.4)
+    model.save_pretrained(tmp_path)
+    prompts = [[1, 2, 3, 1, 2], [7, 7, 8], [4, 9, 4, 9, 4, 10, 11]]
+    own = weft.generate(weft.load(tmp_path, "cpu"), prompts, max_tokens=30, speculation=Speculation(3))
+    for prompt, completion in zip(prompts, own, strict=True):
+        ids = torch.tensor([prompt])
+        options = {"do_sample": False, "max_new_tokens": 30, "attention_mask": torch.ones_like(ids)}
+        theirs = model.generate(input_ids=ids, prompt_lookup_num_tokens=3, **options)
+        assert completion.token_ids == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("way", ["lookup", "another"])
+def test_the_distribution_is_the_model_s(way: str) -> None:
+    """Chi-square of the second and third token of 4,000 completions, with drafts, against the model's probabilities."""
+    model, prompt, count = small_model(), [1, 2, 3], 4000
+    sampled = weft.generate(
+        model, [prompt], max_tokens=3, seed=1, graph="none", speculation=WAYS[way],
+        sampling=SamplingParams(temperature=1.5, n=count),
+    )  # fmt: skip
+    seen = torch.zeros(12, 12)
+    for completion in sampled:
+        seen[completion.token_ids[1], completion.token_ids[2]] += 1
+    first = _probabilities(model, [prompt])[0]
+    second = _probabilities(model, [[*prompt, a] for a in range(12)])
+    third = _probabilities(model, [[*prompt, a, b] for a in range(12) for b in range(12)]).view(12, 12, 12)
+    expected = count * torch.einsum("a,ab,abc->bc", first, second, third)
+    kept = expected >= 5
+    cells = torch.cat([expected[kept], expected[~kept].sum()[None]])
+    counts = torch.cat([seen[kept], seen[~kept].sum()[None]])
+    statistic, freedom = float(((counts - cells) ** 2 / cells).sum()), len(cells) - 1
+    assert freedom > 20
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5, "about one in 10,000"
+
+
+def _probabilities(model: Model, prompts: list[list[int]]) -> torch.Tensor:
+    """Of each token behind each prompt, at the temperature of the test."""
+    params = SamplingParams(temperature=0.0, logprobs=12)
+    made = weft.generate(model, prompts, max_tokens=1, graph="none", sampling=params)
+    logprobs = torch.tensor(
+        [[each.top_logprobs[0][token] for token in range(12)] for each in made if each.top_logprobs]
+    )
+    return (logprobs / 1.5).softmax(-1)
+
+
+def test_drafts_are_as_many_as_there_is_use_room_and_pages_for() -> None:
+    budget = Budget(2, 8, 8, query_lens=(1, 3, 5))
+    greedy, penalised = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, presence_penalty=1.0)
+
+    def wanted(num_pages: int, *asked: tuple[SamplingParams, int]) -> int:
+        host = HostState.empty(budget, num_pages, 2)
+        for index, (params, most) in enumerate(asked):
+            host = add(host, Request(str(index), (1, 2), most, params), budget)
+        host, (work,) = schedule(host, budget)
+        host, _ = observe(host, work.job, [[0]] * len(asked))
+        return choose_query_len(host, budget, list(host.running.values()))
+
+    assert wanted(16, (greedy, 9)) == 5
+    assert wanted(16, (greedy, 9), (greedy, 9)) == 3, "two times five tokens are more than eight"
+    assert wanted(16, (greedy, 3)) == 3, "two are left"
+    assert wanted(16, (greedy, 2)) == 1
+    assert wanted(16, (penalised, 9)) == 1
+    assert wanted(16, (penalised, 9), (greedy, 9)) == 3
+    assert wanted(6, (greedy, 9), (greedy, 9)) == 3, "of six pages two are taken, and each needs two more"
+    assert wanted(5, (greedy, 7), (greedy, 7)) == 1, "for drafts nobody makes room"
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"num_tokens": 0}, "num_tokens=0"),
+        ({"num_tokens": True}, "num_tokens=True"),
+        ({"num_tokens": 2, "ngram": (3, 1)}, "ngram=(3, 1)"),
+        ({"num_tokens": 2, "ngram": 3}, "ngram=3"),
+        ({"num_tokens": 2, "model": "folder"}, "model is a str"),
+        ({"num_tokens": 2, "model": small_model(), "ngram": (1, 3)}, "two ways to draft"),
+    ],
+)
+def test_what_drafts_nothing_is_refused(options: dict[str, Any], seen: str) -> None:
+    with pytest.raises(RequestError) as error:
+        Speculation(**options)
+    assert error.value.seen == seen
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(demo: Model) -> None:
+    with pytest.raises(RequestError, match="a draft model of 12 tokens for one of 257"):
+        Engine(demo, graph="none", speculation=ITSELF)
+
+
+def test_a_draft_model_that_is_not_here_is_refused() -> None:
+    with pytest.raises(RequestError, match="the draft model ModelConfig"):
+        Engine(small_model(), graph="none", speculation=Speculation(2, model=small_model().config))
