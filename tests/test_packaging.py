@@ -17,8 +17,8 @@ import weft
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms", "proofs": "weft.proofs"}
 FOLDERS = tuple(PACKAGES)
-CLI = ("bench", "bench_figures", "bench_report", "demo", "demo_report", "doctor", "evaluate", "evaluate_report")
-CLI += ("generate", "plan", "plan_report", "ranks", "sources")
+CLI = ("bench", "bench_figures", "bench_report", "demo", "demo_report", "doctor", "drafts", "evaluate")
+CLI += ("evaluate_report", "generate", "plan", "plan_report", "ranks", "sources")
 LOOK_DOWN = {"weft", "weft.__main__", "weft.cli", *(f"weft.cli.{name}" for name in CLI)}
 OPTIONAL = {"triton", "flashinfer", "transformers", "hypothesis", "matplotlib", "z3"}
 DEMO_BYTES = 2_000_000
