@@ -46,12 +46,14 @@ def _noise_of_the_first(logits: Tensor, table: SamplingTable, rows: Tensor, posi
 
 
 def _moved_by_all(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
-    """A request moves on by all that was read, as far as it has room."""
+    """A request moves on by all that was read, but not to its end, where it would get no more tokens."""
     assert state.drafting is not None, "it drafts"
-    moved = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
-    old, last = state.positions[batch.rows], state.drafting.limits[batch.rows] - 1
+    read = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+    old, most = state.positions[batch.rows], state.drafting.limits[batch.rows] - 2
     state = _advance_verified(state, batch, out, num_tokens)
-    state.positions[batch.rows] = torch.where(batch.rows >= 0, torch.minimum(old + moved, last), old)
+    wrong = batch.goes_on & (batch.rows >= 0) & (old <= most)
+    moved = torch.where(wrong, torch.minimum(old + read, most), state.positions[batch.rows])
+    state.positions[batch.rows] = moved
     return state
 
 
