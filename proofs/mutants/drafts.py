@@ -1,5 +1,7 @@
 """Bugs of speculative decoding."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from weft.transforms.engine.requests import Running
 
 _DECODER, _VERIFICATION, _STATE = "weft.stages.decoder", "weft.stages.verification", "weft.state"
 _DRAFTING, _DECODES = "weft.stages.drafting", "weft.transforms.engine.decodes"
+_REQUESTS = "weft.transforms.engine.requests"
 
 
 def _one_more(token_ids: Tensor, drafts: Tensor) -> Tensor:
@@ -68,6 +71,12 @@ def _pages_of_one_token(host: HostState, running: Running, query_len: int) -> in
     return _need(host, running, 1)
 
 
+@contextmanager
+def _penalised_too() -> Iterator[None]:
+    with replace(_DRAFTING, "PENALTIES", 0)(), replace(_REQUESTS, "PENALTIES", 0)():
+        yield
+
+
 _LOOKUP, _MODEL = find("L12", "lookup"), find("L12", "model")
 
 DRAFTS = (
@@ -80,7 +89,7 @@ DRAFTS = (
         _LOOKUP,
         replace(_STATE, "_advance_verified", _first_stages_move_by_one),
     ),
-    Mutant("requests with penalties draft", _LOOKUP, replace(_DRAFTING, "PENALTIES", 0)),
+    Mutant("requests with penalties draft", _LOOKUP, _penalised_too),
     Mutant("drafts have no pages", _LOOKUP, replace(_DECODES, "_need", _pages_of_one_token)),
     Mutant("a model's drafts are not verified", _MODEL, replace(_VERIFICATION, "count_right", _all_right)),
 )
