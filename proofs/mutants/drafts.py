@@ -1,5 +1,7 @@
 """Bugs of speculative decoding."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from weft.transforms.engine.requests import Running
 
 _DECODER, _VERIFICATION, _STATE = "weft.stages.decoder", "weft.stages.verification", "weft.state"
 _DRAFTING, _DECODES = "weft.stages.drafting", "weft.transforms.engine.decodes"
+_REQUESTS = "weft.transforms.engine.requests"
 
 
 def _one_more(token_ids: Tensor, drafts: Tensor) -> Tensor:
@@ -46,12 +49,14 @@ def _noise_of_the_first(logits: Tensor, table: SamplingTable, rows: Tensor, posi
 
 
 def _moved_by_all(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
-    """A request moves on by all that was read, as far as it has room."""
+    """A request moves on by all that was read, but not to its end, where it would get no more tokens."""
     assert state.drafting is not None, "it drafts"
-    moved = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
-    old, last = state.positions[batch.rows], state.drafting.limits[batch.rows] - 1
+    read = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+    old, most = state.positions[batch.rows], state.drafting.limits[batch.rows] - 2
     state = _advance_verified(state, batch, out, num_tokens)
-    state.positions[batch.rows] = torch.where(batch.rows >= 0, torch.minimum(old + moved, last), old)
+    wrong = batch.goes_on & (batch.rows >= 0) & (old <= most)
+    moved = torch.where(wrong, torch.minimum(old + read, most), state.positions[batch.rows])
+    state.positions[batch.rows] = moved
     return state
 
 
@@ -66,6 +71,12 @@ def _pages_of_one_token(host: HostState, running: Running, query_len: int) -> in
     return _need(host, running, 1)
 
 
+@contextmanager
+def _penalised_too() -> Iterator[None]:
+    with replace(_DRAFTING, "PENALTIES", 0)(), replace(_REQUESTS, "PENALTIES", 0)():
+        yield
+
+
 _LOOKUP, _MODEL = find("L12", "lookup"), find("L12", "model")
 
 DRAFTS = (
@@ -78,7 +89,7 @@ DRAFTS = (
         _LOOKUP,
         replace(_STATE, "_advance_verified", _first_stages_move_by_one),
     ),
-    Mutant("requests with penalties draft", _LOOKUP, replace(_DRAFTING, "PENALTIES", 0)),
+    Mutant("requests with penalties draft", _LOOKUP, _penalised_too),
     Mutant("drafts have no pages", _LOOKUP, replace(_DECODES, "_need", _pages_of_one_token)),
     Mutant("a model's drafts are not verified", _MODEL, replace(_VERIFICATION, "count_right", _all_right)),
 )
