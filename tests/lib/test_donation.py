@@ -35,9 +35,10 @@ class Pair:
 
 def test_a_state_is_moved_from() -> None:
     old = state()
-    places = [leaf.data_ptr() for leaf in tree_leaves(old)]
+    places = [leaf.data_ptr() for leaf in tree_leaves(old) if leaf is not None]
     new = donate(old, to="step(state)")
-    assert [leaf.data_ptr() for leaf in tree_leaves(new)] == places
+    assert len(places) > 6
+    assert [leaf.data_ptr() for leaf in tree_leaves(new) if leaf is not None] == places
     for field in ("kv_pages", "positions", "sampling"):
         with pytest.raises(DonatedError) as error:
             getattr(old, field)
