@@ -3,6 +3,9 @@
 Of a pipeline: where its ranks run (`Local`, `Threads`, `Distributed`, `launch`), its schedules (`Job`, `decode_jobs`,
 `jobs_for`, `make_programs`, `check`), and its time (`Costs`, `simulate`, `measure`, `compare`, `balance`,
 `plan_cohorts`). Effects and programs themselves are in `weft.effects`.
+
+A transform of your own is a function `f -> f` written with `functools.wraps`; or a `Transform`, if it carries something
+from call to call.
 """
 
 from weft.transforms.balance import balance
@@ -27,6 +30,7 @@ from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs, 
 from weft.transforms.session import Session
 from weft.transforms.simulate import Costs, simulate
 from weft.transforms.timeline import Comparison, Timeline, compare
+from weft.transforms.transform import Carried, Transform, lift
 from weft.transforms.transports import Transport
 from weft.transforms.transports.distributed import Distributed
 from weft.transforms.transports.launch import launch
@@ -36,6 +40,7 @@ from weft.transforms.transports.threads import Threads
 __all__ = [
     "MODES",
     "CacheInfo",
+    "Carried",
     "CohortPlan",
     "CohortRow",
     "Comparison",
@@ -60,6 +65,7 @@ __all__ = [
     "Session",
     "Threads",
     "Timeline",
+    "Transform",
     "Transport",
     "balance",
     "check",
@@ -72,6 +78,7 @@ __all__ = [
     "jobs_for",
     "join",
     "launch",
+    "lift",
     "lora_rungs",
     "make_ladder",
     "make_programs",

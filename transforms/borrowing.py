@@ -1,6 +1,7 @@
-"""Borrowed results under watch: `weft.check_borrowed()` finds a use of one after the replay that overwrote it."""
+"""Borrowed results: who lends them, and `weft.check_borrowed()`, which finds a use of one after the replay that
+overwrote it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
@@ -83,6 +84,12 @@ def check_borrowed() -> Iterator[None]:
             yield
     finally:
         _LENDING.reset(token)
+
+
+def lends(fn: Callable[..., Any]) -> bool:
+    """Whether what `fn` returns may be overwritten by its next call: it was graphified so, or is a transform of such a
+    function, to which `functools.wraps` hands this on."""
+    return bool(getattr(fn, "__weft_lends__", False))
 
 
 def lending() -> bool:

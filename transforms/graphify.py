@@ -48,6 +48,7 @@ class Graphified(Generic[P, R]):
 
     def __init__(self, of: Graphable) -> None:
         functools.update_wrapper(self, of.fn)
+        self.__weft_lends__ = of.borrow
         self._of = of
         self._fn: Callable[P, R] = of.fn
         self._lock = threading.RLock()
@@ -64,11 +65,6 @@ class Graphified(Generic[P, R]):
     def split_at(self) -> frozenset[str]:
         """The operators that stay outside the graphs of mode piecewise."""
         return self._of.split_at
-
-    @property
-    def lends(self) -> bool:
-        """Whether results are the graph's own buffers, which the next replay overwrites."""
-        return self._of.borrow
 
     @uncompiled
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

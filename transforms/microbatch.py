@@ -11,9 +11,10 @@ from torch import Tensor
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
-from weft.donation import donated_argnames
+from weft.donation import clone, donated_argnames
 from weft.errors import CaptureError, DescriptorError, ProgramError
 from weft.torchapi import in_dispatch_mode
+from weft.transforms.borrowing import lends
 from weft.trees import (
     Axes,
     find_descriptors,
@@ -211,8 +212,9 @@ def microbatch(step: F, parts: int) -> F:
                 seen = f"it returned a {type(made).__name__}"
                 raise ProgramError(f"microbatch({name}, {parts})", seen, "return (state, out)")
             state, out = made
-            outputs.append(out)
+            outputs.append(clone(out) if lends(step) else out)  # the next part overwrites what is lent
         return state, join(outputs, batches)
 
     run.__weft_donates__ = donated_argnames(step)  # type: ignore[attr-defined]
+    run.__weft_lends__ = False  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]

@@ -10,6 +10,8 @@ from weft.donation import donated_argnames
 from weft.effects import Program, Schema, listing
 from weft.errors import ProgramError
 from weft.torchapi import in_dispatch_mode
+from weft.transforms.borrowing import lends
+from weft.transforms.graphify import Graphified
 from weft.transforms.microbatch import join, split
 from weft.transforms.parts import class_text, put_batches
 from weft.transforms.pipeline_checks import (
@@ -57,6 +59,7 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
         return tuple(states), x
 
     step.__weft_donates__ = _donations(stages, advance)  # type: ignore[attr-defined]
+    step.__weft_lends__ = lends(stages[-1])  # type: ignore[attr-defined]
     return step
 
 
@@ -84,7 +87,7 @@ class Pipelined:
         self._ranks = transport.ranks(len(self.stages))
         self._returns = advance is not None or len(self._ranks) < len(self.stages)
         # A stage that lends its results overwrites them when it runs again.
-        self._buffers = 1 if any(getattr(stage, "lends", False) for stage in self.stages) else None
+        self._buffers = 1 if any(map(lends, self.stages)) else None
         self._fingerprints = (
             *(fingerprint(f"stage {index}", stage) for index, stage in enumerate(self.stages)),
             "advance: none" if advance is None else fingerprint("advance", advance),
@@ -175,9 +178,10 @@ class Pipelined:
         check_entries("pipeline", len(self.stages), self._ranks, params, state)
         refuse_transform(self.transport)
         last = len(self.stages) - 1
-        keeps, traced = getattr(self.stages[last], "lends", False), in_dispatch_mode()
+        keeps, traced = lends(self.stages[last]), in_dispatch_mode()
         # What a graphified stage returns is a copy of its own, unless it only becomes part of a graph around it.
-        shares = [bool(self.__weft_donates__) and (traced or not hasattr(stage, "lends")) for stage in self.stages]
+        graphs = [isinstance(stage, Graphified) for stage in self.stages]
+        shares = [bool(self.__weft_donates__) and (traced or not graph) for graph in graphs]
         return [
             Worker(rank, self.stages[rank], p, s, self._advance, (), keeps and rank == last, shares[rank])
             for rank, p, s in zip(self._ranks, params, state, strict=True)

@@ -4,8 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from weft.donation import donated_argnames
+from weft.donation import clone, donated_argnames
 from weft.errors import ProgramError
+from weft.transforms.borrowing import lends
 from weft.transforms.pipeline import Pipelined
 
 
@@ -43,7 +44,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
         outs = []
         for _ in range(length):
             state, out = step(params, state, batch)
-            outs.append(out)
+            outs.append(clone(out) if lends(step) else out)  # the next step overwrites what is lent
         return state, outs
 
     functools.update_wrapper(run, step, assigned=("__module__", "__name__", "__qualname__"), updated=())

@@ -160,7 +160,6 @@ def edited(stage: Stage) -> Stage:
     def run(params: Any, state: Any, work: PlacedWork, x: Any) -> tuple[Any, Any]:
         return stage(params, apply_edits(state, work.edits), work.batch, x)
 
-    run.lends = getattr(stage, "lends", False)  # type: ignore[attr-defined]
     return run
 
 

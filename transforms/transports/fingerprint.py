@@ -50,7 +50,8 @@ def _inside(value: Any) -> Iterator[Any]:
     """What a value is made of, as far as it is code or plain."""
     if hasattr(value, "__wrapped__"):
         yield value.__wrapped__
-        return
+        if not isinstance(value, FunctionType):  # what graphify holds besides is no code
+            return
     if isinstance(value, CodeType):
         yield from (value.co_code, value.co_names, *value.co_consts)
     elif isinstance(value, FunctionType):

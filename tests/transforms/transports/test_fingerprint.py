@@ -51,6 +51,16 @@ class Called:
         return x * self.factor
 
 
+def scaled(fn: Callable[..., Any], by: float) -> Callable[..., Any]:
+    """A transform as a user would write it."""
+
+    @functools.wraps(fn)
+    def run(x: Any) -> Any:
+        return by * fn(x)
+
+    return run
+
+
 DIFFERENT: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (lambda x: x.sin(), lambda x: x.cos()),
     (lambda x: x + 1, lambda x: x + 2),
@@ -68,6 +78,8 @@ DIFFERENT: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (functools.partial(max, 1), functools.partial(max, 2)),
     (Called(1), Called(2)),
     (graphify(lambda x: x + 1), graphify(lambda x: x - 1)),
+    (scaled(helped, 2.0), scaled(helped, 3.0)),
+    (scaled(graphify(lambda x: x + 1), 2.0), scaled(graphify(lambda x: x - 1), 2.0)),
 ]
 
 
