@@ -5,6 +5,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import attrs
 
 from weft.errors import DescriptorError
+from weft.markup import strip, text, titled
 
 
 @runtime_checkable
@@ -104,6 +105,11 @@ class BatchDescriptor:
             and self.num_active_loras >= other.num_active_loras
         )
         return fits and self.query_len in (None, other.query_len)
+
+    def _repr_html_(self) -> str:
+        uniform = [(self.query_len or 0, request) for request in range(self.num_reqs)]
+        tokens = strip(uniform if self.is_uniform else [(self.num_tokens, -1)], joined=not self.is_uniform)
+        return titled(text(self), tokens)
 
     def __str__(self) -> str:
         shape = f"ragged {self.num_tokens} tokens" if self.query_len is None else f"uniform x{self.query_len}"

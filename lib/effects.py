@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ProgramError
+from weft.markup import columns
 from weft.trees import leaf_axes, leaves_with_names
 
 
@@ -193,6 +194,9 @@ class Program:
         classes = (f"  mb {index}: {text}" for index, text in enumerate(self.classes))
         return "\n".join([f"rank {self.rank} of {self.num_ranks}", *classes, *(f"  {e}" for e in self.effects)])
 
+    def _repr_html_(self) -> str:
+        return programs_html([self])
+
     @classmethod
     def parse(cls, text: str) -> "Program":
         """The inverse of `str`; of all ranks' listings, one below the other, `parse_listing` is."""
@@ -214,6 +218,12 @@ class Program:
 def listing(programs: Sequence[Program]) -> str:
     """All ranks' programs, one below the other."""
     return "\n".join(map(str, programs))
+
+
+def programs_html(programs: Sequence[Program]) -> str:
+    """All ranks' programs side by side, for a notebook: each line behind the number of its micro-batch."""
+    cells = [[(e.microbatch, str(e).replace(f" [mb {e.microbatch}]", "")) for e in p.effects] for p in programs]
+    return columns([f"rank {p.rank} of {p.num_ranks}" for p in programs], cells)
 
 
 def parse_listing(text: str) -> tuple[Program, ...]:

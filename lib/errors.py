@@ -105,5 +105,9 @@ class RankError(WeftError, RuntimeError):
         self.cause = cause
 
 
+class MissingPackageError(WeftError, ImportError):
+    """A package that is optional, and needed for this."""
+
+
 class DeviceError(WeftError, RuntimeError):
     """A device or a back end that this machine does not have."""

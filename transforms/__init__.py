@@ -9,6 +9,7 @@ from call to call.
 """
 
 from weft.transforms.balance import balance
+from weft.transforms.captured import CapturedGraph, CapturedGraphs
 from weft.transforms.checker import check
 from weft.transforms.cohorts import CohortPlan, CohortRow, plan_cohorts
 from weft.transforms.dispatch import Decision, dispatch
@@ -40,6 +41,8 @@ from weft.transforms.transports.threads import Threads
 __all__ = [
     "MODES",
     "CacheInfo",
+    "CapturedGraph",
+    "CapturedGraphs",
     "Carried",
     "CohortPlan",
     "CohortRow",

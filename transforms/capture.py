@@ -1,6 +1,7 @@
 """Capture: record a function for one key on buffers of its own, and leave no trace in the caller's state."""
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -44,6 +45,7 @@ class Entry:
             itself must run under autograd.
         consults_switches: it chose kernels by `weft.torchapi.backend_switches`.
         blanks: for each buffer that is padded with one number, a tensor of padding; None for large ones, and the rest.
+        operators: that it repeats, and the seconds that its capture took.
         last_use: the number of the replay that used it last, by which the least used is found.
     """
 
@@ -53,6 +55,8 @@ class Entry:
     external: tuple[Tensor, ...]
     consults_switches: bool
     blanks: tuple[Tensor | None, ...]
+    operators: int = 0
+    seconds: float = 0.0
     last_use: int = 0
 
     def runs_itself(self) -> bool:
@@ -164,6 +168,7 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
         CaptureError: the audit refused what the function did, or a result of a padded call cannot be unpadded.
         torch.OutOfMemoryError: there is no room for it; then nothing is held, and nothing changed.
     """
+    start = time.perf_counter()
     prepared = prepare(of, call, descriptor, backend.device)
     split_at = of.split_at if mode == "piecewise" else frozenset()
     audit = audit_of(of, prepared, backend.device)
@@ -183,7 +188,8 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
     if descriptor is not None:
         _refuse_unsized(of.name, recording.outputs, descriptor, prepared.axes)
     blanks = tuple(blank_like(buffer, spec) for buffer, spec in zip(prepared.buffers, prepared.axes, strict=True))
-    return Entry(recording, prepared.buffers, prepared.axes, external, audit.consults_switches(), blanks)
+    took = audit.launches, time.perf_counter() - start
+    return Entry(recording, prepared.buffers, prepared.axes, external, audit.consults_switches(), blanks, *took)
 
 
 @contextmanager

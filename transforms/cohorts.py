@@ -7,6 +7,7 @@ from typing import Any, cast
 import attrs
 
 from weft.errors import CostError, ProgramError
+from weft.table import Table
 from weft.transforms.events import busy_seconds, duration
 from weft.transforms.schedule import decode_jobs, make_programs
 from weft.transforms.simulate import Costs, simulate
@@ -47,12 +48,23 @@ class CohortPlan:
         """Of the most tokens a second; of those as fast to nine digits, the one of the fewest cohorts."""
         return max(self.rows, key=lambda row: (float(f"{row.tokens_per_second:.9g}"), -row.cohorts))
 
+    def table(self) -> Table:
+        """A row a number of cohorts."""
+        header = ("cohorts", "of requests", "step", "tokens/s", "bubble", "")
+        return Table(header, tuple(self._cells(row) for row in self.rows))
+
+    def _cells(self, row: CohortRow) -> tuple[str, ...]:
+        numbers = str(row.cohorts), str(row.size), duration(row.step_time), f"{row.tokens_per_second:,.0f}"
+        return *numbers, f"{row.bubble:.0%}", "best" if row is self.best else ""
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()
+
     def __str__(self) -> str:
-        lines = ["cohorts  of requests       step   tokens/s  bubble"]
-        for row in self.rows:
-            numbers = f"{row.cohorts:>7}  {row.size:>11}  {duration(row.step_time):>9}  {row.tokens_per_second:>9,.0f}"
-            lines.append(f"{numbers}  {row.bubble:>6.0%}{'  best' if row is self.best else ''}")
-        return "\n".join(lines)
+        return str(self.table())
 
 
 def plan_cohorts(
@@ -80,11 +92,11 @@ def plan_cohorts(
         CostError: costs of another number of stages.
 
     >>> print(plan_cohorts(lambda size: [0.008 + 0.001 * size] * 2, 8, 2))
-    cohorts  of requests       step   tokens/s  bubble
-          1            8      32 ms        250     50%
-          2            4      24 ms        333      0%  best
-          3            3      33 ms        242      0%
-          4            2      40 ms        200      0%
+    cohorts  of requests   step  tokens/s  bubble
+          1            8  32 ms       250     50%
+          2            4  24 ms       333      0%  best
+          3            3  33 ms       242      0%
+          4            2  40 ms       200      0%
     """
     seconds, numbers = cast("tuple[Any, Any]", (stage_seconds, cohorts))
     if not callable(seconds) or not (numbers is None or isinstance(numbers, Iterable)):

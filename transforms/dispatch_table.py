@@ -1,14 +1,17 @@
 """Where batches go, as a table: what `dispatch` decides for each of many classes, to look at in a notebook."""
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import Any
 
 import attrs
 
+from weft.markup import COLOURS
+from weft.plots import axes_for
+from weft.table import Table
 from weft.transforms.dispatch import EXACT, LEAST, NONE, Decision, dispatch, in_words
 from weft.transforms.ladder import Ladder, Limits, make_ladder
 
+OWN, PADDING, EAGER = COLOURS[0], COLOURS[7], COLOURS[9]
 HEADER = ("batch", "mode", "class", "padding", "reason")
 
 
@@ -34,19 +37,54 @@ class DispatchTable:
 
     rows: tuple[Row, ...]
 
+    def table(self) -> Table:
+        """The rows in words."""
+        return Table(HEADER, tuple(row.cells() for row in self.rows))
+
     def __str__(self) -> str:
-        lines = [HEADER, *(row.cells() for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        return str(self.table())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in HEADER)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.cells()) + "</tr>" for row in self.rows
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return self.table()._repr_html_()
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()
+
+    def plot(self, size: str | None = None, *, ax: Any = None) -> Any:
+        """Each batch as a bar: what is its own, and what is padding (matplotlib).
+
+        Args:
+            size: the size that is counted, an int attribute of the classes. None: the first that any batch pads; of a
+                `BatchDescriptor`, `num_tokens`.
+            ax: the axes to draw in; None: new ones.
+
+        Returns:
+            The axes.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        ax = axes_for("dispatch_table(...).plot()", ax, 8.0, 2.6)
+        name = size or self._padded_size()
+        own = [getattr(row.batch, name, 0) for row in self.rows]
+        more = [dict(row.decision.padding).get(name, 0) for row in self.rows]
+        places, eager = range(len(self.rows)), [row.decision.mode == "none" for row in self.rows]
+        colours = [EAGER if none else OWN for none in eager]
+        ax.bar(places, own, color=colours, label="the batch's own", edgecolor="#555", linewidth=0.4)
+        ax.bar(places, more, bottom=own, color=PADDING, label="padding", edgecolor="#555", linewidth=0.4)
+        if any(eager):
+            ax.bar([], [], color=EAGER, label="no class covers it: eager")
+        ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        wasted = sum(more) / max(sum(own) + sum(more), 1)
+        ax.set(xlabel="batch", ylabel=name.removeprefix("num_"), title=f"{wasted:.0%} of what is computed is padding")
+        return ax
+
+    def _padded_size(self) -> str:
+        names = (name for row in self.rows for name, _ in row.decision.padding)
+        return next(names, "num_tokens")
 
 
 def dispatch_table(

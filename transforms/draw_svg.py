@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from weft.effects import Broadcast, Fence, Recv, Run
+from weft.markup import COLOURS
 from weft.transforms.events import ADVANCE, Event, duration, how_many, last_end, num_ranks, ticks, unit_of
 
-# Light enough for black digits, and neighbours apart for eyes that tell red from green or not.
-COLOURS = ("#8ecae6", "#ffb703", "#b7e4c7", "#f4a6c0", "#cdb4db", "#f6e27a", "#8fb8a8", "#f08a5d", "#a9b8f0", "#d9d2c5")
 _WIDTH, _LEFT, _RIGHT, _TOP = 920, 70, 70, 34
 _ROW, _BOX = 34, 24
 _DIGIT = 7  # pixels, a little more than a digit of 11 px takes
@@ -15,9 +14,10 @@ _MARK, _WAIT, _WORK = "#333", "#e2e2e2", "#9a9a9a"
 _MARKS = {"received": -4, "sent": _BOX - 1, "fence": _BOX // 2 - 2}  # pixels below the top of a box
 
 
-def draw_svg(events: Sequence[Event], bubbles: Sequence[float]) -> str:
-    """The whole picture, with an axis and a legend."""
-    ranks, span = num_ranks(events), last_end(events)
+def draw_svg(events: Sequence[Event], bubbles: Sequence[float], title: str = "", span: float | None = None) -> str:
+    """The whole picture, with an axis of `span` seconds (None: up to the last end) and a legend."""
+    ranks, end = num_ranks(events), last_end(events)
+    span = end if span is None else span
     bottom = _TOP + ranks * _ROW
     height = bottom + 58
     parts = [
@@ -25,7 +25,7 @@ def draw_svg(events: Sequence[Event], bubbles: Sequence[float]) -> str:
         'role="img" aria-label="timeline of a pipeline" style="max-width:100%" '
         'font-family="system-ui, sans-serif" font-size="11">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        _text(_LEFT, 18, f"{how_many(ranks)}, {duration(span)}", "start", bold=True),
+        _text(_LEFT, 18, f"{title}{how_many(ranks)}, {duration(end)}", "start", bold=True),
         _text(_WIDTH - 6, 18, "bubble", "end"),
         *_axis(span, bottom),
     ]

@@ -1,12 +1,14 @@
 """`generate`: prompts in, completions out, by an engine of their own."""
 
 from collections.abc import Iterator, Sequence
+from math import exp, inf
 from typing import Any, Literal, overload
 
 import attrs
 from tqdm.auto import tqdm
 
 from weft.errors import RequestError
+from weft.markup import bars, element, text, titled
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
@@ -48,6 +50,18 @@ class Completion:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float] | None = None
     prompt_top_logprobs: list[dict[int, float]] | None = None
+
+    def _repr_html_(self) -> str:
+        shown = [(exp(p), f"token {i}: {t}, p = {exp(p):.3f}") for i, (t, p) in enumerate(self._tokens())]
+        said = text(self.token_ids if self.text is None else self.text)
+        what = f"{len(self.token_ids)} tokens, {self.finish_reason}; the bars: the model's probability of each"
+        written = element("div", said, style="white-space: pre-wrap; font-family: monospace; margin: 0.3em 0")
+        return titled(text(what), written, bars(shown))
+
+    def _tokens(self) -> Iterator[tuple[int, float]]:
+        """Tokens and logprobs; of one that is no number, that of a token that cannot be."""
+        for token, logprob in zip(self.token_ids, self.logprobs, strict=False):
+            yield token, logprob if logprob <= 0 else -inf
 
 
 @overload

@@ -20,6 +20,7 @@ from weft.torchapi import in_plain_surroundings, uncompiled
 from weft.transforms.borrowing import lend, lending
 from weft.transforms.call import Call, check_call, hashable_signature, inline_reason, take_apart
 from weft.transforms.capture import Entry
+from weft.transforms.captured import CapturedGraphs, captured_graphs
 from weft.transforms.dispatch import Decision
 from weft.transforms.graphs import Explanation, Graphs
 from weft.transforms.ladder import Ladder
@@ -248,6 +249,10 @@ class Graphified(Generic[P, R]):
         """The mode and the class (None without a ladder) of each graph held, in the order of capture."""
         return tuple((key.mode, key.descriptor) for key in self._graphs.memo)
 
+    def graphs(self) -> CapturedGraphs:
+        """Each graph held, in the order of capture: pieces, operators, bytes and seconds, as a table and as a plot."""
+        return captured_graphs(self._of.name, self._graphs.memo.items(), self._graphs.info())
+
     def num_pieces(self) -> tuple[int, ...]:
         """For each graph held, in the order of capture, the number of pieces that it is in."""
         return tuple(entry.recording.num_pieces for entry in self._graphs.memo.values())
@@ -274,6 +279,9 @@ class Graphified(Generic[P, R]):
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy (`copy.deepcopy` of a module that holds it) is of a copy of the function, and has no graphs yet."""
         return Graphified, (self._of,)
+
+    def _repr_html_(self) -> str:
+        return self.graphs()._repr_html_()
 
     def __repr__(self) -> str:
         return f"<graphify({self._of.name}), {len(self._graphs.memo)} graphs>"

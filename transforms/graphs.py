@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -196,11 +195,10 @@ class Graphs:
         count_capture(what, lambda: attrs.astuple(missed()))
         if config.explain_cache_misses and self.memo:
             _LOG.warning("%s: no graph for this call: %s", name, missed())
-        start = time.perf_counter()
         entry = capture(self.of, call, decision.mode, decision.descriptor, self.backend_for(call))
         if config.log_captures:
-            seconds, size = time.perf_counter() - start, (entry.recording.nbytes + entry.buffer_bytes) / 2**20
-            _LOG.warning("captured %s, %s: %.3f s, %.2f MiB", what, decision.mode, seconds, size)
+            size = (entry.recording.nbytes + entry.buffer_bytes) / 2**20
+            _LOG.warning("captured %s, %s: %.3f s, %.2f MiB", what, decision.mode, entry.seconds, size)
         self.captures += 1
         key = key_of(call, decision.mode, decision.descriptor)
         self._keep(key, entry)

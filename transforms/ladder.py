@@ -7,6 +7,7 @@ import attrs
 
 from weft.descriptor import BatchDescriptor, Descriptor
 from weft.errors import DescriptorError
+from weft.table import Table
 
 D = TypeVar("D", bound=Descriptor)
 
@@ -59,6 +60,38 @@ class Ladder(Generic[D]):
 
     def __len__(self) -> int:
         return len(self.full) + len(self.piecewise)
+
+    def table(self) -> Table:
+        """A row for the classes of one kind."""
+        rows = [*_kinds("full", self.full), *_kinds("piecewise", self.piecewise)]
+        return Table(("mode", "classes", "of"), tuple(rows), f"a ladder of {len(self)} classes")
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()
+
+
+def _kinds(mode: str, classes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
+    """For the classes of each kind: the mode, the kind, and their sizes in order; of a user's own, as they print."""
+    groups: dict[tuple[str, str], list[Any]] = {}
+    for one in classes:
+        groups.setdefault(_kind(one), []).append(one)
+    for (kind, unit), found in groups.items():
+        sizes = [str(getattr(one, unit)) for one in reversed(found)] if unit else [*map(str, found)]
+        yield mode, kind, (f"{', '.join(sizes)} {unit.removeprefix('num_')}" if unit else "; ".join(sizes))
+
+
+def _kind(one: Any) -> tuple[str, str]:
+    """The kind of a class, and what its size is counted in."""
+    if not isinstance(one, BatchDescriptor):
+        return type(one).__name__, ""
+    loras = f", {one.num_active_loras} LoRAs" if one.num_active_loras else ""
+    return (f"uniform x{one.query_len}{loras}", "num_reqs") if one.is_uniform else (f"ragged{loras}", "num_tokens")
 
 
 def as_ladder(given: Ladder[D] | Sequence[D]) -> Ladder[D]:

@@ -48,9 +48,11 @@ class MemoryAnalysis:
         return self.buffer_bytes + self.graph_bytes + self.driver_bytes
 
     def __str__(self) -> str:
-        rest = f"tensors {_size(self.graph_bytes)}, of which outputs {_size(self.output_bytes)}"
-        rest += f", driver {_size(self.driver_bytes)}" if self.driver_bytes else ""
-        return f"{self.num_graphs} graphs, {_size(self.total_bytes)}: buffers {_size(self.buffer_bytes)}, {rest}"
+        rest = f"tensors {size_text(self.graph_bytes)}, of which outputs {size_text(self.output_bytes)}"
+        rest += f", driver {size_text(self.driver_bytes)}" if self.driver_bytes else ""
+        return (
+            f"{self.num_graphs} graphs, {size_text(self.total_bytes)}: buffers {size_text(self.buffer_bytes)}, {rest}"
+        )
 
 
 @attrs.frozen
@@ -77,7 +79,7 @@ class MemoryEstimate:
         return self.buffer_bytes + self.graph_bytes + self.driver_bytes
 
     def __str__(self) -> str:
-        return f"{self.num_graphs} graphs, {_size(self.total_bytes)}: estimated from {self.num_measured} of them"
+        return f"{self.num_graphs} graphs, {size_text(self.total_bytes)}: estimated from {self.num_measured} of them"
 
 
 def analysis_of(entries: Iterable[Entry]) -> MemoryAnalysis:
@@ -166,7 +168,12 @@ def _padded(call: Call, descriptor: Any) -> Iterator[tuple[int, bool]]:
             yield size, padded and spec is not None and not isinstance(spec.pad, str) and size <= BLANK_BYTES
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """A number of bytes in a unit that suits it.
+
+    >>> size_text(2048)
+    '2.00 KiB'
+    """
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
             return f"{count / unit:.2f} {name}"

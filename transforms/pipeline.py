@@ -7,8 +7,9 @@ import attrs
 
 from weft.batch import Batch
 from weft.donation import donated_argnames
-from weft.effects import Program, Schema, listing
+from weft.effects import Program, Schema, listing, programs_html
 from weft.errors import ProgramError
+from weft.markup import text, titled
 from weft.torchapi import in_dispatch_mode
 from weft.transforms.borrowing import lends
 from weft.transforms.graphify import Graphified
@@ -204,6 +205,9 @@ class Pipelined:
 
     def __str__(self) -> str:
         return listing(self.programs())
+
+    def _repr_html_(self) -> str:
+        return titled(text(f"{self.__name__}, {self.microbatches} micro-batches"), programs_html(self.programs()))
 
     def __repr__(self) -> str:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"

@@ -8,6 +8,9 @@ import attrs
 
 from weft.effects import Run
 from weft.errors import ProgramError
+from weft.markup import element
+from weft.plots import axes_for, pyplot
+from weft.transforms.draw_plot import draw_plot
 from weft.transforms.draw_svg import draw_svg
 from weft.transforms.draw_text import draw_text
 from weft.transforms.events import Event, busy_seconds, duration, how_many, last_end, num_ranks
@@ -87,6 +90,16 @@ class Timeline:
         """The picture that a notebook shows, for a file: `Path("step.svg").write_text(timeline.as_svg())`."""
         return draw_svg(self.events, self.bubble)
 
+    def plot(self, *, ax: Any = None) -> Any:
+        """The same picture in matplotlib's axes: `ax`, or new ones, which it returns.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        ax = axes_for("timeline.plot()", ax, 9.0, 1.3 + 0.55 * self.num_ranks)
+        draw_plot(ax, self.events, self.bubble, self.step_time, duration(self.step_time))
+        return ax
+
 
 def _moved(event: Event, zero: float) -> Event:
     start, end = event.start - zero, event.end - zero
@@ -100,14 +113,43 @@ class Comparison:
     Args:
         step_time: of the whole.
         busy: of each rank's busy share.
+        simulated, measured: the timelines.
     """
 
     step_time: float
     busy: tuple[float, ...]
+    simulated: Timeline = attrs.field(repr=False)
+    measured: Timeline = attrs.field(repr=False)
 
     def __str__(self) -> str:
         busy = "".join(f"\n  rank {rank} busy {error:+.1%}" for rank, error in enumerate(self.busy))
         return f"simulated against measured:\n  step time {self.step_time:+.1%}{busy}"
+
+    def _both(self) -> tuple[tuple[str, Timeline], ...]:
+        error = f" ({self.step_time:+.1%})"
+        return (f"simulated{error}", self.simulated), ("measured", self.measured)
+
+    @property
+    def _span(self) -> float:
+        return max(self.simulated.step_time, self.measured.step_time)
+
+    def _repr_html_(self) -> str:
+        drawn = (draw_svg(t.events, t.bubble, f"{name}: ", self._span) for name, t in self._both())
+        return element("div", *drawn)
+
+    def plot(self) -> Any:
+        """Both timelines, one above the other on one scale of time; the figure of matplotlib.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        high = 1.6 + 1.1 * self.measured.num_ranks
+        plt = pyplot("compare(simulated, measured).plot()")
+        figure, places = plt.subplots(2, 1, figsize=(9.0, high), sharex=True, layout="constrained")
+        for ax, (name, one) in zip(places, self._both(), strict=True):
+            draw_plot(ax, one.events, one.bubble, self._span, f"{name}: {duration(one.step_time)}")
+            ax.label_outer()
+        return figure
 
 
 def compare(simulated: Timeline, measured: Timeline) -> Comparison:
@@ -134,7 +176,8 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
         seen = f"rank {rank}: '{what}' is in the {where} timeline alone"
         raise ProgramError("compare(simulated, measured)", seen, "timelines of the same programs")
     errors = (_relative(*pair) for pair in zip(simulated.busy, measured.busy, strict=True))
-    return Comparison(_relative(simulated.step_time, measured.step_time), tuple(errors))
+    step_time = _relative(simulated.step_time, measured.step_time)
+    return Comparison(step_time, tuple(errors), simulated, measured)
 
 
 def _runs(timeline: Timeline) -> dict[tuple[int, Run], None]:

@@ -141,6 +141,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", type=float, default=0.0, metavar="US", help="of a transfer (default 0)")
     parser.add_argument("--capacity", type=int, default=2, metavar="M", help="messages that an edge holds (default 2)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--svg", metavar="FILE", help="also write the timeline's picture, for a browser")
     parser.set_defaults(command=_plan)
 
 
@@ -220,10 +221,12 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from weft.cli.plan import Wanted, predict
-    from weft.cli.plan_report import as_json, show
+    from weft.cli.plan_report import as_json, show, write_svg
 
     names = ("model", "preset", "cohorts", "steps", "requests", "context", "bandwidth", "link", "latency", "capacity")
     found = predict(Wanted(stages=arguments.pp, **{name: getattr(arguments, name) for name in names}))
+    if arguments.svg is not None:
+        write_svg(found, arguments.svg)
     if arguments.json:
         print(as_json(found))
     else:

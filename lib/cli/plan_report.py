@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from weft.cli.plan import Prediction
 from weft.effects import listing
+from weft.errors import ProgramError
 from weft.transforms.draw_text import LEAST_WIDTH
 from weft.transforms.events import duration
 
@@ -32,6 +34,19 @@ def show(plan: Prediction, console: Console | None = None) -> None:
         console.print(Text("\n".join(lines)), end="\n\n", soft_wrap=True)
     console.print(Text("\n".join(_prediction(plan)), style="bold"), soft_wrap=True)
     console.print(Text(NOTE))
+
+
+def write_svg(plan: Prediction, file: str) -> None:
+    """Write the timeline's picture.
+
+    Raises:
+        ProgramError: the file cannot be written.
+    """
+    try:
+        Path(file).write_text(plan.timeline.as_svg(), encoding="utf-8")
+    except OSError as error:
+        instead = "a file, in a folder that exists, that may be written"
+        raise ProgramError(f"weft plan --svg {file}", f"{error.strerror}: {file}", instead) from error
 
 
 def _model(plan: Prediction) -> Iterator[str]:

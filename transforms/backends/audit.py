@@ -14,6 +14,7 @@ from weft.errors import CaptureError
 from weft.torchapi import DispatchMode, in_compiled, storage_id, uncompiled
 from weft.transforms.backends.host_reads import REMEDY, HostReads, refusal
 from weft.transforms.backends.operators import (
+    ONLY_MEMORY,
     PINS,
     data_dependence,
     flat_tensors,
@@ -83,6 +84,7 @@ class Audit(DispatchMode):
         self._results: list[weakref.ref[Tensor]] = []
         self.external: dict[int, Tensor] = {}
         self.called: set[str] = set()
+        self.launches = 0
         self.random = Randomness(call, _default_generators(on_device), inputs.generators)
         self._reads = HostReads(call, self._is_argument, lambda t: storage_id(t) in self.own)
 
@@ -118,7 +120,7 @@ class Audit(DispatchMode):
         if func is torch.ops.aten.lift_fresh.default:
             # A constant written in the function: each replay starts from its value, whatever was then done to it.
             func = torch.ops.aten.clone.default
-        result = func(*args, **kwargs)
+        result, fresh = func(*args, **kwargs), False
         self.random.after_operator(func)
         for place, tensor in inputs.items():
             if place not in self.own and place not in self.names:
@@ -127,6 +129,8 @@ class Audit(DispatchMode):
             self._results.append(weakref.ref(tensor))
             if (place := storage_id(tensor)) not in inputs:
                 self.own.add(place)
+                fresh = True
+        self.launches += (fresh or func._schema.is_mutable) and func.overloadpacket not in ONLY_MEMORY
         return result
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: dict[int, Tensor]) -> None:
@@ -163,7 +167,7 @@ class Audit(DispatchMode):
     def restart(self) -> None:
         """Forget what a run did: the next one is recorded. Random generators are still to be restored."""
         self.own = set(self._writable)
-        self.external, self._results = {}, []
+        self.external, self._results, self.launches = {}, [], 0
         self.random.record()
 
     def consults_switches(self) -> bool:

@@ -11,6 +11,9 @@ PINS = {"aten::pin_memory", "aten::_pin_memory"}
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 TRANSFERS = {"weft::send", "weft::recv"}
 """Between ranks: collective, and repeated although they compute nothing."""
+_aten = torch.ops.aten
+ONLY_MEMORY = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.resize_}
+"""What they leave behind at capture is what a replay needs: memory, and its size."""
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 
 

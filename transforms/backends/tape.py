@@ -14,14 +14,11 @@ from torch import Tensor
 from weft.errors import CaptureError
 from weft.torchapi import DispatchMode, borrowed, storage_id
 from weft.transforms.backends.audit import Audit
-from weft.transforms.backends.operators import TRANSFERS, tensors_in, written
+from weft.transforms.backends.operators import ONLY_MEMORY, TRANSFERS, tensors_in, written
 from weft.transforms.backends.randomness import UnknownGenerator
 from weft.trees import tree_map
 
 _CPU = torch.device("cpu")
-aten = torch.ops.aten
-# What they leave behind at capture is what a replay needs: memory, and its size.
-_NOT_REPEATED = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.resize_}
 
 
 @attrs.frozen
@@ -71,7 +68,7 @@ class _Recorder(DispatchMode):
         self._made.update(storage_id(t) for _, t in fresh)
         writes = func._schema.name in TRANSFERS or any(True for _ in written(func, args, kwargs))
         checks = not func._schema.returns  # such as the one by which linalg.inv raises
-        repeated = func.overloadpacket not in _NOT_REPEATED and torch.Tag.inplace_view not in func.tags
+        repeated = func.overloadpacket not in ONLY_MEMORY and torch.Tag.inplace_view not in func.tags
         if (fresh or writes or checks) and repeated:
             args, kwargs = tree_map(self._held, (args, kwargs))
             self.tape.append(Operation(func, args, kwargs, tuple(fresh)))

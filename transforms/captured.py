@@ -1,0 +1,128 @@
+"""The graphs that a function holds, to look at: what each is of, its pieces and operators, its bytes, its seconds."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from weft.markup import COLOURS
+from weft.plots import pyplot
+from weft.table import Table
+from weft.transforms.capture import Entry
+from weft.transforms.memo import CacheInfo, Key, LeafKey
+from weft.transforms.memory import size_text
+
+HEADER = ("mode", "of", "pieces", "operators", "buffers", "tensors", "captured in")
+
+
+@attrs.frozen
+class CapturedGraph:
+    """One graph that is held.
+
+    Args:
+        mode: `full` or `piecewise`.
+        of: the class that it is for; without a ladder, the shapes of what is copied in.
+        pieces: that it is in.
+        operators: that it repeats: those that compute or write. On a GPU each is a kernel, or a few.
+        buffer_bytes: its input buffers.
+        graph_bytes: its outputs and intermediate tensors; of graphs that share a pool, what this one added.
+        seconds: that its capture took.
+    """
+
+    mode: str
+    of: str
+    pieces: int
+    operators: int
+    buffer_bytes: int
+    graph_bytes: int
+    seconds: float
+
+    @classmethod
+    def make(cls, key: Key, entry: Entry) -> "CapturedGraph":
+        """Of an entry of the memo."""
+        of = _shapes(key, entry) if key.descriptor is None else str(key.descriptor)
+        recording, sizes = entry.recording, (entry.buffer_bytes, entry.recording.nbytes)
+        return cls(key.mode, of, recording.num_pieces, entry.operators, *sizes, entry.seconds)
+
+    def cells(self) -> tuple[str, ...]:
+        """In words, as `HEADER` names them."""
+        counts, sizes = (f"{self.pieces}", f"{self.operators}"), (self.buffer_bytes, self.graph_bytes)
+        return self.mode, self.of, *counts, *map(size_text, sizes), f"{self.seconds * 1e3:.1f} ms"
+
+
+def _shapes(key: Key, entry: Entry) -> str:
+    """The shapes of the tensors that are copied in."""
+    copied = key.leaves[len(key.leaves) - len(entry.buffers) :]
+    found = [leaf for leaf in copied if isinstance(leaf, LeafKey)]
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in found) or "nothing copied in"
+
+
+@attrs.frozen(repr=False)
+class CapturedGraphs:
+    """What `graphified.graphs()` returns; it prints as a table, and a notebook shows it as one.
+
+    Args:
+        name: of the function.
+        graphs: those held, in the order of capture.
+        info: its counts.
+
+    >>> import torch, weft
+    >>> double = weft.graphify(lambda x: torch.sin(x) * 2)
+    >>> y = double(torch.ones(3))
+    >>> print(double.graphs())  # doctest: +ELLIPSIS
+    graphify(<lambda>): 1 graph, 1 replay, 0 eager calls
+    mode  of          pieces  operators   buffers   tensors  captured in
+    full  float32[3]       1          2  12 bytes  24 bytes  ...
+    """
+
+    name: str
+    graphs: tuple[CapturedGraph, ...]
+    info: CacheInfo
+
+    def table(self) -> Table:
+        """A row a graph."""
+        counts = (len(self.graphs), "graph"), (self.info.replays, "replay"), (self.info.eager, "eager call")
+        told = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
+        return Table(HEADER, tuple(graph.cells() for graph in self.graphs), f"graphify({self.name}): {told}")
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()
+
+    def plot(self) -> Any:
+        """The time of each capture and what it took, side by side (matplotlib).
+
+        Returns:
+            The figure.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        plt = pyplot("graphified.graphs().plot()")
+        high = 1.4 + 0.26 * len(self.graphs)
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, high), sharey=True, layout="constrained")
+        places, edge = range(len(self.graphs)), {"edgecolor": "#555", "linewidth": 0.4}
+        left.barh(places, [graph.seconds * 1e3 for graph in self.graphs], color=COLOURS[0], **edge)
+        buffers = [graph.buffer_bytes / 2**10 for graph in self.graphs]
+        tensors = [graph.graph_bytes / 2**10 for graph in self.graphs]
+        right.barh(places, buffers, color=COLOURS[2], label="input buffers", **edge)
+        right.barh(places, tensors, left=buffers, color=COLOURS[1], label="outputs, intermediate tensors", **edge)
+        left.set_yticks(places, [f"{graph.of}, {graph.mode}" for graph in self.graphs])
+        left.invert_yaxis()
+        left.set(xlabel="capture, ms", title=f"{sum(graph.seconds for graph in self.graphs):.3g} s in all")
+        total = sum(graph.buffer_bytes + graph.graph_bytes for graph in self.graphs)
+        right.set(xlabel="KiB", title=f"{size_text(total)} in all")
+        figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False)
+        return figure
+
+
+def captured_graphs(name: str, memo: Iterable[tuple[Key, Entry]], info: CacheInfo) -> CapturedGraphs:
+    """The graphs of a memo, in the order of capture."""
+    return CapturedGraphs(name, tuple(CapturedGraph.make(key, entry) for key, entry in memo), info)
