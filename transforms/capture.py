@@ -88,6 +88,8 @@ class Prepared:
         axes: of the buffers that are padded.
         donated: the tensors that `run` may write.
         untouched: a context that leaves the donated tensors and the random generators as they were.
+        rewind: inside that context, gives the donated tensors their values back for another run: a state that counts
+            tokens, or pages, has room for one.
     """
 
     run: Callable[[], Outputs]
@@ -99,6 +101,7 @@ class Prepared:
     axes: tuple[Axes | None, ...]
     donated: tuple[Tensor, ...]
     untouched: Callable[[Audit], AbstractContextManager[None]]
+    rewind: Callable[[], None]
 
 
 def prepare(of: Graphable, call: Call, descriptor: Any, device: torch.device) -> Prepared:
@@ -117,9 +120,11 @@ def prepare(of: Graphable, call: Call, descriptor: Any, device: torch.device) ->
     originals, count, grad = (*call.reference_leaves, *buffers), len(call.reference_leaves), torch.is_grad_enabled()
     requiring = [not grad and isinstance(x, Tensor) and x.requires_grad for x in (*call.reference_leaves, *leaves)]
     homes = tree_unflatten(call.reference_leaves, call.reference_tree)
+    before = Before(saved)
     given, arguments = _aliases(originals, requiring), list[weakref.ref[Tensor]]()
 
     def run() -> Outputs:
+        before.changed = True
         own, given[:] = [*given], _aliases(originals, requiring)
         arguments.extend(weakref.ref(x) for x in own if isinstance(x, Tensor))
         references = tree_unflatten(own[:count], call.reference_tree)
@@ -130,14 +135,14 @@ def prepare(of: Graphable, call: Call, descriptor: Any, device: torch.device) ->
 
     @contextmanager
     def untouched(audit: Audit) -> Iterator[None]:
-        with torch.no_grad(), _restored(saved):
+        with torch.no_grad(), before.restored():
             try:
                 yield
             finally:
                 audit.random.restore()
 
     names, references = tuple(call.leaf_names()), tuple(call.reference_leaves)
-    return Prepared(run, names, references, buffers, given, arguments, axes, tuple(donated), untouched)
+    return Prepared(run, names, references, buffers, given, arguments, axes, tuple(donated), untouched, before.rewind)
 
 
 def audit_of(of: Graphable, prepared: Prepared, device: torch.device) -> Audit:
@@ -154,6 +159,7 @@ def audit_of(of: Graphable, prepared: Prepared, device: torch.device) -> Audit:
             generators=[x for _, x in inputs if isinstance(x, torch.Generator)],
             arguments=prepared.arguments,
         ),
+        rewind=prepared.rewind,
         collectives=of.collectives,
         on_device=device if device.type == "cuda" else None,
     )
@@ -203,15 +209,35 @@ def _noted(name: str, descriptor: Any) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _restored(tensors: list[Tensor]) -> Iterator[None]:
-    """Give the tensors their values back on the way out, whatever happened."""
-    saved = [x.clone() for x in tensors]
-    try:
-        yield
-    finally:
-        for tensor, old in zip(tensors, saved, strict=True):
-            tensor.copy_(old)
+@attrs.define(eq=False)
+class Before:
+    """What donated tensors held before a function ran on them.
+
+    Args:
+        tensors: them.
+        changed: whether it ran since they were as they had been.
+    """
+
+    tensors: list[Tensor]
+    changed: bool = False
+    _saved: list[Tensor] = attrs.field(init=False, factory=list)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Give the tensors their values back on the way out, whatever happened."""
+        self._saved = [x.clone() for x in self.tensors]
+        try:
+            yield
+        finally:
+            self.rewind()
+            self._saved = []
+
+    def rewind(self) -> None:
+        """Give the tensors their values back, if the function ran."""
+        if self.changed:
+            self.changed = False
+            for tensor, old in zip(self.tensors, self._saved, strict=True):
+                tensor.copy_(old)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

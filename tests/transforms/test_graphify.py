@@ -1163,3 +1163,19 @@ def test_a_python_value_is_frozen_at_capture() -> None:
     first, second = g(X), g(X)
     assert torch.equal(first, second)
     assert len(calls) == 2  # the warm-up, and the capture
+
+
+@pytest.mark.parametrize("split_at", [(), "aten::index_copy_"])
+def test_a_capture_runs_again_on_the_state_as_it_was(split_at: Any) -> None:
+    """A state that counts, of which the last row is free: a second run on what the first one left would be beyond."""
+
+    def write(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        state["rows"].index_copy_(0, state["n"], x)
+        return {"n": state["n"] + 1, "rows": state["rows"]}, state["rows"].sum(0)
+
+    graph = graphify(write, donate_argnames="state", split_at=split_at)
+    state = {"n": torch.tensor([2]), "rows": torch.zeros(3, 2)}
+    state, out = graph(state, torch.ones(1, 2))
+    assert state["n"].tolist() == [3]
+    assert out.tolist() == [1.0, 1.0]
+    assert graph.graphs().graphs[0].operators == 4  # the write, the count, the sum, and the count's copy to its place

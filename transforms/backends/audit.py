@@ -3,7 +3,7 @@ to tensors that are not its own. The error names the user's line."""
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import attrs
@@ -58,6 +58,7 @@ class Audit(DispatchMode):
     Args:
         call: how the function is called in error messages.
         inputs: what it starts from.
+        rewind: gives what it wrote its values back.
         collectives: whether operations of torch.distributed are let through.
         on_device: the GPU that repeats the function, if it is one: then nothing on the CPU may be read.
     """
@@ -67,11 +68,13 @@ class Audit(DispatchMode):
         call: str,
         inputs: Inputs,
         *,
+        rewind: Callable[[], None] = lambda: None,
         collectives: bool = False,
         on_device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.call = call
+        self._rewind = rewind
         self.on_device = on_device
         self.collectives = collectives
         self.lent = {storage_id(t) for t in inputs.lent}
@@ -165,7 +168,8 @@ class Audit(DispatchMode):
         return refusal(self.call, f"{func} makes pinned memory of the host", "make it once, before the call")
 
     def restart(self) -> None:
-        """Forget what a run did: the next one is recorded. Random generators are still to be restored."""
+        """Forget what a run did, and undo it: the next one is recorded. Random generators are still to be restored."""
+        self._rewind()
         self.own = set(self._writable)
         self.external, self._results, self.launches = {}, [], 0
         self.random.record()
