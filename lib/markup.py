@@ -10,7 +10,10 @@ from html import escape
 # Light enough for black digits, and neighbours apart for eyes that tell red from green or not.
 COLOURS = ("#8ecae6", "#ffb703", "#b7e4c7", "#f4a6c0", "#cdb4db", "#f6e27a", "#8fb8a8", "#f08a5d", "#a9b8f0", "#d9d2c5")
 _CELL = "text-align: left; padding: 0.1em 0.8em 0.1em 0"
-_MOST = 64
+_TABLE = "border-collapse: collapse; color: inherit; font-size: inherit"
+_WHOLE = "; white-space: nowrap"
+_MOST = 48
+_SHORT = 40
 
 
 def element(name: str, *inside: str, style: str = "", title: str = "") -> str:
@@ -31,10 +34,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[
     styles = [_CELL.replace("left", "right") if end else _CELL for end in ends]
 
     def line(name: str, cells: Sequence[str]) -> str:
-        return element("tr", *(element(name, cell, style=style) for cell, style in zip(cells, styles, strict=True)))
+        pairs = ((cell, style + _WHOLE * (len(cell) <= _SHORT)) for cell, style in zip(cells, styles, strict=True))
+        return element("tr", *(element(name, cell, style=style) for cell, style in pairs))
 
     head, body = element("thead", line("th", header)), (line("td", row) for row in rows)
-    return element("table", head, element("tbody", *body), style="border-collapse: collapse")
+    return element("table", head, element("tbody", *body), style=_TABLE)
 
 
 def titled(title: str, *parts: str) -> str:
@@ -48,12 +52,12 @@ def chip(label: str, colour: int) -> str:
     return element("span", text(label), style=f"background: {COLOURS[colour % len(COLOURS)]}; {shape}")
 
 
-def columns(titles: Sequence[str], cells: Sequence[Sequence[tuple[int, str]]], most: int = 100) -> str:
+def columns(titles: Sequence[str], cells: Sequence[Sequence[tuple[int, str]]], most: int = 40) -> str:
     """Columns of lines, each behind a number on its colour; of long ones the first lines, and how many more there are.
 
     Args:
         titles: of the columns.
-        cells: by column, the number and the text of each line.
+        cells: by column, the number and the text of each line; what follows a colon is shown when pointed at.
     """
     tall = max(map(len, cells), default=0)
     rows = [[_numbered(*column[i]) if i < len(column) else "" for column in cells] for i in range(min(tall, most))]
@@ -63,7 +67,8 @@ def columns(titles: Sequence[str], cells: Sequence[Sequence[tuple[int, str]]], m
 
 
 def _numbered(number: int, line: str) -> str:
-    return element("span", f"{chip(str(number), number)} {text(line)}", style="white-space: nowrap")
+    short, colon, _ = line.partition(":")
+    return element("span", f"{chip(str(number), number)} {text(short)}", style=_WHOLE[2:], title=line if colon else "")
 
 
 def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
@@ -97,12 +102,6 @@ def bars(heights: Sequence[tuple[float, str]], width: int = 6) -> str:
     ]
     size = f'width="{total}" height="{tall + 2}" viewBox="0 0 {total} {tall + 2}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="max-width: 100%">{"".join(found)}</svg>'
-
-
-def meter(share: float, label: str) -> str:
-    """A label beside a bar of so much of its full length."""
-    size = f"display: inline-block; height: 0.7em; width: {5 * share:.2f}em; margin-right: 0.4em"
-    return element("span", style=f"{size}; background: {COLOURS[0]}; border: 0.5px solid #555") + text(label)
 
 
 def _box(x: float, width: float, fill: str) -> str:

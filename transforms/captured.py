@@ -9,8 +9,9 @@ from weft.markup import COLOURS
 from weft.plots import pyplot
 from weft.table import Table
 from weft.transforms.capture import Entry
+from weft.transforms.events import duration
 from weft.transforms.memo import CacheInfo, Key, LeafKey
-from weft.transforms.memory import size_text
+from weft.transforms.memory import size_text, size_unit
 
 HEADER = ("mode", "of", "pieces", "operators", "buffers", "tensors", "captured in")
 
@@ -110,15 +111,16 @@ class CapturedGraphs:
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, high), sharey=True, layout="constrained")
         places, edge = range(len(self.graphs)), {"edgecolor": "#555", "linewidth": 0.4}
         left.barh(places, [graph.seconds * 1e3 for graph in self.graphs], color=COLOURS[0], **edge)
-        buffers = [graph.buffer_bytes / 2**10 for graph in self.graphs]
-        tensors = [graph.graph_bytes / 2**10 for graph in self.graphs]
+        total = sum(graph.buffer_bytes + graph.graph_bytes for graph in self.graphs)
+        unit, name = size_unit(total)
+        buffers = [graph.buffer_bytes / unit for graph in self.graphs]
+        tensors = [graph.graph_bytes / unit for graph in self.graphs]
         right.barh(places, buffers, color=COLOURS[2], label="input buffers", **edge)
         right.barh(places, tensors, left=buffers, color=COLOURS[1], label="outputs, intermediate tensors", **edge)
         left.set_yticks(places, [f"{graph.of}, {graph.mode}" for graph in self.graphs])
-        left.invert_yaxis()
-        left.set(xlabel="capture, ms", title=f"{sum(graph.seconds for graph in self.graphs):.3g} s in all")
-        total = sum(graph.buffer_bytes + graph.graph_bytes for graph in self.graphs)
-        right.set(xlabel="KiB", title=f"{size_text(total)} in all")
+        left.set_ylim(len(self.graphs) - 0.4, -0.6)
+        left.set(xlabel="capture, ms", title=f"{duration(sum(graph.seconds for graph in self.graphs))} in all")
+        right.set(xlabel=name, title=f"{size_text(total)} in all")
         figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False)
         return figure
 

@@ -6,12 +6,13 @@ from typing import Any
 import attrs
 
 from weft.markup import COLOURS
-from weft.plots import axes_for
+from weft.plots import axes_for, legend
 from weft.table import Table
 from weft.transforms.dispatch import EXACT, LEAST, NONE, Decision, dispatch, in_words
 from weft.transforms.ladder import Ladder, Limits, make_ladder
 
-OWN, PADDING, EAGER = COLOURS[0], COLOURS[7], COLOURS[9]
+_OWN, _PADDING, _EAGER = COLOURS[0], COLOURS[7], COLOURS[9]
+_MOST_NAMED = 32
 HEADER = ("batch", "mode", "class", "padding", "reason")
 
 
@@ -66,20 +67,19 @@ class DispatchTable:
         Raises:
             MissingPackageError: matplotlib is not installed.
         """
-        ax = axes_for("dispatch_table(...).plot()", ax, 8.0, 2.6)
-        name = size or self._padded_size()
+        ax = axes_for("dispatch_table(...).plot()", ax, 8.0, 1.2 + 0.24 * min(len(self.rows), _MOST_NAMED))
+        name, places = size or self._padded_size(), range(len(self.rows))
         own = [getattr(row.batch, name, 0) for row in self.rows]
         more = [dict(row.decision.padding).get(name, 0) for row in self.rows]
-        places, eager = range(len(self.rows)), [row.decision.mode == "none" for row in self.rows]
-        colours = [EAGER if none else OWN for none in eager]
-        ax.bar(places, own, color=colours, label="the batch's own", edgecolor="#555", linewidth=0.4)
-        ax.bar(places, more, bottom=own, color=PADDING, label="padding", edgecolor="#555", linewidth=0.4)
-        if any(eager):
-            ax.bar([], [], color=EAGER, label="no class covers it: eager")
-        ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        colours = [_EAGER if row.decision.mode == "none" else _OWN for row in self.rows]
+        ax.barh(places, own, color=colours, edgecolor="#555", linewidth=0.4)
+        ax.barh(places, more, left=own, color=_PADDING, edgecolor="#555", linewidth=0.4)
+        if len(self.rows) <= _MOST_NAMED:
+            ax.set_yticks(places, [str(row.batch) for row in self.rows])
+        ax.set_ylim(len(self.rows) - 0.4, -0.6)
         wasted = sum(more) / max(sum(own) + sum(more), 1)
-        ax.set(xlabel="batch", ylabel=name.removeprefix("num_"), title=f"{wasted:.0%} of what is computed is padding")
+        ax.set(xlabel=name.removeprefix("num_"), title=f"{wasted:.0%} of what is computed is padding")
+        legend(ax, {"the batch's own": _OWN, "padding": _PADDING, "no class covers it": _EAGER})
         return ax
 
     def _padded_size(self) -> str:

@@ -79,10 +79,10 @@ class Ladder(Generic[D]):
 def _kinds(mode: str, classes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
     """For the classes of each kind: the mode, the kind, and their sizes in order; of a user's own, as they print."""
     groups: dict[tuple[str, str], list[Any]] = {}
-    for one in classes:
+    for one in reversed(classes):
         groups.setdefault(_kind(one), []).append(one)
     for (kind, unit), found in groups.items():
-        sizes = [str(getattr(one, unit)) for one in reversed(found)] if unit else [*map(str, found)]
+        sizes = [str(getattr(one, unit)) for one in found] if unit else [*map(str, found)]
         yield mode, kind, (f"{', '.join(sizes)} {unit.removeprefix('num_')}" if unit else "; ".join(sizes))
 
 

@@ -174,7 +174,10 @@ def size_text(count: int) -> str:
     >>> size_text(2048)
     '2.00 KiB'
     """
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count} bytes"
+    unit, name = size_unit(count)
+    return f"{count / unit:.2f} {name}" if unit > 1 else f"{count} bytes"
+
+
+def size_unit(count: int) -> tuple[int, str]:
+    """The unit that suits a number of bytes, and how many bytes it has."""
+    return next(((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u), (1, "bytes"))

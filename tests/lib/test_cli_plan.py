@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -166,12 +167,27 @@ def test_the_text_is_for_reading(run: Weft, folder: str) -> None:
         "the programs: 2 steps of each of 3 cohorts, micro-batches in turn\nrank 0 of 2\n  run stage 0 [mb 0]\n",
         "    ms |0 ",
         "rank 1 ...",
-        "cohorts  of requests       step   tokens/s  bubble\n",
+        "cohorts  of requests     step  tokens/s  bubble\n",
         "predicted with 3 cohorts of 4: a step in",
         "bubbles: rank 0 ",
         "Predicted, not measured: the costs are bytes over bandwidth.",
     ):
         assert part in out
+
+
+def test_the_picture_is_written_beside(run: Weft, folder: str, tmp_path: Path) -> None:
+    alone = run("--model", folder, "--pp", "2")
+    assert run("--model", folder, "--pp", "2", "--svg", str(tmp_path / "plan.svg")) == alone
+    svg = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    ranks = [node.text for node in ElementTree.fromstring(svg).iter() if (node.text or "").startswith("rank ")]
+    assert ranks[:2] == ["rank 0", "rank 1"]
+
+
+def test_a_picture_that_cannot_be_written_says_where(run: Weft, folder: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "nowhere" / "plan.svg")
+    code, out, err = run("--model", folder, "--pp", "2", "--svg", file)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: weft plan --svg {file}\n  saw: No such file or directory")
 
 
 def test_a_narrow_terminal_is_no_failure(run: Weft, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
