@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "proofs" / "notebooks"
 NAMES = ("1-first-steps", "2-a-pipeline-is-a-program", "3-a-real-model", "4-research", "5-proofs")
 SECONDS = 120
-"""For a cell; all of them together take about a minute."""
+"""For a cell; all notebooks together take about a minute of two idle cores."""
 
 
 def read(name: str) -> nbformat.NotebookNode:
@@ -41,4 +41,4 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     ).execute()
     told = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert [output.text for output in told if output.get("name") == "stderr"] == []
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} <= {".hypothesis"}
