@@ -80,9 +80,9 @@ def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
     x, boxes, left = 1.0, [], _MOST
     for count, colour in groups:
         shown = min(count, left)
-        size = shown * 11 if joined else 10
+        wide = shown * 11 if joined else 10
         step = [x] if joined and shown else [x + 11 * index for index in range(shown)]
-        boxes += [_box(at, size, COLOURS[colour % len(COLOURS)]) for at in step]
+        boxes += [_box(at, wide, COLOURS[colour % len(COLOURS)]) for at in step]
         x, left = x + 11 * shown + 4, left - shown
         if count > shown:
             boxes.append(f'<text x="{x:g}" y="11" font-size="12" fill="currentColor">…</text>')

@@ -86,7 +86,7 @@ class Transform:
             if not isinstance(state, Carried):
                 seen = f"a state that is a {type(state).__name__}"
                 raise ProgramError(f"Transform(...)({name})(...)", seen, "transform.carry(params, state) at first")
-            made = self.apply(step, state.own, params, state.state, *rest)
+            made: Any = self.apply(step, state.own, params, state.state, *rest)
             if not isinstance(made, tuple) or len(made) != 3:
                 of = f" of {len(made)}" if isinstance(made, tuple) else ""
                 seen = f"apply returned a {type(made).__name__}{of}"
