@@ -20,7 +20,7 @@ FOLDERS = tuple(PACKAGES)
 CLI = ("bench", "bench_figures", "bench_report", "demo", "demo_report", "doctor", "drafts", "evaluate")
 CLI += ("evaluate_report", "generate", "plan", "plan_report", "ranks", "sources")
 LOOK_DOWN = {"weft", "weft.__main__", "weft.cli", *(f"weft.cli.{name}" for name in CLI)}
-OPTIONAL = {"triton", "flashinfer", "transformers", "hypothesis", "matplotlib", "z3"}
+OPTIONAL = {"triton", "flashinfer", "transformers", "hypothesis", "matplotlib", "z3", "rich", "IPython", "nbclient"}
 DEMO_BYTES = 2_000_000
 
 

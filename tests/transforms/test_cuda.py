@@ -271,3 +271,19 @@ def test_a_generator_of_the_gpu_is_not_seeded_inside() -> None:
     with pytest.raises(CaptureError, match="it seeds a random generator, or sets its state"):
         g(x, True)  # to the very seed that it has
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_a_capture_warms_up_on_the_state_as_it_was() -> None:
+    """A state that counts, of which the last row is free: a second run on what the first one left would be beyond."""
+
+    def write(state: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        state["rows"].index_copy_(0, state["n"], x)
+        return {"n": state["n"] + 1, "rows": state["rows"]}, state["rows"].sum(0)
+
+    graph = graphify(write, donate_argnames="state")
+    state = {"n": torch.tensor([2], device="cuda"), "rows": torch.zeros(3, 2, device="cuda")}
+    state, out = graph(state, torch.ones(1, 2, device="cuda"))
+    assert (state["n"].tolist(), out.tolist()) == ([3], [1.0, 1.0])
+    [told] = graph.graphs().graphs
+    assert (told.operators, told.pieces) == (4, 1)
+    assert told.seconds > 0
