@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
+from weft.placing import place
 from weft.trees import axes, descriptor_field, pytree
 
 LAST_TOKEN = -1
@@ -81,8 +82,8 @@ class Batch:
         _check_rows(f"Batch.decode({list(rows)})", rows)
         return cls(
             BatchDescriptor.uniform(n, query_len, num_active_loras),
-            torch.tensor(rows, dtype=torch.int64, device=device),
-            torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64, device=device),
+            place(torch.tensor(rows, dtype=torch.int64), device),
+            place(torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64), device),
             torch.arange(n + 1, dtype=torch.int32, device=device) * query_len,
             torch.ones(n, dtype=torch.bool, device=device),
         )
@@ -129,10 +130,10 @@ class Batch:
         _check_embeds(call, token_ids, inputs_embeds)
         return cls(
             BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
-            torch.tensor(rows, dtype=torch.int64, device=device),
-            torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64, device=device),
-            torch.tensor([0, *_running_sum(lengths)], dtype=torch.int32, device=device),
-            torch.tensor(flags, dtype=torch.bool, device=device),
+            place(torch.tensor(rows, dtype=torch.int64), device),
+            place(torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64), device),
+            place(torch.tensor([0, *_running_sum(lengths)], dtype=torch.int32), device),
+            place(torch.tensor(flags, dtype=torch.bool), device),
             inputs_embeds=None if inputs_embeds is None else inputs_embeds.to(device),
         )
 

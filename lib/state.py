@@ -14,6 +14,7 @@ from weft.drafting import Drafting
 from weft.errors import RequestError
 from weft.ops.sample_rows import count_tokens
 from weft.outputs import Output
+from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.trees import pytree
@@ -124,8 +125,8 @@ def admit(
     table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = torch.tensor(own, dtype=torch.int32)
-    index, begins, own_slots = torch.tensor([list(rows), starts, slots], dtype=torch.int64).to(device)
-    state.block_table[index] = table.to(device)
+    index, begins, own_slots = place(torch.tensor([list(rows), starts, slots], dtype=torch.int64), device)
+    state.block_table[index] = place(table, device)
     state.positions[index] = begins
     state.last_tokens[index] = 0
     state.adapters[index] = own_slots.to(torch.int32)
@@ -170,7 +171,7 @@ def grow(state: State, more: Sequence[tuple[int, int, Sequence[int]]]) -> State:
             instead = f"rows below {num_rows - 1}, at most {most} pages a request, pages below {num_pages}"
             raise RequestError("grow(state, more)", f"row {row}, pages {list(pages)} behind {start}", instead)
     places = [(row, start + i, page) for row, start, pages in more for i, page in enumerate(pages)]
-    row, column, page = torch.tensor(places, dtype=torch.int64).T.contiguous().to(state.block_table.device)
+    row, column, page = place(torch.tensor(places, dtype=torch.int64).T.contiguous(), state.block_table.device)
     state.block_table[row, column] = page.to(torch.int32)
     return state
 
@@ -190,7 +191,7 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
     if set(sources) & set(targets) or any(not 0 <= page < num_pages for page in (*sources, *targets)):
         call = f"copy_pages(state, {list(sources)}, {list(targets)})"
         raise RequestError(call, "a page that is in both, or not the state's", f"pages from 0 to {num_pages - 1}")
-    source, target = torch.tensor([list(sources), list(targets)], dtype=torch.int64).to(state.kv_pages.device)
+    source, target = place(torch.tensor([list(sources), list(targets)], dtype=torch.int64), state.kv_pages.device)
     for pages in (state.kv_pages, None if state.drafting is None else state.drafting.kv_pages):
         if pages is not None:
             pages[:, :, target] = pages[:, :, source]

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.ops.early_triton import begin, early
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import multiply
 from weft.ops.tiles import Tile, linear_tile
@@ -21,6 +22,7 @@ def _linear_kernel(
     FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
+    begin()
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(2)
@@ -80,6 +82,6 @@ def run_tile(
                 out if bias is None else bias, out, tokens, rows, columns, share,
                 FP8=fp8, BIAS=bias is not None, EVEN=columns % tile.columns == 0,
                 ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SWAP=tile.tokens < 64,
-                num_warps=tile.warps, num_stages=tile.stages,
+                num_warps=tile.warps, num_stages=tile.stages, **early(x),
             )  # fmt: skip
     return out

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.early_triton import begin, early
 from weft.ops.splitmix import GOLDEN, MIX_1, MIX_2
 
 _BLOCK = 2048
@@ -27,28 +28,27 @@ _PROGRAMS = 1024
 FILTERED, ADJUSTED = tl.constexpr(1), tl.constexpr(2)
 """Kinds of requests that are not plain."""
 
-_GOLDEN = tl.constexpr(GOLDEN)
-_MIX_1 = tl.constexpr(MIX_1)
-_MIX_2 = tl.constexpr(MIX_2)
-
-
-@triton.jit
-def _shift(x, bits: tl.constexpr):
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+_GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(x % 2**64) for x in (GOLDEN, MIX_1, MIX_2))
 
 
 @triton.jit
 def _mix(x):
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _unsigned(x):
+    return x.to(tl.uint64, bitcast=True)
 
 
 @triton.jit
 def _gumbel(stream, columns):
     """The noise of the reference: -log(E), E = -log(1 - u), by its series where u is small, and such variates win."""
-    bits = _mix(stream + (columns + 1).to(tl.int64) * _GOLDEN)
-    u = (_shift(bits, 11).to(tl.float32) + 0.5) * 1.1102230246251565e-16
+    bits = _mix(stream + (columns + 1).to(tl.uint64) * _GOLDEN)
+    high, low = (bits >> 32).to(tl.uint32), bits.to(tl.uint32) >> 11
+    u = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 1.1102230246251565e-16
     u = tl.minimum(u, 1 - 5.9604644775390625e-08)
     series = u * (1 + u * (0.5 + u * (1.0 / 3 + u * 0.25)))
     return -tl.log(tl.where(u < 0.015625, series, -tl.log(1 - u)))
@@ -65,12 +65,13 @@ def _part_kernel(
     logits, temperature, seeds, positions, best, indices, chosen, maxima, sums, adjusted, kinds, peaks, bounds,
     vocab, stride, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row, split = tl.program_id(0), tl.program_id(1)
     t = tl.load(temperature + row)
     greedy = t <= 0
     scale = inverse(t)
     seed, position = tl.load(seeds + row), tl.load(positions + row)
-    stream = _mix(_mix(seed + _GOLDEN) + position * _GOLDEN)
+    stream = _mix(_mix(_unsigned(seed) + _GOLDEN) + _unsigned(position) * _GOLDEN)
     kind, peak, bound = 0, 0.0, 0.0
     if PROCESSED:
         kind, peak, bound = tl.load(kinds + row), tl.load(peaks + row), tl.load(bounds + row)
@@ -117,6 +118,7 @@ def _combine_kernel(
     temperature, best, indices, chosen, maxima, sums, kinds, token_ids, logprobs,
     SPLITS: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0)
     scale = inverse(tl.load(temperature + row))
     splits = row * SPLITS + tl.arange(0, SPLITS)
@@ -179,9 +181,10 @@ def draw(
         logits, temperature, seeds, positions, best, indices, chosen, maxima, sums,
         found.adjusted, found.kinds, found.peaks, found.bounds,
         vocab, logits.stride(0), share, SPLITS=splits, BLOCK=_BLOCK, PROCESSED=is_processed, num_warps=8,
+        **early(logits),
     )  # fmt: skip
     _combine_kernel[(rows,)](
         temperature, best, indices, chosen, maxima, sums, found.kinds, token_ids, logprobs,
-        SPLITS=splits, PROCESSED=is_processed,
+        SPLITS=splits, PROCESSED=is_processed, **early(logits),
     )  # fmt: skip
     return token_ids, logprobs

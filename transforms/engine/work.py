@@ -11,6 +11,7 @@ from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.outputs import Output
+from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.state import State, admit, advance, copy_pages, grow
 from weft.trees import pytree
@@ -130,7 +131,7 @@ class Work:
         batch = Batch.ragged(self.rows, self.token_ids, samples=self.samples, num_active_loras=loras, device=device)
         if self.targets:
             targets = torch.tensor([token for own in self.targets for token in own], dtype=torch.int64)
-            batch = attrs.evolve(batch, targets=targets.to(device))
+            batch = attrs.evolve(batch, targets=place(targets, device))
         return PlacedWork(batch, self.edits)
 
     def __str__(self) -> str:
