@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import power_of_two
-from weft.ops.early_triton import begin, early
+from weft.ops.early_triton import begin, early, release
 
 _CHUNK = 1024
 """Pairs that `_align_kernel` looks at at a time."""
@@ -43,6 +43,7 @@ def _align_kernel(
         tl.store(owners + start + lane, tl.where(last, -1, expert), mask=start + lane < end)
     for start in range(first * BLOCK + count, tl.where(last, first, end) * BLOCK, CHUNK):
         tl.store(order + start + lane, -1, mask=start + lane < end * BLOCK)
+    release()
     found = first * BLOCK
     for start in range(0, tl.where(last, 0, pairs), CHUNK):
         ids = tl.load(experts + start + lane, mask=start + lane < pairs, other=-1)

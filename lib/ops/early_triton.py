@@ -2,8 +2,10 @@
 its end, so that a step of hundreds of short kernels does not pay for the start of each (CUDA programming guide,
 "Programmatic Dependent Launch and Synchronization"; sm_90 and later). Import it only where triton is installed.
 
-Every kernel that is launched so calls `begin()` first, in all of its programs. Then a kernel that has ended implies
-that all before it have, and nothing is read or written too soon. Captured, it is an edge of the graph.
+Every kernel that is launched so calls `begin()` first, in all of its programs: then that a kernel has ended implies
+that all before it have, and nothing is read or written too soon. Where little is left to do it calls `release()`, upon
+which the next kernel's programs are placed; not before, or they would crowd on the multiprocessors that are free first.
+Captured, it is an edge of the graph.
 """
 
 # Triton's decorators have no types.
@@ -22,10 +24,16 @@ from weft.ops.blocks_triton import INTERPRETED
 
 @triton.jit
 def begin():
-    """Let the next kernel's programs be placed once all of this one's are; then wait for the end of the last kernel."""
+    """Wait for the end of the last kernel, and see what it wrote."""
+    if not INTERPRETED and cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def release():
+    """Let the next kernel's programs be placed, once all of this one's have come here or ended."""
     if not INTERPRETED and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 def early(x: Tensor) -> dict[str, bool]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weft.ops.align_triton import Aligned, align, find_expert, scan
 from weft.ops.blocks_triton import TRITON_DTYPES, power_of_two, quantize_rows
-from weft.ops.early_triton import begin, early
+from weft.ops.early_triton import begin, early, release
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import load_step, multiply, multiply_step, zeros
 from weft.ops.tiles import Tile, expert_tile
@@ -99,6 +99,7 @@ def _expert_tiles(
         acc = multiply(
             x, x_scales, source, live, w, s, n, 0, columns, columns, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, SWAP
         )
+        release()
         _store(acc, out, out_scales, weights, pair, live, first, inner, tokens, TOP_K, GATED, WIDTH, TOKENS, SWAP,
                FP8_OUT, TYPE)  # fmt: skip
     else:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two, quantize_rows
-from weft.ops.early_triton import begin, early
+from weft.ops.early_triton import begin, early, release
 from weft.ops.fp8 import ceil_blocks
 from weft.ops.parts import num_parts
 
@@ -31,6 +31,7 @@ def _gate_kernel(
     gate = load_sum(x, offsets, inside, stride, PARTS, TYPE)
     up = load_sum(x, offsets + inner, inside, stride, PARTS, TYPE)
     row = (gate / (1 + tl.exp(-gate)) * up).to(TYPE)
+    release()
     place = out + token * inner + column
     if QUANTIZE:
         values, scale = quantize_rows(row.to(tl.float32))

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops.early_triton import begin, early
+from weft.ops.early_triton import begin, early, release
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import multiply
 from weft.ops.tiles import Tile, linear_tile
@@ -31,6 +31,7 @@ def _linear_kernel(
         x, x_scales, t, t < tokens, weight, scale, tl.minimum(n, rows - 1), low, tl.minimum(low + share, columns),
         columns, FP8, False, EVEN, ROWS, TOKENS, COLUMNS, SWAP,
     )  # fmt: skip
+    release()
     first = out + part.to(tl.int64) * tokens * rows
     if BIAS:  # the first part's
         add = tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32) * (part == 0)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two, quantize_rows
-from weft.ops.early_triton import begin, early
+from weft.ops.early_triton import begin, early, release
 from weft.ops.fp8 import ceil_blocks
 from weft.ops.parts import num_parts
 
@@ -37,6 +37,7 @@ def _norm_kernel(
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         row = (row * (1 / tl.sqrt(mean + eps)) * gain).to(TYPE).to(tl.float32)
         tl.store(normed + offsets, row.to(TYPE), mask=inside)
+    release()
     if QUANTIZE:
         fp8, scale = quantize_rows(row)
         tl.store(values + offsets, fp8, mask=inside)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.early_triton import begin, early
+from weft.ops.early_triton import begin, early, release
 
 _LOG2_E = 1.4426950408889634
 
@@ -363,6 +363,7 @@ def _attend_kernel(
         queries, position, kv_pages, values, table, lo, hi, scale, KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS
     )
 
+    release()
     cell = (token * HEADS + head) * SPLITS + tl.program_id(2)
     if SPLITS == 1:
         acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
@@ -449,6 +450,7 @@ def _combine_kernel(
     token = (start + query).to(tl.int64)
     live = inside & (tl.load(seq_lens + request) > 0)
     live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
+    release()
     dim = tl.arange(0, DIMS)
     place = (token * heads + head) * DIM + dim
     if live:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two
-from weft.ops.early_triton import begin, early
+from weft.ops.early_triton import begin, early, release
 from weft.ops.parts import num_parts
 
 _HEADS = 8
@@ -44,6 +44,7 @@ def _rotary_kernel(
     table = token * (DIM // 2) + pair
     c = tl.load(cos + table, mask=live, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + table, mask=live, other=0.0).to(tl.float32)[None, :]
+    release()
     turned_left = tl.where(is_v[:, None], left, left * c - right * s).to(TYPE)
     turned_right = tl.where(is_v[:, None], right, right * c + left * s).to(TYPE)
     query = out + (token * HEADS + head)[:, None] * DIM + pair[None, :]

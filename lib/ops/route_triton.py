@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two
-from weft.ops.early_triton import begin, early
+from weft.ops.early_triton import begin, early, release
 from weft.ops.parts import num_parts
 
 
@@ -36,6 +36,7 @@ def _route_kernel(
         best = tl.where(slot == i, value, best)
         chosen = tl.where(slot == i, index, chosen)
         left = tl.where(expert == index, float("-inf"), left)
+    release()
     powers = tl.where(slot < TOP_K, tl.exp(best - top), 0.0)
     if RENORMALIZE:
         total = tl.sum(powers, 0)
