@@ -11,18 +11,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from theirs import CLASSES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 import weft
 from weft.batch import Batch
@@ -51,11 +42,11 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
-MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
-    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 8, **EXPERTS}),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {"head_dim": 8, **EXPERTS}),
 }
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -63,7 +54,8 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 def build(name: str) -> Any:
     """A model in transformers, all of whose weights are random and large."""
-    config_class, model_class, more = MODELS[name]
+    architecture, more = MODELS[name]
+    config_class, model_class = CLASSES[architecture]
     model = model_class(config_class(**SIZES, **more)).eval()
     if name == "qwen3-moe":  # its grouped product asks for multiples of 16 bytes
         model.set_experts_implementation("eager")
