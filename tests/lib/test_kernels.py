@@ -3,9 +3,6 @@
 Not in bfloat16: triton's interpreter truncates to it, and gets its products wrong.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from interpreting import interpret
 from torch import Tensor
 
 from weft.errors import DeviceError
@@ -215,22 +213,12 @@ torch.save(done, sys.argv[2])
 """
 
 
-def interpret(calls: list[tuple[str, tuple[Any, ...]]], folder: Path) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Results of kernels, and their arguments after the call, from a process with triton's interpreter."""
-    pytest.importorskip("triton")
-    torch.save(calls, folder / "in.pt")
-    command = [sys.executable, "-c", _INTERPRETED, str(folder / "in.pt"), str(folder / "out.pt")]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-    results: list[tuple[Any, tuple[Any, ...]]] = torch.load(folder / "out.pt", weights_only=False)
-    return results
-
-
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, tuple[Any, ...]]]:
     """All cases in one process: triton takes seconds to import."""
     calls = [(case.kernel, (*(case.args if case.given is None else case.given), *case.more)) for case in CASES]
-    return interpret(calls, tmp_path_factory.mktemp("interpreted"))
+    found: list[tuple[Any, tuple[Any, ...]]] = interpret(_INTERPRETED, calls, tmp_path_factory.mktemp("interpreted"))
+    return found
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -297,7 +285,7 @@ def fused() -> list[tuple[str, tuple[Any, ...]]]:
 
 def test_what_is_quantised_with_another_kernel_is_quantised_by_definition(tmp_path: Path) -> None:
     """Bit for bit what the quantiser makes of the result of the kernel without it."""
-    results = [found for found, _ in interpret(fused(), tmp_path)]
+    results = [found for found, _ in interpret(_INTERPRETED, fused(), tmp_path)]
     for plain, both in zip(results[::2], results[1::2], strict=True):
         assert not isinstance(plain, str), plain
         assert not isinstance(both, str), both

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusal import refused
 
 from weft.errors import ProgramError
 from weft.stages.layout import StageLayout, split_layers
@@ -46,3 +47,9 @@ def test_splits_that_do_not_exist(num_layers: int, num_stages: int) -> None:
 def test_layouts_that_do_not_exist(fields: tuple[int, int, int, int]) -> None:
     with pytest.raises(ProgramError, match=r"number the stages|give every stage"):
         StageLayout(*fields)
+
+
+def test_more_stages_than_layers_in_a_split_by_hand() -> None:
+    instead = "use 1 to 6 stages, so that each owns a layer"
+    with refused(ProgramError, "split_layers(6, 7)", "6 layers for 7 stages", instead):
+        split_layers(6, 7)

@@ -11,6 +11,7 @@ import torch
 from graphified import LAW, X, agree, counts, twice
 from torch import Tensor
 
+import weft
 from weft.errors import CacheMissError, CaptureError, DeviceError
 from weft.proofs.laws import assert_equal
 from weft.transforms.graphify import graphify
