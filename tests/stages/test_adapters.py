@@ -27,6 +27,7 @@ from weft.stages.decoder import Normed, decoder_stage, feed_forward, project
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, stage_params
 from weft.stages.random_weights import random_adapter, random_params
+from weft.stages.states import empty_states
 from weft.state import State, admit, advance, resolve
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, lora_rungs, make_ladder
@@ -89,15 +90,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def empty_state(model: Model, layouts: Any, num_reqs: int = 1) -> tuple[State, ...]:
-    config = model.config
-    return tuple(
-        State.zeros(
-            num_layers=len(layout.layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            max_num_reqs=num_reqs, num_pages=4 * num_reqs, max_pages=4, page_size=4,
-            vocab_size=config.vocab_size if layout.last else 0,
-        )
-        for layout in layouts
-    )  # fmt: skip
+    sizes = {"max_num_reqs": num_reqs, "num_pages": 4 * num_reqs, "max_pages": 4, "page_size": 4}
+    return empty_states(model.config, layouts, **sizes)
 
 
 def logits(model: Model, adapters: list[Adapter], slot: int, num_stages: int = 1) -> Tensor:
