@@ -1,4 +1,7 @@
-"""Sampling: the generator against an independent implementation, and sample's edges. (Distributions: tests/proofs.)"""
+"""Sampling: the generator against an independent implementation, and the edges of `sample`.
+
+`test_sample_distribution.py` has the distributions.
+"""
 
 import math
 from importlib import import_module

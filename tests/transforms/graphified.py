@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+import pytest
 import torch
 from torch import Tensor
 
 from weft.donation import clone
+from weft.errors import CaptureError
 from weft.proofs.laws import assert_equal
 from weft.transforms.graphify import Graphified, graphify
 from weft.trees import pytree, static
@@ -39,6 +41,15 @@ def agree(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> Graphified[Any, An
     for seen, wanted in kept:
         assert_equal("a result never changes", seen, wanted)
     return g
+
+
+def refusal(fn: Callable[..., Any], *args: Any) -> str:
+    """What the error says that a capture of `fn` raises; the generator is then as it was."""
+    before = torch.get_rng_state()
+    with pytest.raises(CaptureError) as caught:
+        graphify(fn)(*args)
+    assert torch.equal(before, torch.get_rng_state())
+    return str(caught.value)
 
 
 @contextmanager

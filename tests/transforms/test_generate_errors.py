@@ -10,12 +10,7 @@ import weft
 from weft.donation import clone
 from weft.errors import RequestError, WeftError
 from weft.proofs.laws import assert_equal
-from weft.stages.model import DEMO, Model
-
-
-@pytest.fixture(scope="module")
-def demo() -> Model:
-    return weft.load(DEMO, "cpu", "float32")
+from weft.stages.model import Model
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from weft.proofs.laws import engine_serves_as_alone
 from weft.proofs.laws.engine import alone
 from weft.proofs.strategies.engines import Load, loads, small_model
 from weft.sampling import SamplingParams
-from weft.stages.model import DEMO, Model
+from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.setup import EngineLimits
@@ -38,11 +38,6 @@ def test_each_completion_is_what_it_is_alone(load: Load) -> None:
 
 def ended(engine: Engine) -> dict[str, Track]:
     return {output.id: output.track for output in engine if output.finish_reason is not None}
-
-
-@pytest.fixture(scope="module")
-def demo() -> Model:
-    return weft.load(DEMO, "cpu", "float32")
 
 
 def test_a_hundred_times_the_pages_are_served_in_their_turn() -> None:
