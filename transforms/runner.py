@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 
 from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
 from weft.effects import Schema, TensorSchema
 from weft.errors import ProgramError
 from weft.outputs import Output
@@ -13,9 +14,10 @@ from weft.sampling import SamplingParams
 from weft.stages.decoder import DecoderStage, decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model, stage_params
+from weft.stages.states import empty_states
 from weft.state import State, admit, advance
 from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits, make_ladder
+from weft.transforms.ladder import Ladder, Limits, make_ladder
 from weft.transforms.pipeline import compose, pipeline
 from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.transports import Transport
@@ -84,19 +86,18 @@ def make_runner(
     stages = tuple(decoder_stage(model.config, layout, **extras) for layout in every)
     params = stage_params(model, layouts)
     if num_stages == 1:
-        whole = compose(stages, advance=advance)
-        if mode == "none":
-            return Runner(whole, params, stages, layouts, ())
-        graph = graphify(whole, ladder=ladder, split_at=SPLIT_AT, backend=backend)
-        return Runner(graph, params, stages, layouts, (graph,))
-    graphs = (
-        []
-        if mode == "none"
-        else [graphify(stage, ladder=ladder, split_at=SPLIT_AT, backend=backend) for stage in stages]
-    )
+        whole = graph_step(compose(stages, advance=advance), ladder, backend)
+        return Runner(whole, params, stages, layouts, (whole,) if len(ladder) else ())
+    spanned = [graph_step(stage, ladder, backend) for stage in stages]
     schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
-    step = pipeline(graphs or stages, microbatches=num_stages, advance=advance, schema=schema, transport=transport)
-    return Runner(step, params, stages, layouts, tuple(graphs))
+    step = pipeline(spanned, microbatches=num_stages, advance=advance, schema=schema, transport=transport)
+    return Runner(step, params, stages, layouts, tuple(spanned) if len(ladder) else ())
+
+
+def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
+    """A decoder's step or stage graphified, in pieces around its attention where the ladder asks for them; as it is
+    where the ladder is empty."""
+    return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
 
 
 def make_state(
@@ -117,22 +118,17 @@ def make_state(
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
-    config = model.config
     asked = [SamplingParams(temperature=0.0)] * len(lengths) if sampling is None else sampling
 
-    def one(layout: StageLayout) -> State:
-        empty = State.zeros(
-            num_layers=len(layout.layers),
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_num_reqs=len(lengths),
-            num_pages=ends[-1],
-            max_pages=max(counts),
-            page_size=PAGE_SIZE,
-            vocab_size=config.vocab_size if layout.last else 0,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        return admit(empty, range(len(lengths)), pages, asked, prompts or [()] * len(lengths))
-
-    return tuple(one(layout) for layout in layouts)
+    said = prompts or [()] * len(lengths)
+    states = empty_states(
+        model.config,
+        layouts,
+        max_num_reqs=len(lengths),
+        num_pages=ends[-1],
+        max_pages=max(counts),
+        page_size=PAGE_SIZE,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    return tuple(admit(empty, range(len(lengths)), pages, asked, said) for empty in states)

@@ -10,6 +10,7 @@ from weft.batch import Batch
 from weft.proofs.laws.compare import LawViolation, assert_equal
 from weft.proofs.serving import Window, serve
 from weft.proofs.strategies.traces import Trace
+from weft.stages.states import empty_states
 from weft.state import State, admit, advance
 from weft.transforms.engine.requests import Request
 from weft.transforms.engine.steppers import Done, Streamed
@@ -139,15 +140,13 @@ def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
 
 
 def _small(trace: Trace, num_pages: int, device: torch.device | str) -> State:
-    config = trace.config
-    return State.zeros(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+    (state,) = empty_states(
+        trace.config,
+        trace.layouts(1),
         max_num_reqs=1,
         num_pages=num_pages,
         max_pages=num_pages,
         page_size=trace.page_size,
-        vocab_size=config.vocab_size,
         device=device,
     )
+    return state

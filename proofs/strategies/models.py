@@ -16,6 +16,7 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
+from weft.stages.states import empty_states
 from weft.state import State, admit
 from weft.trees import tree_map
 
@@ -171,25 +172,23 @@ class Scenario:
         pages = [-(-(len(p) + decodes) // self.page_size) for p in self.prompts]
         ends = [sum(pages[: i + 1]) for i in range(len(pages))]
         rows = range(len(self.prompts))
+        own = [range(end - n, end) for end, n in zip(ends, pages, strict=True)]
+        states = empty_states(
+            self.config,
+            self.layouts(num_stages),
+            max_num_reqs=len(self.prompts),
+            num_pages=ends[-1],
+            max_pages=max(pages),
+            page_size=self.page_size,
+            max_biased=4,
+            device=device,
+        )
 
-        def one(layout: StageLayout) -> State:
-            empty = State.zeros(
-                num_layers=len(layout.layers),
-                num_kv_heads=self.config.num_kv_heads,
-                head_dim=self.config.head_dim,
-                max_num_reqs=len(self.prompts),
-                num_pages=ends[-1],
-                max_pages=max(pages),
-                page_size=self.page_size,
-                vocab_size=self.config.vocab_size if layout.last else 0,
-                max_biased=4,
-                device=device,
-            )
+        def one(empty: State) -> State:
             empty.kv_pages.fill_(poison)
-            own = [range(end - n, end) for end, n in zip(ends, pages, strict=True)]
             return admit(empty, rows, own, self.sampling, self.prompts, adapters=self.adapters or None)
 
-        return tuple(one(layout) for layout in self.layouts(num_stages))
+        return tuple(map(one, states))
 
 
 @st.composite

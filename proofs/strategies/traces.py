@@ -15,6 +15,7 @@ from weft.stages.decoder import DecoderStage, decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
+from weft.stages.states import empty_states
 from weft.state import State
 from weft.transforms.engine.host import Budget
 from weft.transforms.engine.requests import Request
@@ -103,19 +104,14 @@ class Trace:
         speculation = self.speculation(device) if self.drafts else None
         spare = speculation.spare_pages(self.page_size) if speculation else 0
         layouts = self.layouts(num_stages)
-        states = tuple(
-            State.zeros(
-                num_layers=len(layout.layers),
-                num_kv_heads=self.config.num_kv_heads,
-                head_dim=self.config.head_dim,
-                max_num_reqs=self.budget.max_num_reqs,
-                num_pages=self.num_pages,
-                max_pages=self.budget.max_pages + spare,
-                page_size=self.page_size,
-                vocab_size=self.config.vocab_size if layout.last else 0,
-                device=device,
-            )
-            for layout in layouts
+        states = empty_states(
+            self.config,
+            layouts,
+            max_num_reqs=self.budget.max_num_reqs,
+            num_pages=self.num_pages,
+            max_pages=self.budget.max_pages + spare,
+            page_size=self.page_size,
+            device=device,
         )
         return speculation.states(states, layouts) if speculation else states
 

@@ -3,7 +3,7 @@
 import math
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -248,7 +248,7 @@ class Engine:
         id: str | None = None,
         priority: int = 0,
         adapter: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request as an async iterator; any number of them run on one event loop, and share every
         step. A consumer that goes away (`aclose()`, `break`, a cancelled task) aborts its request.
 

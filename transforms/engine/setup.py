@@ -14,17 +14,17 @@ from weft.stages.adapters import Adapter
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model, stage_params
+from weft.stages.states import empty_states
 from weft.state import State, advance
 from weft.transforms.engine.host import Budget
 from weft.transforms.engine.intake import is_count
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
 from weft.transforms.engine.work import advance_work, edited
-from weft.transforms.graphify import graphify
 from weft.transforms.ladder import MODES, Ladder
 from weft.transforms.pipeline import compose, pipeline
 from weft.transforms.pipeline_checks import wrong_transport
-from weft.transforms.runner import SPLIT_AT
+from weft.transforms.runner import graph_step
 from weft.transforms.transports import Transport
 
 _MEMORY_SHARE = 0.85
@@ -102,20 +102,15 @@ def make_states(model: Model, layouts: Sequence[StageLayout], limits: Resolved) 
     """An empty state for each stage that runs here."""
     speculation = limits.speculation
     spare = 0 if speculation is None else speculation.spare_pages(limits.page_size)
-    states = tuple(
-        State.zeros(
-            num_layers=len(layout.layers),
-            num_kv_heads=model.config.num_kv_heads,
-            head_dim=model.config.head_dim,
-            max_num_reqs=limits.budget.max_num_reqs,
-            num_pages=limits.num_pages,
-            max_pages=limits.budget.max_pages + spare,
-            page_size=limits.page_size,
-            vocab_size=model.config.vocab_size if layout.last else 0,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        for layout in layouts
+    states = empty_states(
+        model.config,
+        layouts,
+        max_num_reqs=limits.budget.max_num_reqs,
+        num_pages=limits.num_pages,
+        max_pages=limits.budget.max_pages + spare,
+        page_size=limits.page_size,
+        dtype=model.dtype,
+        device=model.device,
     )
     return states if speculation is None else speculation.states(states, layouts)
 
@@ -151,15 +146,11 @@ def make_stepper(
     if speculation is not None:
         stages = speculation.stages(stages)
         params = ((params[0], speculation.params), *params[1:]) if layouts[0].first else params
-
-    def graph(step: Any) -> Any:
-        return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
-
     if num_stages == 1:
-        return Stepped(graph(compose(stages, advance=advance)), params, state, model.device)
+        return Stepped(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
     ids = torch.zeros(1, dtype=torch.int64, device=model.device) if drafts else None
     x = IntermediateTensors(torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device), ids)
-    spanned = [graph(stage) for stage in stages]
+    spanned = [graph_step(stage, ladder, backend) for stage in stages]
     step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=Schema.of(x), transport=transport)
     graphs = [(spanned[rank], x if rank else None) for rank in here] if len(ladder) else []
     return Streamed(step, params, state, model.device, graphs)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from weft.errors import ProgramError
@@ -57,7 +57,7 @@ class Streams:
         self._queues: dict[str, asyncio.Queue[RequestOutput | BaseException]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def stream(self, prompt: Any, sampling: Any, **options: Any) -> AsyncIterator[RequestOutput]:
+    async def stream(self, prompt: Any, sampling: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request, until all of its completions have ended."""
         if self._spread:
             call, instead = "engine.stream(prompt)", "add() on all ranks, and step() on each"

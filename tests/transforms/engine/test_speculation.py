@@ -12,7 +12,7 @@ import weft
 from weft.errors import RequestError
 from weft.proofs.strategies.engines import small_model
 from weft.sampling import SamplingParams
-from weft.stages.model import DEMO, Model
+from weft.stages.model import Model
 from weft.transforms.engine.decodes import choose_query_len
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.host import Budget, HostState
@@ -26,11 +26,6 @@ from weft.transforms.ladder import MODES
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=20, max_model_len=24, page_size=4, num_pages=24)
 ITSELF = Speculation(4, model=small_model())
 WAYS = {"lookup": Speculation(3), "itself": ITSELF, "another": Speculation(2, model=small_model(1))}
-
-
-@pytest.fixture(scope="module")
-def demo() -> Model:
-    return weft.load(DEMO, "cpu", "float32")
 
 
 def served(speculation: Speculation | None, **options: Any) -> tuple[dict[tuple[str, int], Track], Engine]:
