@@ -16,7 +16,17 @@ from weft.proofs.code import Writer
 from weft.proofs.difference import ATOL, RTOL, LawViolation
 from weft.proofs.elements import Tolerance
 from weft.proofs.equivalence import Counterexample
-from weft.proofs.search import Found, as_given, check_arguments, copies, is_strategy, name_of, search
+from weft.proofs.search import (
+    Found,
+    as_given,
+    check_arguments,
+    copies,
+    is_strategy,
+    name_of,
+    remember,
+    remembered,
+    search,
+)
 from weft.proofs.subject import Arguments, Subject
 from weft.proofs.user_laws import LAWS, UserLaw
 from weft.transforms.graphify import Graphified, graphify
@@ -165,8 +175,7 @@ def _row(
         except LawViolation as error:
             raise _Broken(error, calls) from error.__cause__
         except Exception as error:
-            if not hasattr(error, "__weft_calls__"):
-                error.__weft_calls__ = calls  # type: ignore[attr-defined]
+            remember(error, calls)
             raise
 
     found = search(run, examples, _count(max_examples)) if is_strategy(examples) else _once(run, examples)
@@ -222,6 +231,6 @@ def _raise_first(f: Callable[..., Any], rows: Sequence[Row], options: Any) -> No
         values = [("calls", error.calls), *own.items()]
         raise Counterexample(text, values, last) from error.__cause__
     assert error is not None, "it failed"
-    code = Writer({"import weft.proofs"}).block([("calls", error.__weft_calls__)])  # type: ignore[attr-defined]
+    code = Writer({"import weft.proofs"}).block([("calls", remembered(error))])
     error.add_note(f"{name_of(f)} itself raised this, for\n{textwrap.indent(code, '    ')}")
     raise error

@@ -19,6 +19,8 @@ from weft.proofs.search import (
     is_control,
     is_strategy,
     names_of,
+    remember,
+    remembered,
     search,
 )
 
@@ -107,13 +109,16 @@ def assert_equivalent(
     comparison = _Comparison(f, g, names, tolerance, raises, _call(names, options))
     found = search(comparison, drawn, max_examples) if is_strategy(drawn) else _once(comparison, drawn)
     if found.error is not None:
+        if not isinstance(found.error, Counterexample):
+            code = Writer().block([("args", remembered(found.error))])
+            found.error.add_note(f"Both raised this for\n{textwrap.indent(code, '    ')}")
         raise found.error from found.error.__cause__
 
 
 def _once(run: Callable[[Any], None], given: Any) -> Found:
     try:
         run(given)
-    except Counterexample as error:
+    except Exception as error:
         return Found(1, error)
     return Found(1, None)
 
@@ -153,7 +158,7 @@ class _Comparison:
             return
         if error is not None and other is not None:
             if not isinstance(error, self.raises or ()) and not isinstance(other, self.raises or ()):
-                error.add_note(f"{self.names[1]} raises too, a {type(other).__name__}: there is nothing to compare.")
+                remember(error, kept)
                 raise error
             if type(error) is type(other):
                 return

@@ -43,6 +43,7 @@ def search(run: Callable[[Any], None], examples: "st.SearchStrategy[Any]", max_e
         database=None,
         report_multiple_bugs=False,
         verbosity=Verbosity.quiet,
+        print_blob=False,
         phases=(Phase.generate, Phase.target, Phase.shrink),
         **more,
     )
@@ -67,6 +68,17 @@ def search(run: Callable[[Any], None], examples: "st.SearchStrategy[Any]", max_e
         if not failures or error is not failures[-1]:
             raise
     return Found(count, failures[-1] if failures else None)
+
+
+def remember(error: Exception, given: Any) -> None:
+    """Keep with an error the arguments on which a user's function raised it, unless that was done."""
+    if not hasattr(error, "__weft_given__"):
+        error.__weft_given__ = given  # type: ignore[attr-defined]
+
+
+def remembered(error: Exception) -> Any:
+    """What `remember` kept."""
+    return error.__weft_given__  # type: ignore[attr-defined]
 
 
 def is_control(error: BaseException) -> bool:

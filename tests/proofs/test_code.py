@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.descriptor import BatchDescriptor
 from weft.effects import Recv, Schema, TensorSchema
 from weft.proofs.code import MOST_PRINTED, to_code
 from weft.proofs.difference import find_difference
@@ -69,20 +70,19 @@ def test_the_code_of_what_is_drawn_makes_it(value: Any) -> None:
 def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     kind = dtype if dtype.is_complex else torch.float64
-    x = (
-        (torch.randn(shape, dtype=kind, generator=generator) * 3).abs()
-        if not dtype.is_complex
-        else torch.randn(shape, dtype=kind)
-    )
-    x = x.to(dtype)
+    drawn = torch.randn(shape, dtype=kind, generator=generator) * 3
+    x = drawn if dtype.is_complex else drawn.abs().to(dtype)
     assert find_difference(again(x), x) is None
 
 
 def test_what_code_looks_like() -> None:
-    assert (
-        to_code(torch.full((2000, 3), 0.5)) == "import torch\nvalue = torch.full((2000, 3), 0.5, dtype=torch.float32)"
+    full = "torch.full((2000, 3), 0.5, dtype=torch.float32)"
+    assert to_code(torch.full((2000, 3), 0.5)) == f"import torch\nvalue = {full}"
+    rows = Rows(BatchDescriptor(1, 1), torch.tensor([2.0]))
+    assert to_code(rows, "rows") == (
+        "import torch\nimport weft\nfrom weft.proofs.strategies.functions import Rows\n"
+        "rows = Rows(descriptor=weft.BatchDescriptor(num_tokens=1, num_reqs=1), x=torch.tensor([2.0]))"
     )
-    assert to_code(Rows(descriptors().map, torch.tensor([1.0]))).startswith("import torch\nfrom weft.proofs")
     x = torch.arange(6).view(2, 3).t()
     assert to_code(x) == (
         "import torch\n"

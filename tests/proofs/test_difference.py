@@ -52,11 +52,7 @@ SAID: dict[str, tuple[Any, Any, str]] = {
     "zeros": (torch.tensor([0.0, 0.0]), torch.tensor([0.0, -0.0]), "[1]: 0.0 against -0.0"),
     "NaN on one side": (torch.tensor([1.0, NAN]), torch.tensor([1.0, 2.0]), "[1]: nan against 2.0"),
     "bools": (torch.tensor([True]), torch.tensor([False]), "[0]: True against False"),
-    "whole numbers": (
-        torch.tensor([[7, 2**60]]),
-        torch.tensor([[7, 2**60 + 1]]),
-        f"[0, 1]: {2**60} against {2**60 + 1}",
-    ),
+    "whole numbers": (torch.tensor([2**60]), torch.tensor([2**60 + 1]), f"[0]: {2**60} against {2**60 + 1}"),
     "unsigned": (torch.tensor([3], dtype=torch.uint16), torch.tensor([4], dtype=torch.uint16), "[0]: 3 against 4"),
     "complex": (torch.tensor([1 + 2j]), torch.tensor([1 - 2j]), "[0]: (1+2j) against (1-2j)"),
     "a conjugate": (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]), "[0]: (1-2j) against (1+2j)"),
@@ -86,10 +82,8 @@ def test_nan_equals_nan_unless_told_otherwise(dtype: torch.dtype) -> None:
 
 def test_a_tolerance_is_of_floating_point_alone() -> None:
     loose = Tolerance(atol=1.0)
-    assert (
-        find_difference((torch.ones(2), 1.0, torch.tensor([1j])), (torch.zeros(2), 0.5, torch.tensor([0.5j])), loose)
-        is None
-    )
+    seen, near = (torch.ones(2), 1.0, torch.tensor([1j])), (torch.zeros(2), 0.5, torch.tensor([0.5j]))
+    assert find_difference(seen, near, loose) is None
     assert str(find_difference(torch.tensor([1]), torch.tensor([2]), loose)) == "[0]: 1 against 2"
     assert str(find_difference(one([1.0], FLOATS[4]), one([3.0], FLOATS[4]), loose)) == "[0]: 1.0 against 3.0"
     assert str(find_difference(1.0, 2.5, loose)) == ": 1.0 against 2.5"
@@ -104,7 +98,7 @@ def test_neighbours_are_one_ulp_apart_and_zeros_none(dtype: torch.dtype) -> None
         assert ulps(x, x) == 0
     assert ulps(one(0.0, dtype), one(-0.0, dtype)) == 0
     smallest = torch.ones((), dtype=ints).view(dtype)
-    assert ulps(smallest, -smallest.float().to(dtype) if dtype.itemsize == 1 else -smallest) == 2
+    assert ulps(smallest, (-smallest.float()).to(dtype) if dtype.itemsize == 1 else -smallest) == 2
     assert ulps(one(NAN, dtype), one(1.0, dtype)) is None
 
 
@@ -134,7 +128,7 @@ at:       [0], element [0, 1] of float32 [2, 2] on cpu
 graph:    1.0
 function: 1.5
 apart:    0.5, 4,194,304 ULPs
-differ:   2 of 4 elements; most at [1, 0]: inf and 3.0, apart inf, 1,069,547,520 ULPs
+differ:   2 of 4 elements; most at [1, 0]: inf and 3.0, apart inf, 1,061,158,912 ULPs
 leaves:   2 of 3 differ; this is the first"""
 
 
@@ -154,7 +148,7 @@ def test_all_that_is_said() -> None:
 def test_a_law_says_it_in_one_line() -> None:
     with pytest.raises(LawViolation) as caught:
         assert_equal("L0 a law", {"h": torch.tensor([1.0])}, {"h": torch.tensor([1.0001])})
-    assert str(caught.value) == "L0 a law: ['h'][0]: 1.0 against 1.0001000165939331"
+    assert str(caught.value) == "L0 a law: ['h'][0]: 1.0 against 1.000100016593933"
     assert_equal("L0 a law", {"h": torch.tensor([1.0])}, {"h": torch.tensor([1.0001])}, exact=False)
 
 
