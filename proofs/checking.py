@@ -17,12 +17,12 @@ from weft.proofs.difference import ATOL, RTOL, LawViolation
 from weft.proofs.elements import Tolerance
 from weft.proofs.equivalence import Counterexample
 from weft.proofs.search import (
-    Found,
     as_given,
     check_arguments,
     copies,
     is_strategy,
     name_of,
+    once,
     remember,
     remembered,
     search,
@@ -178,7 +178,7 @@ def _row(
             remember(error, calls)
             raise
 
-    found = search(run, examples, _count(max_examples)) if is_strategy(examples) else _once(run, examples)
+    found = search(run, examples, _count(max_examples)) if is_strategy(examples) else once(run, examples)
     outcome = "holds" if total else "no evidence"
     if found.error is not None:
         outcome = "broken" if isinstance(found.error, _Broken) else "raises"
@@ -191,14 +191,6 @@ class _Broken(LawViolation):
     def __init__(self, violation: LawViolation, calls: list[Arguments]) -> None:
         super().__init__(str(violation))
         self.calls = calls
-
-
-def _once(run: Callable[[Any], None], calls: Any) -> Found:
-    try:
-        run(calls)
-    except Exception as error:
-        return Found(1, error)
-    return Found(1, None)
 
 
 def _show(subject: Subject, rows: Sequence[Row], console: Console) -> None:

@@ -11,7 +11,6 @@ from weft.proofs.code import Writer
 from weft.proofs.difference import LawViolation, find_difference
 from weft.proofs.elements import Tolerance
 from weft.proofs.search import (
-    Found,
     as_given,
     call_with,
     check_arguments,
@@ -19,6 +18,7 @@ from weft.proofs.search import (
     is_control,
     is_strategy,
     names_of,
+    once,
     remember,
     remembered,
     search,
@@ -107,20 +107,14 @@ def assert_equivalent(
     options = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan, "raises": raises}
     drawn = as_given(given, f"assert_equivalent({', '.join(names)}, given=...)")
     comparison = _Comparison(f, g, names, tolerance, raises, _call(names, options))
-    found = search(comparison, drawn, max_examples) if is_strategy(drawn) else _once(comparison, drawn)
+    found = search(comparison, drawn, max_examples) if is_strategy(drawn) else once(comparison, drawn)
     if found.error is not None:
         if not isinstance(found.error, Counterexample):
             code = Writer().block([("args", remembered(found.error))])
             found.error.add_note(f"Both raised this for\n{textwrap.indent(code, '    ')}")
+        if isinstance(found.error, Counterexample):  # where it was raised is of no use to anybody
+            found.error.with_traceback(None)
         raise found.error from found.error.__cause__
-
-
-def _once(run: Callable[[Any], None], given: Any) -> Found:
-    try:
-        run(given)
-    except Exception as error:
-        return Found(1, error)
-    return Found(1, None)
 
 
 def _call(names: Sequence[str], options: dict[str, Any]) -> str:

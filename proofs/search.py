@@ -25,6 +25,17 @@ class Found:
     error: Exception | None
 
 
+def once(run: Callable[[Any], None], example: Any) -> Found:
+    """As `search`, of one example."""
+    try:
+        run(example)
+    except CheckError:
+        raise
+    except Exception as error:
+        return Found(1, error)
+    return Found(1, None)
+
+
 def search(run: Callable[[Any], None], examples: "st.SearchStrategy[Any]", max_examples: int | None = None) -> Found:
     """Call `run` on examples until it raises, and then on ever smaller ones.
 
@@ -67,6 +78,8 @@ def search(run: Callable[[Any], None], examples: "st.SearchStrategy[Any]", max_e
     except Exception as error:
         if not failures or error is not failures[-1]:
             raise
+    if failures and isinstance(failures[-1], CheckError):
+        raise failures[-1]
     return Found(count, failures[-1] if failures else None)
 
 

@@ -39,7 +39,8 @@ class Subject:
     @property
     def fn(self) -> Callable[..., Any]:
         """The function itself."""
-        return self.graph.__wrapped__
+        fn: Callable[..., Any] = self.graph.__wrapped__
+        return fn
 
     def fresh(self) -> Graphified[..., Any]:
         """The function graphified, without any graph yet."""
