@@ -82,6 +82,10 @@ class CostError(WeftError, ValueError):
     """A cost or a moment that cannot be: negative, not finite, or missing for a stage."""
 
 
+class CheckError(WeftError, ValueError):
+    """A check of laws, or of an equivalence, that was asked for in a way that says nothing."""
+
+
 class ProgramError(WeftError, ValueError):
     """A pipeline program that could not be built, or that the check refused."""
 

@@ -18,7 +18,7 @@ from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY, may_capture
 from weft.torchapi import in_plain_surroundings, uncompiled
 from weft.transforms.borrowing import lend, lending
-from weft.transforms.call import Call, check_call, hashable_signature, inline_reason, take_apart
+from weft.transforms.call import Call, Roles, check_call, hashable_signature, inline_reason, take_apart
 from weft.transforms.capture import Entry
 from weft.transforms.dispatch import Decision
 from weft.transforms.graphs import Explanation, Graphs
@@ -43,6 +43,7 @@ _ALL: "weakref.WeakSet[Graphified[..., Any]]" = weakref.WeakSet()
 class Graphified(Generic[P, R]):
     """What `graphify` returns: the function, and the graphs captured of it."""
 
+    __wrapped__: Callable[P, R]
     _plans: dict[Key, Plan]
     _readers: dict[tuple[Any, ...], tuple[Reader[Replay], ...]]
 
@@ -59,6 +60,11 @@ class Graphified(Generic[P, R]):
     def ladder(self) -> Ladder[Any] | None:
         """The classes that may be captured; None: any signature."""
         return self._of.ladder
+
+    @property
+    def roles(self) -> Roles:
+        """How its arguments enter a graph."""
+        return self._of.roles
 
     @property
     def split_at(self) -> frozenset[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from weft.proofs.laws.compare import LawViolation
+from weft.proofs.difference import LawViolation
 from weft.proofs.strategies.engines import Load, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine

@@ -9,7 +9,8 @@ from torch import Tensor
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.padding import pad, unpad
-from weft.proofs.laws.compare import LawViolation, assert_equal, larger, whole
+from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.laws.compare import larger, whole
 from weft.proofs.strategies.calls import Call, called, worlds
 from weft.proofs.strategies.functions import Function, Rows
 from weft.proofs.strategies.images import ImageScenario, Resolution

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from weft.batch import Batch
-from weft.proofs.laws.compare import LawViolation, assert_equal
+from weft.proofs.difference import LawViolation, assert_equal
 from weft.proofs.serving import Window, serve
 from weft.proofs.strategies.traces import Trace
 from weft.stages.states import empty_states
