@@ -212,7 +212,8 @@ class Engine:
 
     def warm_up(self) -> Stats:
         """Capture all graphs of the ladder, largest first, with a progress bar on a terminal; without it they are
-        captured when they are first needed. They run on padding, in rows and pages that no request has.
+        captured when they are first needed. They run on padding, in rows and pages that no request has. Steps that
+        return logprobs of a prompt have graphs of their own, which are captured when one is first asked for.
 
         Returns:
             The engine's counts: how many graphs it holds now.
