@@ -78,6 +78,10 @@ class LogitsError(WeftError, ArithmeticError):
     """Logits that are no numbers: what a request ends with whose logits were NaN."""
 
 
+class EngineError(WeftError, RuntimeError):
+    """An engine that cannot go on: one of its steps raised."""
+
+
 class CostError(WeftError, ValueError):
     """A cost or a moment that cannot be: negative, not finite, or missing for a stage."""
 

@@ -37,7 +37,7 @@ class SamplingParams:
         logit_bias: added to the logits of these tokens.
         allowed_token_ids: no other tokens are drawn; None: all are allowed.
         bad_token_ids: never drawn.
-        min_tokens: a request of fewer tokens draws no token that would end it.
+        min_tokens: a request of fewer tokens draws no token that would end it, and no text that they complete does.
         stop_token_ids: tokens that end the request, beside the model's own.
         stop: texts that end it, and that its own text ends before.
         ignore_eos: the model's end-of-sequence tokens do not end it.

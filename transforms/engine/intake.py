@@ -46,11 +46,17 @@ class Intake:
         """
         given = SamplingParams(temperature=0.0) if sampling is None else sampling
         call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
+        if not isinstance(given, SamplingParams):
+            raise RequestError(call, f"sampling is a {type(given).__name__}", "weft.SamplingParams(...), or None")
+        if not isinstance(name, str) or not name:
+            raise RequestError(call, f"id={name!r}", "a string that is not empty, or None: one is made")
+        if not isinstance(priority, int):
+            raise RequestError(call, f"priority={priority!r}", "a whole number; the lower goes first")
         if not is_count(max_tokens):
             raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
         check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
-        if adapter is not None and adapter not in self.slots:
+        if adapter is not None and not (isinstance(adapter, str) and adapter in self.slots):
             known = ", ".join(map(repr, self.slots)) or "none: Engine(..., adapters={name: weft.load_adapter(...)})"
             raise RequestError(call, f"adapter={adapter!r}", f"one of the engine's: {known}")
         config = self.model.config

@@ -1,6 +1,6 @@
 """What an engine is made of: its limits, resolved against a model and a device; its steps; the checks of requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -41,12 +41,15 @@ class EngineLimits:
     Args:
         max_num_reqs: requests under way at once.
         max_num_tokens: tokens of a step.
-        max_model_len: tokens of a request, those to generate included; None: what the model has positions for, at most
-            4,096.
+        max_model_len: tokens of a request, those to generate included, up to the end of their last page; None: what the
+            model has positions for, at most 4,096.
         page_size: tokens a page.
         num_pages: of the KV cache; None: what memory there is, and no more than all rows could fill.
         num_cohorts: groups of requests that are stepped in turn; None: one a stage.
         mixed: whether a step may hold decodes and prompts.
+
+    Raises:
+        RequestError: a number that is none, or below 1.
     """
 
     max_num_reqs: int = 64
@@ -56,6 +59,16 @@ class EngineLimits:
     num_pages: int | None = None
     num_cohorts: int | None = None
     mixed: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(EngineLimits):
+            value = getattr(self, field.name)
+            call, seen = f"weft.EngineLimits({field.name}={value!r})", f"{field.name}={value!r}"
+            if field.name == "mixed" and not isinstance(value, bool):
+                raise RequestError(call, seen, "True or False")
+            if field.name != "mixed" and not is_count(value) and (value is not None or field.default is not None):
+                instead = "a whole number >= 1" + (", or None" if field.default is None else "")
+                raise RequestError(call, seen, instead)
 
     def resolve(
         self, model: Model, num_stages: int, transport: Transport, speculation: Speculation | None = None
@@ -175,3 +188,25 @@ def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | Non
         raise RequestError(
             call, f"pipeline={stages!r}; the model has {model.config.num_layers} layers", "from 1 stage to one a layer"
         )
+
+
+def check_options(
+    call: str, model: Model, limits: Any, run_ahead: Any, num_logprobs: Any, adapters: Any, speculation: Any
+) -> None:
+    """Refuse options of an engine that are none.
+
+    Raises:
+        RequestError: it is so.
+    """
+    if not (is_count(run_ahead) or (run_ahead == 0 and isinstance(run_ahead, int))):
+        raise RequestError(call, f"run_ahead={run_ahead!r}", "a whole number of steps, or 0")
+    vocab = model.config.vocab_size
+    if num_logprobs != 0 and not (is_count(num_logprobs) and num_logprobs <= vocab):
+        raise RequestError(call, f"num_logprobs={num_logprobs!r}", f"a whole number from 0 to {vocab}")
+    if not isinstance(limits, EngineLimits | None):
+        raise RequestError(call, f"limits is a {type(limits).__name__}", "weft.EngineLimits(...), or None")
+    if not isinstance(speculation, Speculation | None):
+        raise RequestError(call, f"speculation is a {type(speculation).__name__}", "weft.Speculation(...), or None")
+    named = isinstance(adapters, Mapping) and all(isinstance(name, str) for name in adapters)
+    if adapters is not None and not (named and all(isinstance(each, Adapter) for each in adapters.values())):
+        raise RequestError(call, f"adapters={adapters!r:.200}", "{name: weft.load_adapter(model, folder)}, or None")

@@ -7,14 +7,12 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
 
 import weft
 from weft.batch import Batch
 from weft.errors import LogitsError, ProgramError, RequestError
-from weft.proofs.laws import engine_serves_as_alone
 from weft.proofs.laws.engine import alone
-from weft.proofs.strategies.engines import Load, loads, small_model
+from weft.proofs.strategies.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
@@ -27,13 +25,6 @@ from weft.trees import tree_leaves
 
 GREEDY = SamplingParams(temperature=0.0)
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=16)
-
-
-@given(loads(("none",)))
-@settings(max_examples=250)
-def test_each_completion_is_what_it_is_alone(load: Load) -> None:
-    """With the 60 cases of the law in `tests/proofs/test_laws.py`, in all modes, over 300 traces."""
-    engine_serves_as_alone(load)
 
 
 def ended(engine: Engine) -> dict[str, Track]:
