@@ -122,6 +122,8 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     call, folder = f"load_config({os.fspath(path)!r})", Path(path)
     if not folder.is_dir():
         instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
+        if folder.is_file():
+            raise CheckpointNotFoundError(call, f"{str(folder)!r} is a file", f"its folder: {str(folder.parent)!r}")
         raise CheckpointNotFoundError(call, f"there is no folder {str(folder)!r}", instead)
     if not (folder / "config.json").is_file():
         instead = "pass a folder that save_pretrained wrote, or that `hf download` filled"

@@ -10,6 +10,7 @@ from weft.descriptor import Descriptor
 from weft.donation import donated_argnames, donates
 from weft.errors import CaptureError
 from weft.torchapi import is_compiled, operator_name
+from weft.transforms.backends import NAMES, no_backend
 from weft.transforms.call import Roles
 from weft.transforms.ladder import Ladder, as_ladder
 
@@ -81,13 +82,11 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     extra = tuple(n for n in names_in(options["donate_argnames"]) if n not in declared)
     by_name = options["reference_argnames"]
     references = tuple(n for n in signature.parameters if n == "params") if by_name is None else names_in(by_name)
-    for argument in (*extra, *static, *references):
-        if argument not in signature.parameters:
-            raise CaptureError(
-                call,
-                f"donate_argnames, static_argnames or reference_argnames hold {argument!r}, which is no argument of it",
-                f"one of {', '.join(signature.parameters)}",
-            )
+    for option, names in (("donate", extra), ("static", static), ("reference", references)):
+        for argument in names:
+            if argument not in signature.parameters:
+                seen = f"{option}_argnames holds {argument!r}, which is no argument of it"
+                raise CaptureError(call, seen, f"one of {', '.join(signature.parameters) or '(), for it has none'}")
     donated = (*declared, *extra)
     by_hand = () if by_name is None else references
     if both := next((n for n in static if n in (*donated, *by_hand)), None):
@@ -158,5 +157,7 @@ def _check(call: str, options: GraphifyOptions) -> None:
     if isinstance(ladder, Ladder) and ladder.piecewise and not options["split_at"]:
         seen = "a ladder with classes for pieces, and no split_at"
         raise CaptureError(call, seen, "split_at='weft::paged_attention'")
+    if options["backend"] not in (None, *NAMES):
+        raise no_backend(options["backend"])
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise CaptureError(call, f"max_captures={most!r}", "an int >= 1, or None for any number")

@@ -18,7 +18,7 @@ from weft.transforms.engine.outputs import RequestOutput, Sample, joined
 from weft.transforms.engine.reading import Reading, Told
 from weft.transforms.engine.requests import Request, sample_seeds
 from weft.transforms.engine.scheduler import add, finish, observe, schedule
-from weft.transforms.engine.setup import EngineLimits, check_engine, make_stepper
+from weft.transforms.engine.setup import EngineLimits, check_engine, check_parts, make_stepper
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.steppers import Done
@@ -76,6 +76,7 @@ class Engine:
     ) -> None:
         call = f"weft.Engine(model, pipeline={pipeline!r}, graph={graph!r}, run_ahead={run_ahead!r})"
         check_engine(call, model, graph, pipeline, seed, transport)
+        check_parts(call, limits, adapters, speculation)
         if not isinstance(run_ahead, int) or run_ahead < 0:
             raise RequestError(call, f"run_ahead={run_ahead!r}", "a whole number of steps, or 0")
         self.model = model

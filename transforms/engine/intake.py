@@ -48,6 +48,8 @@ class Intake:
         call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
         if not is_count(max_tokens):
             raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
+        if not isinstance(given, SamplingParams):
+            raise RequestError(call, f"sampling is a {type(given).__name__}", "weft.SamplingParams(temperature=...)")
         check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
         if adapter is not None and adapter not in self.slots:
@@ -80,6 +82,8 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     if len(ids) >= limit:
         seen = f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
         raise RequestError(call, seen, f"shorten it to {limit - 1} tokens")
+    if any(isinstance(token, str) for token in ids):
+        raise RequestError(call, f"{name} is a list of strings", "one prompt: a string or a list of token ids")
     if wrong := [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
         raise RequestError(call, f"{name} holds {wrong[0]!r}", f"token ids are ints from 0 to {vocab - 1}")
     return ids

@@ -1,11 +1,12 @@
 """What an engine is made of: its limits, resolved against a model and a device; its steps; the checks of requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from weft.arguments import names_arguments
 from weft.descriptor import BatchDescriptor
 from weft.effects import Schema
 from weft.errors import RequestError
@@ -34,6 +35,12 @@ _CPU_BYTES = 2**30
 _MAX_CONTEXT = 4096
 
 
+@names_arguments(
+    max_num_seqs="max_num_reqs=...",
+    max_num_batched_tokens="max_num_tokens=...",
+    block_size="page_size=...",
+    num_gpu_blocks="num_pages=...",
+)
 @attrs.frozen(kw_only=True)
 class EngineLimits:
     """What an engine holds at most.
@@ -47,6 +54,9 @@ class EngineLimits:
         num_pages: of the KV cache; None: what memory there is, and no more than all rows could fill.
         num_cohorts: groups of requests that are stepped in turn; None: one a stage.
         mixed: whether a step may hold decodes and prompts.
+
+    Raises:
+        RequestError: a number that is none, or below 1.
     """
 
     max_num_reqs: int = 64
@@ -56,6 +66,13 @@ class EngineLimits:
     num_pages: int | None = None
     num_cohorts: int | None = None
     mixed: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(type(self)):
+            value, may_be_none = getattr(self, field.name), field.default is None
+            if field.name != "mixed" and not is_count(value) and not (may_be_none and value is None):
+                call = f"weft.EngineLimits({field.name}={value!r})"
+                raise RequestError(call, f"{field.name}={value!r}", "a whole number >= 1" + ", or None" * may_be_none)
 
     def resolve(
         self, model: Model, num_stages: int, transport: Transport, speculation: Speculation | None = None
@@ -163,6 +180,26 @@ def make_stepper(
     step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=Schema.of(x), transport=transport)
     graphs = [(spanned[rank], x if rank else None) for rank in here] if len(ladder) else []
     return Streamed(step, params, state, model.device, graphs)
+
+
+def check_parts(call: str, limits: Any, adapters: Any, speculation: Any) -> None:
+    """Refuse what an engine is given of the wrong type.
+
+    Raises:
+        RequestError: no limits, no adapters by name, or no speculation.
+    """
+    if limits is not None and not isinstance(limits, EngineLimits):
+        instead = "weft.EngineLimits(max_num_reqs=..., max_num_tokens=...)"
+        raise RequestError(call, f"limits is a {type(limits).__name__}", instead)
+    if adapters is not None and not (isinstance(adapters, Mapping) and all(map(_is_adapter, adapters.values()))):
+        instead = "adapters={name: weft.load_adapter(model, folder)}"
+        raise RequestError(call, f"adapters={adapters!r:.60}", instead)
+    if speculation is not None and not isinstance(speculation, Speculation):
+        raise RequestError(call, f"speculation={speculation!r:.60}", "weft.Speculation(num_tokens=...)")
+
+
+def _is_adapter(value: Any) -> bool:
+    return isinstance(value, Adapter)
 
 
 def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | None, transport: Any) -> None:
