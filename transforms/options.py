@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypedDict
 
 import attrs
+from torch import Tensor
 
 from weft.descriptor import Descriptor
 from weft.donation import donated_argnames, donates
@@ -74,7 +75,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
         CaptureError: one of them says what cannot be, or names what `fn` does not have.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
-    call = f"graphify({getattr(fn, '__name__', fn)}, ...)"
+    call = f"graphify({getattr(fn, '__name__', fn)!s:.60}, ...)"
     _check_function(call, fn)
     _check(call, options)
     signature, declared = _signature_of(call, fn), donated_argnames(fn)
@@ -132,6 +133,11 @@ def _signature_of(call: str, fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def _check_function(call: str, fn: Any) -> None:
+    if isinstance(fn, Tensor):
+        seen = f"a tensor of shape {tuple(fn.shape)}, the result of a call"
+        raise CaptureError(
+            "graphify(<a Tensor>, ...)", seen, "the function itself: graphify(f), and not graphify(f(x))"
+        )
     if not callable(fn):
         raise CaptureError(call, f"{fn!r:.60}, which is no function", "a function over tensors")
     if is_compiled(fn):
@@ -149,7 +155,9 @@ def _check(call: str, options: GraphifyOptions) -> None:
     if ladder is not None and (isinstance(ladder, str) or not all(isinstance(d, Descriptor) for d in ladder)):
         instead = "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable class (such as "
         instead += "an @attrs.frozen one) with a method covers(other)"
-        raise CaptureError(call, f"ladder={ladder!r}", instead)
+        lacks = [type(d).__name__ for d in ladder if not isinstance(d, str) and not hasattr(d, "covers")]
+        seen = f"ladder={ladder!r}" + (f"; {lacks[0]} has no method covers" if lacks else "")
+        raise CaptureError(call, seen, instead)
     for rung in ladder or ():
         if (covers := rung.covers(rung)) is not True:
             seen, instead = f"{rung!r}.covers(itself) is {covers!r}", "a covers(other) that returns True or False"

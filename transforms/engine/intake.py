@@ -53,8 +53,9 @@ class Intake:
         check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
         if adapter is not None and adapter not in self.slots:
-            known = ", ".join(map(repr, self.slots)) or "none: Engine(..., adapters={name: weft.load_adapter(...)})"
-            raise RequestError(call, f"adapter={adapter!r}", f"one of the engine's: {known}")
+            known = f"one of the engine's: {', '.join(map(repr, self.slots))}"
+            none = "Engine(..., adapters={name: weft.load_adapter(model, folder)}): this one has none"
+            raise RequestError(call, f"adapter={adapter!r}", known if self.slots else none)
         config = self.model.config
         params = given.for_request(config.eos_token_ids, request_seed(self.seed, index))
         most = min(max_tokens, config.max_position_embeddings - len(ids))

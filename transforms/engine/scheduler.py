@@ -31,7 +31,7 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
     Raises:
         RequestError: its id is taken, or it could never be served.
     """
-    call, length = f"add(request {request.id!r})", len(request.prompt) + request.max_tokens
+    call, length = f"engine.add(..., id={request.id!r})", len(request.prompt) + request.max_tokens
     if host.find(request.id) is not None:
         raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
     if not request.prompt or request.max_tokens < 1:
