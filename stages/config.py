@@ -34,6 +34,9 @@ class ModelConfig:
 
     Args:
         architecture: `LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM` or `Qwen3MoeForCausalLM`.
+        vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads: sizes.
+        rms_norm_eps: of every norm.
+        max_position_embeddings: tokens of a request at most.
         head_dim: the size of a head, even; `num_heads * head_dim` need not be `hidden_size`.
         rope: the rotary embedding.
         tie_word_embeddings: whether the head is the embedding's matrix.
@@ -114,6 +117,9 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
 
     The tokens that end a generation come from generation_config.json where there is one, even if it names none, as
     in transformers; from config.json otherwise.
+
+    Args:
+        path: the folder.
 
     Raises:
         CheckpointNotFoundError: no folder, or no config.json in it.

@@ -110,6 +110,8 @@ def make_state(
     length.
 
     Args:
+        model: the checkpoint.
+        layouts: of the stages, as `Runner.layouts`.
         lengths: the most tokens that each request will hold.
         sampling, prompts: one a request, as `weft.state.admit` takes them. None: greedy; prompts that no penalty
             counts.

@@ -118,6 +118,13 @@ def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ..
     Who came first, of the least priority, goes first. When pages run out, the last in that order gives up its own, and
     begins anew later: its tokens are computed again, and none is sampled twice. A decode that shares a batch with
     prompts has no drafts.
+
+    Args:
+        host: taken.
+        budget: what there is to give.
+
+    Returns:
+        The host's state, and the work: none, one step, or two (decodes and prompts apart).
     """
     cohort = host.num_ticks % budget.num_cohorts
     host.num_ticks += 1
