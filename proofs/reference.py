@@ -58,7 +58,7 @@ def call_of(name: str, value: Any) -> str:
     made_by_hand = callable(value) and not (isinstance(value, type) and _is_made(value))
     if not made_by_hand:
         return name
-    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    marks: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     parameters = list(inspect.signature(value).parameters.values())
     names = [marks.get(p.kind, "") + p.name for p in parameters]
     keyword = next((i for i, p in enumerate(parameters) if p.kind is inspect.Parameter.KEYWORD_ONLY), None)

@@ -39,11 +39,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
             say, or of something that weft does not adapt.
         RequestError: no model, or no folder.
     """
-    if not isinstance(model, Model) or not isinstance(folder, str | os.PathLike):
-        seen = f"a {type(model).__name__} and a {type(folder).__name__}"
-        raise RequestError(
-            "weft.load_adapter(model, folder)", seen, "model = weft.load(folder) first, then the adapter's folder"
-        )
+    _check_arguments(model, folder)
     call, path = f"weft.load_adapter({model!r}, {os.fspath(folder)!r})", Path(folder)
     _check_files(path, call)
     config = parse_lora(read_object(path / _CONFIG, call), call)
@@ -55,6 +51,14 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
         _check_names(list(handle.keys()), wanted, call)
         deltas = {name: _read(handle, name, config, parts[name].shape, call) for name in parts if name in own}
     return Adapter(deltas, path)
+
+
+def _check_arguments(model: Any, folder: Any) -> None:
+    if not isinstance(model, Model) or not isinstance(folder, str | os.PathLike):
+        seen = f"a {type(model).__name__} and a {type(folder).__name__}"
+        raise RequestError(
+            "weft.load_adapter(model, folder)", seen, "model = weft.load(folder) first, then the adapter's folder"
+        )
 
 
 def _check_files(path: Path, call: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -59,9 +60,7 @@ class Model:
         Raises:
             RequestError: the checkpoint has no tokenizer, or it is no text.
         """
-        if not isinstance(text, str):
-            instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
-            raise RequestError(f"model.encode({text!r:.60})", f"a {type(text).__name__}", instead)
+        _check_text(text)
         if self.tokenizer is None:
             raise RequestError(f"model.encode({text!r})", f"{self.path} holds no tokenizer.json", "pass token ids")
         return list(self.tokenizer.encode(text).ids)
@@ -82,6 +81,12 @@ class Model:
         part = "" if self.layout.num_stages == 1 else f", stage {self.layout.index} of {self.layout.num_stages}"
         layers = len(self.layout.layers)
         return f"<Model {self.config.architecture}{part}, {layers} layers, {size:.1f} MiB on {self.device}>"
+
+
+def _check_text(text: Any) -> None:
+    if not isinstance(text, str):
+        instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
+        raise RequestError(f"model.encode({text!r:.60})", f"a {type(text).__name__}", instead)
 
 
 def pick_device(device: torch.device | str | None, *, call: str) -> torch.device:
