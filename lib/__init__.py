@@ -70,6 +70,8 @@ _HOMES = {
     "weft.trees": ("axes", "descriptor_field", "pytree", "static"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MEANT = {"jit": "graphify", "compile": "graphify", "pmap": "pipeline", "shard_map": "pipeline", "LLM": "Engine"}
+"""Names that others have for it."""
 _SUBPACKAGES = ("effects", "errors", "proofs", "stages", "transforms")
 
 __all__ = [
@@ -130,7 +132,8 @@ def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return import_module(f"weft.{name}")
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        meant = f"; weft.{_MEANT[name]} is what does it here" if name in _MEANT else ""
+        raise AttributeError(f"module 'weft' has no attribute {name!r}{meant}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
     return value
 

@@ -1,7 +1,7 @@
 """`Batch`: what the host asks of a step. `ResolvedBatch`: that, with all that a step derives from it and the state."""
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import attrs
 import torch
@@ -78,8 +78,9 @@ class Batch:
         >>> Batch.decode([0, 2]).descriptor
         BatchDescriptor(num_tokens=2, num_reqs=2, query_len=1, num_active_loras=0)
         """
+        rows = _as_list("Batch.decode(rows)", "rows", rows)
         n = len(rows)
-        _check_rows(f"Batch.decode({list(rows)})", rows)
+        _check_rows(f"Batch.decode({rows})", rows)
         return cls(
             BatchDescriptor.uniform(n, query_len, num_active_loras),
             place(torch.tensor(rows, dtype=torch.int64), device),
@@ -112,12 +113,17 @@ class Batch:
         Raises:
             DescriptorError: lengths differ, a request has no token, or a row stands twice.
         """
+        rows = _as_list("Batch.ragged(rows, token_ids)", "rows", rows)
+        token_ids = _as_list("Batch.ragged(rows, token_ids)", "token_ids", token_ids)
         if any(isinstance(ids, int) for ids in token_ids):
-            call = f"Batch.ragged(rows={list(rows)}, token_ids={list(token_ids)!r})"
+            call = f"Batch.ragged(rows={rows}, token_ids={token_ids!r})"
             raise DescriptorError(call, "a number where a request's token ids should be", "one list of ids a row")
+        token_ids = [
+            _as_list("Batch.ragged(rows, token_ids)", f"token_ids[{i}]", ids) for i, ids in enumerate(token_ids)
+        ]
         lengths = [len(ids) for ids in token_ids]
         flags = [True] * len(rows) if samples is None else list(samples)
-        call = f"Batch.ragged(rows={list(rows)}, token_ids=<{len(lengths)} of lengths {lengths}>)"
+        call = f"Batch.ragged(rows={rows}, token_ids=<{len(lengths)} of lengths {lengths}>)"
         if not len(rows) == len(lengths) == len(flags):
             raise DescriptorError(
                 call, f"{len(rows)} rows, {len(lengths)} token lists, {len(flags)} samples", "give one a row"
@@ -155,6 +161,17 @@ class Batch:
     def after_first(self) -> Self:
         """What stages behind the first one get of it."""
         return self if self.inputs_embeds is None else attrs.evolve(self, inputs_embeds=None)
+
+
+def _as_list(call: str, name: str, given: Any) -> list[Any]:
+    """What was given, as a list of numbers on the host."""
+    if isinstance(given, Tensor):
+        raise DescriptorError(call, f"{name} is a tensor, and is wanted on the host", f"{name}.tolist()")
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        instead = "rows of the state, as in [0, 2]" if name == "rows" else "one list of token ids a row"
+        instead = f"model.encode({name})" if isinstance(given, str) and name != "rows" else instead
+        raise DescriptorError(call, f"{name} is {given!r:.40}, a {type(given).__name__}", instead)
+    return list(given)
 
 
 def _check_rows(call: str, rows: Sequence[int]) -> None:

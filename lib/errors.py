@@ -27,6 +27,10 @@ class WeftError(Exception):
         return f"{self.call}\n  saw: {self.seen}\n  instead: {self.instead}"
 
 
+class ArgumentError(WeftError, TypeError):
+    """A call with an argument that the function does not have, or of a type that it cannot take."""
+
+
 class DescriptorError(WeftError, ValueError):
     """A batch or a descriptor that contradicts itself, or that does not cover what it should."""
 

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import attrs
 
+from weft.arguments import names_arguments
 from weft.errors import RequestError
 
 _LARGEST = 1e30  # with room for products in float32
@@ -21,6 +22,7 @@ def _as_dict(value: Any) -> Any:
     return {} if value is None else dict(value) if isinstance(value, Mapping) else value
 
 
+@names_arguments(max_tokens="generate(..., max_tokens=...), or engine.add(..., max_tokens=...)")
 @attrs.frozen(kw_only=True, repr=False)
 class SamplingParams:
     """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM.

@@ -34,6 +34,9 @@ class ModelConfig:
 
     Args:
         architecture: `LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM` or `Qwen3MoeForCausalLM`.
+        vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads: sizes.
+        rms_norm_eps: of every norm.
+        max_position_embeddings: tokens of a request at most.
         head_dim: the size of a head, even; `num_heads * head_dim` need not be `hidden_size`.
         rope: the rotary embedding.
         tie_word_embeddings: whether the head is the embedding's matrix.
@@ -115,6 +118,9 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     The tokens that end a generation come from generation_config.json where there is one, even if it names none, as
     in transformers; from config.json otherwise.
 
+    Args:
+        path: the folder.
+
     Raises:
         CheckpointNotFoundError: no folder, or no config.json in it.
         ConfigError: what `parse_config` refuses, or a file that is not a JSON object.
@@ -122,6 +128,8 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     call, folder = f"load_config({os.fspath(path)!r})", Path(path)
     if not folder.is_dir():
         instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
+        if folder.is_file():
+            raise CheckpointNotFoundError(call, f"{str(folder)!r} is a file", f"its folder: {str(folder.parent)!r}")
         raise CheckpointNotFoundError(call, f"there is no folder {str(folder)!r}", instead)
     if not (folder / "config.json").is_file():
         instead = "pass a folder that save_pretrained wrote, or that `hf download` filled"

@@ -67,7 +67,7 @@ def decoder_stage(
     def stage(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
-        resolved = resolve(state, batch)
+        resolved = _resolved(state, batch)
         hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
         if x is not None and x.input_ids is not None:
             batch = attrs.evolve(batch, input_ids=x.input_ids)
@@ -81,6 +81,19 @@ def decoder_stage(
 
     stage.__name__ = stage.__qualname__ = f"stage {layout.index} of {layout.num_stages}"
     return stage
+
+
+def _resolved(state: State, batch: Batch) -> ResolvedBatch:
+    """As `resolve`; an error of the device's indices gets a note, since nothing checks these on the host."""
+    try:
+        return resolve(state, batch)
+    except IndexError as error:
+        (rows, pages), size = state.block_table.shape, state.kv_pages.shape[3]
+        error.add_note(
+            f"a row or a token of the batch beyond the state, which has rows 0 to {rows - 2} of at most {pages * size} "
+            "tokens: name rows that were admitted, or make room (make_state(..., lengths=[...]), State.zeros(...))"
+        )
+        raise
 
 
 def embed(params: DecoderParams, batch: ResolvedBatch, given: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 import attrs
 from tqdm.auto import tqdm
 
+from weft.arguments import names_arguments
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
@@ -84,6 +85,14 @@ def generate(
     progress: bool = ...,
     stream: Literal[True],
 ) -> Iterator[RequestOutput]: ...
+@names_arguments(
+    max_new_tokens="max_tokens=...",
+    sampling_params="sampling=...",
+    mode="graph=...",
+    adapters="adapter=weft.load_adapter(model, folder)",
+    pipeline_parallel_size="pipeline=...",
+    num_stages="pipeline=...",
+)
 def generate(
     model: Model,
     prompts: Sequence[str | Sequence[int]],

@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, Unpack, overload
 import torch
 from tqdm.auto import tqdm
 
+from weft.arguments import names_arguments
 from weft.donation import donate
 from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY, may_capture
@@ -299,6 +300,12 @@ def clear_caches() -> None:
 def graphify(fn: Callable[P, R], **options: Unpack[GraphifyOptions]) -> Graphified[P, R]: ...
 @overload
 def graphify(fn: None = ..., **options: Unpack[GraphifyOptions]) -> Callable[[Callable[P, R]], Graphified[P, R]]: ...
+@names_arguments(
+    donate="donate_argnames=[...]",
+    donate_argnums="donate_argnames=[...], by name",
+    static_argnums="static_argnames=[...], by name",
+    mode="ladder=weft.make_ladder(mode, limits)",
+)
 def graphify(
     fn: Callable[P, R] | None = None,
     *,

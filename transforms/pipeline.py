@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from weft.arguments import names_arguments
 from weft.batch import Batch
 from weft.donation import donated_argnames
 from weft.effects import Program, Schema, listing
@@ -205,6 +206,7 @@ class Pipelined:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
 
 
+@names_arguments(num_microbatches="microbatches=...", chunks="microbatches=...")
 def pipeline(
     stages: Sequence[Stage],
     *,

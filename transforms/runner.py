@@ -8,7 +8,7 @@ import attrs
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.effects import Schema, TensorSchema
-from weft.errors import ProgramError
+from weft.errors import ProgramError, RequestError
 from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.stages.decoder import DecoderStage, decoder_stage
@@ -111,10 +111,18 @@ def make_state(
     length.
 
     Args:
+        model: the checkpoint.
+        layouts: of the stages, as `Runner.layouts`.
         lengths: the most tokens that each request will hold.
         sampling, prompts: one a request, as `weft.state.admit` takes them. None: greedy; prompts that no penalty
             counts.
+
+    Raises:
+        RequestError: lengths that no requests have.
     """
+    if not isinstance(lengths, Sequence) or not lengths or not all(isinstance(n, int) and n >= 1 for n in lengths):
+        seen = f"lengths={lengths!r:.60}"
+        raise RequestError("make_state(model, layouts, lengths)", seen, "a list of whole numbers >= 1, one a request")
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

@@ -62,7 +62,9 @@ class Wanted:
         self._check("run_ahead", 0)
         if self.max_num_tokens < self.max_num_seqs:
             seen = f"{self.max_num_tokens} tokens a step for {self.max_num_seqs} requests"
-            raise RequestError(f"weft bench --max-num-tokens {self.max_num_tokens}", seen, "at least one a request")
+            raise RequestError(
+                f"weft bench --max-num-tokens {self.max_num_tokens}", seen, f"{self.max_num_seqs} or more"
+            )
 
     def _check(self, name: str, least: int) -> None:
         if (value := getattr(self, name)) < least:

@@ -57,8 +57,9 @@ class Intake:
         check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
         if adapter is not None and not (isinstance(adapter, str) and adapter in self.slots):
-            known = ", ".join(map(repr, self.slots)) or "none: Engine(..., adapters={name: weft.load_adapter(...)})"
-            raise RequestError(call, f"adapter={adapter!r}", f"one of the engine's: {known}")
+            known = f"one of the engine's: {', '.join(map(repr, self.slots))}"
+            none = "Engine(..., adapters={name: weft.load_adapter(model, folder)}): this one has none"
+            raise RequestError(call, f"adapter={adapter!r}", known if self.slots else none)
         config = self.model.config
         params = given.for_request(config.eos_token_ids, request_seed(self.seed, index))
         most = min(max_tokens, config.max_position_embeddings - len(ids))
@@ -86,6 +87,8 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     if len(ids) >= limit:
         seen = f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
         raise RequestError(call, seen, f"shorten it to {limit - 1} tokens")
+    if any(isinstance(token, str) for token in ids):
+        raise RequestError(call, f"{name} is a list of strings", "one prompt: a string or a list of token ids")
     if wrong := [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
         raise RequestError(call, f"{name} holds {wrong[0]!r}", f"token ids are ints from 0 to {vocab - 1}")
     return ids

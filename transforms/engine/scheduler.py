@@ -31,7 +31,7 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
     Raises:
         RequestError: its id is taken, or it could never be served.
     """
-    call, length = f"add(request {request.id!r})", len(request.prompt) + request.max_tokens
+    call, length = f"engine.add(..., id={request.id!r})", len(request.prompt) + request.max_tokens
     if host.find(request.id) is not None:
         raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
     if not request.prompt or request.max_tokens < 1:
@@ -118,6 +118,13 @@ def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ..
     Who came first, of the least priority, goes first. When pages run out, the last in that order gives up its own, and
     begins anew later: its tokens are computed again, and none is sampled twice. A decode that shares a batch with
     prompts has no drafts.
+
+    Args:
+        host: taken.
+        budget: what there is to give.
+
+    Returns:
+        The host's state, and the work: none, one step, or two (decodes and prompts apart).
     """
     cohort = host.num_ticks % budget.num_cohorts
     host.num_ticks += 1

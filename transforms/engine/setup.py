@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import torch
 
+from weft.arguments import names_arguments
 from weft.descriptor import BatchDescriptor
 from weft.effects import Schema
 from weft.errors import RequestError
@@ -34,6 +35,12 @@ _CPU_BYTES = 2**30
 _MAX_CONTEXT = 4096
 
 
+@names_arguments(
+    max_num_seqs="max_num_reqs=...",
+    max_num_batched_tokens="max_num_tokens=...",
+    block_size="page_size=...",
+    num_gpu_blocks="num_pages=...",
+)
 @attrs.frozen(kw_only=True)
 class EngineLimits:
     """What an engine holds at most.
