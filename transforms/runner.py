@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 from weft.batch import Batch
 from weft.effects import Schema, TensorSchema
@@ -94,9 +95,17 @@ def make_runner(
         if mode == "none"
         else [graphify(stage, ladder=ladder, split_at=SPLIT_AT, backend=backend) for stage in stages]
     )
-    schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
-    step = pipeline(graphs or stages, microbatches=num_stages, advance=advance, schema=schema, transport=transport)
+    step = pipeline(
+        graphs or stages, microbatches=num_stages, advance=advance, schema=_travels(model), transport=transport
+    )
     return Runner(step, params, stages, layouts, tuple(graphs))
+
+
+def _travels(model: Model) -> Schema:
+    """What one stage sends to the next."""
+    hidden = TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype)
+    has_mrope = model.config.rope.mrope_section is not None
+    return Schema((hidden, *((TensorSchema("positions", ("num_tokens", 3), torch.int64),) if has_mrope else ())))
 
 
 def make_state(
@@ -105,14 +114,15 @@ def make_state(
     lengths: Sequence[int],
     sampling: Sequence[SamplingParams] | None = None,
     prompts: Sequence[Sequence[int]] | None = None,
+    mrope_position_deltas: Sequence[int] | None = None,
 ) -> tuple[State, ...]:
     """Each stage's state with one request a length admitted, in rows 0, 1, ...; pages enough for each to grow to its
     length.
 
     Args:
         lengths: the most tokens that each request will hold.
-        sampling, prompts: one a request, as `weft.state.admit` takes them. None: greedy; prompts that no penalty
-            counts.
+        sampling, prompts, mrope_position_deltas: one a request, as `weft.state.admit` takes them. None: greedy; prompts
+            that no penalty counts; 0.
     """
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
@@ -133,6 +143,7 @@ def make_state(
             dtype=model.dtype,
             device=model.device,
         )
-        return admit(empty, range(len(lengths)), pages, asked, prompts or [()] * len(lengths))
+        own = prompts or [()] * len(lengths)
+        return admit(empty, range(len(lengths)), pages, asked, own, mrope_position_deltas=mrope_position_deltas)
 
     return tuple(one(layout) for layout in layouts)

@@ -21,7 +21,8 @@ from weft.transforms.transports import Transport
 from weft.trees import leaves_with_names
 
 TABLES = (
-    ".block_table", ".positions", ".last_tokens", ".adapters", ".sampling.floats", ".sampling.ints", ".drafting.limits",
+    ".block_table", ".positions", ".last_tokens", ".adapters", ".mrope_position_deltas", ".sampling.floats",
+    ".sampling.ints", ".drafting.limits",
 )  # fmt: skip
 """What every stage knows of the requests."""
 
