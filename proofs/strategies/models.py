@@ -127,7 +127,7 @@ class Scenario:
             f"sampling={self.sampling}"
             + (f", LoRAs a step={self.loras}" if self.loras else "")
             + (f", adapters={self.adapters}" if self.adapters else "")
-            + (f", positions={[one.positions.tolist() for one in self.given]})" if self.given else ")")
+            + (f", contents={[one.contents for one in self.given]})" if self.given else ")")
         )
 
     def batches(self, device: torch.device | str = "cpu") -> list[Batch]:
@@ -242,7 +242,8 @@ def scenarios(
         moves.append(tuple(step))
         # A one-token prefill has a decode's shape; only the maker of the batch knows, and says so.
         uniform.append(all(move.prompt_tokens == 0 for move in step) and draw(st.booleans()))
-    own = [draw(images(tuple(prompt), config.hidden_size)) for prompt in prompts] if mrope else []
+    given = [images(tuple(prompt), config.hidden_size, row) for row, prompt in enumerate(prompts)] if mrope else []
+    own = [draw(image) for image in given]
     return Scenario(
         config,
         tuple(tuple(image.ids) for image in own) or tuple(map(tuple, prompts)),

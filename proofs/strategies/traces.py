@@ -146,7 +146,10 @@ def traces(
     own = (draw(slots(count)) if adapters else ()) or (-1,) * count
     arrivals = [draw(_arrivals(config, index, adapter)) for index, adapter in enumerate(own)]
     if embeds:
-        arrivals = [draw(_with_image(config, arrival)) if draw(st.integers(0, 3)) else arrival for arrival in arrivals]
+        arrivals = [
+            draw(_with_image(config, one, i % 2)) if draw(st.integers(0, 3)) < 3 else one
+            for i, one in enumerate(arrivals)
+        ]
     arrivals += [draw(_followers(config, arrival)) for arrival in arrivals if draw(st.integers(0, alone)) == 0]
     longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     max_pages = -(-longest // page_size)
@@ -179,12 +182,12 @@ def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival
     return Arrival(tick, request, draw(st.one_of(st.integers(tick + 1, tick + 5), st.none())), behind)
 
 
-def _with_image(config: ModelConfig, arrival: Arrival) -> st.SearchStrategy[Arrival]:
+def _with_image(config: ModelConfig, arrival: Arrival, image: int) -> st.SearchStrategy[Arrival]:
     def given(prompt: EmbedsPrompt) -> Arrival:
         request = attrs.evolve(arrival.request, prompt=tuple(prompt.ids), given=read_given(prompt))
         return attrs.evolve(arrival, request=request)
 
-    return images(arrival.request.prompt, config.hidden_size).map(given)
+    return images(arrival.request.prompt, config.hidden_size, image).map(given)
 
 
 @st.composite
