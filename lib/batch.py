@@ -22,6 +22,9 @@ DRAFT = -3
 """In `Batch.input_ids`: a drafted token, which the step itself finds; what is left of them when it runs is no token,
 and never the one that is drawn."""
 
+IN_ORDER = -1
+"""In `Batch.positions`: a token that stands where it does in its request, moved by the request's delta."""
+
 SCRATCH_ROW = -1
 """In `Batch.rows`: padding. It indexes the state's last row, which no request owns."""
 
@@ -46,6 +49,10 @@ class Batch:
             where no request wants them.
         inputs_embeds: [num_tokens, hidden_size] in the model's dtype, the embeddings of tokens that have no id, such as
             those of an image, where `input_ids` is -2; None: no such token. Only the first stage takes it.
+        positions: [3, num_tokens] int64, for a model with mRoPE: where the tokens of a prompt stand in time, height and
+            width, as transformers' `get_rope_index` says; -1 for a token that stands, in all three, where it does in
+            its request, moved by the request's `mrope_position_deltas` in the state, as every decode token does. None:
+            all tokens do. Only the first stage takes it.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -56,6 +63,7 @@ class Batch:
     token_mask: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs", pad=-1))
     targets: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
     inputs_embeds: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
+    positions: Tensor | None = attrs.field(default=None, metadata=axes(None, "num_tokens", pad=IN_ORDER))
 
     @classmethod
     def decode(
@@ -97,6 +105,7 @@ class Batch:
         *,
         samples: Sequence[bool] | None = None,
         inputs_embeds: Tensor | None = None,
+        positions: Tensor | None = None,
         num_active_loras: int = 0,
         device: torch.device | str = "cpu",
     ) -> Self:
@@ -107,11 +116,13 @@ class Batch:
             token_ids: the tokens of each, at least one.
             samples: whether each is past its prompt after this step; all of them by default.
             inputs_embeds: [num_tokens, hidden_size], the embeddings of the tokens that are EMBEDDED (-2).
+            positions: [3, num_tokens] int64, of a model with mRoPE: temporal, height, width; -1: in order.
             num_active_loras: different adapters that these requests have.
             device: where the tensors go.
 
         Raises:
-            DescriptorError: lengths differ, a request has no token, or a row stands twice.
+            DescriptorError: lengths differ, a request has no token, a row stands twice, or embeddings or positions do
+                not fit the tokens.
         """
         rows = _as_list("Batch.ragged(rows, token_ids)", "rows", rows)
         token_ids = _as_list("Batch.ragged(rows, token_ids)", "token_ids", token_ids)
@@ -134,6 +145,7 @@ class Batch:
             )
         _check_rows(call, rows)
         _check_embeds(call, token_ids, inputs_embeds)
+        _check_positions(call, sum(lengths), positions)
         return cls(
             BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
             place(torch.tensor(rows, dtype=torch.int64), device),
@@ -141,6 +153,7 @@ class Batch:
             place(torch.tensor([0, *_running_sum(lengths)], dtype=torch.int32), device),
             place(torch.tensor(flags, dtype=torch.bool), device),
             inputs_embeds=None if inputs_embeds is None else inputs_embeds.to(device),
+            positions=None if positions is None else positions.to(device),
         )
 
     @property
@@ -160,7 +173,9 @@ class Batch:
 
     def after_first(self) -> Self:
         """What stages behind the first one get of it."""
-        return self if self.inputs_embeds is None else attrs.evolve(self, inputs_embeds=None)
+        if self.inputs_embeds is None and self.positions is None:
+            return self
+        return attrs.evolve(self, inputs_embeds=None, positions=None)
 
 
 def _as_list(call: str, name: str, given: Any) -> list[Any]:
@@ -193,6 +208,13 @@ def _check_embeds(call: str, token_ids: Sequence[Sequence[int]], inputs_embeds: 
         raise DescriptorError(call, seen, "a row for each token, [num_tokens, hidden_size]")
 
 
+def _check_positions(call: str, count: int, positions: Tensor | None) -> None:
+    if positions is not None and (positions.shape != (3, count) or positions.dtype != torch.int64):
+        seen = f"positions of shape {list(positions.shape)}, {positions.dtype}, for {count} tokens"
+        instead = "rows for time, height and width, [3, num_tokens] int64, as get_rope_index(...)[0][:, 0]"
+        raise DescriptorError(call, seen, instead)
+
+
 def _running_sum(lengths: Sequence[int]) -> list[int]:
     return [sum(lengths[: i + 1]) for i in range(len(lengths))]
 
@@ -207,7 +229,8 @@ class ResolvedBatch:
         rows: [num_reqs] int64, as in the batch.
         input_ids: [num_tokens] int64, with the last tokens filled in; -2 where the embedding is given; 0 for padding,
             and for what was not drafted.
-        positions: [num_tokens] int64, each token's place in its request; 0 for padding.
+        positions: [num_tokens] int64, each token's place in its request, whatever its position in a model with mRoPE
+            is; 0 for padding.
         query_start_loc: [num_reqs + 1] int32.
         seq_lens: [num_reqs] int32, the context after this step; 0 for padding.
         block_table: [num_reqs, max_pages] int32.

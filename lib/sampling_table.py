@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.batch import EMBEDDED
 from weft.errors import RequestError
 from weft.ops.logits import ALLOWED, BIAS, FILTERS, IN_PROMPT, MOST_COUNTED, PENALTIES, STOPS, Rules, pack_bits
 from weft.placing import place
@@ -92,7 +93,7 @@ def write_rows(
 
     Args:
         params: one a request, as `for_request` makes them.
-        prompts: token ids.
+        prompts: token ids; EMBEDDED (-2), which is none, is not counted.
         generated: token ids that a request had generated before (it was preempted); a part of its prompt no more.
 
     Raises:
@@ -118,7 +119,9 @@ def _check_row(table: SamplingTable, params: SamplingParams, tokens: tuple[Seque
     if not table.vocab_size:
         return
     params.check_tokens(table.vocab_size, table.bias.shape[1])
-    if wrong := [token for part in tokens for token in part if not 0 <= token < table.vocab_size]:
+    prompt, generated = tokens
+    known = [token for token in prompt if token != EMBEDDED]
+    if wrong := [token for token in (*known, *generated) if not 0 <= token < table.vocab_size]:
         seen = f"token {wrong[0]} in a prompt"
         raise RequestError(f"admit(state, ..., {params!r})", seen, f"token ids from 0 to {table.vocab_size - 1}")
 
@@ -153,7 +156,7 @@ def _write_wide(
         table.bias[row, :count] = place(torch.tensor(list(params.logit_bias.values())), device)
     if used & PENALTIES:
         counts = {token: min(count, MOST_COUNTED) for token, count in Counter(generated).items()}
-        counts |= {token: counts.get(token, 0) + IN_PROMPT for token in set(prompt)}
+        counts |= {token: counts.get(token, 0) + IN_PROMPT for token in set(prompt) - {EMBEDDED}}
         table.counts[row] = 0
         tokens = place(torch.tensor(list(counts), dtype=torch.int64), device)
         table.counts[row, tokens] = place(torch.tensor(list(counts.values()), dtype=torch.int16), device)

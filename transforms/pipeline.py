@@ -12,7 +12,7 @@ from weft.effects import Program, Schema, listing
 from weft.errors import ProgramError
 from weft.torchapi import in_dispatch_mode
 from weft.transforms.microbatch import join, split
-from weft.transforms.parts import class_text, put_batches
+from weft.transforms.parts import after_first, class_text, put_batches
 from weft.transforms.pipeline_checks import (
     check_entries,
     check_options,
@@ -50,8 +50,9 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
         check_entries("compose", len(stages), range(len(stages)), params, state)
         x: Any = None
         states: list[Any] = []
+        later = after_first(batch) if len(stages) > 1 else batch
         for stage, p, s in zip(stages, params, state, strict=True):
-            new, x = call_stage(len(states), stage, p, s, batch, x)
+            new, x = call_stage(len(states), stage, p, s, later if states else batch, x)
             states.append(new)
         if advance is not None:
             states = [advance(s, batch, x) for s in states]

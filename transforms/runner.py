@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
@@ -89,8 +90,7 @@ def make_runner(
         whole = graph_step(compose(stages, advance=advance), ladder, backend)
         return Runner(whole, params, stages, layouts, (whole,) if len(ladder) else ())
     spanned = [graph_step(stage, ladder, backend) for stage in stages]
-    schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
-    step = pipeline(spanned, microbatches=num_stages, advance=advance, schema=schema, transport=transport)
+    step = pipeline(spanned, microbatches=num_stages, advance=advance, schema=_travels(model), transport=transport)
     return Runner(step, params, stages, layouts, tuple(spanned) if len(ladder) else ())
 
 
@@ -100,12 +100,20 @@ def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) 
     return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
 
 
+def _travels(model: Model) -> Schema:
+    """What one stage sends to the next."""
+    hidden = TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype)
+    has_mrope = model.config.rope.mrope_section is not None
+    return Schema((hidden, *((TensorSchema("positions", ("num_tokens", 3), torch.int64),) if has_mrope else ())))
+
+
 def make_state(
     model: Model,
     layouts: Sequence[StageLayout],
     lengths: Sequence[int],
     sampling: Sequence[SamplingParams] | None = None,
     prompts: Sequence[Sequence[int]] | None = None,
+    mrope_position_deltas: Sequence[int] | None = None,
 ) -> tuple[State, ...]:
     """Each stage's state with one request a length admitted, in rows 0, 1, ...; pages enough for each to grow to its
     length.
@@ -114,8 +122,8 @@ def make_state(
         model: the checkpoint.
         layouts: of the stages, as `Runner.layouts`.
         lengths: the most tokens that each request will hold.
-        sampling, prompts: one a request, as `weft.state.admit` takes them. None: greedy; prompts that no penalty
-            counts.
+        sampling, prompts, mrope_position_deltas: one a request, as `weft.state.admit` takes them. None: greedy; prompts
+            that no penalty counts; 0.
 
     Raises:
         RequestError: lengths that no requests have.
@@ -139,4 +147,7 @@ def make_state(
         dtype=model.dtype,
         device=model.device,
     )
-    return tuple(admit(empty, range(len(lengths)), pages, asked, said) for empty in states)
+    rows = range(len(lengths))
+    return tuple(
+        admit(empty, rows, pages, asked, said, mrope_position_deltas=mrope_position_deltas) for empty in states
+    )

@@ -16,7 +16,7 @@ D = TypeVar("D", bound=Descriptor)
 
 def visible(state: Sequence[State]) -> Any:
     """What a state says of its requests: all but the scratch row, which belongs to nobody."""
-    names = ("block_table", "positions", "last_tokens")
+    names = ("block_table", "positions", "last_tokens", "mrope_position_deltas")
     return [
         {"kv_pages": s.kv_pages, "sampling": tree_map(_of_requests, s.sampling)}
         | {name: _of_requests(getattr(s, name)) for name in names}

@@ -23,7 +23,7 @@ from weft.trees import tree_map
 def graph_is_eager(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
     """L1: at the same padded descriptor a replay gives the outputs and the whole state of an eager run, bitwise.
 
-    Every batch that a class covers replays, and no class is captured twice.
+    Every batch that a class covers replays, and no class is captured twice for batches with the same fields.
     """
     eager, graph = whole(scenario), graphify(whole(scenario), ladder=ladder)
     params = scenario.params(1, device)
@@ -31,7 +31,8 @@ def graph_is_eager(scenario: Scenario, ladder: Sequence[BatchDescriptor], device
     chosen = []
     for batch in scenario.batches(device):
         decision = graph.explain(params, other, batch).decision
-        chosen += [] if decision.mode == "none" else [decision.descriptor]
+        fields = batch.inputs_embeds is None, batch.positions is None
+        chosen += [] if decision.mode == "none" else [(decision.descriptor, *fields)]
         state, out = eager(params, state, pad(batch, decision.descriptor))
         other, replayed = graph(params, other, batch)
         assert_equal("L1 graph is eager: output", replayed, unpad(out, batch.descriptor))

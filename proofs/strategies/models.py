@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.batch import LAST_TOKEN, Batch
 from weft.proofs.strategies.adapters import hold_adapters, slots
+from weft.proofs.strategies.embeds import images, with_mrope
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages.config import ModelConfig, parse_config
@@ -18,6 +19,7 @@ from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.stages.states import empty_states
 from weft.state import State, admit
+from weft.transforms.engine.prompts import Given, place_embeds, place_positions, read_given
 from weft.trees import tree_map
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -104,6 +106,7 @@ class Scenario:
         loras: for each step, the number of active LoRAs that its descriptor tells, where its rows have no more; empty:
             as many as its rows have.
         adapters: for each row, the slot of its adapter, -1 for none; empty: the model has no adapters.
+        given: for each row what its prompt has beside token ids; empty: the model has no mRoPE.
     """
 
     config: ModelConfig
@@ -115,6 +118,7 @@ class Scenario:
     seed: int
     loras: tuple[int, ...] = ()
     adapters: tuple[int, ...] = ()
+    given: tuple[Given, ...] = ()
 
     def __repr__(self) -> str:
         steps = [[(m.row, m.prompt_tokens) for m in step] for step in self.moves]
@@ -123,7 +127,8 @@ class Scenario:
             f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size}, "
             f"sampling={self.sampling}"
             + (f", LoRAs a step={self.loras}" if self.loras else "")
-            + (f", adapters={self.adapters})" if self.adapters else ")")
+            + (f", adapters={self.adapters}" if self.adapters else "")
+            + (f", contents={[one.contents for one in self.given]})" if self.given else ")")
         )
 
     def batches(self, device: torch.device | str = "cpu") -> list[Batch]:
@@ -132,6 +137,7 @@ class Scenario:
         made = []
         for step, uniform in zip(self.moves, self.uniform, strict=True):
             tokens, samples = [], []
+            given, starts = [self.given[m.row] for m in step if self.given], [done[m.row] for m in step]
             for move in step:
                 chunk = self.prompts[move.row][done[move.row] : done[move.row] + move.prompt_tokens]
                 tokens.append(chunk or (LAST_TOKEN,))
@@ -141,7 +147,14 @@ class Scenario:
             made.append(
                 Batch.decode(rows, device=device)
                 if uniform
-                else Batch.ragged(rows, tokens, samples=samples, device=device)
+                else Batch.ragged(
+                    rows,
+                    tokens,
+                    samples=samples,
+                    inputs_embeds=place_embeds(given, starts, tokens, device) if given else None,
+                    positions=place_positions(given, starts, tokens, device) if given else None,
+                    device=device,
+                )
             )
         for index, step in enumerate(self.moves):
             own = len({self.adapters[move.row] for move in step} - {-1}) if self.adapters else 0
@@ -186,7 +199,11 @@ class Scenario:
 
         def one(empty: State) -> State:
             empty.kv_pages.fill_(poison)
-            return admit(empty, rows, own, self.sampling, self.prompts, adapters=self.adapters or None)
+            deltas = [one.delta for one in self.given] or None
+            return admit(
+                empty, rows, own, self.sampling, self.prompts, adapters=self.adapters or None,
+                mrope_position_deltas=deltas,
+            )  # fmt: skip
 
         return tuple(map(one, states))
 
@@ -199,10 +216,13 @@ def scenarios(
     max_steps: int = 5,
     loras: bool = False,
     sampled: bool = False,
+    mrope: bool = False,
 ) -> Scenario:
     """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts, decodes, both at once;
-    with `loras`, of different numbers of active LoRAs; with `sampled`, no request is greedy."""
+    with `loras`, of different numbers of active LoRAs; with `sampled`, no request is greedy; with `mrope`, each prompt
+    has positions, and maybe an image."""
     config = draw(configs(min_layers, max_layers))
+    config = with_mrope(config) if mrope else config
     token = st.integers(0, config.vocab_size - 1)
     length = st.sampled_from((1, 1, 2, 3, 5, 9))
     prompt = length.flatmap(lambda n: st.lists(token, min_size=n, max_size=n))
@@ -221,9 +241,11 @@ def scenarios(
         moves.append(tuple(step))
         # A one-token prefill has a decode's shape; only the maker of the batch knows, and says so.
         uniform.append(all(move.prompt_tokens == 0 for move in step) and draw(st.booleans()))
+    given = [images(tuple(prompt), config.hidden_size, row) for row, prompt in enumerate(prompts)] if mrope else []
+    own = [draw(image) for image in given]
     return Scenario(
         config,
-        tuple(map(tuple, prompts)),
+        tuple(tuple(image.ids) for image in own) or tuple(map(tuple, prompts)),
         tuple(moves),
         tuple(uniform),
         draw(st.sampled_from((2, 4, 16))),
@@ -231,4 +253,5 @@ def scenarios(
         draw(st.integers(0, 999)),
         tuple(draw(st.integers(0, 2)) for _ in moves) if loras else (),
         draw(slots(len(prompts))),
+        tuple(map(read_given, own)),
     )

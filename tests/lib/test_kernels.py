@@ -20,6 +20,7 @@ from weft.ops.fp8 import ceil_blocks, reference_quantize
 from weft.ops.parts import sum_parts
 from weft.ops.table import backends
 from weft.ops.tiles import Tile
+from weft.stages.rope import Rope, inverse_frequencies, rope_tables
 
 FP8 = torch.float8_e4m3fn
 GENERATOR = torch.Generator().manual_seed(11)
@@ -86,19 +87,25 @@ def gates() -> list[Case]:
 
 def rotations() -> list[Case]:
     found = []
-    for heads, kv_heads, dim, starts, parts, normed in (
-        (3, 1, 8, (24, 32), 0, True),
-        (4, 2, 6, (128, 256), 2, True),
-        (8, 2, 16, (128, 160), 1, False),
+    for heads, kv_heads, dim, starts, parts, normed, section in (
+        (3, 1, 8, (24, 32), 0, True, None),
+        (4, 2, 6, (128, 256), 2, True, None),
+        (8, 2, 16, (128, 160), 1, False, None),
+        (4, 2, 16, (64, 96), 0, False, (2, 3, 3)),  # as in a model with mRoPE: the tables know of it, the kernel not
     ):
         columns = starts[1] + kv_heads * dim
         qkv = randn(*((parts,) if parts else ()), 5, columns)
         angles = randn(5, dim // 2)
+        tables = angles.cos(), angles.sin()
+        if section is not None:
+            positions = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 2, 1], [300, 3, 2]])
+            tables = rope_tables(inverse_frequencies(Rope(), dim, 512)[0], positions, 1.0, torch.float32, section)
         norms = (1 + randn(dim), 1 + randn(dim)) if normed else (None, None)
         slots = torch.tensor([7, -1, 0, 11, 3])
-        args = (qkv, *norms, 1e-6, angles.cos(), angles.sin(), slots, randn(2, 3, 4, kv_heads, dim), heads, starts)
+        args = (qkv, *norms, 1e-6, *tables, slots, randn(2, 3, 4, kv_heads, dim), heads, starts)
         kernel = "weft.ops.rotary_triton:rotate_and_keep"
-        found.append(Case(f"rotate_and_keep {heads} {dim} {parts}", kernel, "rotary:rotate_and_keep", args, written=7))
+        name = f"rotate_and_keep {heads} {dim} {parts} {section}"
+        found.append(Case(name, kernel, "rotary:rotate_and_keep", args, written=7))
     return found
 
 

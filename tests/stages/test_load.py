@@ -91,7 +91,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[WeftError], str, str]] =
         lambda f: change_config(f, architectures=["GPT2LMHeadModel"]),
         ConfigError,
         "config.json has architectures=['GPT2LMHeadModel']",
-        "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
+        "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+        "Qwen2VLForConditionalGeneration",
     ),
     "an unknown field": (
         lambda f: change_config(f, logit_softcap=30.0),

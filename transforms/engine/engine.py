@@ -18,6 +18,7 @@ from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.intake import Intake
 from weft.transforms.engine.outputs import RequestOutput, Sample, joined
+from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.reading import Reading, Told
 from weft.transforms.engine.requests import Request, sample_seeds
 from weft.transforms.engine.scheduler import add, finish, observe, schedule
@@ -118,7 +119,7 @@ class Engine:
 
     def add(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | EmbedsPrompt,
         sampling: SamplingParams | None = None,
         *,
         max_tokens: int,
@@ -129,7 +130,8 @@ class Engine:
         """A request arrives; its tokens come with the next `step()`s.
 
         Args:
-            prompt: a string or token ids.
+            prompt: a string or token ids; or, with embeddings and positions of its own, a `weft.EmbedsPrompt`, the same
+                on every rank, bit for bit: those of the first stage compute with it, all name pages by it.
             sampling: how its tokens are chosen, and what ends it; None: greedy. With `n` > 1 it has so many
                 completions, which share the pages of the prompt.
             max_tokens: tokens to generate at most; the model's own limit on positions may end it sooner.
@@ -269,7 +271,7 @@ class Engine:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | EmbedsPrompt,
         sampling: SamplingParams | None = None,
         *,
         max_tokens: int,

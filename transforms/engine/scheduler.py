@@ -14,6 +14,7 @@ from weft.errors import RequestError
 from weft.transforms.engine.admission import take_prompts
 from weft.transforms.engine.decodes import take_decodes
 from weft.transforms.engine.host import Budget, HostState, end, keep_pages, lead, wait
+from weft.transforms.engine.prompts import Given
 from weft.transforms.engine.requests import Request, Running
 from weft.transforms.engine.work import Edits, Work
 
@@ -159,6 +160,7 @@ def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]], q
         tuple(running.computed for running, _ in parts),
         count_adapters(running.request.adapter for running, _ in parts),
         query_len,
+        _given(parts),
     )
     unread = []
     for index, (running, count) in enumerate(parts):
@@ -189,6 +191,11 @@ def _targets(parts: Sequence[tuple[Running, int]]) -> tuple[tuple[int, ...], ...
         own = running.request.prompt[start : start + length]
         found.append((*own, *[0] * (length - len(own))))
     return tuple(found)
+
+
+def _given(parts: Sequence[tuple[Running, int]]) -> tuple[Given | None, ...]:
+    found = tuple(running.request.given if count else None for running, count in parts)
+    return () if all(given is None for given in found) else found
 
 
 def _next_tokens(running: Running, count: int) -> tuple[int, ...]:

@@ -168,12 +168,19 @@ def make_stepper(
         params = ((params[0], speculation.params), *params[1:]) if layouts[0].first else params
     if num_stages == 1:
         return Stepped(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
-    ids = torch.zeros(1, dtype=torch.int64, device=model.device) if drafts else None
-    x = IntermediateTensors(torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device), ids)
+    x = _example(model, drafts)
     spanned = [graph_step(stage, ladder, backend) for stage in stages]
     step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=Schema.of(x), transport=transport)
     graphs = [(spanned[rank], x if rank else None) for rank in here] if len(ladder) else []
     return Streamed(step, params, state, model.device, graphs)
+
+
+def _example(model: Model, drafts: int) -> IntermediateTensors:
+    """What one stage sends to the next, of one token."""
+    ids = torch.zeros(1, dtype=torch.int64, device=model.device)
+    hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    has_mrope = model.config.rope.mrope_section is not None
+    return IntermediateTensors(hidden, ids if drafts else None, ids.new_zeros(1, 3) if has_mrope else None)
 
 
 def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | None, transport: Any) -> None:
