@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.batch import LAST_TOKEN, Batch
+    from weft.batch import EMBEDDED, LAST_TOKEN, Batch
     from weft.descriptor import BatchDescriptor, Descriptor
     from weft.donation import clone, donate, donates
     from weft.effects import Program, Schema
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from weft.transforms.dispatch_table import dispatch_table
     from weft.transforms.engine.engine import Engine
     from weft.transforms.engine.outputs import RequestOutput
+    from weft.transforms.engine.prompts import EmbedsPrompt
     from weft.transforms.engine.setup import EngineLimits
     from weft.transforms.engine.speculation import Speculation
     from weft.transforms.generate import Completion, generate
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "weft.batch": ("LAST_TOKEN", "Batch"),
+    "weft.batch": ("EMBEDDED", "LAST_TOKEN", "Batch"),
     "weft.descriptor": ("BatchDescriptor", "Descriptor"),
     "weft.donation": ("clone", "donate", "donates"),
     "weft.effects": ("Program", "Schema"),
@@ -58,6 +59,7 @@ _HOMES = {
     "weft.transforms.dispatch_table": ("dispatch_table",),
     "weft.transforms.engine.engine": ("Engine",),
     "weft.transforms.engine.outputs": ("RequestOutput",),
+    "weft.transforms.engine.prompts": ("EmbedsPrompt",),
     "weft.transforms.engine.setup": ("EngineLimits",),
     "weft.transforms.engine.speculation": ("Speculation",),
     "weft.transforms.generate": ("Completion", "generate"),
@@ -70,9 +72,12 @@ _HOMES = {
     "weft.trees": ("axes", "descriptor_field", "pytree", "static"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MEANT = {"jit": "graphify", "compile": "graphify", "pmap": "pipeline", "shard_map": "pipeline", "LLM": "Engine"}
+"""Names that others have for it."""
 _SUBPACKAGES = ("effects", "errors", "proofs", "stages", "transforms")
 
 __all__ = [
+    "EMBEDDED",
     "LAST_TOKEN",
     "Adapter",
     "Batch",
@@ -80,6 +85,7 @@ __all__ = [
     "Completion",
     "Decision",
     "Descriptor",
+    "EmbedsPrompt",
     "Engine",
     "EngineLimits",
     "IntermediateTensors",
@@ -130,7 +136,8 @@ def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return import_module(f"weft.{name}")
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        meant = f"; weft.{_MEANT[name]} is what does it here" if name in _MEANT else ""
+        raise AttributeError(f"module 'weft' has no attribute {name!r}{meant}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
     return value
 

@@ -1,7 +1,7 @@
 """`Batch`: what the host asks of a step. `ResolvedBatch`: that, with all that a step derives from it and the state."""
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import attrs
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
+from weft.placing import place
 from weft.trees import axes, descriptor_field, pytree
 
 LAST_TOKEN = -1
@@ -20,6 +21,9 @@ EMBEDDED = -2
 DRAFT = -3
 """In `Batch.input_ids`: a drafted token, which the step itself finds; what is left of them when it runs is no token,
 and never the one that is drawn."""
+
+IN_ORDER = -1
+"""In `Batch.positions`: a token that stands where it does in its request, moved by the request's delta."""
 
 SCRATCH_ROW = -1
 """In `Batch.rows`: padding. It indexes the state's last row, which no request owns."""
@@ -45,6 +49,10 @@ class Batch:
             where no request wants them.
         inputs_embeds: [num_tokens, hidden_size] in the model's dtype, the embeddings of tokens that have no id, such as
             those of an image, where `input_ids` is -2; None: no such token. Only the first stage takes it.
+        positions: [3, num_tokens] int64, for a model with mRoPE: where the tokens of a prompt stand in time, height and
+            width, as transformers' `get_rope_index` says; -1 for a token that stands, in all three, where it does in
+            its request, moved by the request's `mrope_position_deltas` in the state, as every decode token does. None:
+            all tokens do. Only the first stage takes it.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -55,6 +63,7 @@ class Batch:
     token_mask: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs", pad=-1))
     targets: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
     inputs_embeds: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
+    positions: Tensor | None = attrs.field(default=None, metadata=axes(None, "num_tokens", pad=IN_ORDER))
 
     @classmethod
     def decode(
@@ -77,12 +86,13 @@ class Batch:
         >>> Batch.decode([0, 2]).descriptor
         BatchDescriptor(num_tokens=2, num_reqs=2, query_len=1, num_active_loras=0)
         """
+        rows = _as_list("Batch.decode(rows)", "rows", rows)
         n = len(rows)
-        _check_rows(f"Batch.decode({list(rows)})", rows)
+        _check_rows(f"Batch.decode({rows})", rows)
         return cls(
             BatchDescriptor.uniform(n, query_len, num_active_loras),
-            torch.tensor(rows, dtype=torch.int64, device=device),
-            torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64, device=device),
+            place(torch.tensor(rows, dtype=torch.int64), device),
+            place(torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64), device),
             torch.arange(n + 1, dtype=torch.int32, device=device) * query_len,
             torch.ones(n, dtype=torch.bool, device=device),
         )
@@ -95,6 +105,7 @@ class Batch:
         *,
         samples: Sequence[bool] | None = None,
         inputs_embeds: Tensor | None = None,
+        positions: Tensor | None = None,
         num_active_loras: int = 0,
         device: torch.device | str = "cpu",
     ) -> Self:
@@ -105,18 +116,25 @@ class Batch:
             token_ids: the tokens of each, at least one.
             samples: whether each is past its prompt after this step; all of them by default.
             inputs_embeds: [num_tokens, hidden_size], the embeddings of the tokens that are EMBEDDED (-2).
+            positions: [3, num_tokens] int64, of a model with mRoPE: temporal, height, width; -1: in order.
             num_active_loras: different adapters that these requests have.
             device: where the tensors go.
 
         Raises:
-            DescriptorError: lengths differ, a request has no token, or a row stands twice.
+            DescriptorError: lengths differ, a request has no token, a row stands twice, or embeddings or positions do
+                not fit the tokens.
         """
+        rows = _as_list("Batch.ragged(rows, token_ids)", "rows", rows)
+        token_ids = _as_list("Batch.ragged(rows, token_ids)", "token_ids", token_ids)
         if any(isinstance(ids, int) for ids in token_ids):
-            call = f"Batch.ragged(rows={list(rows)}, token_ids={list(token_ids)!r})"
+            call = f"Batch.ragged(rows={rows}, token_ids={token_ids!r})"
             raise DescriptorError(call, "a number where a request's token ids should be", "one list of ids a row")
+        token_ids = [
+            _as_list("Batch.ragged(rows, token_ids)", f"token_ids[{i}]", ids) for i, ids in enumerate(token_ids)
+        ]
         lengths = [len(ids) for ids in token_ids]
         flags = [True] * len(rows) if samples is None else list(samples)
-        call = f"Batch.ragged(rows={list(rows)}, token_ids=<{len(lengths)} of lengths {lengths}>)"
+        call = f"Batch.ragged(rows={rows}, token_ids=<{len(lengths)} of lengths {lengths}>)"
         if not len(rows) == len(lengths) == len(flags):
             raise DescriptorError(
                 call, f"{len(rows)} rows, {len(lengths)} token lists, {len(flags)} samples", "give one a row"
@@ -127,13 +145,15 @@ class Batch:
             )
         _check_rows(call, rows)
         _check_embeds(call, token_ids, inputs_embeds)
+        _check_positions(call, sum(lengths), positions)
         return cls(
             BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
-            torch.tensor(rows, dtype=torch.int64, device=device),
-            torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64, device=device),
-            torch.tensor([0, *_running_sum(lengths)], dtype=torch.int32, device=device),
-            torch.tensor(flags, dtype=torch.bool, device=device),
+            place(torch.tensor(rows, dtype=torch.int64), device),
+            place(torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64), device),
+            place(torch.tensor([0, *_running_sum(lengths)], dtype=torch.int32), device),
+            place(torch.tensor(flags, dtype=torch.bool), device),
             inputs_embeds=None if inputs_embeds is None else inputs_embeds.to(device),
+            positions=None if positions is None else positions.to(device),
         )
 
     @property
@@ -153,7 +173,20 @@ class Batch:
 
     def after_first(self) -> Self:
         """What stages behind the first one get of it."""
-        return self if self.inputs_embeds is None else attrs.evolve(self, inputs_embeds=None)
+        if self.inputs_embeds is None and self.positions is None:
+            return self
+        return attrs.evolve(self, inputs_embeds=None, positions=None)
+
+
+def _as_list(call: str, name: str, given: Any) -> list[Any]:
+    """What was given, as a list of numbers on the host."""
+    if isinstance(given, Tensor):
+        raise DescriptorError(call, f"{name} is a tensor, and is wanted on the host", f"{name}.tolist()")
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        instead = "rows of the state, as in [0, 2]" if name == "rows" else "one list of token ids a row"
+        instead = f"model.encode({name})" if isinstance(given, str) and name != "rows" else instead
+        raise DescriptorError(call, f"{name} is {given!r:.40}, a {type(given).__name__}", instead)
+    return list(given)
 
 
 def _check_rows(call: str, rows: Sequence[int]) -> None:
@@ -175,6 +208,13 @@ def _check_embeds(call: str, token_ids: Sequence[Sequence[int]], inputs_embeds: 
         raise DescriptorError(call, seen, "a row for each token, [num_tokens, hidden_size]")
 
 
+def _check_positions(call: str, count: int, positions: Tensor | None) -> None:
+    if positions is not None and (positions.shape != (3, count) or positions.dtype != torch.int64):
+        seen = f"positions of shape {list(positions.shape)}, {positions.dtype}, for {count} tokens"
+        instead = "rows for time, height and width, [3, num_tokens] int64, as get_rope_index(...)[0][:, 0]"
+        raise DescriptorError(call, seen, instead)
+
+
 def _running_sum(lengths: Sequence[int]) -> list[int]:
     return [sum(lengths[: i + 1]) for i in range(len(lengths))]
 
@@ -189,7 +229,8 @@ class ResolvedBatch:
         rows: [num_reqs] int64, as in the batch.
         input_ids: [num_tokens] int64, with the last tokens filled in; -2 where the embedding is given; 0 for padding,
             and for what was not drafted.
-        positions: [num_tokens] int64, each token's place in its request; 0 for padding.
+        positions: [num_tokens] int64, each token's place in its request, whatever its position in a model with mRoPE
+            is; 0 for padding.
         query_start_loc: [num_reqs + 1] int32.
         seq_lens: [num_reqs] int32, the context after this step; 0 for padding.
         block_table: [num_reqs, max_pages] int32.

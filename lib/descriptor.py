@@ -26,6 +26,7 @@ def check_descriptor(value: Any, call: str) -> None:
     """Raise DescriptorError for a value that is no descriptor."""
     if not isinstance(value, Descriptor):
         instead = "a hashable value with a method covers(other): a weft.BatchDescriptor, or an @attrs.frozen class"
+        instead = "its .descriptor" if isinstance(getattr(value, "descriptor", None), Descriptor) else instead
         raise DescriptorError(call, f"{value!r:.60} where a descriptor should be", instead)
 
 

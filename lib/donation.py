@@ -127,6 +127,12 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     `graphify` reads the declaration, so that a step says once what it donates.
 
+    Args:
+        argnames: arguments of the function, by name.
+
+    Raises:
+        TypeError: a name that is no argument of it; DonatedError, at a call: a value that was donated before.
+
     >>> import torch
     >>> @donates("state")
     ... def advance(state, by):

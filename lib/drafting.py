@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.placing import place
 from weft.trees import pytree
 
 
@@ -44,13 +45,13 @@ class Drafting:
     def admit(self, rows: Tensor, token_ids: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
         """Write requests into rows [num_reqs] int64, in place: the tokens that they have, and may have."""
         device = self.limits.device
-        self.limits[rows] = torch.tensor(limits, dtype=torch.int64).to(device)
+        self.limits[rows] = place(torch.tensor(limits, dtype=torch.int64), device)
         if not self.tokens.shape[1]:
             return
         table = torch.zeros(len(token_ids), self.tokens.shape[1], dtype=torch.int32)
         for row, own in zip(table, token_ids, strict=True):
             row[: len(own)] = torch.tensor(own, dtype=torch.int32)
-        self.tokens[rows] = table.to(device)
+        self.tokens[rows] = place(table, device)
 
     def append(self, rows: Tensor, places: Tensor, token_ids: Tensor, kept: Tensor) -> None:
         """Write what was sampled, in place; what lies behind a request's tokens is not read.

@@ -20,11 +20,30 @@ from weft.errors import ProgramError
 from weft.markup import columns
 from weft.trees import leaf_axes, leaves_with_names
 
+__all__ = [
+    "Broadcast",
+    "Effect",
+    "Fence",
+    "Program",
+    "Recv",
+    "Run",
+    "Schema",
+    "Send",
+    "TensorSchema",
+    "listing",
+    "parse_effect",
+    "parse_listing",
+]
+
 
 @attrs.frozen
 class TensorSchema:
-    """One tensor that travels: its path in the value, its dimensions (ints, or axis names of the descriptor), its
-    dtype.
+    """One tensor that travels.
+
+    Args:
+        name: its path in the value.
+        dims: its dimensions: ints, or axis names of the descriptor.
+        dtype: its dtype.
 
     >>> print(TensorSchema("hidden_states", ("num_tokens", 64), torch.float32))
     hidden_states[num_tokens, 64] float32
@@ -77,7 +96,7 @@ class Schema:
 
 @attrs.frozen
 class Run:
-    """Run `what` (`stage 1`, `advance`) on a micro-batch."""
+    """Run `what` (`stage 1`, `advance`) on micro-batch `microbatch`."""
 
     what: str
     microbatch: int
@@ -88,7 +107,8 @@ class Run:
 
 @attrs.frozen
 class Send:
-    """Start to send what the stage made of a micro-batch to rank `to`. Its buffer is in use until a fence."""
+    """Start to send what the stage made of `microbatch` to rank `to`. Its buffer is in use until a fence. `schema` says
+    what travels, where it was declared."""
 
     to: int
     microbatch: int
@@ -100,7 +120,7 @@ class Send:
 
 @attrs.frozen
 class Recv:
-    """Wait for the stage's input for a micro-batch from rank `source`."""
+    """Wait for the stage's input for `microbatch` from rank `source`, of `schema` where it was declared."""
 
     source: int
     microbatch: int
@@ -112,8 +132,8 @@ class Recv:
 
 @attrs.frozen
 class Broadcast:
-    """The last stage's output for a micro-batch goes from rank `root` to all ranks: there, start to send it; on the
-    others, wait for it. Not a barrier."""
+    """The last stage's output for `microbatch` goes from rank `root` to all ranks: there, start to send it; on the
+    others, wait for it. Not a barrier. `schema`: of what goes, where it was declared."""
 
     root: int
     microbatch: int
@@ -125,7 +145,7 @@ class Broadcast:
 
 @attrs.frozen
 class Fence:
-    """Wait until all that this rank sent of a micro-batch has left its buffer, which may then be overwritten."""
+    """Wait until all that this rank sent of `microbatch` has left its buffer, which may then be overwritten."""
 
     microbatch: int
 
@@ -228,6 +248,12 @@ def programs_html(programs: Sequence[Program]) -> str:
 
 def parse_listing(text: str) -> tuple[Program, ...]:
     """The inverse of `listing`, and so of a pipeline's `str`: the programs of all ranks, to read, edit and check.
+
+    Args:
+        text: what a pipeline prints, edited or not.
+
+    Raises:
+        ProgramError: a line that is no effect, by its text.
 
     >>> [len(program.effects) for program in parse_listing("rank 0 of 2\\n  run stage 0 [mb 0]\\nrank 1 of 2")]
     [1, 0]

@@ -27,6 +27,10 @@ class WeftError(Exception):
         return f"{self.call}\n  saw: {self.seen}\n  instead: {self.instead}"
 
 
+class ArgumentError(WeftError, TypeError):
+    """A call with an argument that the function does not have, or of a type that it cannot take."""
+
+
 class DescriptorError(WeftError, ValueError):
     """A batch or a descriptor that contradicts itself, or that does not cover what it should."""
 
@@ -78,8 +82,16 @@ class LogitsError(WeftError, ArithmeticError):
     """Logits that are no numbers: what a request ends with whose logits were NaN."""
 
 
+class EngineError(WeftError, RuntimeError):
+    """An engine that cannot go on: one of its steps raised."""
+
+
 class CostError(WeftError, ValueError):
     """A cost or a moment that cannot be: negative, not finite, or missing for a stage."""
+
+
+class CheckError(WeftError, ValueError):
+    """A check of laws, or of an equivalence, that was asked for in a way that says nothing."""
 
 
 class ProgramError(WeftError, ValueError):

@@ -14,10 +14,13 @@ class IntermediateTensors:
     Args:
         hidden_states: [num_tokens, hidden_size], the residual stream; the model's dtype.
         input_ids: [num_tokens] int64, the batch's with the drafts filled in; None unless the step verifies drafts.
+        positions: [num_tokens, 3] int64, where the first stage found each token in time, height and width; None unless
+            the model has mRoPE.
     """
 
     hidden_states: Tensor = attrs.field(metadata=axes("num_tokens"))
     input_ids: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
+    positions: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
 
 
 @pytree

@@ -73,8 +73,10 @@ def pad(tree: T, descriptor: Any) -> T:
             "nothing in it that says which of its dimensions follow the batch",
             f"pass a weft.Batch, or a class with attrs.field(metadata=weft.axes({_first_size(descriptor)!r}))",
         )
+    call = f"weft.pad({type(tree).__name__}, {descriptor})"
+    check_descriptor(descriptor, call)
     for own in find_descriptors(tree):
-        check_descriptor(own, f"weft.pad({type(tree).__name__}, {descriptor})")
+        check_descriptor(own, call)
         if not descriptor.covers(own):
             raise DescriptorError(
                 f"weft.pad(batch, {descriptor})",
@@ -97,6 +99,8 @@ def unpad(tree: T, descriptor: Any) -> T:
     Raises:
         DescriptorError: a value is smaller than the descriptor says.
     """
+
+    check_descriptor(descriptor, f"weft.unpad({type(tree).__name__}, {descriptor})")
 
     def cut(value: Tensor, spec: Axes) -> Tensor:
         shape = padded_shape(value, spec, descriptor)

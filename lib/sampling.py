@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import attrs
 
+from weft.arguments import names_arguments
 from weft.errors import RequestError
 
 _LARGEST = 1e30  # with room for products in float32
@@ -21,6 +22,7 @@ def _as_dict(value: Any) -> Any:
     return {} if value is None else dict(value) if isinstance(value, Mapping) else value
 
 
+@names_arguments(max_tokens="generate(..., max_tokens=...), or engine.add(..., max_tokens=...)")
 @attrs.frozen(kw_only=True, repr=False)
 class SamplingParams:
     """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM.
@@ -37,7 +39,7 @@ class SamplingParams:
         logit_bias: added to the logits of these tokens.
         allowed_token_ids: no other tokens are drawn; None: all are allowed.
         bad_token_ids: never drawn.
-        min_tokens: a request of fewer tokens draws no token that would end it.
+        min_tokens: a request of fewer tokens draws no token that would end it, and no text that they complete does.
         stop_token_ids: tokens that end the request, beside the model's own.
         stop: texts that end it, and that its own text ends before.
         ignore_eos: the model's end-of-sequence tokens do not end it.

@@ -9,8 +9,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.batch import EMBEDDED
 from weft.errors import RequestError
 from weft.ops.logits import ALLOWED, BIAS, FILTERS, IN_PROMPT, MOST_COUNTED, PENALTIES, STOPS, Rules, pack_bits
+from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.trees import pytree
 
@@ -91,7 +93,7 @@ def write_rows(
 
     Args:
         params: one a request, as `for_request` makes them.
-        prompts: token ids.
+        prompts: token ids; EMBEDDED (-2), which is none, is not counted.
         generated: token ids that a request had generated before (it was preempted); a part of its prompt no more.
 
     Raises:
@@ -100,11 +102,11 @@ def write_rows(
     for each, tokens in zip(params, zip(prompts, generated, strict=True), strict=True):
         _check_row(table, each, tokens)
     device = table.floats.device
-    index = torch.tensor(rows, dtype=torch.int64, device=device)
+    index = place(torch.tensor(rows, dtype=torch.int64), device)
     floats, ints = torch.zeros(len(rows), 6), torch.zeros(len(rows), 4, dtype=torch.int64)
     for i, (each, prompt) in enumerate(zip(params, prompts, strict=True)):
         floats[i], ints[i] = torch.tensor(_floats(each)), torch.tensor(_ints(each, len(prompt)))
-    table.floats[index], table.ints[index] = floats.to(device), ints.to(device)
+    table.floats[index], table.ints[index] = place(floats, device), place(ints, device)
     if table.vocab_size:
         for row, each, prompt, own in zip(rows, params, prompts, generated, strict=True):
             _write_wide(table, row, each, prompt, own)
@@ -117,7 +119,9 @@ def _check_row(table: SamplingTable, params: SamplingParams, tokens: tuple[Seque
     if not table.vocab_size:
         return
     params.check_tokens(table.vocab_size, table.bias.shape[1])
-    if wrong := [token for part in tokens for token in part if not 0 <= token < table.vocab_size]:
+    prompt, generated = tokens
+    known = [token for token in prompt if token != EMBEDDED]
+    if wrong := [token for token in (*known, *generated) if not 0 <= token < table.vocab_size]:
         seen = f"token {wrong[0]} in a prompt"
         raise RequestError(f"admit(state, ..., {params!r})", seen, f"token ids from 0 to {table.vocab_size - 1}")
 
@@ -142,17 +146,17 @@ def _write_wide(
         good = ~pack_bits(params.bad_token_ids, table.vocab_size)
         if params.allowed_token_ids is not None:
             good &= pack_bits(params.allowed_token_ids, table.vocab_size)
-        table.allowed[row] = good.to(device)
+        table.allowed[row] = place(good, device)
     if used & STOPS:
-        table.stops[row] = pack_bits(params.stop_token_ids, table.vocab_size).to(device)
+        table.stops[row] = place(pack_bits(params.stop_token_ids, table.vocab_size), device)
     if used & BIAS:
         count = len(params.logit_bias)
         table.bias_ids[row] = -1
-        table.bias_ids[row, :count] = torch.tensor(list(params.logit_bias), dtype=torch.int32).to(device)
-        table.bias[row, :count] = torch.tensor(list(params.logit_bias.values())).to(device)
+        table.bias_ids[row, :count] = place(torch.tensor(list(params.logit_bias), dtype=torch.int32), device)
+        table.bias[row, :count] = place(torch.tensor(list(params.logit_bias.values())), device)
     if used & PENALTIES:
         counts = {token: min(count, MOST_COUNTED) for token, count in Counter(generated).items()}
-        counts |= {token: counts.get(token, 0) + IN_PROMPT for token in set(prompt)}
+        counts |= {token: counts.get(token, 0) + IN_PROMPT for token in set(prompt) - {EMBEDDED}}
         table.counts[row] = 0
-        tokens = torch.tensor(list(counts), dtype=torch.int64).to(device)
-        table.counts[row, tokens] = torch.tensor(list(counts.values()), dtype=torch.int16).to(device)
+        tokens = place(torch.tensor(list(counts), dtype=torch.int64), device)
+        table.counts[row, tokens] = place(torch.tensor(list(counts.values()), dtype=torch.int16), device)

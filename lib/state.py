@@ -14,6 +14,7 @@ from weft.drafting import Drafting
 from weft.errors import RequestError
 from weft.ops.sample_rows import count_tokens
 from weft.outputs import Output
+from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.trees import pytree
@@ -35,6 +36,8 @@ class State:
             token, and so the counter of the request's random stream.
         last_tokens: [max_num_reqs + 1] int64, the token sampled last.
         adapters: [max_num_reqs + 1] int32, the slot of each request's LoRA adapter; -1: none.
+        mrope_position_deltas: [max_num_reqs + 1] int64, how far the positions of each request's tokens behind its
+            prompt are from their places, in a model with mRoPE; transformers' `rope_deltas`.
         sampling: max_num_reqs + 1 rows; as wide as the vocabulary only on the stage that samples.
         drafting: what the stage knows of its requests to speculate; None: the steps draft nothing.
     """
@@ -44,6 +47,7 @@ class State:
     positions: Tensor
     last_tokens: Tensor
     adapters: Tensor
+    mrope_position_deltas: Tensor
     sampling: SamplingTable
     drafting: Drafting | None = None
     _taken_by: str = attrs.field(default="", init=False, repr=False, metadata={"weft.static": True})
@@ -76,6 +80,7 @@ class State:
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.full((rows,), -1, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
             SamplingTable.zeros(rows, vocab_size, max_biased, device),
         )
 
@@ -92,6 +97,7 @@ def admit(
     positions: Sequence[int] | None = None,
     adapters: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
+    mrope_position_deltas: Sequence[int] | None = None,
 ) -> State:
     """Start requests in rows of the state: their pages, sampling parameters, and where they begin.
 
@@ -100,13 +106,15 @@ def admit(
         rows: one row a request.
         pages: the pages that each may fill, in order.
         sampling: one a request, with its seed and all tokens that end it (`SamplingParams.for_request`).
-        prompts: the token ids of each, which penalties count.
+        prompts: the token ids of each, which penalties count; EMBEDDED (-2) where there is none.
         generated: what each had generated before, if it is started again and reads that behind its prompt. None:
             nothing.
         positions: tokens that are in each one's pages already; None: 0.
         adapters: the slot of each one's LoRA adapter, -1 for none (`weft.stages.adapters`); None: none has one.
         limits: the most tokens that each may have, its prompt included; None: what its row of the block table holds.
             Only a state with `drafting` keeps them.
+        mrope_position_deltas: of a model with mRoPE, of each whose prompt has positions of its own the delta
+            (`weft.stages.mrope.mrope_position_delta`); None: 0.
 
     Raises:
         RequestError: lengths differ, a row is not the state's or stands twice, a page is not the state's, or more of
@@ -118,17 +126,20 @@ def admit(
     slots = [-1] * count if adapters is None else list(adapters)
     room = [state.block_table.shape[1] * state.kv_pages.shape[3]] * count
     most = room if limits is None else list(limits)
-    _check_admission(state, rows, pages, (sampling, prompts, said, starts, slots, most))
+    deltas = [0] * count if mrope_position_deltas is None else list(mrope_position_deltas)
+    _check_admission(state, rows, pages, (sampling, prompts, said, starts, slots, most, deltas))
     write_rows(state.sampling, rows, sampling, prompts, said)
     device = state.positions.device
     table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = torch.tensor(own, dtype=torch.int32)
-    index, begins, own_slots = torch.tensor([list(rows), starts, slots], dtype=torch.int64).to(device)
-    state.block_table[index] = table.to(device)
+    columns = place(torch.tensor([list(rows), starts, slots, deltas], dtype=torch.int64), device)
+    index, begins, own_slots, own_deltas = columns
+    state.block_table[index] = place(table, device)
     state.positions[index] = begins
     state.last_tokens[index] = 0
     state.adapters[index] = own_slots.to(torch.int32)
+    state.mrope_position_deltas[index] = own_deltas
     if state.drafting is not None:
         state.drafting.admit(index, [[*a, *b] for a, b in zip(prompts, said, strict=True)], most)
     return state
@@ -170,7 +181,7 @@ def grow(state: State, more: Sequence[tuple[int, int, Sequence[int]]]) -> State:
             instead = f"rows below {num_rows - 1}, at most {most} pages a request, pages below {num_pages}"
             raise RequestError("grow(state, more)", f"row {row}, pages {list(pages)} behind {start}", instead)
     places = [(row, start + i, page) for row, start, pages in more for i, page in enumerate(pages)]
-    row, column, page = torch.tensor(places, dtype=torch.int64).T.contiguous().to(state.block_table.device)
+    row, column, page = place(torch.tensor(places, dtype=torch.int64).T.contiguous(), state.block_table.device)
     state.block_table[row, column] = page.to(torch.int32)
     return state
 
@@ -190,7 +201,7 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
     if set(sources) & set(targets) or any(not 0 <= page < num_pages for page in (*sources, *targets)):
         call = f"copy_pages(state, {list(sources)}, {list(targets)})"
         raise RequestError(call, "a page that is in both, or not the state's", f"pages from 0 to {num_pages - 1}")
-    source, target = torch.tensor([list(sources), list(targets)], dtype=torch.int64).to(state.kv_pages.device)
+    source, target = place(torch.tensor([list(sources), list(targets)], dtype=torch.int64), state.kv_pages.device)
     for pages in (state.kv_pages, None if state.drafting is None else state.drafting.kv_pages):
         if pages is not None:
             pages[:, :, target] = pages[:, :, source]

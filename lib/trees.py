@@ -69,6 +69,11 @@ class Axes:
 def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
     """Metadata for a tensor field of a sized class: `attrs.field(metadata=axes("num_tokens", pad=-1))`.
 
+    Args:
+        dims: for each dimension, the attribute of the class's descriptor whose size it has (`"num_reqs+1"`: one more);
+            None: a size of its own.
+        pad: what is behind the values of a padded tensor; `"last"`: the last of them, again.
+
     The names are attributes of the class's descriptor, which may be of your own type:
 
     >>> import torch, weft
@@ -129,6 +134,12 @@ def node_fields(cls: type) -> NodeFields | None:
 
 def pytree(cls: C) -> C:
     """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields are structure.
+
+    Args:
+        cls: the class; `@weft.pytree` stands above `@attrs.frozen`.
+
+    Returns:
+        The same class.
 
     >>> @pytree
     ... @attrs.frozen

@@ -1,1 +1,134 @@
-""""""
+"""Evidence: laws of your own functions, tests that two functions are one, and strategies to draw what they are given.
+
+**Check a function of your own.** `check` draws sequences of calls and holds the function's graph against the function
+itself: on tapes on a CPU, on CUDA graphs where the arguments are on a GPU. `given` says what to draw: the arguments, of
+which each may be a strategy of Hypothesis (`weft.proofs.strategies` has those of weft).
+
+>>> import torch
+>>> from hypothesis import strategies as st
+>>> from weft import BatchDescriptor, proofs
+>>> from weft.proofs.strategies import Rows, tensors
+>>> def step(params, state, batch):
+...     state = torch.tanh(batch.sum(0) @ params + state)
+...     return state, batch * state
+>>> arguments = {"params": tensors(2, 2), "state": torch.zeros(2), "batch": tensors(st.integers(1, 4), 2)}
+>>> proofs.check(step, arguments, donate_argnames="state", max_examples=3)  # doctest: +ELLIPSIS
+6 laws of step
+law          what must hold                  outcome         examples  compared
+pure         equal arguments, equal results  holds                  3 ...
+graph   L1   a graph of it is it, bitwise    holds                  3 ...
+replay  L9   results outlive later replays   holds                  3 ...
+trace   L8   captures leave no trace         holds                  3 ...
+pad     L2   padding changes nothing         needs a ladder         0         0
+func    L15  vmap, grad, jvp pass through    holds                  3 ...
+
+**Plant a bug, and see that it is found.** A law that catches nothing says nothing. Here a mean is taken over a batch,
+which under a ladder has padding. `check` makes what it found as small as it can: one row, of one number.
+
+>>> def centred(rows):
+...     return Rows(rows.descriptor, rows.x - rows.x.mean(0))
+>>> rows = tensors(st.integers(1, 3), 1).map(lambda x: Rows(BatchDescriptor(len(x), len(x)), x))
+>>> proofs.check(centred, (rows,), laws="pad", ladder=[BatchDescriptor(4, 4)])
+Traceback (most recent call last):
+    ...
+weft.proofs.equivalence.Counterexample: law 'pad' (L2) does not hold of centred: padding changes nothing
+  at:                                  .x, element [0, 0] of float32 [1, 1] on cpu
+  padded to 'ragged 4 tokens, 4 reqs': 0.1875
+  as it is, 'ragged 1 tokens, 1 reqs': 0.0
+  apart:                               0.1875, 1,044,381,696 ULPs
+to see it again:
+    import torch
+    import weft
+    import weft.proofs
+    from weft.proofs.strategies.functions import Rows
+    calls = [
+        {
+            'rows': Rows(
+                descriptor=weft.BatchDescriptor(num_tokens=1, num_reqs=1),
+                x=torch.tensor([[0.25]]),
+            ),
+        },
+    ]
+    ladder = [weft.BatchDescriptor(num_tokens=4, num_reqs=4)]
+    weft.proofs.check(centred, calls, laws='pad', ladder=ladder)
+
+**Read the counterexample.** `at` is the path of the first leaf that differs, and the index of its first element; then
+both values, how far `apart` they are (in ULPs: the floating-point numbers from the one to the other), how many elements
+`differ`, and how many `leaves`. Below it stands code that makes the arguments again, and raises the same. (The remedy
+here: a field of the batch that masks the padding, as `weft.axes("num_tokens", pad=0)` makes one.)
+
+**Write a law of your own.** Most laws say that two functions are one: what a transform makes of a function, and the
+version that is written by hand. `assert_equivalent` compares them, bitwise if no tolerance is given:
+
+>>> def twice(x):
+...     return {"x": x + x, "count": x.numel()}
+>>> def doubled(x):
+...     return {"x": 2 * x, "count": x.numel()}
+>>> proofs.assert_equivalent(twice, doubled, given=(tensors(st.integers(0, 4)),), max_examples=10)
+>>> def nearly(x):
+...     return {"x": 2.0000002 * x, "count": x.numel()}
+>>> proofs.assert_equivalent(nearly, doubled, given=(torch.ones(3),))
+Traceback (most recent call last):
+    ...
+weft.proofs.equivalence.Counterexample: nearly is not doubled, bitwise
+  at:      ['x'], element [0] of float32 [3] on cpu
+  nearly:  2.000000238418579
+  doubled: 2.0
+  apart:   2.38419e-07, 1 ULP
+  differ:  3 of 3 elements; most at [0]: 2.000000238418579 and 2.0, apart 2.38419e-07, 1 ULP
+  leaves:  1 of 2 differ; this is the first
+to see it again:
+    import torch
+    import weft.proofs
+    args = (torch.ones(3),)
+    weft.proofs.assert_equivalent(nearly, doubled, given=args)
+
+It works inside a test with Hypothesis's own `@given` too: pass the arguments that the test drew. What a law compares
+otherwise, it compares by `find_difference`, and says with LawViolation.
+
+**In pytest.** `weft.proofs.plugin` is loaded where weft is installed: `--weft-profile=ci`, `gpu` or `explore` says how
+many examples there are, `@pytest.mark.gpu` is skipped without a GPU, and the fixture `weft_device` runs a test on both.
+"""
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.proofs.checking import check
+    from weft.proofs.code import to_code
+    from weft.proofs.difference import Difference, LawViolation, find_difference
+    from weft.proofs.elements import Tolerance
+    from weft.proofs.equivalence import Counterexample, assert_equivalent
+
+_HOMES = {
+    "weft.proofs.checking": ("check",),
+    "weft.proofs.code": ("to_code",),
+    "weft.proofs.difference": ("Difference", "LawViolation", "find_difference"),
+    "weft.proofs.elements": ("Tolerance",),
+    "weft.proofs.equivalence": ("Counterexample", "assert_equivalent"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Counterexample",
+    "Difference",
+    "LawViolation",
+    "Tolerance",
+    "assert_equivalent",
+    "check",
+    "find_difference",
+    "to_code",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """On first use, so that pytest's start does not import torch (`weft.proofs.plugin`)."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'weft.proofs' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "laws", "plugin", "strategies"})

@@ -13,6 +13,9 @@ from weft.transforms.engine.scheduler import add, finish, observe, schedule
 from weft.transforms.engine.steppers import Done
 from weft.transforms.engine.work import Work
 
+_VOCABULARY = 11
+"""Tokens that are made up; every model that is drawn has as many."""
+
 
 class Run(Protocol):
     """What does work, in order: a stepper, or what stands for one."""
@@ -81,4 +84,12 @@ def happen(trace: Trace, host: HostState, tick: int) -> HostState:
             host = add(host, arrival.request, trace.budget, behind=arrival.behind)
         if arrival.aborted == tick and host.find(arrival.request.id) is not None:
             host = finish(host, arrival.request.id, "abort")
+    return host
+
+
+def read_made_up(host: HostState, works: Sequence[Work]) -> HostState:
+    """The host reads works that no model ran: their tokens follow from the job and the row."""
+    for work in works:
+        if work.feeds:
+            host, _ = observe(host, work.job, [[(7 * work.job + row) % _VOCABULARY] for row in work.rows])
     return host

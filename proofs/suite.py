@@ -139,9 +139,9 @@ def _sampled(data: st.DataObject, device: str) -> None:
     laws.seed_and_position_fix_the_sample(scenario, way, stages, data.draw(st.integers(1, 3)), ladder, device)
 
 
-def _served(adapters: bool) -> Callable[[st.DataObject, str], None]:
+def _served(**options: Any) -> Callable[[st.DataObject, str], None]:
     def check(data: st.DataObject, device: str) -> None:
-        trace = data.draw(strategies.traces(adapters=adapters))
+        trace = data.draw(strategies.traces(**options))
         num_stages = trace.config.num_layers - data.draw(st.integers(0, trace.config.num_layers - 1))
         laws.stages_agree(trace, num_stages, data.draw(st.sampled_from(("none", *MODES, "none"))), device)
 
@@ -218,8 +218,13 @@ LAWS = (
         "broken programs are refused",
         _on_programs(laws.broken_programs_are_refused, strategies.broken_programs()),
     ),
-    Law("L11", "stages agree, and requests are served as if alone", _served(adapters=False)),
+    Law("L11", "stages agree, and requests are served as if alone", _served()),
     Law("L11", "requests with adapters are served as if alone", _served(adapters=True)),
+    Law(
+        "L11",
+        "requests with embeddings and positions are served as if alone",
+        _served(embeds=True, drafts=st.one_of(st.none(), lookups())),
+    ),
     Law("L11", "hosts agree", _scheduled),
     Law("L11", "an engine serves each completion as alone", _engine),
     Law("L12", "speculation changes nothing, by prompt lookup", _drafted(lookups())),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, RequestError
 from weft.stages.adapter_config import LoraConfig, parse_lora
 from weft.stages.adapters import Adapter, adaptable
 from weft.stages.checkpoint import FLOATS, list_some, open_tensors
@@ -37,7 +37,9 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
             modules that are saved whole.
         CheckpointError: a file is damaged; a tensor is missing, of another shape than the model and the configuration
             say, or of something that weft does not adapt.
+        RequestError: no model, or no folder.
     """
+    _check_arguments(model, folder)
     call, path = f"weft.load_adapter({model!r}, {os.fspath(folder)!r})", Path(folder)
     _check_files(path, call)
     config = parse_lora(read_object(path / _CONFIG, call), call)
@@ -49,6 +51,14 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
         _check_names(list(handle.keys()), wanted, call)
         deltas = {name: _read(handle, name, config, parts[name].shape, call) for name in parts if name in own}
     return Adapter(deltas, path)
+
+
+def _check_arguments(model: Any, folder: Any) -> None:
+    if not isinstance(model, Model) or not isinstance(folder, str | os.PathLike):
+        seen = f"a {type(model).__name__} and a {type(folder).__name__}"
+        raise RequestError(
+            "weft.load_adapter(model, folder)", seen, "model = weft.load(folder) first, then the adapter's folder"
+        )
 
 
 def _check_files(path: Path, call: str) -> None:

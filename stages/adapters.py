@@ -58,6 +58,8 @@ def with_adapters(
 
     Args:
         params: of the stage; its tensors are shared.
+        config, layout: of the model, and of the stage.
+        adapters: from `load_adapter`.
     """
     if not adapters:
         return params
@@ -82,6 +84,7 @@ def reserve_slots(
 
     Args:
         params: of the stage; its tensors are shared.
+        config, layout: of the model, and of the stage.
         num_slots: at least 1.
         rank: of an adapter at most.
         names: the linear layers that adapters may change, as in `Adapter.deltas`; None: all.
@@ -115,6 +118,7 @@ def write_slot(
 
     Args:
         params: of the stage, with slots.
+        config, layout: of the model, and of the stage.
         slot: which. No request that is under way may use it.
         adapter: None: empty the slot.
 

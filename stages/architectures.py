@@ -6,16 +6,18 @@ from typing import Any
 import attrs
 
 from weft.stages.moe_config import MOE_FIELDS
+from weft.stages.vl_config import VL_FIELDS
 
 
 @attrs.frozen
 class Architecture:
-    """What transformers (5.23) assumes where a config.json of this architecture is silent, and the fields that it has
-    beside the common ones."""
+    """What transformers (5.23) assumes where a config.json of this architecture is silent, the fields that it has
+    beside the common ones, and what the names of tensors begin with that are not the decoder's."""
 
     model_type: str
     defaults: Mapping[str, Any]
     fields: frozenset[str] = frozenset()
+    other_tensors: tuple[str, ...] = ()
 
 
 _QWEN_DEFAULTS: Mapping[str, Any] = {
@@ -44,6 +46,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "qwen3_moe",
         {**_QWEN_DEFAULTS, "hidden_size": 2048, "intermediate_size": 6144, "num_layers": 24, "num_key_value_heads": 4},
         MOE_FIELDS,
+    ),
+    "Qwen2VLForConditionalGeneration": Architecture(
+        "qwen2_vl",
+        {
+            "vocab_size": 152_064,
+            "hidden_size": 8192,
+            "intermediate_size": 29_568,
+            "num_layers": 80,
+            "num_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": None,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 151_645,
+        },
+        VL_FIELDS,
+        ("visual.",),
     ),
 }
 
@@ -97,4 +116,5 @@ NEUTRAL_AT_IN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "Qwen2ForCausalLM": {"attention_bias": (True,), "mlp_bias": (False,)},
     "Qwen3ForCausalLM": {"mlp_bias": (False,)},
     "Qwen3MoeForCausalLM": {"mlp_bias": (False,)},
+    "Qwen2VLForConditionalGeneration": {"attention_bias": (True,), "mlp_bias": (False,)},
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError, ProgramError
+from weft.stages.architectures import ARCHITECTURES
 from weft.stages.config import DTYPES, ModelConfig
 from weft.stages.layer_fields import Field, Part, layer_fields
 from weft.stages.layout import StageLayout
@@ -217,7 +218,9 @@ def _check_names(
         raise CheckpointError(call, f"the checkpoint has no {list_some(missing)}", _BELONG)
     explained = tensor_shapes(config, StageLayout(0, 1, 0, config.num_layers))
     tied = {HEAD} if config.tie_word_embeddings else set()
-    extra = [name for name in files if name not in explained and name not in tied and not _NEUTRAL.fullmatch(name)]
+    other = ARCHITECTURES[config.architecture].other_tensors
+    left = [name for name in files if name not in explained and name not in tied and not name.startswith(other)]
+    extra = [name for name in left if not _NEUTRAL.fullmatch(name)]
     if extra:
         seen = f"the checkpoint has {list_some(extra)}, and no field of config.json explains that"
         raise CheckpointError(call, seen, _BELONG)

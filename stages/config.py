@@ -19,6 +19,7 @@ from weft.stages.fp8_config import Fp8Config, parse_fp8
 from weft.stages.moe_config import MoeConfig, parse_moe
 from weft.stages.rope import Rope
 from weft.stages.rope_config import parse_rope
+from weft.stages.vl_config import VL_ROPE, text_part
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
@@ -33,7 +34,11 @@ class ModelConfig:
     """A decoder's configuration: all that its computation depends on, apart from its weights.
 
     Args:
-        architecture: `LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM` or `Qwen3MoeForCausalLM`.
+        architecture: `LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, or the text
+            decoder of `Qwen2VLForConditionalGeneration`.
+        vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads: sizes.
+        rms_norm_eps: of every norm.
+        max_position_embeddings: tokens of a request at most.
         head_dim: the size of a head, even; `num_heads * head_dim` need not be `hidden_size`.
         rope: the rotary embedding.
         tie_word_embeddings: whether the head is the embedding's matrix.
@@ -79,6 +84,10 @@ class ModelConfig:
             self._refuse(seen, "num_attention_heads is a multiple of num_key_value_heads")
         if self.head_dim % 2:
             self._refuse(f"head_dim={self.head_dim}", "head_dim is even: the rotary embedding turns pairs")
+        section = self.rope.mrope_section
+        if section is not None and sum(section) * 2 != self.head_dim:
+            seen = f"mrope_section={list(section)} and head_dim={self.head_dim}"
+            self._refuse(seen, f"mrope_section adds up to the {self.head_dim // 2} pairs of a head")
         if self.architecture not in ARCHITECTURES:
             self._refuse(f"architecture={self.architecture!r}", _supported())
         if self.dtype not in DTYPES.values():
@@ -97,7 +106,7 @@ def parse_config(raw: Mapping[str, Any], *, source: str) -> ModelConfig:
 
     Raises:
         ConfigError: a field that weft does not know or support, named with its value; a value of the wrong type;
-            an architecture other than the four; sizes that contradict each other.
+            an architecture other than the five; sizes that contradict each other.
 
     >>> parse_config({"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 5}, source="a dict")
     Traceback (most recent call last):
@@ -115,6 +124,9 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     The tokens that end a generation come from generation_config.json where there is one, even if it names none, as
     in transformers; from config.json otherwise.
 
+    Args:
+        path: the folder.
+
     Raises:
         CheckpointNotFoundError: no folder, or no config.json in it.
         ConfigError: what `parse_config` refuses, or a file that is not a JSON object.
@@ -122,6 +134,8 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     call, folder = f"load_config({os.fspath(path)!r})", Path(path)
     if not folder.is_dir():
         instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
+        if folder.is_file():
+            raise CheckpointNotFoundError(call, f"{str(folder)!r} is a file", f"its folder: {str(folder.parent)!r}")
         raise CheckpointNotFoundError(call, f"there is no folder {str(folder)!r}", instead)
     if not (folder / "config.json").is_file():
         instead = "pass a folder that save_pretrained wrote, or that `hf download` filled"
@@ -151,16 +165,19 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
 
 def _parse(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
+    is_vl = architecture == "Qwen2VLForConditionalGeneration"
+    fields = text_part(fields) if is_vl else fields
+    defaults = ARCHITECTURES[architecture].defaults
     _check_every_field(fields, architecture)
     values = _sizes(fields, architecture) | _biases(fields, architecture)
     try:
         return ModelConfig(
             architecture=architecture,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=parse_rope(fields),
+            rms_norm_eps=fields.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
+            rope=parse_rope(fields, VL_ROPE if is_vl else Rope()),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             qk_norm=architecture.startswith("Qwen3"),
-            eos_token_ids=_eos_token_ids(fields, ARCHITECTURES[architecture].defaults["eos_token_id"]),
+            eos_token_ids=_eos_token_ids(fields, defaults["eos_token_id"]),
             dtype=_dtype(fields),
             moe=parse_moe(fields) if architecture == "Qwen3MoeForCausalLM" else None,
             fp8=parse_fp8(fields),
@@ -227,7 +244,7 @@ def _check_attention_is_full(fields: Fields, architecture: str) -> None:
 def _sizes(fields: Fields, architecture: str) -> dict[str, Any]:
     defaults = ARCHITECTURES[architecture].defaults
     hidden = fields.integer("hidden_size", defaults.get("hidden_size", 4096))
-    heads = fields.integer("num_attention_heads", 32)
+    heads = fields.integer("num_attention_heads", defaults.get("num_heads", 32))
     kv_heads, head_dim = fields.raw.get("num_key_value_heads", defaults["num_key_value_heads"]), defaults["head_dim"]
     if fields.raw.get("head_dim", head_dim) is not None or head_dim is not None:
         head_dim = fields.integer("head_dim", head_dim)
@@ -247,7 +264,7 @@ def _sizes(fields: Fields, architecture: str) -> dict[str, Any]:
 
 
 def _biases(fields: Fields, architecture: str) -> dict[str, bool]:
-    if architecture == "Qwen2ForCausalLM":
+    if architecture.startswith("Qwen2"):
         return {"qkv_bias": True, "o_bias": False, "mlp_bias": False}
     attention = fields.flag("attention_bias", False)
     return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": fields.flag("mlp_bias", False)}

@@ -1,4 +1,4 @@
-"""Decoder stages: Llama, Qwen2, Qwen3 and Qwen3-MoE as pure functions of parameters, state and batch.
+"""Decoder stages: Llama, Qwen2, Qwen2-VL's text, Qwen3 and Qwen3-MoE as pure functions of parameters, state and batch.
 
 A stage is `(params, state, batch, x) -> (state, y)`: `x` is None on the first stage and `IntermediateTensors` on the
 others; `y` is `IntermediateTensors`, and on the last stage `Output`. The architectures differ in their parameters
@@ -29,6 +29,7 @@ from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
 from weft.stages.logprobs import prompt_logprobs, top_logprobs
 from weft.stages.lora import adapted
+from weft.stages.mrope import check_positions, mrope_positions
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.rope import inverse_frequencies, rope_tables
 from weft.stages.verification import read_at, verify
@@ -62,25 +63,44 @@ def decoder_stage(
     """
 
     _, attention_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+    section, name = config.rope.mrope_section, f"stage {layout.index} of {layout.num_stages}"
 
     @donates("state")
     def stage(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
-        resolved = resolve(state, batch)
+        check_positions(name, batch, x, section is not None)
+        resolved = _resolved(state, batch)
         hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
         if x is not None and x.input_ids is not None:
             batch = attrs.evolve(batch, input_ids=x.input_ids)
-        tables = rope_tables(params.inv_freq, resolved.positions, attention_factor, hidden.dtype)
+        positions = None
+        if section is not None:
+            positions = mrope_positions(state, batch, resolved) if x is None else x.positions
+        angles = resolved.positions if positions is None else positions
+        tables = rope_tables(params.inv_freq, angles, attention_factor, hidden.dtype, section)
         hidden = layers(config, params, state.kv_pages, resolved, tables, hidden)
         if not layout.last:
-            return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None)
+            return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions)
         where = read_at(batch, num_drafts) if num_drafts else None
         out = finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs, where)
         return state, out if where is None else verify(state, batch, where, out)
 
-    stage.__name__ = stage.__qualname__ = f"stage {layout.index} of {layout.num_stages}"
+    stage.__name__ = stage.__qualname__ = name
     return stage
+
+
+def _resolved(state: State, batch: Batch) -> ResolvedBatch:
+    """As `resolve`; an error of the device's indices gets a note, since nothing checks these on the host."""
+    try:
+        return resolve(state, batch)
+    except IndexError as error:
+        (rows, pages), size = state.block_table.shape, state.kv_pages.shape[3]
+        error.add_note(
+            f"a row or a token of the batch beyond the state, which has rows 0 to {rows - 2} of at most {pages * size} "
+            "tokens: name rows that were admitted, or make room (make_state(..., lengths=[...]), State.zeros(...))"
+        )
+        raise
 
 
 def embed(params: DecoderParams, batch: ResolvedBatch, given: Tensor | None) -> Tensor:

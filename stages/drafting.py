@@ -110,7 +110,10 @@ def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
         resolved = resolve(state, attrs.evolve(batch, descriptor=attrs.evolve(batch.descriptor, num_active_loras=0)))
         known = attrs.evolve(resolved, input_ids=resolved.input_ids.clamp(min=0))  # an embedded token has no id
         hidden = embed(params, known, None)
-        tables = rope_tables(params.inv_freq, resolved.positions, factor, hidden.dtype)
+        # Drafts need not be right: a draft model with mRoPE reads a prompt of images as if it were text.
+        section = config.rope.mrope_section
+        places = resolved.positions if section is None else resolved.positions[:, None].expand(-1, 3)
+        tables = rope_tables(params.inv_freq, places, factor, hidden.dtype, section)
         return layers(config, params, state.drafting.kv_pages, resolved, tables, hidden), resolved.positions
 
     def draft(params: DecoderParams, state: State, batch: Batch) -> Batch:

@@ -51,6 +51,10 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[StageLayout, ...]:
     layers, and the first one the embedding, a mere look-up; so the layers left over go to the stages nearest the
     middle, to the earlier one of two as near, and the last stage never gets one.
 
+    Args:
+        num_layers: of the model.
+        num_stages: from one to one a layer.
+
     Raises:
         ProgramError: fewer than one stage, or more stages than layers.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -57,14 +58,22 @@ class Model:
         """Token ids of `text`, with the special tokens that the tokenizer adds.
 
         Raises:
-            RequestError: the checkpoint has no tokenizer.
+            RequestError: the checkpoint has no tokenizer, or it is no text.
         """
+        _check_text(text)
         if self.tokenizer is None:
             raise RequestError(f"model.encode({text!r})", f"{self.path} holds no tokenizer.json", "pass token ids")
         return list(self.tokenizer.encode(text).ids)
 
     def decode(self, token_ids: list[int]) -> str | None:
-        """The text of token ids, without special tokens; None if the checkpoint has no tokenizer."""
+        """The text of token ids, without special tokens; None if the checkpoint has no tokenizer.
+
+        Raises:
+            RequestError: what is no list of token ids.
+        """
+        if not isinstance(token_ids, list | tuple) or not all(hasattr(token, "__index__") for token in token_ids):
+            seen = f"{token_ids!r:.60}, a {type(token_ids).__name__}"
+            raise RequestError("model.decode(token_ids)", seen, "a list of ints; of a tensor, its .tolist()")
         return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def __repr__(self) -> str:
@@ -72,6 +81,12 @@ class Model:
         part = "" if self.layout.num_stages == 1 else f", stage {self.layout.index} of {self.layout.num_stages}"
         layers = len(self.layout.layers)
         return f"<Model {self.config.architecture}{part}, {layers} layers, {size:.1f} MiB on {self.device}>"
+
+
+def _check_text(text: Any) -> None:
+    if not isinstance(text, str):
+        instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
+        raise RequestError(f"model.encode({text!r:.60})", f"a {type(text).__name__}", instead)
 
 
 def pick_device(device: torch.device | str | None, *, call: str) -> torch.device:
@@ -134,11 +149,16 @@ def load(
         ConfigError: config.json has a field that weft does not support.
         DeviceError: this machine has no such device.
         ProgramError: no such stage.
+        RequestError: no path, or a dtype that no decoder runs in.
 
     >>> load(DEMO, "cpu").config.architecture
     'Qwen3ForCausalLM'
     """
     call = f"weft.load({str(path)!r}, device={device!r}, dtype={dtype!r})"
+    if not isinstance(path, str | Path):
+        raise RequestError(
+            call, f"path is a {type(path).__name__}", "the folder of a checkpoint, such as weft.stages.DEMO"
+        )
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
     folder = Path(path)
     config = load_config(folder)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.donation import donates
+from weft.errors import ProgramError
 
 
 @attrs.frozen(eq=False)
@@ -34,11 +35,16 @@ def from_module(module: nn.Module) -> ModuleStage:
     Returns:
         The stage, its parameters, and its buffers as the state.
 
+    Raises:
+        ProgramError: it is no module.
+
     >>> made = from_module(nn.Linear(2, 1))
     >>> state, y = made.stage(made.params, made.state, torch.ones(3, 2), None)
     >>> y.shape
     torch.Size([3, 1])
     """
+
+    _check_module(module)
 
     @donates("state")
     def stage(params: dict[str, Tensor], state: dict[str, Tensor], batch: Any, x: Any) -> tuple[dict[str, Tensor], Any]:
@@ -50,3 +56,10 @@ def from_module(module: nn.Module) -> ModuleStage:
     params = {name: p.detach() for name, p in module.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     return ModuleStage(stage, params, buffers)
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        seen = f"{getattr(module, '__name__', module)!s:.60}, a {type(module).__name__} and no nn.Module"
+        instead = "a function (params, state, batch, x) -> (state, y) is a stage as it is"
+        raise ProgramError("weft.stages.from_module(module)", seen, instead)

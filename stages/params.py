@@ -72,6 +72,10 @@ class DecoderParams:
 def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
     """A stage's part of the whole model's parameters: the same tensors, no copies.
 
+    Args:
+        params: of the whole model.
+        layout: of the stage.
+
     Raises:
         ProgramError: `params` is not a whole model, or has another number of layers than the layouts were made for.
     """

@@ -34,6 +34,12 @@ def random_params(
     agree with the whole model. Norms are 1 plus the same noise. Weights in FP8 are normal with deviation 16, and their
     scales `std / 16` times what is uniform from 0.5 to 1.5.
 
+    Args:
+        config, layout: of the model, and which of its layers.
+        seed, std: as above.
+        device: where they are made.
+        dtype: `float32`, `bfloat16` or `float16`; None: the configuration's.
+
     Raises:
         ConfigError: a dtype that no decoder computes in.
         ProgramError: a layout for another number of layers.
@@ -78,6 +84,8 @@ def random_adapter(config: ModelConfig, names: Collection[str], *, rank: int, se
     """An adapter of no meaning, for benchmarks and tests: normal with deviation `std`.
 
     Args:
+        config: of the base model.
+        rank, seed, std: of its matrices.
         names: the linear layers that it changes, as in `Adapter.deltas`.
     """
     generator = torch.Generator().manual_seed(seed)

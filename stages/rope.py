@@ -29,6 +29,8 @@ class Rope:
         attention_factor: what YaRN multiplies cosine and sine by; None: it follows from `factor` and the mscales.
         mscale, mscale_all_dim: the weights of YaRN's attention factor; they count only when both are given.
         truncate: whether YaRN's bands are rounded outwards to whole dimensions.
+        mrope_section: how many pairs of a head turn with a token's position in time, in height and in width, in this
+            order (mRoPE; Qwen2-VL, arXiv 2409.12191, section 2.1); None: all with its only one.
     """
 
     theta: float = 10_000.0
@@ -43,6 +45,7 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    mrope_section: tuple[int, int, int] | None = None
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
@@ -110,18 +113,27 @@ def _yarn_attention_factor(rope: Rope, factor: float) -> float:
 
 
 def rope_tables(
-    inv_freq: Tensor, positions: Tensor, attention_factor: float, dtype: torch.dtype
+    inv_freq: Tensor,
+    positions: Tensor,
+    attention_factor: float,
+    dtype: torch.dtype,
+    mrope_section: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles.
 
     Args:
         inv_freq: float32 `[head_dim / 2]`.
-        positions: integer `[T]`, on the device of `inv_freq`.
+        positions: integer `[T]`, on the device of `inv_freq`; with a section `[T, 3]`.
         attention_factor: what both tables are multiplied by.
         dtype: the tables' dtype. The angles are float32 whatever it is: bfloat16 cannot tell position 257 from 256.
+        mrope_section: of `Rope`. Where a token's three positions are equal, the tables are those of that one.
 
     Returns:
         `(cos, sin)`, each `[T, head_dim / 2]` of `dtype`.
     """
-    angles = positions[:, None].float() * inv_freq
+    of_pairs = positions[:, None]
+    if mrope_section is not None:
+        columns = positions.split(1, dim=1)
+        of_pairs = torch.cat([x.expand(-1, count) for x, count in zip(columns, mrope_section, strict=True)], dim=1)
+    angles = of_pairs.float() * inv_freq
     return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)

@@ -10,7 +10,9 @@ from weft.errors import ConfigError
 from weft.stages.fields import Fields
 from weft.stages.rope import KINDS, Rope, RopeKind
 
-_SHARED_KEYS = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
+_MROPE = "mrope"
+"""What Qwen2-VL's files call type default with an `mrope_section`."""
+_SHARED_KEYS = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section"})
 _NEEDED_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -35,8 +37,11 @@ _OPTIONAL_KEYS: Mapping[RopeKind, frozenset[str]] = {
 }
 
 
-def parse_rope(fields: Fields) -> Rope:
-    """The `Rope` of a whole config.json, in transformers' 4 or 5 style; missing means theta 10000 and no scaling.
+def parse_rope(fields: Fields, default: Rope = Rope()) -> Rope:  # noqa: B008 - a frozen value
+    """The `Rope` of a whole config.json, in transformers' 4 or 5 style.
+
+    Args:
+        default: the theta and the `mrope_section` where the file is silent; scaling has no default but none.
 
     Raises:
         ConfigError: a rope type or a rope key that weft does not know, a needed key that is missing, a value of the
@@ -44,7 +49,7 @@ def parse_rope(fields: Fields) -> Rope:
     """
     given = [name for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)]
     blocks = [_block(fields, name) for name in given] or [attrs.evolve(fields, raw={})]
-    ropes = [_parse_block(fields, block) for block in blocks]
+    ropes = [_parse_block(fields, block, default) for block in blocks]
     if ropes[0] != ropes[-1]:
         values = {name: fields.raw[name] for name in given}
         raise fields.contradict(values, "say it once: rope_parameters, or rope_scaling beside rope_theta")
@@ -57,11 +62,12 @@ def _block(fields: Fields, name: str) -> Fields:
     return attrs.evolve(fields, raw=fields.raw[name], prefix=f"{name}.")
 
 
-def _parse_block(fields: Fields, block: Fields) -> Rope:
+def _parse_block(fields: Fields, block: Fields, default: Rope) -> Rope:
     kind = _kind(block)
     _check_keys(block, kind)
-    theta = _same_in_both(fields, block, "rope_theta", 10_000.0)
-    rope = Rope(theta=theta.number("rope_theta", 10_000.0), kind=kind)
+    theta = _same_in_both(fields, block, "rope_theta", default.theta)
+    section = _section(block) or default.mrope_section
+    rope = Rope(theta=theta.number("rope_theta", default.theta), kind=kind, mrope_section=section)
     if rope.theta <= 1:
         raise theta.refuse("rope_theta", "rope_theta is greater than 1, or the frequencies would not fall")
     if kind == "default":
@@ -71,16 +77,31 @@ def _parse_block(fields: Fields, block: Fields) -> Rope:
 
 
 def _kind(block: Fields) -> RopeKind:
-    """The rope type: `rope_type`, or `type` as transformers before 4.45 wrote it."""
+    """The rope type: `rope_type`, or `type` as transformers before 4.45 wrote it; both may stand, `mrope` for one."""
     names = {name: block.raw[name] for name in ("rope_type", "type") if block.raw.get(name) is not None}
-    if len(set(map(repr, names.values()))) > 1:
+    if len({repr("default" if value == _MROPE else value) for value in names.values()}) > 1:
         raise block.contradict(names, "keep rope_type alone")
     for name, value in names.items():
-        if value not in KINDS:
-            raise block.refuse(name, f"weft supports the rope types {', '.join(KINDS)}")
-        kind: RopeKind = value
+        if value not in (*KINDS, _MROPE):
+            raise block.refuse(name, f"weft supports the rope types {', '.join((*KINDS, _MROPE))}")
+        kind: RopeKind = "default" if value == _MROPE else value
         return kind
     return "default"
+
+
+def _section(block: Fields) -> tuple[int, int, int] | None:
+    """The pairs of a head that turn with time, height and width; None: the file has none."""
+    value = block.raw.get("mrope_section")
+    if value is None:
+        if _MROPE in (block.raw.get("rope_type"), block.raw.get("type")):
+            seen = f"{block.source} has no {block.prefix}mrope_section, and rope type 'mrope' needs it"
+            raise ConfigError(block.call, seen, f"add mrope_section to {block.prefix.rstrip('.')}")
+        return None
+    numbers = isinstance(value, list | tuple) and all(type(one) is int and one >= 0 for one in value)
+    if not numbers or len(value) != 3:
+        raise block.refuse("mrope_section", "mrope_section is three whole numbers: pairs for time, height and width")
+    time, height, width = value
+    return time, height, width
 
 
 def _check_keys(block: Fields, kind: RopeKind) -> None:

@@ -24,11 +24,23 @@ def read_at(batch: Batch, num_drafts: int) -> Tensor:
 
     Args:
         num_drafts: of a request at most.
+
+    Raises:
+        RequestError: several tokens of a request whose next one has a mask. What a grammar allows behind a draft
+            depends on the draft, which the device alone knows when the step is launched.
     """
+    count = batch.descriptor.query_len or num_drafts + 1
+    if batch.token_mask is not None and count > 1:
+        call = f"a stage of num_drafts={num_drafts} with a token_mask"
+        seen = (
+            f"a mask for one token of each request, where {count} are sampled: what it allows behind a draft depends "
+        )
+        instead = "Batch.decode(rows), without drafts; for prompts a stage of decoder_stage(..., num_drafts=0)"
+        raise RequestError(call, seen + "on the draft, which the device alone knows", instead)
     starts = batch.query_start_loc.to(torch.int64)
     last = starts[1:, None] - 1
     first = torch.where(batch.goes_on[:, None], starts[:-1, None], last)
-    ahead = torch.arange(batch.descriptor.query_len or num_drafts + 1, device=starts.device)
+    ahead = torch.arange(count, device=starts.device)
     return torch.minimum(first + ahead, last).clamp(min=0)
 
 

@@ -20,7 +20,19 @@ FOLDERS = tuple(PACKAGES)
 CLI = ("bench", "bench_figures", "bench_report", "demo", "demo_report", "doctor", "drafts", "evaluate")
 CLI += ("evaluate_report", "generate", "plan", "plan_report", "ranks", "sources")
 LOOK_DOWN = {"weft", "weft.__main__", "weft.cli", *(f"weft.cli.{name}" for name in CLI)}
-OPTIONAL = {"triton", "flashinfer", "transformers", "hypothesis", "matplotlib", "z3", "rich", "IPython", "nbclient"}
+OPTIONAL = {
+    "triton",
+    "flashinfer",
+    "transformers",
+    "peft",
+    "hypothesis",
+    "matplotlib",
+    "pytest",
+    "rich",
+    "z3",
+    "IPython",
+    "nbclient",
+}
 DEMO_BYTES = 2_000_000
 
 
@@ -199,12 +211,30 @@ def test_the_face_has_nothing_else() -> None:
         _ = weft.graphfy
 
 
-@pytest.mark.parametrize(
-    "use", ["pass", "[getattr(weft, name) for name in weft.__all__]"], ids=["import", "every name"]
-)
-def test_the_face_needs_no_optional_package(use: str) -> None:
-    code = f"import sys, weft; {use}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules that a process of Python has after it ran the code."""
+    code += "; import sys; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    loaded = set(done.stdout.split())
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import weft; [getattr(weft, name) for name in weft.__all__]",
+        "import weft.transforms, weft.transforms.engine, weft.stages, weft.effects",
+        "import torch, weft; f = weft.graphify(lambda x: x + 1); f(torch.ones(2)); f(torch.ones(2))",
+        "import weft; print(weft.pipeline([lambda p, s, b, x: (s, b)]))",
+    ],
+    ids=["every name", "every face", "a graph", "a pipeline"],
+)
+def test_no_optional_package_is_imported_before_it_is_used(use: str) -> None:
+    loaded = loaded_by(use)
     assert "weft" in loaded
     assert loaded & OPTIONAL == set()
+
+
+def test_importing_weft_imports_nothing_else() -> None:
+    # So that it costs what the first use of a name costs, which is the import of torch.
+    alone, more = loaded_by("import types, typing, importlib"), loaded_by("import weft")
+    assert more - alone == {"weft"}

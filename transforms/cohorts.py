@@ -39,7 +39,11 @@ class CohortRow:
 
 @attrs.frozen
 class CohortPlan:
-    """The numbers of cohorts that were tried; it prints as a table, the best marked."""
+    """The numbers of cohorts that were tried; it prints as a table, the best marked.
+
+    Args:
+        rows: one for each number.
+    """
 
     rows: tuple[CohortRow, ...]
 

@@ -1,6 +1,6 @@
 """Dispatch: which captured class a batch runs under, why, and what that pads. One pure function."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -49,12 +49,15 @@ def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
     the one that stands later in the ladder. `weft.proofs.dispatch_proof` proves this of this code.
 
     Raises:
-        DescriptorError: two classes cover each other and are not equal, so that `covers` is no partial order.
+        DescriptorError: two classes cover each other and are not equal, so that `covers` is no partial order; or what
+            is no descriptor, or no ladder.
 
     >>> from weft.descriptor import BatchDescriptor as B
     >>> dispatch(B.uniform(3), [B.uniform(8), B.uniform(4), B.uniform(2)]).descriptor
     BatchDescriptor(num_tokens=4, num_reqs=4, query_len=1, num_active_loras=0)
     """
+    if not hasattr(descriptor, "covers") or not isinstance(ladder, Iterable):
+        raise _no_call(descriptor, ladder)
     ladder = as_ladder(ladder)
     for mode, classes in (("full", ladder.full), ("piecewise", ladder.piecewise)):
         covering = [d for d in classes if d.covers(descriptor)]
@@ -68,6 +71,18 @@ def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
             padding = tuple((name, more) for name, more in excess(chosen, descriptor).items() if more)
             return Decision(mode, chosen, f"'{descriptor}' runs under '{chosen}'{way}, {why}", padding)
     return Decision("none", descriptor, f"no captured class covers '{descriptor}'")
+
+
+def _no_call(descriptor: Any, ladder: Any) -> DescriptorError:
+    """Of arguments that are no descriptor and no ladder."""
+    if hasattr(ladder, "covers"):
+        return DescriptorError(
+            f"dispatch(..., '{ladder}')", "a descriptor in the ladder's place", "dispatch(descriptor, ladder)"
+        )
+    call = f"dispatch({type(descriptor).__name__}, {type(ladder).__name__})"
+    if hasattr(descriptor, "descriptor"):
+        return DescriptorError(call, "a batch where its class should be", "dispatch(batch.descriptor, ladder)")
+    return DescriptorError(call, "no descriptor, or no ladder", "dispatch(batch.descriptor, make_ladder(mode, limits))")
 
 
 def excess(larger: Any, own: Any) -> dict[str, int]:

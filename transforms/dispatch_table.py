@@ -34,7 +34,11 @@ class Row:
 
 @attrs.frozen(repr=False)
 class DispatchTable:
-    """What `dispatch_table` returns; it prints aligned, and a notebook shows it as a table."""
+    """What `dispatch_table` returns; it prints aligned, and a notebook shows it as a table.
+
+    Args:
+        rows: a class of batches each, and where it goes.
+    """
 
     rows: tuple[Row, ...]
 

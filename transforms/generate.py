@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 import attrs
 from tqdm.auto import tqdm
 
+from weft.arguments import names_arguments
 from weft.errors import RequestError
 from weft.markup import bars, element, text, titled
 from weft.sampling import SamplingParams
@@ -15,6 +16,7 @@ from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.intake import check_sampling, encode_prompt, is_count
 from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.setup import EngineLimits, check_engine
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.tracking import Track
@@ -67,7 +69,7 @@ class Completion:
 @overload
 def generate(
     model: Model,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[str | Sequence[int] | EmbedsPrompt],
     *,
     max_tokens: int,
     temperature: float = ...,
@@ -84,7 +86,7 @@ def generate(
 @overload
 def generate(
     model: Model,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[str | Sequence[int] | EmbedsPrompt],
     *,
     max_tokens: int,
     temperature: float = ...,
@@ -98,9 +100,17 @@ def generate(
     progress: bool = ...,
     stream: Literal[True],
 ) -> Iterator[RequestOutput]: ...
+@names_arguments(
+    max_new_tokens="max_tokens=...",
+    sampling_params="sampling=...",
+    mode="graph=...",
+    adapters="adapter=weft.load_adapter(model, folder)",
+    pipeline_parallel_size="pipeline=...",
+    num_stages="pipeline=...",
+)
 def generate(
     model: Model,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[str | Sequence[int] | EmbedsPrompt],
     *,
     max_tokens: int,
     temperature: float = 0.0,
@@ -118,7 +128,7 @@ def generate(
 
     Args:
         model: from `weft.load`.
-        prompts: strings or lists of token ids, of any lengths.
+        prompts: strings, lists of token ids, or `weft.EmbedsPrompt`s, of any lengths.
         max_tokens: tokens to generate for each at most; the model's own limit on positions may end one sooner.
         temperature: 0 is greedy; short for `sampling=SamplingParams(temperature=...)`.
         seed: of all random choices: with it and its place in the list, a prompt's completion is the same in any
@@ -204,7 +214,11 @@ def _completion(track: Track) -> Completion:
 
 
 def _limits(
-    model: Model, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], max_tokens: int, stages: int
+    model: Model,
+    prompts: Sequence[Sequence[int] | EmbedsPrompt],
+    params: Sequence[SamplingParams],
+    max_tokens: int,
+    stages: int,
 ) -> EngineLimits:
     """Rows and pages for all, as far as there is room."""
     rows = min(sum(each.n for each in params), MAX_NUM_REQS)
@@ -213,10 +227,11 @@ def _limits(
     return EngineLimits(max_num_reqs=rows, max_num_tokens=tokens, max_model_len=longest)
 
 
-def _encode_prompts(model: Model, prompts: Any, call: str) -> list[list[int]]:
+def _encode_prompts(model: Model, prompts: Any, call: str) -> list[list[int] | EmbedsPrompt]:
     if not isinstance(prompts, list | tuple) or not prompts or all(isinstance(p, int) for p in prompts):
         raise RequestError(call, f"prompts={prompts!r}", "pass a list of prompts, each a string or a list of token ids")
-    return [encode_prompt(model, prompt, call, f"prompt {index}") for index, prompt in enumerate(prompts)]
+    encoded = [encode_prompt(model, prompt, call, f"prompt {index}") for index, prompt in enumerate(prompts)]
+    return [own if isinstance(own, EmbedsPrompt) else ids for own, ids in zip(prompts, encoded, strict=True)]
 
 
 def _num_logprobs(params: Sequence[SamplingParams]) -> int:

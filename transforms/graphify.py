@@ -13,12 +13,13 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, Unpack, overload
 import torch
 from tqdm.auto import tqdm
 
+from weft.arguments import names_arguments
 from weft.donation import donate
 from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY, may_capture
 from weft.torchapi import in_plain_surroundings, uncompiled
 from weft.transforms.borrowing import lend, lending
-from weft.transforms.call import Call, check_call, hashable_signature, inline_reason, take_apart
+from weft.transforms.call import Call, Roles, check_call, hashable_signature, inline_reason, take_apart
 from weft.transforms.capture import Entry
 from weft.transforms.captured import CapturedGraphs, captured_graphs
 from weft.transforms.dispatch import Decision
@@ -44,6 +45,7 @@ _ALL: "weakref.WeakSet[Graphified[..., Any]]" = weakref.WeakSet()
 class Graphified(Generic[P, R]):
     """What `graphify` returns: the function, and the graphs captured of it."""
 
+    __wrapped__: Callable[P, R]
     _plans: dict[Key, Plan]
     _readers: dict[tuple[Any, ...], tuple[Reader[Replay], ...]]
 
@@ -61,6 +63,11 @@ class Graphified(Generic[P, R]):
     def ladder(self) -> Ladder[Any] | None:
         """The classes that may be captured; None: any signature."""
         return self._of.ladder
+
+    @property
+    def roles(self) -> Roles:
+        """How its arguments enter a graph."""
+        return self._of.roles
 
     @property
     def split_at(self) -> frozenset[str]:
@@ -297,6 +304,12 @@ def clear_caches() -> None:
 def graphify(fn: Callable[P, R], **options: Unpack[GraphifyOptions]) -> Graphified[P, R]: ...
 @overload
 def graphify(fn: None = ..., **options: Unpack[GraphifyOptions]) -> Callable[[Callable[P, R]], Graphified[P, R]]: ...
+@names_arguments(
+    donate="donate_argnames=[...]",
+    donate_argnums="donate_argnames=[...], by name",
+    static_argnums="static_argnames=[...], by name",
+    mode="ladder=weft.make_ladder(mode, limits)",
+)
 def graphify(
     fn: Callable[P, R] | None = None,
     *,

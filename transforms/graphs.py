@@ -29,7 +29,13 @@ _LOG = logging.getLogger("weft")
 
 @attrs.frozen
 class Explanation:
-    """What a call would do, and why. `str` of it is the reason."""
+    """What a call would do, and why. `str` of it is the reason.
+
+    Args:
+        decision: the mode and the class that it would run under.
+        captured: whether there is a graph for it.
+        reason: in words.
+    """
 
     decision: Decision[Any]
     captured: bool

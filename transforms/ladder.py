@@ -47,9 +47,11 @@ class Limits:
 @attrs.frozen
 class Ladder(Generic[D]):
     """The classes that may be captured, largest first: as whole graphs, and as pieces. Cutting one never cuts the
-    other.
+    other. Iterated, it gives all of them.
 
-    Iterated, it gives all of them.
+    Args:
+        full: classes of whole graphs.
+        piecewise: classes of graphs in pieces.
     """
 
     full: tuple[D, ...] = attrs.field(default=(), converter=tuple)
@@ -112,6 +114,10 @@ def rungs(limit: int) -> tuple[int, ...]:
 def lora_rungs(max_loras: int, *, specialised: bool = True) -> tuple[int, ...]:
     """Numbers of active LoRAs to capture for: none, and powers of two up to the maximum (or, not specialised, it
     alone).
+
+    Args:
+        max_loras: adapters that a batch may use at once.
+        specialised: whether each such number has graphs of its own.
 
     >>> lora_rungs(5), lora_rungs(5, specialised=False), lora_rungs(0)
     ((0, 1, 2, 4, 5), (0, 5), (0,))

@@ -88,6 +88,9 @@ class Recorder:
 def measure(device: Literal["cpu", "cuda"] = "cpu") -> Iterator[Recorder]:
     """Record what pipelines do that are called inside.
 
+    Args:
+        device: whose clock it is: the host's, or that of the GPU's streams, by events. Times are in seconds.
+
     >>> from weft.transforms.pipeline import pipeline
     >>> step = pipeline([lambda p, s, batch, x: (s, batch), lambda p, s, batch, x: (s, x)])
     >>> with measure() as recorder:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypedDict
 
 import attrs
+from torch import Tensor
 
 from weft.descriptor import Descriptor
 from weft.donation import donated_argnames, donates
 from weft.errors import CaptureError
 from weft.torchapi import is_compiled, operator_name
+from weft.transforms.backends import NAMES, no_backend
 from weft.transforms.call import Roles
 from weft.transforms.ladder import Ladder, as_ladder
 
@@ -73,7 +75,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
         CaptureError: one of them says what cannot be, or names what `fn` does not have.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
-    call = f"graphify({getattr(fn, '__name__', fn)}, ...)"
+    call = f"graphify({getattr(fn, '__name__', fn)!s:.60}, ...)"
     _check_function(call, fn)
     _check(call, options)
     signature, declared = _signature_of(call, fn), donated_argnames(fn)
@@ -81,13 +83,11 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     extra = tuple(n for n in names_in(options["donate_argnames"]) if n not in declared)
     by_name = options["reference_argnames"]
     references = tuple(n for n in signature.parameters if n == "params") if by_name is None else names_in(by_name)
-    for argument in (*extra, *static, *references):
-        if argument not in signature.parameters:
-            raise CaptureError(
-                call,
-                f"donate_argnames, static_argnames or reference_argnames hold {argument!r}, which is no argument of it",
-                f"one of {', '.join(signature.parameters)}",
-            )
+    for option, names in (("donate", extra), ("static", static), ("reference", references)):
+        for argument in names:
+            if argument not in signature.parameters:
+                seen = f"{option}_argnames holds {argument!r}, which is no argument of it"
+                raise CaptureError(call, seen, f"one of {', '.join(signature.parameters) or '(), for it has none'}")
     donated = (*declared, *extra)
     by_hand = () if by_name is None else references
     if both := next((n for n in static if n in (*donated, *by_hand)), None):
@@ -133,6 +133,11 @@ def _signature_of(call: str, fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def _check_function(call: str, fn: Any) -> None:
+    if isinstance(fn, Tensor):
+        seen = f"a tensor of shape {tuple(fn.shape)}, the result of a call"
+        raise CaptureError(
+            "graphify(<a Tensor>, ...)", seen, "the function itself: graphify(f), and not graphify(f(x))"
+        )
     if not callable(fn):
         raise CaptureError(call, f"{fn!r:.60}, which is no function", "a function over tensors")
     if is_compiled(fn):
@@ -150,7 +155,9 @@ def _check(call: str, options: GraphifyOptions) -> None:
     if ladder is not None and (isinstance(ladder, str) or not all(isinstance(d, Descriptor) for d in ladder)):
         instead = "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable class (such as "
         instead += "an @attrs.frozen one) with a method covers(other)"
-        raise CaptureError(call, f"ladder={ladder!r}", instead)
+        lacks = [type(d).__name__ for d in ladder if not isinstance(d, str) and not hasattr(d, "covers")]
+        seen = f"ladder={ladder!r}" + (f"; {lacks[0]} has no method covers" if lacks else "")
+        raise CaptureError(call, seen, instead)
     for rung in ladder or ():
         if (covers := rung.covers(rung)) is not True:
             seen, instead = f"{rung!r}.covers(itself) is {covers!r}", "a covers(other) that returns True or False"
@@ -158,5 +165,7 @@ def _check(call: str, options: GraphifyOptions) -> None:
     if isinstance(ladder, Ladder) and ladder.piecewise and not options["split_at"]:
         seen = "a ladder with classes for pieces, and no split_at"
         raise CaptureError(call, seen, "split_at='weft::paged_attention'")
+    if options["backend"] not in (None, *NAMES):
+        raise no_backend(options["backend"])
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise CaptureError(call, f"max_captures={most!r}", "an int >= 1, or None for any number")

@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from weft.arguments import names_arguments
 from weft.batch import Batch
 from weft.donation import donated_argnames
 from weft.effects import Program, Schema, listing, programs_html
@@ -14,7 +15,7 @@ from weft.torchapi import in_dispatch_mode
 from weft.transforms.borrowing import lends
 from weft.transforms.graphify import Graphified
 from weft.transforms.microbatch import join, split
-from weft.transforms.parts import class_text, put_batches
+from weft.transforms.parts import after_first, class_text, put_batches
 from weft.transforms.pipeline_checks import (
     check_entries,
     check_options,
@@ -52,8 +53,9 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
         check_entries("compose", len(stages), range(len(stages)), params, state)
         x: Any = None
         states: list[Any] = []
+        later = after_first(batch) if len(stages) > 1 else batch
         for stage, p, s in zip(stages, params, state, strict=True):
-            new, x = call_stage(len(states), stage, p, s, batch, x)
+            new, x = call_stage(len(states), stage, p, s, later if states else batch, x)
             states.append(new)
         if advance is not None:
             states = [advance(s, batch, x) for s in states]
@@ -213,6 +215,7 @@ class Pipelined:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
 
 
+@names_arguments(num_microbatches="microbatches=...", chunks="microbatches=...")
 def pipeline(
     stages: Sequence[Stage],
     *,

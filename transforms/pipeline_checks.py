@@ -17,7 +17,7 @@ _SIGNATURE = "(params, state, batch, x) -> (state, y)"
 
 def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
     """The stages as a tuple, each of them a function."""
-    call = f"{transform}({stages!r:.80})"
+    call = f"{transform}({getattr(stages, '__name__', stages)!s:.80})"
     if callable(stages):
         raise ProgramError(call, "one function", f"a list of stages: {transform}([stage])")
     if not isinstance(stages, Iterable) or isinstance(stages, str | dict):
@@ -25,6 +25,7 @@ def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
     checked = tuple(stages)
     if not checked:
         raise ProgramError(call, "no stage", f"at least one function {_SIGNATURE}")
+    call = f"{transform}(<{len(checked)} stage{'s' * (len(checked) > 1)}>)"
     for index, stage in enumerate(checked):
         if hasattr(stage, "named_parameters"):
             raise ProgramError(call, f"stage {index} is an nn.Module", "weft.stages.from_module(module).stage")
@@ -96,6 +97,8 @@ def check_entries(
     if len(ranks) < num_stages:
         instead += f" that runs in this process: stage {', '.join(map(str, ranks))}"
     for name, given in (("params", params), ("state", state)):
+        if given is None:
+            raise ProgramError(call, f"{name} is None", f"{instead}: {(None,) * len(ranks)} where they have no {name}")
         if not isinstance(given, tuple | list):
             raise ProgramError(call, f"{name} is a {type(given).__name__}", instead)
         if len(given) != len(ranks):

@@ -4,18 +4,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
 from weft.effects import Schema, TensorSchema
-from weft.errors import ProgramError
+from weft.errors import ProgramError, RequestError
 from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.stages.decoder import DecoderStage, decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model, stage_params
+from weft.stages.states import empty_states
 from weft.state import State, admit, advance
 from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits, make_ladder
+from weft.transforms.ladder import Ladder, Limits, make_ladder
 from weft.transforms.pipeline import compose, pipeline
 from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.transports import Transport
@@ -84,19 +87,24 @@ def make_runner(
     stages = tuple(decoder_stage(model.config, layout, **extras) for layout in every)
     params = stage_params(model, layouts)
     if num_stages == 1:
-        whole = compose(stages, advance=advance)
-        if mode == "none":
-            return Runner(whole, params, stages, layouts, ())
-        graph = graphify(whole, ladder=ladder, split_at=SPLIT_AT, backend=backend)
-        return Runner(graph, params, stages, layouts, (graph,))
-    graphs = (
-        []
-        if mode == "none"
-        else [graphify(stage, ladder=ladder, split_at=SPLIT_AT, backend=backend) for stage in stages]
-    )
-    schema = Schema((TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype),))
-    step = pipeline(graphs or stages, microbatches=num_stages, advance=advance, schema=schema, transport=transport)
-    return Runner(step, params, stages, layouts, tuple(graphs))
+        whole = graph_step(compose(stages, advance=advance), ladder, backend)
+        return Runner(whole, params, stages, layouts, (whole,) if len(ladder) else ())
+    spanned = [graph_step(stage, ladder, backend) for stage in stages]
+    step = pipeline(spanned, microbatches=num_stages, advance=advance, schema=_travels(model), transport=transport)
+    return Runner(step, params, stages, layouts, tuple(spanned) if len(ladder) else ())
+
+
+def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
+    """A decoder's step or stage graphified, in pieces around its attention where the ladder asks for them; as it is
+    where the ladder is empty."""
+    return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
+
+
+def _travels(model: Model) -> Schema:
+    """What one stage sends to the next."""
+    hidden = TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype)
+    has_mrope = model.config.rope.mrope_section is not None
+    return Schema((hidden, *((TensorSchema("positions", ("num_tokens", 3), torch.int64),) if has_mrope else ())))
 
 
 def make_state(
@@ -105,34 +113,41 @@ def make_state(
     lengths: Sequence[int],
     sampling: Sequence[SamplingParams] | None = None,
     prompts: Sequence[Sequence[int]] | None = None,
+    mrope_position_deltas: Sequence[int] | None = None,
 ) -> tuple[State, ...]:
     """Each stage's state with one request a length admitted, in rows 0, 1, ...; pages enough for each to grow to its
     length.
 
     Args:
+        model: the checkpoint.
+        layouts: of the stages, as `Runner.layouts`.
         lengths: the most tokens that each request will hold.
-        sampling, prompts: one a request, as `weft.state.admit` takes them. None: greedy; prompts that no penalty
-            counts.
+        sampling, prompts, mrope_position_deltas: one a request, as `weft.state.admit` takes them. None: greedy; prompts
+            that no penalty counts; 0.
+
+    Raises:
+        RequestError: lengths that no requests have.
     """
+    if not isinstance(lengths, Sequence) or not lengths or not all(isinstance(n, int) and n >= 1 for n in lengths):
+        seen = f"lengths={lengths!r:.60}"
+        raise RequestError("make_state(model, layouts, lengths)", seen, "a list of whole numbers >= 1, one a request")
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
-    config = model.config
     asked = [SamplingParams(temperature=0.0)] * len(lengths) if sampling is None else sampling
 
-    def one(layout: StageLayout) -> State:
-        empty = State.zeros(
-            num_layers=len(layout.layers),
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_num_reqs=len(lengths),
-            num_pages=ends[-1],
-            max_pages=max(counts),
-            page_size=PAGE_SIZE,
-            vocab_size=config.vocab_size if layout.last else 0,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        return admit(empty, range(len(lengths)), pages, asked, prompts or [()] * len(lengths))
-
-    return tuple(one(layout) for layout in layouts)
+    said = prompts or [()] * len(lengths)
+    states = empty_states(
+        model.config,
+        layouts,
+        max_num_reqs=len(lengths),
+        num_pages=ends[-1],
+        max_pages=max(counts),
+        page_size=PAGE_SIZE,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    rows = range(len(lengths))
+    return tuple(
+        admit(empty, rows, pages, asked, said, mrope_position_deltas=mrope_position_deltas) for empty in states
+    )

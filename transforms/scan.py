@@ -24,7 +24,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
         `jax.lax.scan` does: the dimensions of each output keep their names, so that a ladder can pad and unpad them.
 
     Raises:
-        ProgramError: no such length, or a step that is no function.
+        ProgramError: no such length, a step that is no function, or one that returns anything but `(state, out)`.
 
     >>> double = scan(lambda params, state, batch: (2 * state, state + batch), 3)
     >>> double(None, 1, 10)
@@ -43,7 +43,10 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
             return step.repeat(params, state, batch, length)
         outs = []
         for _ in range(length):
-            state, out = step(params, state, batch)
+            made = step(params, state, batch)
+            if not isinstance(made, tuple) or len(made) != 2:
+                raise ProgramError(call, f"the step returned a {type(made).__name__}", "return (state, out)")
+            state, out = made
             outs.append(clone(out) if lends(step) else out)  # the next step overwrites what is lent
         return state, outs
 

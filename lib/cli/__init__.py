@@ -5,6 +5,7 @@ Nothing here imports torch before a command runs, so that `weft --help` answers 
 
 import argparse
 import contextlib
+import difflib
 import io
 import json
 import math
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal is no reason to fail
     try:
         try:
-            arguments = build_parser().parse_args(argv)
+            arguments = parse(argv)
             return int(arguments.command(arguments))
         finally:
             sys.stdout.flush()
@@ -67,8 +68,19 @@ def _drop_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; those that a command does not have are refused by that command, with the nearest that it has."""
+    arguments, strange = build_parser().parse_known_args(argv)
+    if strange:
+        parser: argparse.ArgumentParser = arguments.parser
+        near = difflib.get_close_matches(strange[0].partition("=")[0], parser.format_help().split(), n=1)
+        remedy = f"{near[0]}, or see {parser.prog} --help" if near else f"see {parser.prog} --help"
+        parser.error(f"unrecognized arguments: {' '.join(strange)} (instead: {remedy})")
+    return arguments
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each sets `command`, a function of the parsed arguments."""
+    """The parser of all commands; each sets `command`, a function of the parsed arguments, and `parser`, its own."""
     parser = argparse.ArgumentParser(prog="weft", description="Model steps as pure functions on PyTorch.")
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -77,6 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands.add_parser("demo", help="see that graphs and pipelines change nothing", allow_abbrev=False))
     _add_plan(commands.add_parser("plan", help="predict a pipeline from a config.json", allow_abbrev=False))
     _add_doctor(commands.add_parser("doctor", help="versions, devices, back ends", allow_abbrev=False))
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser
 
 
@@ -106,7 +120,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights and the KV cache (default: the checkpoint's)")
     parser.add_argument("--json", action="store_true", help="one JSON object a completion, one a line")
-    parser.set_defaults(command=_generate, parser=parser)
+    parser.set_defaults(command=_generate)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

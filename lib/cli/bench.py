@@ -15,6 +15,7 @@ from weft.cli.ranks import Here, Place, check_stages, in_ranks
 from weft.cli.sources import Source
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
+from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 
@@ -61,7 +62,9 @@ class Wanted:
         self._check("run_ahead", 0)
         if self.max_num_tokens < self.max_num_seqs:
             seen = f"{self.max_num_tokens} tokens a step for {self.max_num_seqs} requests"
-            raise RequestError(f"weft bench --max-num-tokens {self.max_num_tokens}", seen, "at least one a request")
+            raise RequestError(
+                f"weft bench --max-num-tokens {self.max_num_tokens}", seen, f"{self.max_num_seqs} or more"
+            )
 
     def _check(self, name: str, least: int) -> None:
         if (value := getattr(self, name)) < least:
@@ -105,10 +108,11 @@ def measure(here: Here, wanted: Wanted, progress: bool) -> Figures:
     return figures(served, wanted.input_len, here.collect(finish(engine, own)))
 
 
-def start(here: Here, wanted: Wanted, progress: bool) -> tuple[Engine, RankFigures]:
-    """An engine with all its graphs captured, and how long each part took."""
+def start(here: Here, wanted: Wanted, progress: bool, opened: Model | None = None) -> tuple[Engine, RankFigures]:
+    """An engine with all its graphs captured, of the model that is wanted or was opened before, and how long each part
+    took."""
     times = [time.perf_counter()]
-    model = wanted.source.open(here, progress=progress, seed=wanted.seed)
+    model = opened or wanted.source.open(here, progress=progress, seed=wanted.seed)
     times.append(_now(model.device))
     length = wanted.input_len + wanted.output_len
     engine = Engine(

@@ -40,7 +40,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     _add_how(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write that object to a file too")
-    parser.set_defaults(command=_bench, parser=parser)
+    parser.set_defaults(command=_bench)
 
 
 def _add_what(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,10 @@ from weft.trees import leaves_with_names
 
 PROMPTS = ("The function returns", "A list is", "In Python, ")
 
-TABLES = (".block_table", ".positions", ".last_tokens", ".adapters", ".sampling.floats", ".sampling.ints")
+TABLES = (
+    ".block_table", ".positions", ".last_tokens", ".adapters", ".mrope_position_deltas", ".sampling.floats",
+    ".sampling.ints",
+)  # fmt: skip
 """The parts of a state that are alike on all stages."""
 
 TOLERANCE = 1e-4

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import power_of_two
+from weft.ops.early_triton import begin, early, release
 
 _CHUNK = 1024
 """Pairs that `_align_kernel` looks at at a time."""
@@ -24,6 +25,7 @@ def _align_kernel(
 
     The program behind the last expert marks the blocks behind the last one with -1.
     """
+    begin()
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     lane = tl.arange(0, CHUNK)
@@ -41,6 +43,7 @@ def _align_kernel(
         tl.store(owners + start + lane, tl.where(last, -1, expert), mask=start + lane < end)
     for start in range(first * BLOCK + count, tl.where(last, first, end) * BLOCK, CHUNK):
         tl.store(order + start + lane, -1, mask=start + lane < end * BLOCK)
+    release()
     found = first * BLOCK
     for start in range(0, tl.where(last, 0, pairs), CHUNK):
         ids = tl.load(experts + start + lane, mask=start + lane < pairs, other=-1)
@@ -93,5 +96,6 @@ def align(experts: Tensor, num_experts: int, block: int) -> Aligned:
     _align_kernel[(num_experts + 1,)](
         experts, order, owners, pairs, blocks,
         BINS=power_of_two(num_experts + 1), BLOCK=block, CHUNK=min(_CHUNK, power_of_two(pairs)), num_warps=4,
+        **early(experts),
     )  # fmt: skip
     return Aligned(order, owners)

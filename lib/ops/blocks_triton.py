@@ -19,7 +19,7 @@ _MOST = tl.constexpr(MOST)
 _LEAST = tl.constexpr(LEAST)
 
 # The interpreter rounds wrongly to FP8, so that there the values are rounded before.
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -41,7 +41,7 @@ def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
 @triton.jit
 def to_fp8(x):
     """float8_e4m3fn of float32 within its range, to nearest, ties to even."""
-    if _INTERPRETED:
+    if INTERPRETED:
         step = tl.exp2(tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 1e-30))), -6.0) - 3.0)
         down = tl.floor(x / step)
         rest = x / step - down

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from weft.ops.align_triton import Aligned, align, find_expert, scan
 from weft.ops.blocks_triton import TRITON_DTYPES, power_of_two, quantize_rows
+from weft.ops.early_triton import begin, early, release
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import load_step, multiply, multiply_step, zeros
 from weft.ops.tiles import Tile, expert_tile
@@ -98,6 +99,7 @@ def _expert_tiles(
         acc = multiply(
             x, x_scales, source, live, w, s, n, 0, columns, columns, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, SWAP
         )
+        release()
         _store(acc, out, out_scales, weights, pair, live, first, inner, tokens, TOP_K, GATED, WIDTH, TOKENS, SWAP,
                FP8_OUT, TYPE)  # fmt: skip
     else:
@@ -126,6 +128,7 @@ def _expert_kernel(
     FP8_OUT: tl.constexpr, TYPE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """`inner` is the result's columns; PAIRS > 0: the number of pairs as a power of two, each program finds its own."""
+    begin()
     tokens = pairs // TOP_K
     if PAIRS > 0:
         expert, count = find_expert(experts, pairs, num_experts, PAIRS)
@@ -259,5 +262,5 @@ def _launch(
         QUANTIZE=scale is not None and x_scales is None, EVEN=columns % tile.columns == 0,
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPAN=tile.span, SWAP=tile.tokens < 64,
         FP8_OUT=out_scales is not None, TYPE=kind, PAIRS=0 if aligned is not None else power_of_two(pairs),
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **early(x),
     )  # fmt: skip

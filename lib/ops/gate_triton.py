@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two, quantize_rows
+from weft.ops.early_triton import begin, early, release
 from weft.ops.fp8 import ceil_blocks
 from weft.ops.parts import num_parts
 
@@ -21,6 +22,7 @@ def _gate_kernel(
     x, out, scales, inner, stride,
     PARTS: tl.constexpr, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
+    begin()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -29,6 +31,7 @@ def _gate_kernel(
     gate = load_sum(x, offsets, inside, stride, PARTS, TYPE)
     up = load_sum(x, offsets + inner, inside, stride, PARTS, TYPE)
     row = (gate / (1 + tl.exp(-gate)) * up).to(TYPE)
+    release()
     place = out + token * inner + column
     if QUANTIZE:
         values, scale = quantize_rows(row.to(tl.float32))
@@ -60,6 +63,6 @@ def _run(x: Tensor, dtype: torch.dtype, quantized: bool) -> tuple[Tensor, Tensor
             _gate_kernel[(tokens, triton.cdiv(ceil_blocks(inner), groups))](
                 x, out, scales, inner, 2 * tokens * inner,
                 PARTS=num_parts(x), QUANTIZE=quantized, GROUPS=groups, TYPE=TRITON_DTYPES[dtype],
-                num_warps=max(1, groups // 2),
+                num_warps=max(1, groups // 2), **early(x),
             )  # fmt: skip
     return out, scales

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.ops.early_triton import begin, early, release
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import multiply
 from weft.ops.tiles import Tile, linear_tile
@@ -21,6 +22,7 @@ def _linear_kernel(
     FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
+    begin()
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(2)
@@ -29,6 +31,7 @@ def _linear_kernel(
         x, x_scales, t, t < tokens, weight, scale, tl.minimum(n, rows - 1), low, tl.minimum(low + share, columns),
         columns, FP8, False, EVEN, ROWS, TOKENS, COLUMNS, SWAP,
     )  # fmt: skip
+    release()
     first = out + part.to(tl.int64) * tokens * rows
     if BIAS:  # the first part's
         add = tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32) * (part == 0)
@@ -80,6 +83,6 @@ def run_tile(
                 out if bias is None else bias, out, tokens, rows, columns, share,
                 FP8=fp8, BIAS=bias is not None, EVEN=columns % tile.columns == 0,
                 ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SWAP=tile.tokens < 64,
-                num_warps=tile.warps, num_stages=tile.stages,
+                num_warps=tile.warps, num_stages=tile.stages, **early(x),
             )  # fmt: skip
     return out

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two
+from weft.ops.early_triton import begin, early
 from weft.ops.parts import num_parts
 
 _TOKENS, _ROWS, _COLUMNS = 16, 64, 128
@@ -30,6 +31,7 @@ def _shrink_kernel(
     x, a, slots, active, low, tokens, ranks, columns, share, splits,
     TOKENS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    begin()
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     split = tl.program_id(2) % splits
@@ -54,6 +56,7 @@ def _expand_kernel(
     y, low, b, slots, active, out, tokens, rows, rank, pairs, splits, num_active, start1, start2, blocks,
     PARTS: tl.constexpr, TYPE: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    begin()
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     pair = tl.program_id(1) // blocks
     start = tl.where(pair == 0, 0, tl.where(pair == 1, start1, start2))
@@ -95,13 +98,13 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: 
         if tokens and num_active:
             _shrink_kernel[(token_blocks, triton.cdiv(pairs * rank, ranks), num_active * splits)](
                 x.contiguous(), a, slots, active, low, tokens, pairs * rank, columns, share, splits,
-                TOKENS=_TOKENS, RANKS=ranks, COLUMNS=_COLUMNS, num_warps=4,
+                TOKENS=_TOKENS, RANKS=ranks, COLUMNS=_COLUMNS, num_warps=4, **early(x),
             )  # fmt: skip
         if tokens:
             _expand_kernel[(token_blocks, pairs * blocks)](
                 y.contiguous(), low, b, slots, active, out, tokens, rows, rank, pairs, splits, num_active,
                 *(*starts[1:-1], 0, 0)[:2], blocks,
                 PARTS=num_parts(y), TYPE=TRITON_DTYPES[x.dtype],
-                TOKENS=_TOKENS, RANKS=ranks, ROWS=_ROWS, num_warps=4,
+                TOKENS=_TOKENS, RANKS=ranks, ROWS=_ROWS, num_warps=4, **early(x),
             )  # fmt: skip
     return out

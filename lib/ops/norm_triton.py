@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two, quantize_rows
+from weft.ops.early_triton import begin, early, release
 from weft.ops.fp8 import ceil_blocks
 from weft.ops.parts import num_parts
 
@@ -20,6 +21,7 @@ def _norm_kernel(
     PARTS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr,
     GROUPS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
+    begin()
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -35,6 +37,7 @@ def _norm_kernel(
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         row = (row * (1 / tl.sqrt(mean + eps)) * gain).to(TYPE).to(tl.float32)
         tl.store(normed + offsets, row.to(TYPE), mask=inside)
+    release()
     if QUANTIZE:
         fp8, scale = quantize_rows(row)
         tl.store(values + offsets, fp8, mask=inside)
@@ -98,6 +101,6 @@ def _run(
             _norm_kernel[(tokens,)](
                 x, like, x if weight is None else weight, total, normed, values, scales, columns, tokens * columns, eps,
                 PARTS=num_parts(x), ADD=residual is not None, NORM=weight is not None, QUANTIZE=quantized,
-                GROUPS=groups, TYPE=TRITON_DTYPES[like.dtype], num_warps=max(1, min(8, groups // 2)),
+                GROUPS=groups, TYPE=TRITON_DTYPES[like.dtype], num_warps=max(1, min(8, groups // 2)), **early(x),
             )  # fmt: skip
     return total, normed, values, scales

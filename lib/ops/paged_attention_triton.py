@@ -1,12 +1,14 @@
 """The CUDA implementation of `weft::paged_attention`, in Triton: three kernels, whose launches depend on shapes alone.
 
-1. `_write_kernel`, a program a token: k and v go to their slots, and the output of padding becomes 0. Where k and v
-   were written before, the whole output is zeroed instead.
+1. `_write_kernel`, a program a token: k and v go to their slots; not where they were written before.
 2. `_attend_kernel`, a program for a block of queries of one request, a key head, and a share (split) of the context:
    softmax attention a tile of keys at a time, with a running maximum and sum (FlashAttention-2, Dao 2023, algorithm 1).
    The heads that share a key head are rows of one matrix, so that each key is loaded once for all of them.
 3. `_combine_kernel`, only where the context was split, for batches of few short queries (flash-decoding, Dao et al.
    2023): rescales and adds the shares.
+
+Whichever is last writes the zeros of padding: a program those of its own request's tokens, and all programs in turn
+those of the tokens behind the last request.
 
 Nothing here reads a tensor's values on the host, so a CUDA graph can hold the whole and replay it for other lengths.
 Import it only where triton is installed. With TRITON_INTERPRET=1 set before, it runs on CPU tensors, for tests; not
@@ -23,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from weft.ops.early_triton import begin, early, release
 
 _LOG2_E = 1.4426950408889634
 
@@ -77,14 +81,24 @@ def plan_launch(
     rows = min(max(16, _power_of_two(max_query_len * group)), most_rows)
     rows = max(rows, _power_of_two(group))
     queries = rows // group
-    keys = max(16, min(64, 16384 // (dims * itemsize)))
     one_block = max_query_len <= queries
     # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial block, and no overlap.
     blocks = num_reqs if one_block else num_tokens // queries + num_reqs
+    keys, warps, stages = _tile(num_reqs * kv_heads // processors if one_block and rows == 16 else None)
+    keys = max(16, min(keys, 16384 // (dims * itemsize)))
     splits = _splits(num_reqs * kv_heads, -(-max_context // keys), processors) if one_block else 1
-    # Three stages of keys and values fit shared memory at 16 KiB a tile; a larger tile is one of a very wide head.
-    stages = max(1, min(3, 49152 // (keys * dims * itemsize)))
-    return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps=4, stages=stages)
+    # What is in flight fits shared memory; a larger tile is one of a very wide head.
+    stages = max(1, min(stages, 98304 // (keys * dims * itemsize)))
+    return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps, stages)
+
+
+def _tile(waves: int | None) -> tuple[int, int, int]:
+    """Keys of a tile, warps of a program and tiles in flight, for a decode by how many programs a multiprocessor has:
+    many small ones hide each other's waits, and few have to do so by themselves. Measured on an H200, heads of 128 in
+    bfloat16, contexts of 256 and 512."""
+    if waves is None or waves < 1:
+        return 64, 4, 3
+    return (64, 8, 6) if waves < 3 else (64, 4, 2) if waves < 6 else (16, 1, 4)
 
 
 def _power_of_two(n: int) -> int:
@@ -111,10 +125,9 @@ def attend(
     scale: float,
 ) -> Tensor:
     """`weft.ops.paged_attention.paged_attention` by the kernels below: its arguments, unchecked, and its result."""
-    if k is None or v is None:  # in the pages already: no kernel writes, so that padding's zeros are to be written here
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    else:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not seq_lens.numel():
+        return torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not q.numel():
         return out
     q = _packed_heads(q)
@@ -122,9 +135,8 @@ def attend(
     # A launch goes to the current device, which need not be that of the tensors.
     with torch.cuda.device_of(q):
         if k is not None and v is not None:
-            _launch_write(_packed_heads(k), _packed_heads(v), kv_pages, where, out)
-        if seq_lens.numel():
-            _launch_attend(q, kv_pages, where, max_query_len, scale, out)
+            _launch_write(_packed_heads(k), _packed_heads(v), kv_pages, where)
+        _launch_attend(q, kv_pages, where, max_query_len, scale, out)
     return out
 
 
@@ -137,9 +149,9 @@ def _packed_heads(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def _launch_write(k: Tensor, v: Tensor, kv_pages: Tensor, where: Where, out: Tensor) -> None:
+def _launch_write(k: Tensor, v: Tensor, kv_pages: Tensor, where: Where) -> None:
     slot_mapping, _, query_start_loc, seq_lens = where
-    width, out_width = k[0].numel(), out[0].numel()
+    width = k[0].numel()
     _write_kernel[(k.shape[0],)](
         k,
         v,
@@ -147,15 +159,14 @@ def _launch_write(k: Tensor, v: Tensor, kv_pages: Tensor, where: Where, out: Ten
         slot_mapping,
         query_start_loc,
         seq_lens,
-        out,
         seq_lens.shape[0],
         kv_pages.stride(0),
         k.stride(0),
         v.stride(0),
         WIDTH=width,
-        OUT_WIDTH=out_width,
         BLOCK=min(1024, _power_of_two(width)),
         BLOCK_R=_search_width(seq_lens.shape[0]),
+        **early(k),
     )
 
 
@@ -179,6 +190,7 @@ def _launch_attend(
         maxima,
         sums,
         requests,
+        tokens,
         kv_pages.stride(0),
         q.stride(0),
         block_table.stride(0),
@@ -196,6 +208,7 @@ def _launch_attend(
         BLOCK_R=_search_width(requests),
         num_warps=plan.warps,
         num_stages=plan.stages,
+        **early(q),
     )
     if split:
         _combine_kernel[(requests, max_query_len, heads)](
@@ -206,9 +219,11 @@ def _launch_attend(
             query_start_loc,
             seq_lens,
             out,
+            tokens,
             DIM=dim,
             DIMS=plan.dims,
             SPLITS=plan.splits,
+            **early(q),
         )
 
 
@@ -244,17 +259,16 @@ def _write_kernel(
     slot_mapping,
     query_start_loc,
     seq_lens,
-    out,
     num_reqs,
     values,
     stride_k,
     stride_v,
     WIDTH: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Keep one token's k and v in its slot, or, of padding, zero the output; `values` is where kv_pages[1] begins."""
+    """Keep one token's k and v in its slot, unless it is padding; `values` is where kv_pages[1] begins."""
+    begin()
     token = tl.program_id(0)
     request = _owner(token, query_start_loc, num_reqs, 1, 0, BLOCK_R)
     seq_len = tl.load(seq_lens + request, mask=request < num_reqs, other=0)
@@ -267,14 +281,20 @@ def _write_kernel(
             value = tl.load(v + row * stride_v + i, mask=i < WIDTH)
             tl.store(kv_pages + slot * WIDTH + i, key, mask=i < WIDTH)
             tl.store(kv_pages + values + slot * WIDTH + i, value, mask=i < WIDTH)
-    else:
-        for start in range(0, OUT_WIDTH, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            zero = tl.zeros([BLOCK], out.dtype.element_ty)
-            tl.store(out + row * OUT_WIDTH + i, zero, mask=i < OUT_WIDTH)
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit
+def _zero_tokens(out, first, end, step, head, heads, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+                 DIMS: tl.constexpr):  # fmt: skip
+    """Zero GROUP heads from `head` on, of the tokens first:end:step."""
+    row, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    mask = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+    for token in range(first, end, step):
+        place = (tl.cast(token, tl.int64) * heads + head + row) * DIM
+        tl.store(out + place[:, None] + dim[None, :], tl.zeros([ROWS, DIMS], out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _attend_kernel(
     q,
     kv_pages,
@@ -286,6 +306,7 @@ def _attend_kernel(
     maxima,
     sums,
     num_reqs,
+    num_tokens,
     values,
     stride_q,
     stride_table,
@@ -305,10 +326,15 @@ def _attend_kernel(
     """Attend with QUERIES queries of one request, and the heads of one key head, to one share of the context.
 
     `scale` includes log2(e), since powers are of 2. Without splits `shares` is the output itself, else what
-    `_combine_kernel` reads. Rows of padding are neither read nor stored.
+    `_combine_kernel` reads. Rows of padding are not read; in the output they are zeroed.
     """
+    begin()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     request = tl.program_id(0)
+    if SPLITS == 1:
+        first = tl.load(query_start_loc + num_reqs) + request
+        head = tl.program_id(1) * GROUP
+        _zero_tokens(shares, first, num_tokens, tl.num_programs(0), head, HEADS, GROUP, ROWS, DIM, DIMS)
     if not ONE_BLOCK:
         request = _owner(tl.program_id(0), query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
     if request >= num_reqs:
@@ -316,14 +342,13 @@ def _attend_kernel(
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     seq_len = tl.load(seq_lens + request)
-    if seq_len == 0:
-        return
     block = 0 if ONE_BLOCK else tl.program_id(0) - start // QUERIES - request
 
     row = tl.arange(0, ROWS)
     query = block * QUERIES + row // GROUP
     token = (start + query).to(tl.int64)
-    live = (row < QUERIES * GROUP) & (query < query_len)
+    inside = (row < QUERIES * GROUP) & (query < query_len)
+    live = inside & (query < seq_len)  # of padding seq_len is 0
     live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
     # Tiles end with the last live row's context: later slots are not reached, and may hold NaN.
     position = tl.where(live, seq_len - query_len + query, -1)
@@ -338,9 +363,11 @@ def _attend_kernel(
         queries, position, kv_pages, values, table, lo, hi, scale, KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS
     )
 
+    release()
     cell = (token * HEADS + head) * SPLITS + tl.program_id(2)
     if SPLITS == 1:
-        acc = acc / tl.where(s == 0, 1.0, s)[:, None]
+        acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
+        mask = inside[:, None] & (dim < DIM)[None, :]
     else:
         tl.store(maxima + cell, m, mask=live)
         tl.store(sums + cell, s, mask=live)
@@ -398,7 +425,7 @@ def _attend_tiles(
     return m, s, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _combine_kernel(
     shares,
     maxima,
@@ -407,26 +434,34 @@ def _combine_kernel(
     query_start_loc,
     seq_lens,
     out,
+    num_tokens,
     DIM: tl.constexpr,
     DIMS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """Add the shares of one query and head, each scaled by 2 ** (its maximum - the greatest), over the like sum."""
+    begin()
     request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads, step = tl.num_programs(2), tl.num_programs(0) * tl.num_programs(1)
+    first = tl.load(query_start_loc + tl.num_programs(0)) + request * tl.num_programs(1) + query
+    _zero_tokens(out, first, num_tokens, step, head, heads, 1, 1, DIM, DIMS)
     start = tl.load(query_start_loc + request)
     inside = start + query < tl.load(query_start_loc + request + 1)
     token = (start + query).to(tl.int64)
     live = inside & (tl.load(seq_lens + request) > 0)
     live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
+    release()
+    dim = tl.arange(0, DIMS)
+    place = (token * heads + head) * DIM + dim
     if live:
-        cell = (token * tl.num_programs(2) + head) * SPLITS + tl.arange(0, SPLITS)
+        cell = (token * heads + head) * SPLITS + tl.arange(0, SPLITS)
         m = tl.load(maxima + cell)
         base = tl.max(m, axis=0)
         weight = tl.exp2(m - tl.where(base == float("-inf"), 0.0, base))
         total = tl.sum(weight * tl.load(sums + cell), axis=0)
-        dim = tl.arange(0, DIMS)
         mask = (weight > 0)[:, None] & (dim < DIM)[None, :]
         share = tl.load(shares + (cell * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
         result = tl.sum(share * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
-        place = (token * tl.num_programs(2) + head) * DIM + dim
         tl.store(out + place, result.to(out.dtype.element_ty), mask=dim < DIM)
+    elif inside:
+        tl.store(out + place, tl.zeros([DIMS], out.dtype.element_ty), mask=dim < DIM)

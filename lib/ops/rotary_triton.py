@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two
+from weft.ops.early_triton import begin, early, release
 from weft.ops.parts import num_parts
 
 _HEADS = 8
@@ -22,6 +23,7 @@ def _rotary_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, PARTS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
+    begin()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
@@ -42,6 +44,7 @@ def _rotary_kernel(
     table = token * (DIM // 2) + pair
     c = tl.load(cos + table, mask=live, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + table, mask=live, other=0.0).to(tl.float32)[None, :]
+    release()
     turned_left = tl.where(is_v[:, None], left, left * c - right * s).to(TYPE)
     turned_right = tl.where(is_v[:, None], right, right * c + left * s).to(TYPE)
     query = out + (token * HEADS + head)[:, None] * DIM + pair[None, :]
@@ -81,6 +84,6 @@ def rotate_and_keep(
                 kv_pages.stride(0), *starts, eps,
                 HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALF=power_of_two(dim // 2), BLOCK=_HEADS,
                 NORM=q_norm is not None and k_norm is not None, PARTS=num_parts(qkv),
-                TYPE=TRITON_DTYPES[kv_pages.dtype], num_warps=4,
+                TYPE=TRITON_DTYPES[kv_pages.dtype], num_warps=4, **early(qkv),
             )  # fmt: skip
     return out

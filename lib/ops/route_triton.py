@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two
+from weft.ops.early_triton import begin, early, release
 from weft.ops.parts import num_parts
 
 
@@ -19,6 +20,7 @@ def _route_kernel(
     PARTS: tl.constexpr, TYPE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
+    begin()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < num_experts
@@ -34,6 +36,7 @@ def _route_kernel(
         best = tl.where(slot == i, value, best)
         chosen = tl.where(slot == i, index, chosen)
         left = tl.where(expert == index, float("-inf"), left)
+    release()
     powers = tl.where(slot < TOP_K, tl.exp(best - top), 0.0)
     if RENORMALIZE:
         total = tl.sum(powers, 0)
@@ -54,6 +57,6 @@ def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> 
                 logits, weights, experts, num_experts, num_experts, tokens * num_experts,
                 PARTS=num_parts(logits), TYPE=TRITON_DTYPES[dtype], TOP_K=top_k, SLOTS=power_of_two(top_k),
                 BLOCK=power_of_two(num_experts), RENORMALIZE=renormalize,
-                num_warps=1,
+                num_warps=1, **early(logits),
             )  # fmt: skip
     return weights, experts

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops import logits as names
+from weft.ops.early_triton import begin, early
 from weft.ops.sample_triton import ADJUSTED, FILTERED, Processed, draw, inverse
 from weft.sampling_table import SamplingTable
 
@@ -131,6 +132,7 @@ def _process_kernel(
     adjusted, temperatures, seeds, kinds, peaks, bounds, num_rows, vocab, stride, biased,
     HAS_MASK: tl.constexpr, COLUMNS: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
+    begin()
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     is_padding = row < 0
@@ -228,13 +230,14 @@ def process_rows(
         adjusted, temperatures, seeds, kinds, peaks, bounds,
         table.floats.shape[0], vocab, logits.stride(0), biased,
         HAS_MASK=token_mask is not None, COLUMNS=_COLUMNS, BIASED=triton.next_power_of_2(max(biased, 1)),
-        num_warps=16, enable_fp_fusion=False,
+        num_warps=16, enable_fp_fusion=False, **early(logits),
     )  # fmt: skip
     return temperatures, seeds, processed
 
 
 @triton.jit
 def _count_kernel(counts, ints, rows, token_ids, kept, num_reqs, vocab, BLOCK: tl.constexpr):
+    begin()
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = request < num_reqs
     row = tl.load(rows + request, mask=inside, other=-1)
@@ -250,5 +253,5 @@ def count(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: T
     """`weft::count_tokens` on the GPU; see `weft.ops.sample_rows.count_tokens`."""
     if num_reqs := rows.shape[0]:
         _count_kernel[(triton.cdiv(num_reqs, 256),)](
-            counts, ints, rows, token_ids, kept, num_reqs, counts.shape[1], BLOCK=256
+            counts, ints, rows, token_ids, kept, num_reqs, counts.shape[1], BLOCK=256, **early(counts)
         )

@@ -1,7 +1,8 @@
 """The CUDA implementation of `weft::sample`, in Triton: two kernels, whose launches depend on shapes alone.
 
 1. `_part_kernel`, a program for a share of one request's vocabulary: a running maximum, the sum of exponentials under
-   it (Milakov and Gimelshein, 2018, arXiv 1805.02867), and the best noisy score, kept relative to the same maximum.
+   it (Milakov and Gimelshein, 2018, arXiv 1805.02867), and the best noisy score, kept relative to the same maximum;
+   each lane keeps its own, and they are brought together once, at the end.
 2. `_combine_kernel`, a program a request: the best of its shares, and the logprob of that token.
 
 The random bits are those of the reference, exactly; scores differ from its in the last places of float32, so that
@@ -18,40 +19,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.early_triton import begin, early
 from weft.ops.splitmix import GOLDEN, MIX_1, MIX_2
 
-_BLOCK = 2048
+_BLOCK = 1024
 _PROGRAMS = 1024
 """How many programs a launch aims at."""
 
 FILTERED, ADJUSTED = tl.constexpr(1), tl.constexpr(2)
 """Kinds of requests that are not plain."""
 
-_GOLDEN = tl.constexpr(GOLDEN)
-_MIX_1 = tl.constexpr(MIX_1)
-_MIX_2 = tl.constexpr(MIX_2)
-
-
-@triton.jit
-def _shift(x, bits: tl.constexpr):
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+_GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(x % 2**64) for x in (GOLDEN, MIX_1, MIX_2))
 
 
 @triton.jit
 def _mix(x):
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _unsigned(x):
+    return x.to(tl.uint64, bitcast=True)
 
 
 @triton.jit
 def _gumbel(stream, columns):
     """The noise of the reference: -log(E), E = -log(1 - u), by its series where u is small, and such variates win."""
-    bits = _mix(stream + (columns + 1).to(tl.int64) * _GOLDEN)
-    u = (_shift(bits, 11).to(tl.float32) + 0.5) * 1.1102230246251565e-16
+    bits = _mix(stream + (columns + 1).to(tl.uint64) * _GOLDEN)
+    high, low = (bits >> 32).to(tl.uint32), bits.to(tl.uint32) >> 11
+    u = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 1.1102230246251565e-16
     u = tl.minimum(u, 1 - 5.9604644775390625e-08)
     series = u * (1 + u * (0.5 + u * (1.0 / 3 + u * 0.25)))
-    return -tl.log(tl.where(u < 0.015625, series, -tl.log(1 - u)))
+    # Of base 2, which is what the hardware has.
+    return -0.6931471805599453 * tl.log2(tl.where(u < 0.015625, series, -0.6931471805599453 * tl.log2(1 - u)))
 
 
 @triton.jit
@@ -65,51 +67,60 @@ def _part_kernel(
     logits, temperature, seeds, positions, best, indices, chosen, maxima, sums, adjusted, kinds, peaks, bounds,
     vocab, stride, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row, split = tl.program_id(0), tl.program_id(1)
     t = tl.load(temperature + row)
     greedy = t <= 0
     scale = inverse(t)
     seed, position = tl.load(seeds + row), tl.load(positions + row)
-    stream = _mix(_mix(seed + _GOLDEN) + position * _GOLDEN)
+    stream = _mix(_mix(_unsigned(seed) + _GOLDEN) + _unsigned(position) * _GOLDEN)
     kind, peak, bound = 0, 0.0, 0.0
     if PROCESSED:
         kind, peak, bound = tl.load(kinds + row), tl.load(peaks + row), tl.load(bounds + row)
-    top = float("-inf")
-    total = 0.0
-    score = float("-inf")
-    index = 0
-    at_index = float("-inf")
+    nothing = float("-inf")
+    top = tl.full([BLOCK], nothing, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    score = tl.full([BLOCK], nothing, tl.float32)
+    index = tl.zeros([BLOCK], tl.int32)
+    at_index = tl.full([BLOCK], nothing, tl.float32)
     first = split * share
     for start in range(first, tl.minimum(first + share, vocab), BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = (columns < vocab) & (columns < first + share)
         x = tl.load(logits + row.to(tl.int64) * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        new = tl.maximum(top, tl.max(x, 0))
+        new = tl.maximum(top, x)
         below = tl.where(x == new, 0.0, x - new)  # not -inf - -inf
         fall = tl.where(top == new, 0.0, top - new)
-        total = total * tl.exp(fall) + tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(below)), 0)
+        total = total * tl.exp(fall) + tl.where(x == nothing, 0.0, tl.exp(below))
         scores = below * scale
         if kind > 0:
             own = x
             if kind == ADJUSTED:
                 own = tl.load(adjusted + row.to(tl.int64) * vocab + columns, mask=inside, other=float("-inf"))
-            scores = tl.where(peak - own <= bound, (own - peak) * scale, float("-inf"))
-            fall = 0.0
+            scores = tl.where(peak - own <= bound, (own - peak) * scale, nothing)
+            fall = tl.zeros([BLOCK], tl.float32)
         if not greedy:
             scores += _gumbel(stream, columns)
-        scores = tl.where(inside & (x > float("-inf")), scores, float("-inf"))
-        here, place = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
+        scores = tl.where(inside & (x > nothing), scores, nothing)
         kept = score + fall * scale
-        score = tl.where(here > kept, here, kept)
-        at_index = tl.where(here > kept, tl.sum(tl.where(columns == start + place, x, 0.0), 0), at_index)
-        index = tl.where(here > kept, start + place, index)
+        better = scores > kept
+        score = tl.where(better, scores, kept)
+        at_index = tl.where(better, x, at_index)
+        index = tl.where(better, columns, index)
         top = new
+    peak_here = tl.max(top, 0)
+    fall = tl.where(top == peak_here, 0.0, top - peak_here)
+    total = total * tl.exp(fall)
+    if kind == 0:
+        score += fall * scale
+    best_here = tl.max(score, 0)
+    place = tl.min(tl.where(score == best_here, index, 2147483647), 0)  # of equal ones the first
     out = row * SPLITS + split
-    tl.store(best + out, score)
-    tl.store(indices + out, index)
-    tl.store(chosen + out, at_index)
-    tl.store(maxima + out, top)
-    tl.store(sums + out, total)
+    tl.store(best + out, best_here)
+    tl.store(indices + out, tl.minimum(place, vocab - 1))  # in range even where a logit is NaN
+    tl.store(chosen + out, tl.max(tl.where((score == best_here) & (index == place), at_index, nothing), 0))
+    tl.store(maxima + out, peak_here)
+    tl.store(sums + out, tl.sum(total, 0))
 
 
 @triton.jit
@@ -117,6 +128,7 @@ def _combine_kernel(
     temperature, best, indices, chosen, maxima, sums, kinds, token_ids, logprobs,
     SPLITS: tl.constexpr, PROCESSED: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0)
     scale = inverse(tl.load(temperature + row))
     splits = row * SPLITS + tl.arange(0, SPLITS)
@@ -178,10 +190,11 @@ def draw(
     _part_kernel[(rows, splits)](
         logits, temperature, seeds, positions, best, indices, chosen, maxima, sums,
         found.adjusted, found.kinds, found.peaks, found.bounds,
-        vocab, logits.stride(0), share, SPLITS=splits, BLOCK=_BLOCK, PROCESSED=is_processed, num_warps=8,
+        vocab, logits.stride(0), share, SPLITS=splits, BLOCK=_BLOCK, PROCESSED=is_processed, num_warps=4,
+        **early(logits),
     )  # fmt: skip
     _combine_kernel[(rows,)](
         temperature, best, indices, chosen, maxima, sums, found.kinds, token_ids, logprobs,
-        SPLITS=splits, PROCESSED=is_processed,
+        SPLITS=splits, PROCESSED=is_processed, **early(logits),
     )  # fmt: skip
     return token_ids, logprobs

@@ -41,7 +41,9 @@ def random_bits(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
 def exponential(bits: Tensor) -> Tensor:
     """Standard exponential variates, float32, from uniform 64-bit numbers, by inversion.
 
-    The uniform is taken near 0 with 53 bits, so that small variates (which win) are resolved to one part in 2**24.
+    The uniform is taken near 0 with 53 bits, so that small variates (which win) are resolved to one part in 2**24: as
+    the sum of its upper 32 and its lower 21, since a GPU turns 64 bits into a float slowly.
     """
-    uniform = (_shift(bits, 11).to(torch.float32) + 0.5) * 2.0**-53
+    high, low = _shift(bits, 32).to(torch.float32), (_shift(bits, 11) & (1 << 21) - 1).to(torch.float32)
+    uniform = high * 2.0**-32 + (low + 0.5) * 2.0**-53
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))

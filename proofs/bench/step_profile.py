@@ -4,7 +4,8 @@
 
 An engine serves requests until all of them decode at about the context; then some steps are timed by the clock, and
 some more are profiled. A gap is time in which the device does nothing: the host is late, or one kernel waits for
-another to be launched. Without a GPU there is nothing to profile: it says so, and ends.
+another to be launched. Since a profiler makes the host late, the idle share is of the steps without it: what is left of
+their time beside that of the kernels. Without a GPU there is nothing to profile: it says so, and ends.
 """
 
 import argparse
@@ -47,8 +48,9 @@ class Profile:
     Args:
         ms: by the clock, without the profiler.
         busy_ms: in which the device ran a kernel, or more.
-        idle: the share of the profiled steps in which it ran none.
+        idle: 1 - busy_ms / ms.
         kernels: the longest first.
+        gaps: where the profiled steps stood still, the most first.
     """
 
     preset: str
@@ -59,6 +61,7 @@ class Profile:
     busy_ms: float
     idle: float
     kernels: tuple[Kernel, ...]
+    gaps: tuple[Kernel, ...]
 
     def __str__(self) -> str:
         launches = sum(kernel.launches for kernel in self.kernels)
@@ -70,7 +73,11 @@ class Profile:
             f"{k.us:10.1f} us {k.launches:7.1f} x {k.us / max(k.launches, 1e-9):8.2f}  {k.name[:_WIDTH]}"
             for k in self.kernels[:28]
         ]
-        return "\n".join([head, *rows])
+        stood = [
+            f"{g.us:10.1f} us {g.launches:7.1f} x {g.us / g.launches:8.2f}  idle before {g.name[:_WIDTH]}"
+            for g in self.gaps[:8]
+        ]
+        return "\n".join([head, *rows, *stood])
 
 
 def profile(preset: str, requests: int, context: int, graph: str) -> Profile:
@@ -107,19 +114,28 @@ def _summed(profiler: Any, preset: str, graph: str, requests: int, context: int,
         if event.device_type.name == "CUDA":
             totals[event.name][0] += 1
             totals[event.name][1] += event.time_range.elapsed_us()
-            spans.append((event.time_range.start, event.time_range.end))
-    busy, whole = _union(sorted(spans)), max(e for _, e in spans) - min(s for s, _ in spans)
+            spans.append((event.time_range.start, event.time_range.end, event.name))
+    busy, gaps = _gaps(sorted(spans))
+    busy_ms = busy / 1e3 / _STEPS
+    return Profile(preset, graph, requests, context, ms, busy_ms, 1 - busy_ms / ms, _longest(totals), _longest(gaps))
+
+
+def _longest(totals: dict[str, list[float]]) -> tuple[Kernel, ...]:
     found = sorted(totals.items(), key=lambda item: -item[1][1])
-    kernels = tuple(Kernel(name, count / _STEPS, us / _STEPS) for name, (count, us) in found)
-    return Profile(preset, graph, requests, context, ms, busy / 1e3 / _STEPS, 1 - busy / whole, kernels)
+    return tuple(Kernel(name, count / _STEPS, us / _STEPS) for name, (count, us) in found)
 
 
-def _union(spans: Sequence[tuple[float, float]]) -> float:
-    covered, reached = 0.0, float("-inf")
-    for start, end in spans:
+def _gaps(spans: Sequence[tuple[float, float, str]]) -> tuple[float, dict[str, list[float]]]:
+    """The microseconds that spans, in order, cover, and the number and length of the gaps before each name."""
+    covered, reached = 0.0, spans[0][0]
+    gaps: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for start, end, name in spans:
+        if start > reached:
+            gaps[name][0] += 1
+            gaps[name][1] += start - reached
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return covered
+    return covered, gaps
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -46,12 +46,13 @@ def candidates(product: Product) -> Iterator[Tile]:
         yield from _expert_candidates(product, many)
         return
     own = max(16, 1 << (min(count, 128) - 1).bit_length())
-    for most in {64, 128} if many else {own, max(own // 2, 16)}:
+    for most in {64, 128} if many else {own, max(own // 2, 16), max(own // 4, 16)}:
         for rows in (128, 256) if many else (64, 128):
             for columns in (128,) if product.kind == "fp8_linear" else (64, 128):
                 for stages in (3, 4) if many else (3, 5):
                     for parts in (1,) if many else (1, 2, 4, 8):
-                        yield Tile(rows, most, columns, 8 if many else 4, stages, parts)
+                        for warps in (8,) if many else (4,) if most * rows < 8192 else (4, 8):
+                            yield Tile(rows, most, columns, warps, stages, parts)
 
 
 def _expert_candidates(product: Product, many: bool) -> Iterator[Tile]:

@@ -5,7 +5,7 @@ random pure function, and compares with a run that no transform touched. `weft.p
 is to catch.
 """
 
-from weft.proofs.laws.compare import LawViolation, assert_equal
+from weft.proofs.difference import LawViolation, assert_equal
 from weft.proofs.laws.dispatch import (
     class_is_kept,
     dispatch_is_least,

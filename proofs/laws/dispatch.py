@@ -9,7 +9,8 @@ import torch
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
-from weft.proofs.laws.compare import LawViolation, larger, whole
+from weft.proofs.difference import LawViolation
+from weft.proofs.laws.compare import larger, whole
 from weft.proofs.strategies.images import ImageScenario, Resolution
 from weft.proofs.strategies.models import Scenario
 from weft.transforms.dispatch import dispatch

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from weft.proofs.laws.compare import LawViolation
+from weft.proofs.difference import LawViolation
 from weft.proofs.strategies.engines import Load, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
@@ -48,8 +48,14 @@ def run(load: Load, engine: Engine) -> Said:
         outputs = []
         for index, call in enumerate(load.calls):
             if call.step == step:
-                asked = {"max_tokens": call.max_tokens, "priority": call.priority, "adapter": call.adapter}
-                engine.add(call.prompt, call.sampling, id=str(index), **asked)  # type: ignore[arg-type]
+                engine.add(
+                    call.prompt,
+                    call.sampling,
+                    max_tokens=call.max_tokens,
+                    id=str(index),
+                    priority=call.priority,
+                    adapter=call.adapter,
+                )
             if call.aborted == step and engine.is_under_way(str(index)):
                 outputs += engine.abort(str(index))
         for output in [*outputs, *engine.step()]:

@@ -2,16 +2,13 @@
 
 import itertools
 
-from weft.proofs.laws.compare import LawViolation
-from weft.proofs.serving import happen
+from weft.proofs.difference import LawViolation
+from weft.proofs.serving import happen, read_made_up
 from weft.proofs.strategies.traces import Trace
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.requests import Running
-from weft.transforms.engine.scheduler import observe, schedule
+from weft.transforms.engine.scheduler import schedule
 from weft.transforms.engine.work import Work
-
-_VOCABULARY = 11
-"""Tokens that are said here; every model that is drawn has as many."""
 
 
 def served_in_turn(trace: Trace) -> None:
@@ -37,7 +34,7 @@ def served_in_turn(trace: Trace) -> None:
             raise LawViolation(f"L18 in turn: {first.request.id} is the first of all, and gets no step of its cohort's")
         unread.append(list(works))
         if len(unread) >= trace.window:
-            host = _read(host, [work for works in unread for work in works])
+            host = read_made_up(host, [work for works in unread for work in works])
             unread = []
 
 
@@ -47,11 +44,3 @@ def _check_order(before: list[Running], host: HostState) -> None:
         late = next((other for other in begun if running.row < 0 and other.key > running.key), None)
         if late is not None:
             raise LawViolation(f"L18 in turn: {late.request.id} begins before {running.request.id}, which waits")
-
-
-def _read(host: HostState, works: list[Work]) -> HostState:
-    for work in works:
-        if work.feeds:
-            tokens = [[(7 * work.job + row) % _VOCABULARY] for row in work.rows]
-            host, _ = observe(host, work.job, tokens)
-    return host

@@ -9,7 +9,8 @@ from torch import Tensor
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.padding import pad, unpad
-from weft.proofs.laws.compare import LawViolation, assert_equal, larger, whole
+from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.laws.compare import larger, whole
 from weft.proofs.strategies.calls import Call, called, worlds
 from weft.proofs.strategies.functions import Function, Rows
 from weft.proofs.strategies.images import ImageScenario, Resolution
@@ -22,7 +23,7 @@ from weft.trees import tree_map
 def graph_is_eager(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
     """L1: at the same padded descriptor a replay gives the outputs and the whole state of an eager run, bitwise.
 
-    Every batch that a class covers replays, and no class is captured twice.
+    Every batch that a class covers replays, and no class is captured twice for batches with the same fields.
     """
     eager, graph = whole(scenario), graphify(whole(scenario), ladder=ladder)
     params = scenario.params(1, device)
@@ -30,7 +31,8 @@ def graph_is_eager(scenario: Scenario, ladder: Sequence[BatchDescriptor], device
     chosen = []
     for batch in scenario.batches(device):
         decision = graph.explain(params, other, batch).decision
-        chosen += [] if decision.mode == "none" else [decision.descriptor]
+        fields = batch.inputs_embeds is None, batch.positions is None
+        chosen += [] if decision.mode == "none" else [(decision.descriptor, *fields)]
         state, out = eager(params, state, pad(batch, decision.descriptor))
         other, replayed = graph(params, other, batch)
         assert_equal("L1 graph is eager: output", replayed, unpad(out, batch.descriptor))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
-from weft.proofs.laws.compare import LawViolation, assert_equal
+from weft.proofs.difference import LawViolation, assert_equal
 from weft.proofs.strategies.functions import Function, Rows
 from weft.transforms.graphify import graphify
 from weft.trees import tree_map

@@ -3,15 +3,12 @@
 import attrs
 
 from weft.batch import LAST_TOKEN
-from weft.proofs.laws.compare import LawViolation
-from weft.proofs.serving import happen
+from weft.proofs.difference import LawViolation
+from weft.proofs.serving import happen, read_made_up
 from weft.proofs.strategies.traces import Trace
 from weft.transforms.engine.host import HostState
-from weft.transforms.engine.scheduler import observe, schedule
+from weft.transforms.engine.scheduler import schedule
 from weft.transforms.engine.work import Work
-
-_VOCABULARY = 11
-"""Tokens that are said here; every model that is drawn has as many."""
 
 Content = tuple[int | None, ...] | None
 """What a slot of a page was computed for: all tokens up to it; None in it: one that the host does not know."""
@@ -82,8 +79,6 @@ def pages_are_read_by_whom_they_were_written_for(trace: Trace) -> None:
                 device.do(work, host)
             works += more
             tick += 1
-        for work in works:
-            if work.feeds:
-                host, _ = observe(host, work.job, [[(7 * work.job + row) % _VOCABULARY] for row in work.rows])
+        host = read_made_up(host, works)
     if host.pages.num_held:
         raise LawViolation(f"L9 pages: {host.pages.num_held} are held when all has ended")

@@ -10,7 +10,7 @@ from math import prod
 
 from weft.effects import Broadcast, Program, Run
 from weft.errors import ProgramError
-from weft.proofs.laws.compare import LawViolation
+from weft.proofs.difference import LawViolation
 from weft.proofs.programs_exhaustive import fault, fenced
 from weft.proofs.strategies.programs import Broken, Scheduled
 from weft.transforms.checker import check

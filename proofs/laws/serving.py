@@ -6,11 +6,13 @@ from itertools import zip_longest
 import attrs
 import torch
 
-from weft.batch import Batch
-from weft.proofs.laws.compare import LawViolation, assert_equal
+from weft.batch import LAST_TOKEN, Batch
+from weft.proofs.difference import LawViolation, assert_equal
 from weft.proofs.serving import Window, serve
 from weft.proofs.strategies.traces import Trace
+from weft.stages.states import empty_states
 from weft.state import State, admit, advance
+from weft.transforms.engine.prompts import Given
 from weft.transforms.engine.requests import Request
 from weft.transforms.engine.steppers import Done, Streamed
 from weft.transforms.engine.work import Work, advance_work, edited
@@ -21,7 +23,8 @@ from weft.transforms.transports import Transport
 from weft.trees import leaves_with_names
 
 TABLES = (
-    ".block_table", ".positions", ".last_tokens", ".adapters", ".sampling.floats", ".sampling.ints", ".drafting.limits",
+    ".block_table", ".positions", ".last_tokens", ".adapters", ".mrope_position_deltas", ".sampling.floats",
+    ".sampling.ints", ".drafting.limits",
 )  # fmt: skip
 """What every stage knows of the requests."""
 
@@ -123,31 +126,40 @@ def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu"
 
 
 def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
-    """The tokens of a request that is run by itself, eagerly, in one piece."""
+    """The tokens of a request that is run by itself, eagerly, in one piece; where its prompt has positions, those of
+    what follows are counted here, and the state has no delta."""
     step, params = compose(trace.stages(1), advance=advance), trace.params(1, device)
     most = -(-(len(request.prompt) + request.max_tokens) // trace.page_size)
     empty, sampling, loras = _small(trace, most, device), request.sampling, int(request.adapter >= 0)
     state: tuple[State, ...] = (
         admit(empty, [0], [range(most)], [sampling], [request.prompt], adapters=[request.adapter]),
     )
-    batch, tokens = Batch.ragged([0], [request.prompt], num_active_loras=loras, device=device), list[int]()
+    given = request.given or Given(None, None, 0, ())
+    batch = Batch.ragged(
+        [0], [request.prompt], inputs_embeds=given.inputs_embeds, positions=given.positions, num_active_loras=loras,
+        device=device,
+    )  # fmt: skip
+    tokens: list[int] = []
     while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in request.sampling.stop_token_ids):
         state, out = step(params, state, batch)
         tokens.append(int(out.token_ids[0]))
         batch = Batch.decode([0], num_active_loras=loras, device=device)
+        if given.positions is not None:
+            place = int(given.positions.max()) + len(tokens)
+            batch = Batch.ragged(
+                [0], [[LAST_TOKEN]], positions=torch.full((3, 1), place), num_active_loras=loras, device=device
+            )
     return tokens
 
 
 def _small(trace: Trace, num_pages: int, device: torch.device | str) -> State:
-    config = trace.config
-    return State.zeros(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+    (state,) = empty_states(
+        trace.config,
+        trace.layouts(1),
         max_num_reqs=1,
         num_pages=num_pages,
         max_pages=num_pages,
         page_size=trace.page_size,
-        vocab_size=config.vocab_size,
         device=device,
     )
+    return state

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky, FlakyStrategyDefinition
 
-from weft.proofs.laws.compare import LawViolation
+from weft.proofs.difference import LawViolation
 from weft.proofs.suite import Law
 
 

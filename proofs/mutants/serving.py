@@ -2,21 +2,30 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import attrs
+import torch
+from torch import Tensor
+
+from weft.batch import Batch, ResolvedBatch
 from weft.proofs import serving
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
+from weft.stages.mrope import mrope_positions
+from weft.state import State
 from weft.transforms.engine import admission
 from weft.transforms.engine.host import HostState, end, preempt
 from weft.transforms.engine.pages import Pages, hash_page
+from weft.transforms.engine.prompts import Given, place_positions
 from weft.transforms.engine.requests import Running
 from weft.transforms.engine.scheduler import observe
 
 _SCHEDULER, _REQUESTS = "weft.transforms.engine.scheduler", "weft.transforms.engine.requests"
 _HOST, _ADMISSION = "weft.transforms.engine.host", "weft.transforms.engine.admission"
-_DECODES = "weft.transforms.engine.decodes"
+_DECODES, _WORK = "weft.transforms.engine.decodes", "weft.transforms.engine.work"
 
 
 class _OwnersForgotten(Pages):
@@ -64,6 +73,20 @@ def _by_tokens_alone(_: bytes, token_ids: Sequence[int]) -> bytes:
 
 def _no_adapters(slots: Iterable[int]) -> int:
     return 0
+
+
+def _nothing_given(given: Given, start: int, stop: int) -> bytes:
+    return b""
+
+
+def _in_order_without_delta(state: State, batch: Batch, resolved: ResolvedBatch) -> Tensor:
+    zeros = torch.zeros_like(state.mrope_position_deltas)
+    return mrope_positions(attrs.evolve(state, mrope_position_deltas=zeros), batch, resolved)
+
+
+def _in_their_chunk(given: Sequence[Any], starts: Sequence[int], *where: Any) -> Any:
+    """A chunk of a prompt takes the positions of the prompt's first tokens."""
+    return place_positions(given, [0] * len(starts), *where)
 
 
 def _salt_of_none(adapter: int) -> bytes:
@@ -117,7 +140,7 @@ def _of_one_seed(seed: int, n: int) -> list[int]:
 
 
 _SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L11", "engine")
-_ADAPTED = find("L11", "adapters")
+_ADAPTED, _EMBEDDED = find("L11", "adapters"), find("L11", "embeddings")
 _PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18"), find("L19")
 _ON_ENGINE = "weft.transforms.engine.engine"
 
@@ -132,6 +155,17 @@ SERVING = (
     Mutant("a row is freed while a step for it is under way", _SERVED, replace(_ADMISSION, "_start", _without_waiting)),
     Mutant("a page is known without its adapter", _ADAPTED, replace(_REQUESTS, "salt", _salt_of_none)),
     Mutant("a step is not told of its adapters", _ADAPTED, replace(_SCHEDULER, "count_adapters", _no_adapters)),
+    Mutant(
+        "a page is known without its embeddings and positions",
+        _EMBEDDED,
+        partial(mock.patch.object, Given, "content", _nothing_given),
+    ),
+    Mutant(
+        "what follows a prompt stands where it is read",
+        _EMBEDDED,
+        replace("weft.stages.decoder", "mrope_positions", _in_order_without_delta),
+    ),
+    Mutant("a chunk has the positions of the first", _EMBEDDED, replace(_WORK, "place_positions", _in_their_chunk)),
     Mutant("all completions of a prompt have one seed", _ENGINE, replace(_ON_ENGINE, "sample_seeds", _of_one_seed)),
     Mutant("who came last goes first", _TURN, _latest_first),
     Mutant("room is made from the first", _TURN, replace(_DECODES, "_make_room", _makes_room_from_the_first)),

@@ -1,11 +1,32 @@
-"""Hypothesis strategies, the shared vocabulary: random models, batches of every class, pure functions; in sequences.
+"""Hypothesis strategies, the shared vocabulary: what weft's own laws draw from, to import and to combine.
 
-@given(strategies.scenarios())
-def test_my_step(scenario): ...
+| strategy | draws |
+|---|---|
+| `tensors(*shape)` | tensors of few plain values, dimensions that may be drawn too |
+| `descriptors()` | a `weft.BatchDescriptor`, uniform or ragged |
+| `batches()` | a `weft.Batch` of any class |
+| `ladders(batches)` | classes that cover these batches, largest first |
+| `limits()` | `weft.Limits`, for `weft.make_ladder` |
+| `pure_functions()` | a random function `.fn(params, state, batch) -> (state, out)`, and its arguments |
+| `mappings()` | a random function `(params, x) -> y` that can be differentiated and mapped |
+| `stage_lists()` | functions that fit together as stages of a pipeline |
+| `scenarios()` | a small random model, and batches in an order that its state can serve |
+| `traces()` | requests that come, go and end, and a model that serves them |
+| `programs()` | all ranks' programs of a pipeline; `edited_programs()` and `broken_programs()`: with faults |
+| `image_scenarios()`, `resolution_ladders()` | a shape class that is no batch of requests |
+
+They are Hypothesis strategies like any other: `st.tuples(tensors(4, 4), batches())`, `ladders().filter(bool)`,
+`batches().flatmap(lambda b: st.tuples(st.just(b), ladders([b])))`.
+
+>>> from hypothesis import find, strategies as st
+>>> pairs = batches().flatmap(lambda b: st.tuples(st.just(b), ladders([b])))
+>>> batch, ladder = find(pairs, lambda pair: not pair[0].descriptor.is_uniform)
+>>> all(d.covers(batch.descriptor) for d in ladder)
+True
 """
 
 from weft.proofs.strategies.calls import PLACES, STATICS, VALUES, Call, call_sequences, called, worlds
-from weft.proofs.strategies.classes import descriptors, ladders, limits
+from weft.proofs.strategies.classes import batches, descriptors, ladders, limits
 from weft.proofs.strategies.functions import (
     OPERATIONS,
     UPDATES,
@@ -37,6 +58,7 @@ from weft.proofs.strategies.programs import (
     programs,
 )
 from weft.proofs.strategies.sampling import sampling_params
+from weft.proofs.strategies.tensors import tensors
 from weft.proofs.strategies.traces import Arrival, Trace, traces
 
 __all__ = [
@@ -63,6 +85,7 @@ __all__ = [
     "Scenario",
     "Scheduled",
     "Trace",
+    "batches",
     "broken_programs",
     "call_sequences",
     "called",
@@ -81,6 +104,7 @@ __all__ = [
     "sampling_params",
     "scenarios",
     "stage_lists",
+    "tensors",
     "traces",
     "worlds",
 ]

@@ -1,17 +1,23 @@
-"""Shape classes: descriptors, limits and ladders."""
+"""Shape classes: descriptors, limits and ladders; and batches of them."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from weft.batch import Batch
+from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.transforms.ladder import Limits, lora_rungs
 
 
 @st.composite
 def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> BatchDescriptor:
-    """Any valid descriptor, uniform and ragged alike, equal shapes of both classes often."""
+    """Any valid descriptor, uniform and ragged alike, equal shapes of both classes often.
+
+    >>> from hypothesis import find
+    >>> print(find(descriptors(), lambda d: d.num_tokens > 2))
+    ragged 3 tokens, 1 reqs
+    """
     reqs = draw(st.integers(1, max_reqs))
     loras = draw(st.integers(0, 2))
     if draw(st.booleans()):
@@ -26,9 +32,43 @@ def limits() -> st.SearchStrategy[Limits]:
     return st.builds(Limits, st.integers(1, 12), st.integers(1, 40), query_lens, loras)
 
 
-def ladders(batches: Sequence[Batch], covered: bool = True) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
+@st.composite
+def batches(draw: st.DrawFn, max_reqs: int = 4, max_query_len: int = 4, vocab_size: int = 32) -> Batch:
+    """A batch of requests in some of the first `max_reqs` rows of a state: a uniform decode; or prompts, chunks of
+    prompts and single decode tokens in any mixture.
+
+    A step that reads a state must find these rows in it, and for a decode past their prefill: for batches in an order
+    that a state can serve, draw `scenarios()`.
+
+    >>> from hypothesis import find
+    >>> find(batches(), lambda b: b.descriptor.is_uniform).descriptor
+    BatchDescriptor(num_tokens=1, num_reqs=1, query_len=1, num_active_loras=0)
+    """
+    rows = draw(st.lists(st.sampled_from(range(max_reqs)), min_size=1, unique=True))
+    if draw(st.booleans()):
+        return Batch.decode(rows, query_len=draw(st.integers(1, max_query_len)))
+    prompt = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=max_query_len)
+    token_ids = [draw(st.one_of(prompt, st.just([LAST_TOKEN]))) for _ in rows]
+    return Batch.ragged(rows, token_ids, samples=[draw(st.booleans()) for _ in rows])
+
+
+def _largest_first(found: Iterable[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
+    return tuple(sorted(set(found), key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras)))
+
+
+def ladders(
+    batches: Sequence[Batch] | None = None, covered: bool = True
+) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
     """Ladders for these batches: for each its own class or a larger one, and, to collide with a ragged batch of one
-    token a request, often the uniform class of its shape. Not `covered`: some batches may find no class."""
+    token a request, often the uniform class of its shape. Not `covered`: some batches may find no class. Without
+    batches: up to four classes.
+
+    >>> from hypothesis import find
+    >>> find(ladders([Batch.decode([0])]), lambda ladder: True)
+    (BatchDescriptor(num_tokens=1, num_reqs=1, query_len=1, num_active_loras=0),)
+    """
+    if batches is None:
+        return st.lists(descriptors(), max_size=4).map(_largest_first)
 
     def larger(descriptor: BatchDescriptor, reqs: int, tokens: int) -> BatchDescriptor:
         loras = descriptor.num_active_loras  # as many, so that classes of other numbers stand beside it
@@ -47,8 +87,5 @@ def ladders(batches: Sequence[Batch], covered: bool = True) -> st.SearchStrategy
             return st.builds(lambda a, b: a + b, found, twin)
         return found
 
-    def largest_first(found: tuple[tuple[BatchDescriptor, ...], ...]) -> tuple[BatchDescriptor, ...]:
-        classes = {d for ds in found for d in ds}
-        return tuple(sorted(classes, key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras)))
-
-    return st.tuples(*(each(b.descriptor) for b in batches)).map(largest_first)
+    found = st.tuples(*(each(b.descriptor) for b in batches))
+    return found.map(lambda classes: _largest_first(itertools.chain.from_iterable(classes)))

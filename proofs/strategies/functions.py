@@ -67,7 +67,14 @@ UPDATES: dict[str, Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]] = {
 
 @st.composite
 def pure_functions(draw: st.DrawFn) -> Function:
-    """A random chain of operations, a random way to make the next state, and 1 to 5 calls of 1 to 6 rows."""
+    """A random chain of operations, a random way to make the next state, and 1 to 5 calls of 1 to 6 rows.
+
+    >>> from hypothesis import find
+    >>> function = find(pure_functions(), lambda f: "state: in place" in f.code)
+    >>> function
+    Function(code=('gather', 'state: in place'), inputs=[(1, 2)])
+    >>> state, out = function.fn(function.params, function.state, function.inputs[0])
+    """
     width = draw(st.sampled_from((2, 4)))
     names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=5))
     update = draw(st.sampled_from(sorted(UPDATES)))

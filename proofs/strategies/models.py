@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.batch import LAST_TOKEN, Batch
 from weft.proofs.strategies.adapters import hold_adapters, slots
+from weft.proofs.strategies.embeds import images, with_mrope
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages.config import ModelConfig, parse_config
@@ -16,7 +17,9 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
+from weft.stages.states import empty_states
 from weft.state import State, admit
+from weft.transforms.engine.prompts import Given, place_embeds, place_positions, read_given
 from weft.trees import tree_map
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -103,6 +106,7 @@ class Scenario:
         loras: for each step, the number of active LoRAs that its descriptor tells, where its rows have no more; empty:
             as many as its rows have.
         adapters: for each row, the slot of its adapter, -1 for none; empty: the model has no adapters.
+        given: for each row what its prompt has beside token ids; empty: the model has no mRoPE.
     """
 
     config: ModelConfig
@@ -114,6 +118,7 @@ class Scenario:
     seed: int
     loras: tuple[int, ...] = ()
     adapters: tuple[int, ...] = ()
+    given: tuple[Given, ...] = ()
 
     def __repr__(self) -> str:
         steps = [[(m.row, m.prompt_tokens) for m in step] for step in self.moves]
@@ -122,7 +127,8 @@ class Scenario:
             f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size}, "
             f"sampling={self.sampling}"
             + (f", LoRAs a step={self.loras}" if self.loras else "")
-            + (f", adapters={self.adapters})" if self.adapters else ")")
+            + (f", adapters={self.adapters}" if self.adapters else "")
+            + (f", contents={[one.contents for one in self.given]})" if self.given else ")")
         )
 
     def batches(self, device: torch.device | str = "cpu") -> list[Batch]:
@@ -131,6 +137,7 @@ class Scenario:
         made = []
         for step, uniform in zip(self.moves, self.uniform, strict=True):
             tokens, samples = [], []
+            given, starts = [self.given[m.row] for m in step if self.given], [done[m.row] for m in step]
             for move in step:
                 chunk = self.prompts[move.row][done[move.row] : done[move.row] + move.prompt_tokens]
                 tokens.append(chunk or (LAST_TOKEN,))
@@ -140,7 +147,14 @@ class Scenario:
             made.append(
                 Batch.decode(rows, device=device)
                 if uniform
-                else Batch.ragged(rows, tokens, samples=samples, device=device)
+                else Batch.ragged(
+                    rows,
+                    tokens,
+                    samples=samples,
+                    inputs_embeds=place_embeds(given, starts, tokens, device) if given else None,
+                    positions=place_positions(given, starts, tokens, device) if given else None,
+                    device=device,
+                )
             )
         for index, step in enumerate(self.moves):
             own = len({self.adapters[move.row] for move in step} - {-1}) if self.adapters else 0
@@ -171,25 +185,27 @@ class Scenario:
         pages = [-(-(len(p) + decodes) // self.page_size) for p in self.prompts]
         ends = [sum(pages[: i + 1]) for i in range(len(pages))]
         rows = range(len(self.prompts))
+        own = [range(end - n, end) for end, n in zip(ends, pages, strict=True)]
+        states = empty_states(
+            self.config,
+            self.layouts(num_stages),
+            max_num_reqs=len(self.prompts),
+            num_pages=ends[-1],
+            max_pages=max(pages),
+            page_size=self.page_size,
+            max_biased=4,
+            device=device,
+        )
 
-        def one(layout: StageLayout) -> State:
-            empty = State.zeros(
-                num_layers=len(layout.layers),
-                num_kv_heads=self.config.num_kv_heads,
-                head_dim=self.config.head_dim,
-                max_num_reqs=len(self.prompts),
-                num_pages=ends[-1],
-                max_pages=max(pages),
-                page_size=self.page_size,
-                vocab_size=self.config.vocab_size if layout.last else 0,
-                max_biased=4,
-                device=device,
-            )
+        def one(empty: State) -> State:
             empty.kv_pages.fill_(poison)
-            own = [range(end - n, end) for end, n in zip(ends, pages, strict=True)]
-            return admit(empty, rows, own, self.sampling, self.prompts, adapters=self.adapters or None)
+            deltas = [one.delta for one in self.given] or None
+            return admit(
+                empty, rows, own, self.sampling, self.prompts, adapters=self.adapters or None,
+                mrope_position_deltas=deltas,
+            )  # fmt: skip
 
-        return tuple(one(layout) for layout in self.layouts(num_stages))
+        return tuple(map(one, states))
 
 
 @st.composite
@@ -200,10 +216,13 @@ def scenarios(
     max_steps: int = 5,
     loras: bool = False,
     sampled: bool = False,
+    mrope: bool = False,
 ) -> Scenario:
     """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts, decodes, both at once;
-    with `loras`, of different numbers of active LoRAs; with `sampled`, no request is greedy."""
+    with `loras`, of different numbers of active LoRAs; with `sampled`, no request is greedy; with `mrope`, each prompt
+    has positions, and maybe an image."""
     config = draw(configs(min_layers, max_layers))
+    config = with_mrope(config) if mrope else config
     token = st.integers(0, config.vocab_size - 1)
     length = st.sampled_from((1, 1, 2, 3, 5, 9))
     prompt = length.flatmap(lambda n: st.lists(token, min_size=n, max_size=n))
@@ -222,9 +241,11 @@ def scenarios(
         moves.append(tuple(step))
         # A one-token prefill has a decode's shape; only the maker of the batch knows, and says so.
         uniform.append(all(move.prompt_tokens == 0 for move in step) and draw(st.booleans()))
+    given = [images(tuple(prompt), config.hidden_size, row) for row, prompt in enumerate(prompts)] if mrope else []
+    own = [draw(image) for image in given]
     return Scenario(
         config,
-        tuple(map(tuple, prompts)),
+        tuple(tuple(image.ids) for image in own) or tuple(map(tuple, prompts)),
         tuple(moves),
         tuple(uniform),
         draw(st.sampled_from((2, 4, 16))),
@@ -232,4 +253,5 @@ def scenarios(
         draw(st.integers(0, 999)),
         tuple(draw(st.integers(0, 2)) for _ in moves) if loras else (),
         draw(slots(len(prompts))),
+        tuple(map(read_given, own)),
     )

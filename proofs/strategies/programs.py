@@ -38,7 +38,12 @@ def job_lists(draw: st.DrawFn, max_jobs: int = 8, min_jobs: int = 0) -> tuple[Jo
 
 @st.composite
 def programs(draw: st.DrawFn, max_stages: int = 4, max_jobs: int = 8, min_jobs: int = 0) -> Scheduled:
-    """What `make_programs` makes of any jobs, with schemas and classes or not."""
+    """What `make_programs` makes of any jobs, with schemas and classes or not.
+
+    >>> from hypothesis import find
+    >>> print(*find(programs(), lambda case: len(case.programs) == 2 and case.jobs).programs[0].effects, sep="; ")
+    run stage 0 [mb 0]; send to 1 [mb 0]; broadcast from 1 [mb 0]
+    """
     jobs, buffers = draw(job_lists(max_jobs, min_jobs)), draw(st.sampled_from((None, 1, 2)))
     schema, advances = draw(st.sampled_from((None, SCHEMAS[0]))), draw(st.booleans())
     stages, classed = draw(st.sampled_from((*range(2, max_stages + 1), 1))), draw(st.booleans())

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from weft.proofs.strategies.adapters import NUM_ADAPTERS, hold_adapters, slots
 from weft.proofs.strategies.drafts import Drafts
+from weft.proofs.strategies.embeds import images, with_mrope
 from weft.proofs.strategies.models import configs
 from weft.proofs.strategies.sampling import sampling_params
 from weft.stages.config import ModelConfig
@@ -15,8 +16,10 @@ from weft.stages.decoder import DecoderStage, decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
+from weft.stages.states import empty_states
 from weft.state import State
 from weft.transforms.engine.host import Budget
+from weft.transforms.engine.prompts import EmbedsPrompt, read_given
 from weft.transforms.engine.requests import Request
 from weft.transforms.engine.speculation import Speculation
 from weft.trees import tree_map
@@ -103,19 +106,14 @@ class Trace:
         speculation = self.speculation(device) if self.drafts else None
         spare = speculation.spare_pages(self.page_size) if speculation else 0
         layouts = self.layouts(num_stages)
-        states = tuple(
-            State.zeros(
-                num_layers=len(layout.layers),
-                num_kv_heads=self.config.num_kv_heads,
-                head_dim=self.config.head_dim,
-                max_num_reqs=self.budget.max_num_reqs,
-                num_pages=self.num_pages,
-                max_pages=self.budget.max_pages + spare,
-                page_size=self.page_size,
-                vocab_size=self.config.vocab_size if layout.last else 0,
-                device=device,
-            )
-            for layout in layouts
+        states = empty_states(
+            self.config,
+            layouts,
+            max_num_reqs=self.budget.max_num_reqs,
+            num_pages=self.num_pages,
+            max_pages=self.budget.max_pages + spare,
+            page_size=self.page_size,
+            device=device,
         )
         return speculation.states(states, layouts) if speculation else states
 
@@ -129,17 +127,25 @@ def traces(
     alone: int = 2,
     page_sizes: tuple[int, ...] = (2, 4),
     adapters: bool = False,
-    drafts: st.SearchStrategy[Drafts] | None = None,
+    drafts: st.SearchStrategy[Drafts] | st.SearchStrategy[Drafts | None] | None = None,
+    embeds: bool = False,
 ) -> Trace:
     """A model, and up to `max_requests` requests: prompts of 1 to 12 tokens, some with the same beginning; some end by
     a stop token, some are aborted; of `alone` + 1 one has another of its prompt; rows, pages and tokens a step are
-    scarce, or not. With `adapters`, some have one; with `drafts`, tokens are drafted."""
+    scarce, or not. With `adapters`, some have one; with `drafts`, tokens are drafted; with `embeds`, the model has
+    mRoPE, and some prompts an image."""
     config = draw(configs(min_layers, max_layers))
+    config = with_mrope(config) if embeds else config
     page_size, num_rows = draw(st.sampled_from(page_sizes)), draw(st.sampled_from((2, 1, 2, 3, 4)))
     num_cohorts = draw(st.integers(1, 3))
     count = draw(st.sampled_from([n for n in (4, 3, 6, 2, 5, 1) if n <= max_requests]))
     own = (draw(slots(count)) if adapters else ()) or (-1,) * count
     arrivals = [draw(_arrivals(config, index, adapter)) for index, adapter in enumerate(own)]
+    if embeds:
+        arrivals = [
+            draw(_with_image(config, one, i % 2)) if draw(st.integers(0, 3)) < 3 else one
+            for i, one in enumerate(arrivals)
+        ]
     arrivals += [draw(_followers(config, arrival)) for arrival in arrivals if draw(st.integers(0, alone)) == 0]
     longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     max_pages = -(-longest // page_size)
@@ -170,6 +176,14 @@ def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival
     behind = draw(st.sampled_from((leader.request.id, None)))
     tick = leader.tick + (0 if behind else draw(st.sampled_from((0, 1, 2, 6))))
     return Arrival(tick, request, draw(st.one_of(st.integers(tick + 1, tick + 5), st.none())), behind)
+
+
+def _with_image(config: ModelConfig, arrival: Arrival, image: int) -> st.SearchStrategy[Arrival]:
+    def given(prompt: EmbedsPrompt) -> Arrival:
+        request = attrs.evolve(arrival.request, prompt=tuple(prompt.ids), given=read_given(prompt))
+        return attrs.evolve(arrival, request=request)
+
+    return images(arrival.request.prompt, config.hidden_size, image).map(given)
 
 
 @st.composite

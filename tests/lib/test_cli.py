@@ -5,51 +5,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
 import torch
+from cli_calls import Weft, assert_refused
 
 import weft
 from weft import cli
-from weft.cli import demo as demo_module
-from weft.cli.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
-from weft.ops.logits import SEED
 from weft.stages.model import DEMO
 from weft.stages.model import DTYPES as MODEL_DTYPES
 from weft.transforms.generate import Completion
 from weft.transforms.ladder import MODES as LADDER_MODES
-from weft.transforms.runner import Runner, make_runner
 
-Weft = Callable[..., tuple[int, str, str]]
 FIELDS = [field.name for field in attrs.fields(Completion)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The model is too small for more, and other test processes want the rest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Weft:
-    """`weft ARGS` in this process: its exit code, stdout and stderr."""
-
-    def call(*argv: str) -> tuple[int, str, str]:
-        try:
-            code: Any = cli.main(argv)
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -179,22 +149,13 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_an_error_with_its_remedy(run: Weft, case: str) -> None:
     more, texts = BAD[case]
-    _assert_refused(run(*generate(*more)), *texts)
-
-
-def _assert_refused(result: tuple[int, str, str], *texts: str) -> None:
-    code, out, err = result
-    assert (code, out) == (2, "")
-    assert "error: " in err
-    assert "Traceback" not in err
-    for text in texts:
-        assert text in err
+    assert_refused(run(*generate(*more)), *texts)
 
 
 def test_a_missing_folder_is_named(run: Weft, tmp_path: Path) -> None:
     missing = tmp_path / "none"
     result = run(*generate("--prompt", "A", model=missing))
-    _assert_refused(result, "error: load_config(", f"saw: there is no folder {str(missing)!r}", "pass a local folder")
+    assert_refused(result, "error: load_config(", f"saw: there is no folder {str(missing)!r}", "pass a local folder")
 
 
 def test_a_truncated_checkpoint_is_named(run: Weft, ids_only: str, tmp_path: Path) -> None:
@@ -202,18 +163,18 @@ def test_a_truncated_checkpoint_is_named(run: Weft, ids_only: str, tmp_path: Pat
     shutil.copytree(ids_only, folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    _assert_refused(run(*generate("--prompt-ids", "1", model=folder)), "model.safetensors", "is damaged", "copy")
+    assert_refused(run(*generate("--prompt-ids", "1", model=folder)), "model.safetensors", "is damaged", "copy")
 
 
 def test_text_for_a_checkpoint_without_a_tokenizer(run: Weft, ids_only: str) -> None:
     result = run(*generate("--prompt", "A", model=ids_only))
-    _assert_refused(result, "error: model.encode('A')", "holds no tokenizer.json", "instead: pass token ids")
+    assert_refused(result, "error: model.encode('A')", "holds no tokenizer.json", "instead: pass token ids")
 
 
 @pytest.mark.parametrize("command", [generate("--prompt", "A"), ("demo",)], ids=["generate", "demo"])
 def test_cuda_where_there_is_none(run: Weft, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    _assert_refused(run(*command, "--device", "cuda"), "device 'cuda', but torch sees 0 CUDA devices", "'cpu'")
+    assert_refused(run(*command, "--device", "cuda"), "device 'cuda', but torch sees 0 CUDA devices", "'cpu'")
 
 
 # the process
@@ -229,7 +190,7 @@ def test_help_needs_no_torch_and_names_every_choice(run: Weft) -> None:
 
 
 def test_without_a_command_the_usage_is_shown(run: Weft) -> None:
-    _assert_refused(run(), "usage: weft", "COMMAND")
+    assert_refused(run(), "usage: weft", "COMMAND")
 
 
 def test_as_a_module_in_a_process_of_its_own() -> None:
@@ -263,146 +224,6 @@ def test_ctrl_c_is_quiet(run: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("weft.cli.generate.load", interrupt)
     assert run(*generate("--prompt", "A")) == (130, "", "")
-
-
-# doctor
-
-
-def test_doctor_says_versions_devices_graphs_and_ops(run: Weft) -> None:
-    code, out, err = run("doctor")
-    assert (code, err) == (0, "")
-    lines = [line.split() for line in out.splitlines()]
-    for row in (["weft", weft.__version__], ["torch", torch.__version__], ["flashinfer", "not", "installed"]):
-        if row[0] != "flashinfer" or not _installed("flashinfer"):
-            assert row in lines
-    assert any(line[:2] == ["cpu", "tape"] for line in lines)
-    assert any(line[:3] == ["cpu", "paged_attention", "reference"] for line in lines)
-
-
-def _installed(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
-
-
-def test_doctor_as_json(run: Weft) -> None:
-    code, out, _ = run("doctor", "--json")
-    report = json.loads(out)
-    assert code == 0
-    assert list(report) == ["versions", "devices", "graph_backends", "ops"]
-    cpu, *gpus = report["devices"]
-    assert (cpu["device"], cpu["threads"]) == ("cpu", 1)
-    assert len(gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    assert {op["device"] for op in report["ops"]} == {device["device"] for device in report["devices"]}
-    assert all(op["reason"] for op in report["ops"])
-    assert ("tape", "cpu") in {(b["backend"], b["device"]) for b in report["graph_backends"]}
-
-
-def test_doctor_says_why_cuda_graphs_are_not_used(run: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "99.9")
-    reports = json.loads(run("doctor", "--json")[1])["graph_backends"]
-    why = "torch is built for CUDA 99.9, but finds no device or no driver"
-    assert reports[1] == {"backend": "cuda", "device": None, "reason": why}
-
-
-# demo
-
-
-def test_demo_shows_that_all_four_ways_are_equal(run: Weft) -> None:
-    code, out, err = run("demo", "--device", "cpu", "--max-tokens", "5")
-    assert (code, err) == (0, "")
-    rows = [line.split() for line in out.splitlines()]
-    for prompt in demo_module.PROMPTS:
-        assert out.count(prompt.strip()) == 1
-    counts = {row[0]: row[2:] for row in rows if len(row) == 5 and row[0] in {way.name for way in demo_module.WAYS}}
-    assert counts == {
-        "eager": ["0", "0", "5"],
-        "graphified": ["1", "4", "1"],
-        "pipelined": ["0", "0", "20"],
-        "both": ["4", "16", "4"],
-    }
-    assert [row[-1] for row in rows if row[1:2] in (["eager"], ["pipelined"])] == ["holds"] * 4
-    assert "EQUAL after each of 5 steps: identical tokens" in " ".join(out.split())
-
-
-def _plant(monkeypatch: pytest.MonkeyPatch, victim: Way, damage: Callable[[Any, Any], None]) -> None:
-    """Let the third step that `victim` runs return a state, or an output, that `damage` changed."""
-
-    def planted(model: Any, limits: Any, **options: Any) -> Runner:
-        runner = make_runner(model, limits, **options)
-        calls: list[Any] = []
-        if (options["num_stages"], options["mode"]) != (victim.num_stages, victim.mode):
-            return runner
-
-        def step(params: Any, state: Any, batch: Any) -> Any:
-            state, out = runner.step(params, state, batch)
-            calls.append(batch)
-            if len(calls) == 3:
-                damage(state, out)
-            return state, out
-
-        return attrs.evolve(runner, step=step)
-
-    monkeypatch.setattr(demo_module, "make_runner", planted)
-
-
-def _damage_pages(state: Any, _: Any) -> None:
-    state[-1].kv_pages[-1, 0, -1] += 1e-3  # a page that no step reads before the run ends: no token shows it
-
-
-def _damage_table(state: Any, _: Any) -> None:
-    state[-1].sampling.ints[0, SEED] += 1  # greedy sampling does not read it
-
-
-def _damage_token(state: Any, _: Any) -> None:
-    for stage in state:
-        stage.last_tokens[0] = 0
-
-
-def _damage_logits(_: Any, out: Any) -> None:
-    out.logits[0, 0] = float("nan")
-
-
-PLANTED: dict[str, tuple[Way, Callable[[Any, Any], None], str]] = {
-    "pages": (GRAPHIFIED, _damage_pages, "graphified against eager: the KV pages differ by 1.0e-03, allowed 0"),
-    "pages of stage 1": (BOTH, _damage_pages, "both against pipelined: the KV pages differ by 1.0e-03, allowed 0"),
-    "table of stage 1": (PIPELINED, _damage_table, "pipelined against eager: a stage's request table differs"),
-    "token": (GRAPHIFIED, _damage_token, "graphified against eager: the tokens differ in step 4, the last"),
-    "NaN": (GRAPHIFIED, _damage_logits, "graphified against eager: the logits differ by nan, allowed 0"),
-}
-
-
-@pytest.mark.parametrize("case", PLANTED)
-def test_demo_finds_a_planted_difference(run: Weft, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    victim, damage, text = PLANTED[case]
-    _plant(monkeypatch, victim, damage)
-    code, out, err = run("demo", "--device", "cpu", "--max-tokens", "6")
-    assert (code, err) == (1, "")
-    shown = " ".join(out.split())
-    assert text in shown
-    assert "NOT EQUAL: the four ways did not compute the same." in shown
-    assert "EQUAL after each" not in shown
-
-
-def test_demo_refuses_more_tokens_than_the_model_has_positions(run: Weft) -> None:
-    most = 512 - len("The function returns")
-    for count in ("0", str(most + 1)):
-        result = run("demo", "--device", "cpu", "--max-tokens", count)
-        _assert_refused(result, f"error: weft demo --max-tokens {count}", f"instead: a number from 1 to {most}")
-
-
-def test_demo_leaves_the_number_of_threads_as_it_was(run: Weft) -> None:
-    torch.set_num_threads(2)
-    assert run("demo", "--device", "cpu", "--max-tokens", "1")[0] == 0
-    assert torch.get_num_threads() == 2
-
-
-def test_a_nan_holds_nowhere() -> None:
-    same = Comparison(BOTH, EAGER, 1, tokens=True, logits=0.0, kv_pages=0.0, tables=True, bitwise=True, exact=False)
-    assert same.holds
-    assert not attrs.evolve(same, logits=float("nan")).holds
-    assert not attrs.evolve(same, exact=True, bitwise=False).holds
 
 
 # ranks of its own

@@ -4,13 +4,15 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from cli_calls import Weft, assert_refused
 
 from weft import cli
 from weft.cli import evaluate
@@ -28,35 +30,14 @@ from weft.stages.model import DEMO, load
 from weft.transforms.engine.stats import Stats
 from weft.transforms.transports.local import Local
 
-Weft = Callable[..., tuple[int, str, str]]
 HELD_OUT = Path(__file__).parent / "held_out.jsonl"
 SMALL = ("--input-len", "6", "--output-len", "5", "--num-prompts", "7", "--max-num-seqs", "4", "--max-num-tokens", "16")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models are too small for more, and other test processes want the rest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Weft:
-    """`weft bench ARGS` in this process, 80 columns wide: its exit code, stdout and stderr."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def call(*argv: str) -> tuple[int, str, str]:
-        capsys.readouterr()  # what others printed before
-        try:
-            code: Any = cli.main(("bench", *argv))
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+def run(run: Weft) -> Weft:
+    """`weft bench ARGS`."""
+    return partial(run, "bench")
 
 
 def measured(run: Weft, *more: str) -> Any:
@@ -348,15 +329,6 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
 def test_bad_input_is_an_error_with_its_remedy(run: Weft, case: str) -> None:
     more, text = BAD[case]
     assert_refused(run(*more), text)
-
-
-def assert_refused(result: tuple[int, str, str], *texts: str) -> None:
-    code, out, err = result
-    assert (code, out) == (2, "")
-    assert "error: " in err
-    assert "Traceback" not in err
-    for text in texts:
-        assert text in err
 
 
 def test_help_needs_no_torch(run: Weft) -> None:

@@ -3,9 +3,6 @@
 Not in bfloat16: triton's interpreter truncates to it, and gets its products wrong.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -14,15 +11,16 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from interpreting import interpret
 from torch import Tensor
 
 from weft.errors import DeviceError
-from weft.ops import experts as _experts  # noqa: F401 - what defines the ops
-from weft.ops import gate, linear, lora, norm, register, rotary  # noqa: F401
+from weft.ops import register
 from weft.ops.fp8 import ceil_blocks, reference_quantize
 from weft.ops.parts import sum_parts
 from weft.ops.table import backends
 from weft.ops.tiles import Tile
+from weft.stages.rope import Rope, inverse_frequencies, rope_tables
 
 FP8 = torch.float8_e4m3fn
 GENERATOR = torch.Generator().manual_seed(11)
@@ -30,7 +28,8 @@ GENERATOR = torch.Generator().manual_seed(11)
 
 @attrs.frozen(eq=False)
 class Case:
-    """A kernel by `module:function`, its arguments, and the op whose reference says what should come out.
+    """A kernel by `module:function`, its arguments, and the op, by `module:op` of weft.ops, whose reference says what
+    should come out.
 
     Args:
         more: arguments of the function that the op has not, behind the others.
@@ -68,10 +67,10 @@ def norms() -> list[Case]:
             near = 2e-6 if dtype == torch.float32 else 5e-3
             name, both, module = f"{columns} {parts} {dtype}", (x, residual, weight, 1e-5), "weft.ops.norm_triton:"
             found += [
-                Case(f"add_rms_norm {name}", f"{module}add_norm", "add_rms_norm", both, tolerance=near),
-                Case(f"rms_norm {name}", f"{module}norm", "rms_norm", (residual, weight, 1e-5), tolerance=near),
-                Case(f"add_parts {name}", f"{module}add", "add_parts", (x, residual), tolerance=near),
-                Case(f"quantize {name}", f"{module}quantize", "quantize", (residual,)),
+                Case(f"add_rms_norm {name}", f"{module}add_norm", "norm:add_rms_norm", both, tolerance=near),
+                Case(f"rms_norm {name}", f"{module}norm", "norm:rms_norm", (residual, weight, 1e-5), tolerance=near),
+                Case(f"add_parts {name}", f"{module}add", "norm:add_parts", (x, residual), tolerance=near),
+                Case(f"quantize {name}", f"{module}quantize", "fp8:quantize", (residual,)),
             ]
     return found
 
@@ -82,32 +81,43 @@ def gates() -> list[Case]:
         x, module = randn(*((parts,) if parts else ()), 3, 2 * inner), "weft.ops.gate_triton:"
         for dtype, near in ((torch.float32, 2e-6), (torch.float16, 1e-4)):
             name = f"silu_mul {inner} {parts} {dtype}"
-            found.append(Case(name, f"{module}silu_mul", "silu_mul", (x, dtype), tolerance=near))
+            found.append(Case(name, f"{module}silu_mul", "gate:silu_mul", (x, dtype), tolerance=near))
     return found
 
 
 def rotations() -> list[Case]:
     found = []
-    for heads, kv_heads, dim, starts, parts, normed in (
-        (3, 1, 8, (24, 32), 0, True),
-        (4, 2, 6, (128, 256), 2, True),
-        (8, 2, 16, (128, 160), 1, False),
+    for heads, kv_heads, dim, starts, parts, normed, section in (
+        (3, 1, 8, (24, 32), 0, True, None),
+        (4, 2, 6, (128, 256), 2, True, None),
+        (8, 2, 16, (128, 160), 1, False, None),
+        (4, 2, 16, (64, 96), 0, False, (2, 3, 3)),  # as in a model with mRoPE: the tables know of it, the kernel not
     ):
         columns = starts[1] + kv_heads * dim
         qkv = randn(*((parts,) if parts else ()), 5, columns)
         angles = randn(5, dim // 2)
+        tables = angles.cos(), angles.sin()
+        if section is not None:
+            positions = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 2, 1], [300, 3, 2]])
+            tables = rope_tables(inverse_frequencies(Rope(), dim, 512)[0], positions, 1.0, torch.float32, section)
         norms = (1 + randn(dim), 1 + randn(dim)) if normed else (None, None)
         slots = torch.tensor([7, -1, 0, 11, 3])
-        args = (qkv, *norms, 1e-6, angles.cos(), angles.sin(), slots, randn(2, 3, 4, kv_heads, dim), heads, starts)
+        args = (qkv, *norms, 1e-6, *tables, slots, randn(2, 3, 4, kv_heads, dim), heads, starts)
         kernel = "weft.ops.rotary_triton:rotate_and_keep"
-        found.append(Case(f"rotate_and_keep {heads} {dim} {parts}", kernel, "rotate_and_keep", args, written=7))
+        name = f"rotate_and_keep {heads} {dim} {parts} {section}"
+        found.append(Case(name, kernel, "rotary:rotate_and_keep", args, written=7))
     return found
 
 
 def routes() -> list[Case]:
     kernel, ties = "weft.ops.route_triton:route", torch.tensor([[1.0, 3, 3, 0, 3], [2, 2, 2, 2, 2]])
     return [
-        Case(f"route {experts} {top_k} {renormalize}", kernel, "route", (logits, top_k, renormalize, torch.float32))
+        Case(
+            f"route {experts} {top_k} {renormalize}",
+            kernel,
+            "experts:route",
+            (logits, top_k, renormalize, torch.float32),
+        )
         for experts, top_k, logits in ((5, 3, ties), (128, 8, randn(3, 1, 128)), (60, 1, randn(4, 60)))
         for renormalize in (False, True)
     ]
@@ -122,9 +132,11 @@ def linears() -> list[Case]:
     ):
         x, bias = randn(tokens, columns), randn(rows) if tokens == 1 else None
         rest = *fp8_weight(rows, columns), bias, torch.float32
-        found.append(Case(f"fp8_linear {tokens}", kernel, "fp8_linear", (*reference_quantize(x), *rest), (tile,)))
+        found.append(
+            Case(f"fp8_linear {tokens}", kernel, "linear:fp8_linear", (*reference_quantize(x), *rest), (tile,))
+        )
         whole = "weft.ops.linear_triton:fp8_linear"
-        found.append(Case(f"fp8_linear {tokens} of plain values", whole, "fp8_linear", (x, None, *rest)))
+        found.append(Case(f"fp8_linear {tokens} of plain values", whole, "linear:fp8_linear", (x, None, *rest)))
     return found
 
 
@@ -137,10 +149,10 @@ def parts() -> list[Case]:
     ):
         x, weight, bias = randn(tokens, columns), randn(rows, columns), randn(rows)
         split = (x, None, weight, None, bias, torch.float32)
-        found.append(Case(f"linear {tokens}", kernel, "linear", (x, weight, bias), (tile,), given=split))
+        found.append(Case(f"linear {tokens}", kernel, "linear:linear", (x, weight, bias), (tile,), given=split))
         in_fp8 = (*reference_quantize(x), *fp8_weight(rows, columns), bias, torch.float32)
         tile = attrs.evolve(tile, columns=128)
-        found.append(Case(f"fp8_linear {tokens} parts", kernel, "fp8_linear", in_fp8, (tile,)))
+        found.append(Case(f"fp8_linear {tokens} parts", kernel, "linear:fp8_linear", in_fp8, (tile,)))
     return found
 
 
@@ -171,7 +183,7 @@ def experts() -> list[Case]:
         # A sum that is rounded another way may fall to the next value of FP8.
         near = 5e-3 if fp8 else 2e-6
         name, kernel = f"run_experts {tokens} {fp8} {len(found)}", "weft.ops.experts_triton:run_tiles"
-        found.append(Case(name, kernel, "run_experts", args, tiles, tolerance=near))
+        found.append(Case(name, kernel, "experts:run_experts", args, tiles, tolerance=near))
     return found
 
 
@@ -195,7 +207,7 @@ def loras() -> list[Case]:
         active = torch.cat([there, torch.full((2,), -1)]).int()
         args = (y, randn(tokens, columns, dtype=dtype), a, b, slots, active, starts)
         near = 2e-6 if dtype == torch.float32 else 1e-3
-        found.append(Case(f"add_lora {tokens} {rank} {dtype}", kernel, "add_lora", args, tolerance=near))
+        found.append(Case(f"add_lora {tokens} {rank} {dtype}", kernel, "lora:add_lora", args, tolerance=near))
     return found
 
 
@@ -215,22 +227,12 @@ torch.save(done, sys.argv[2])
 """
 
 
-def interpret(calls: list[tuple[str, tuple[Any, ...]]], folder: Path) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Results of kernels, and their arguments after the call, from a process with triton's interpreter."""
-    pytest.importorskip("triton")
-    torch.save(calls, folder / "in.pt")
-    command = [sys.executable, "-c", _INTERPRETED, str(folder / "in.pt"), str(folder / "out.pt")]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-    results: list[tuple[Any, tuple[Any, ...]]] = torch.load(folder / "out.pt", weights_only=False)
-    return results
-
-
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, tuple[Any, ...]]]:
     """All cases in one process: triton takes seconds to import."""
     calls = [(case.kernel, (*(case.args if case.given is None else case.given), *case.more)) for case in CASES]
-    return interpret(calls, tmp_path_factory.mktemp("interpreted"))
+    found: list[tuple[Any, tuple[Any, ...]]] = interpret(_INTERPRETED, calls, tmp_path_factory.mktemp("interpreted"))
+    return found
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -246,9 +248,8 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
 def test_kernels_interpreted_equal_the_reference(index: int, interpreted: list[tuple[Any, tuple[Any, ...]]]) -> None:
     case, (found, args) = CASES[index], interpreted[index]
     assert not isinstance(found, str), found
-    op: Callable[..., Any] = getattr(torch.ops.weft, case.op)
     given = [x.clone() if isinstance(x, Tensor) else x for x in case.args]
-    expected = op(*given)
+    expected = op_of(case)(*given)
     pairs = list(zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected)), strict=True))
     if case.written is not None:
         pairs.append((args[case.written], given[case.written]))
@@ -258,6 +259,14 @@ def test_kernels_interpreted_equal_the_reference(index: int, interpreted: list[t
     for place, (before, after) in enumerate(zip(case.args, given, strict=True)):
         if isinstance(before, Tensor) and place != case.written:
             assert torch.equal(before.float().nan_to_num(), after.float().nan_to_num()), f"argument {place} is written"
+
+
+def op_of(case: Case) -> Callable[..., Any]:
+    """Its module defines it."""
+    module, _, name = case.op.partition(":")
+    import_module(f"weft.ops.{module}")
+    op: Callable[..., Any] = getattr(torch.ops.weft, name)
+    return op
 
 
 def on_cuda(values: tuple[Any, ...]) -> list[Any]:
@@ -273,7 +282,7 @@ def test_kernels_on_a_gpu_equal_the_reference(index: int) -> None:
     args = on_cuda((*(case.args if case.given is None else case.given), *case.more))
     found = getattr(import_module(module), function)(*args)
     given = [x.clone() if isinstance(x, Tensor) else x for x in case.args]
-    expected = getattr(torch.ops.weft, case.op)(*given)
+    expected = op_of(case)(*given)
     pairs = list(zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected)), strict=True))
     if case.written is not None:
         pairs.append((args[case.written], given[case.written]))
@@ -297,7 +306,7 @@ def fused() -> list[tuple[str, tuple[Any, ...]]]:
 
 def test_what_is_quantised_with_another_kernel_is_quantised_by_definition(tmp_path: Path) -> None:
     """Bit for bit what the quantiser makes of the result of the kernel without it."""
-    results = [found for found, _ in interpret(fused(), tmp_path)]
+    results = [found for found, _ in interpret(_INTERPRETED, fused(), tmp_path)]
     for plain, both in zip(results[::2], results[1::2], strict=True):
         assert not isinstance(plain, str), plain
         assert not isinstance(both, str), both

@@ -1,9 +1,9 @@
-"""Sampling: the generator against an independent implementation, and sample's edges. (Distributions: tests/proofs.)"""
+"""Sampling: the generator against an independent implementation, and the edges of `sample`.
+
+`test_sample_distribution.py` has the distributions.
+"""
 
 import math
-import os
-import subprocess
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreting import interpret
 from torch import Tensor
 
 from weft.errors import DeviceError
@@ -227,13 +228,8 @@ def _cases() -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Each case with the reference's result and the interpreted kernel's."""
-    pytest.importorskip("triton")
-    folder = tmp_path_factory.mktemp("sample")
-    torch.save(_cases(), folder / "in.pt")
-    command = [sys.executable, "-c", _INTERPRETED, str(folder / "in.pt"), str(folder / "out.pt")]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-    return [(case, sample(*case), drawn) for case, drawn in zip(_cases(), torch.load(folder / "out.pt"), strict=True)]
+    found = interpret(_INTERPRETED, _cases(), tmp_path_factory.mktemp("sample"))
+    return [(case, sample(*case), drawn) for case, drawn in zip(_cases(), found, strict=True)]
 
 
 def assert_same_draw(case: Any, expected: Any, drawn: Any) -> None:

@@ -1,13 +1,12 @@
 """Transfers as operators, and the kernels of symmetric memory, interpreted: what is sent arrives."""
 
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
 
 import pytest
 import torch
+from interpreting import run_interpreted
 from torch import Tensor
 
 from weft.errors import CaptureError, ProgramError
@@ -134,8 +133,4 @@ print("right")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 @pytest.mark.parametrize("script", [_INTERPRETED, _PACKED], ids=["bulk", "packed"])
 def test_the_kernels_of_symmetric_memory_interpreted(script: str) -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", script, str(random.Random(0).randrange(99))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "right", done.stderr[-2000:]
+    assert run_interpreted(script, random.Random(0).randrange(99), timeout=120).strip() == "right"

@@ -115,7 +115,7 @@ def test_paths_are_what_one_would_write() -> None:
     assert names == [
         "['p'][0].w", "['p'][0].b[0]", "['p'][0].b[1]",
         "['b'].rows", "['b'].input_ids", "['b'].query_start_loc", "['b'].samples",
-        "['b'].token_mask", "['b'].targets", "['b'].inputs_embeds",
+        "['b'].token_mask", "['b'].targets", "['b'].inputs_embeds", "['b'].positions",
     ]  # fmt: skip
     for name, leaf in leaves_with_names(tree):
         assert eval(f"tree{name}", {"tree": tree}) is leaf

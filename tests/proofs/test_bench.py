@@ -80,7 +80,7 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_candidates_are_tiles_that_triton_takes(sizes: Sizes, tokens: int) -> None:
     for product in tile_search.products(sizes, tokens):
         tiles = list(tile_search.candidates(product))
-        assert 2 <= len(tiles) == len(set(tiles)) <= 150
+        assert 2 <= len(tiles) == len(set(tiles)) <= 200
         for tile in tiles:
             assert tile.tokens >= 16
             assert tile.columns == 128 or product.kind == "linear"

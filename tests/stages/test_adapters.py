@@ -11,18 +11,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from theirs import CLASSES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 import weft
 from weft.batch import Batch
@@ -36,6 +27,7 @@ from weft.stages.decoder import Normed, decoder_stage, feed_forward, project
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, stage_params
 from weft.stages.random_weights import random_adapter, random_params
+from weft.stages.states import empty_states
 from weft.state import State, admit, advance, resolve
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, lora_rungs, make_ladder
@@ -51,11 +43,11 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
-MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
-    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 8, **EXPERTS}),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {"head_dim": 8, **EXPERTS}),
 }
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -63,7 +55,8 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 def build(name: str) -> Any:
     """A model in transformers, all of whose weights are random and large."""
-    config_class, model_class, more = MODELS[name]
+    architecture, more = MODELS[name]
+    config_class, model_class = CLASSES[architecture]
     model = model_class(config_class(**SIZES, **more)).eval()
     if name == "qwen3-moe":  # its grouped product asks for multiples of 16 bytes
         model.set_experts_implementation("eager")
@@ -97,15 +90,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def empty_state(model: Model, layouts: Any, num_reqs: int = 1) -> tuple[State, ...]:
-    config = model.config
-    return tuple(
-        State.zeros(
-            num_layers=len(layout.layers), num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            max_num_reqs=num_reqs, num_pages=4 * num_reqs, max_pages=4, page_size=4,
-            vocab_size=config.vocab_size if layout.last else 0,
-        )
-        for layout in layouts
-    )  # fmt: skip
+    sizes = {"max_num_reqs": num_reqs, "num_pages": 4 * num_reqs, "max_pages": 4, "page_size": 4}
+    return empty_states(model.config, layouts, **sizes)
 
 
 def logits(model: Model, adapters: list[Adapter], slot: int, num_stages: int = 1) -> Tensor:

@@ -3,15 +3,17 @@
 import math
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen2VLTextConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from weft.errors import ConfigError
@@ -197,12 +199,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "config.json has rope_scaling.type='dynamic'",
-            "weft supports the rope types default, linear, llama3, yarn",
+            "weft supports the rope types default, linear, llama3, yarn, mrope",
         ),
         (
             {"rope_parameters": {"rope_type": "longrope"}},
             "config.json has rope_parameters.rope_type='longrope'",
-            "weft supports the rope types default, linear, llama3, yarn",
+            "weft supports the rope types default, linear, llama3, yarn, mrope",
         ),
         (
             {"rope_scaling": {**YARN, "attn_factor": 0.88}},
@@ -210,9 +212,29 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             "rope type 'yarn' takes attention_factor, beta_fast",
         ),
         (
-            {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
-            "config.json has rope_scaling.mrope_section=[16, 24, 24]",
-            "rope type 'default' takes partial_rotary_factor, rope_theta, rope_type, type",
+            {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24]}},
+            "config.json has rope_scaling.mrope_section=[16, 24]",
+            "mrope_section is three whole numbers: pairs for time, height and width",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24.0, 24]}},
+            "config.json has rope_parameters.mrope_section=[16, 24.0, 24]",
+            "mrope_section is three whole numbers",
+        ),
+        (
+            {"rope_scaling": {"type": "mrope"}},
+            "config.json has no rope_scaling.mrope_section, and rope type 'mrope' needs it",
+            "add mrope_section to rope_scaling",
+        ),
+        (
+            {"rope_scaling": {"type": "mrope", "rope_type": "yarn", "mrope_section": [16, 24, 24]}},
+            "config.json has rope_scaling.rope_type='yarn' and rope_scaling.type='mrope'",
+            "keep rope_type alone",
+        ),
+        (
+            {"rope_scaling": {"type": "default", "mrope_interleaved": True}},
+            "config.json has rope_scaling.mrope_interleaved=True",
+            "rope type 'default' takes mrope_section, partial_rotary_factor, rope_theta, rope_type, type",
         ),
         (
             {"rope_scaling": {"factor": 2.0}},
@@ -299,3 +321,50 @@ def test_no_key_is_overlooked(raw: dict[str, Any], name: str) -> None:
     assume(name not in raw and name != "type")
     with pytest.raises(ConfigError, match="takes"):
         parse({"rope_scaling": {**raw, name: 1.5}})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [16, 24, 24]}},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "type": "mrope",
+                "rope_theta": 1e6,
+                "mrope_section": [16, 24, 24],
+            }
+        },
+    ],
+)
+def test_mrope_is_read_in_each_style(raw: dict[str, Any]) -> None:
+    assert parse(raw) == Rope(theta=1e6, mrope_section=(16, 24, 24))
+
+
+def test_mrope_stretches_as_the_others_do() -> None:
+    raw = {**YARN, "original_max_position_embeddings": 32, "mrope_section": [1, 1, 2]}
+    assert parse({"rope_scaling": raw}) == attrs.evolve(
+        parse({"rope_scaling": {name: value for name, value in raw.items() if name != "mrope_section"}}),
+        mrope_section=(1, 1, 2),
+    )
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 10_000)] * 3), min_size=1, max_size=9))
+@settings(max_examples=50, deadline=None)
+def test_each_pair_turns_with_its_own_position(rows: list[tuple[int, int, int]]) -> None:
+    """As transformers' Qwen2VLRotaryEmbedding does; equal positions as one, bitwise."""
+    inv_freq, _ = inverse_frequencies(Rope(), 16, 4096)
+    config = Qwen2VLTextConfig(
+        hidden_size=32,
+        num_attention_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    )
+    positions = torch.tensor(rows)
+    cos, sin = rope_tables(inv_freq, positions, 1.0, torch.float32, (2, 3, 3))
+    theirs = Qwen2VLRotaryEmbedding(config)(torch.zeros(1), positions.T[:, None])
+    assert torch.equal(cos, theirs[0][0, :, :8])
+    assert torch.equal(sin, theirs[1][0, :, :8])
+    equal = rope_tables(inv_freq, positions[:, :1].repeat(1, 3), 1.0, torch.float32, (2, 3, 3))
+    plain = rope_tables(inv_freq, positions[:, 0], 1.0, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(equal, plain, strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from graphified import refusal
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -24,15 +25,6 @@ X = torch.arange(3.0)
 INDEX = torch.tensor(1)
 LENGTHS = torch.tensor([3, 1])
 SEQUENCES = torch.zeros(2, 3, 1)
-
-
-def refusal(fn: Callable[..., Any], *args: Any) -> str:
-    """What the error says that a capture of `fn` raises; the generators are then as they were."""
-    before = torch.get_rng_state()
-    with pytest.raises(CaptureError) as caught:
-        graphify(fn)(*args)
-    assert torch.equal(before, torch.get_rng_state())
-    return str(caught.value)
 
 
 def saved(x: Tensor) -> Tensor:

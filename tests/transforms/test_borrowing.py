@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from graphified import LAW, X, doubled, general_calls
 from torch import Tensor
 
 import weft
-from weft.errors import StaleResultError
+from weft.errors import CaptureError, StaleResultError
+from weft.proofs.laws import assert_equal
 from weft.transforms.graphify import graphify
 
 USES: dict[str, Callable[[Tensor], Any]] = {
@@ -97,3 +99,47 @@ def test_outside_the_context_nothing_is_checked() -> None:
     first = f(torch.ones(2))
     f(torch.zeros(2))
     assert first.tolist() == [0.0, 0.0]
+
+
+def test_a_borrowed_result_is_overwritten_by_the_next_replay() -> None:
+    g = graphify(lambda x: x * 2, outputs="borrow")
+    first = g(X)
+    assert_equal(LAW, first, X * 2)
+    second = g(X + 1)
+    assert first.data_ptr() == second.data_ptr()
+    assert_equal("overwritten", first, (X + 1) * 2)
+
+
+def test_a_borrowed_tensor_object_is_the_callers_own() -> None:
+    g = graphify(lambda x: x[None] * 2, outputs="borrow")
+    g(X).t_()
+    assert g(X).shape == (1, 4)
+    step = graphify(lambda s: s + 1, donate_argnames=("s",))
+    for _ in range(2):
+        assert_equal(LAW, step(g(X)), X[None] * 2 + 1)
+
+
+def test_a_borrowed_result_in_inference_mode() -> None:
+    g = graphify(lambda x: x * 2, outputs="borrow")
+    with torch.inference_mode():
+        for turn in range(3):
+            with general_calls(g) as general:
+                seen = g(X)
+            assert_equal(LAW, seen, X * 2)
+            assert seen.is_inference()
+            assert len(general) == (turn == 0)
+    assert not g(X).is_inference()
+
+
+def test_an_input_buffer_is_never_lent() -> None:
+    g = graphify(lambda a, b: (a, b, a + b), outputs="borrow")
+    a, b, _ = g(X, X + 1)
+    for _ in range(2):
+        a, b, both = g(b, a)
+    assert_equal(LAW, (a, b, both), (X, X + 1, X + X + 1))
+
+
+def test_outputs_of_another_kind_are_refused() -> None:
+    with pytest.raises(CaptureError) as error:
+        graphify(doubled, outputs="safely")  # type: ignore[call-overload]
+    assert (error.value.seen, error.value.instead) == ("outputs='safely'", "outputs='safe' or 'borrow'")

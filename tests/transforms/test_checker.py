@@ -1,15 +1,14 @@
 """The checker refuses each planted fault, and says what is wrong and what to write instead."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
+from planting import FED, OTHER, SCHEMA, Fault, before, planted, program, refused, replaced, without
 
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send, TensorSchema, parse_effect
-from weft.errors import ProgramError
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.proofs.laws import broken_programs_are_refused, checker_is_right, schedules_are_right
 from weft.proofs.programs_exhaustive import fault, fenced
 from weft.proofs.strategies import FAULTS, Broken, Scheduled, broken_programs, edited_programs, programs
@@ -17,65 +16,11 @@ from weft.transforms.checker import Edge, Machine, Step, check, interleave, puts
 from weft.transforms.pipeline import pipeline
 from weft.transforms.schedule import Job, make_programs, streaming
 
-SCHEMA = Schema((TensorSchema("h", ("num_tokens", 4), torch.float32),))
-OTHER = Schema((TensorSchema("h", ("num_tokens", 8), torch.float32),))
-
-Fault = Callable[[list[Effect]], object]
-
-
-def planted(made: Sequence[Program], rank: int, change: Fault) -> tuple[Program, ...]:
-    """The programs with one fault on one rank."""
-    effects = list(made[rank].effects)
-    change(effects)
-    return (*made[:rank], attrs.evolve(made[rank], effects=tuple(effects)), *made[rank + 1 :])
-
-
-def refused(made: Sequence[Program], buffers: int | None = None) -> ProgramError:
-    with pytest.raises(ProgramError) as error:
-        check(made, buffers=buffers)
-    return error.value
-
-
-def position(effects: list[Effect], text: str) -> int:
-    return next(i for i, e in enumerate(effects) if str(e).startswith(text))
-
-
-def replaced(text: str, effect: Effect) -> Fault:
-    return lambda effects: effects.__setitem__(position(effects, text), effect)
-
-
-def without(text: str) -> Fault:
-    return lambda effects: effects.__delitem__(position(effects, text))
-
-
-def swapped(a: str, b: str) -> Fault:
-    def change(effects: list[Effect]) -> None:
-        i, j = position(effects, a), position(effects, b)
-        effects[i], effects[j] = effects[j], effects[i]
-
-    return change
-
-
-def before(text: str, other: str) -> Fault:
-    """The first effect that starts with `text` moves right before the one that starts with `other`."""
-
-    def change(effects: list[Effect]) -> None:
-        effect = effects.pop(position(effects, text))
-        effects.insert(position(effects, other), effect)
-
-    return change
-
-
-def program(rank: int, ranks: int, *effects: str) -> Program:
-    return Program(rank, ranks, tuple(map(parse_effect, effects)))
-
-
 # What ranks say to each other.
 
 ORDER = "the same micro-batches in the same order, and one schema, on both ends of an edge"
 PAIRING = "give every send a recv, and order them so that one message an edge is enough"
-VALUES = "recv, then run, then send or broadcast, then fence and advance, each once a micro-batch"
-FED, PLAIN = streaming(3, 2, schema=SCHEMA, feedback=True), streaming(3, 2, schema=SCHEMA)
+PLAIN = streaming(3, 2, schema=SCHEMA)
 
 MEETINGS: dict[str, tuple[int, Fault, str, str]] = {
     "recvs swapped": (2, before("recv from 1 [mb 1]", "recv from 1 [mb 0]"),
@@ -220,127 +165,6 @@ def test_an_advance_missing_on_all_ranks() -> None:
     for rank in range(3):
         made = planted(made, rank, without("run advance [mb 1]"))
     assert refused(made).seen == "rank 0 advances with micro-batches [0] of 2, and rank 0 with [0]"
-
-
-# What one rank does.
-
-OWN: dict[str, tuple[int, Fault, str, str]] = {
-    "a stage of another rank": (1, replaced("run stage 1 [mb 1]", Run("stage 2", 1)),
-        "'run stage 2 [mb 1]' on rank 1 of 3", "run stage 1, or run advance"),
-    "no stage": (1, replaced("run stage 1 [mb 1]", Run("stages", 1)),
-        "'run stages [mb 1]' on rank 1 of 3", "run stage 1, or run advance"),
-    "a send past the next": (0, replaced("send to 1 [mb 1]", Send(2, 1, SCHEMA)),
-        f"'send to 2 [mb 1]: {SCHEMA}' on rank 0 of 3", "send to 1"),
-    "a send to itself": (1, replaced("send to 2 [mb 1]", Send(1, 1, SCHEMA)),
-        f"'send to 1 [mb 1]: {SCHEMA}' on rank 1 of 3", "send to 2"),
-    "a send to no rank": (1, replaced("send to 2 [mb 1]", Send(-1, 1, SCHEMA)),
-        f"'send to -1 [mb 1]: {SCHEMA}' on rank 1 of 3", "send to 2"),
-    "a send from the last": (2, replaced("broadcast from 2 [mb 0]", Send(3, 0)),
-        "'send to 3 [mb 0]' on rank 2 of 3", "a broadcast: the last rank sends to none"),
-    "a recv from elsewhere": (2, replaced("recv from 1 [mb 0]", Recv(0, 0, SCHEMA)),
-        f"'recv from 0 [mb 0]: {SCHEMA}' on rank 2 of 3", "recv from 1"),
-    "a recv on the first": (0, lambda effects: effects.insert(0, Recv(2, 0)),
-        "'recv from 2 [mb 0]' on rank 0 of 3", "no recv: the first stage runs on the batch"),
-    "a broadcast from elsewhere": (0, replaced("broadcast from 2 [mb 0]", Broadcast(0, 0)),
-        "'broadcast from 0 [mb 0]' on rank 0 of 3", "broadcast from 2, the last rank"),
-    "a broadcast from no rank": (0, replaced("broadcast from 2 [mb 0]", Broadcast(7, 0)),
-        "'broadcast from 7 [mb 0]' on rank 0 of 3", "broadcast from 2, the last rank"),
-    "run before received": (1, swapped("recv from 0 [mb 0]", "run stage 1 [mb 0]"),
-        "'run stage 1 [mb 0]' without 'recv from 0 [mb 0]' before it", VALUES),
-    "never received": (2, without("recv from 1 [mb 1]"),
-        "'run stage 2 [mb 1]' without 'recv from 1 [mb 1]' before it", VALUES),
-    "sent before it is made": (0, swapped("send to 1 [mb 1]", "run stage 0 [mb 1]"),
-        f"'send to 1 [mb 1]: {SCHEMA}' without 'run stage 0 [mb 1]' before it", VALUES),
-    "returned before it is made": (2, swapped("run stage 2 [mb 1]", "broadcast from 2 [mb 1]"),
-        "'broadcast from 2 [mb 1]' without 'run stage 2 [mb 1]' before it", VALUES),
-    "advanced before it returned": (1, swapped("broadcast from 2 [mb 1]", "run advance [mb 1]"),
-        "'run advance [mb 1]' without 'broadcast from 2 [mb 1]' before it", VALUES),
-    "advanced without what returned": (1, without("broadcast from 2 [mb 1]"),
-        "'run advance [mb 1]' without 'broadcast from 2 [mb 1]' before it", VALUES),
-    "fenced before it is sent": (0, lambda effects: effects.insert(0, Fence(0)),
-        "'fence [mb 0]' without 'send to 1 [mb 0]' before it", VALUES),
-    "sent twice": (0, lambda effects: effects.append(Send(1, 1)), "'send to 1 [mb 1]' once more", VALUES),
-    "received twice": (1, lambda effects: effects.append(Recv(0, 0)), "'recv from 0 [mb 0]' once more", VALUES),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_what_one_rank_does_wrong(name: str) -> None:
-    rank, change, seen, instead = OWN[name]
-    error = refused(planted(FED, rank, change))
-    assert (error.call, error.seen, error.instead) == (f"check of rank {rank}'s program", seen, instead)
-
-
-@pytest.mark.parametrize("what", ["stage 0", "advance"])
-def test_run_twice(what: str) -> None:
-    error = refused(planted(FED, 0, lambda effects: effects.append(Run(what, 1))))
-    assert "micro-batches [0, 1, 1]" in error.seen
-
-
-def test_advance_needs_no_broadcast_where_the_job_does_not_feed() -> None:
-    check([program(0, 2, "run stage 0 [mb 0]", "send to 1 [mb 0]", "run advance [mb 0]"),
-           program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "run advance [mb 0]")])  # fmt: skip
-    error = refused(planted(streaming(1, 1, feedback=True), 0, lambda effects: effects.reverse()))
-    assert error.seen == "'run advance [mb 0]' without 'run stage 0 [mb 0]' before it"
-
-
-def test_inputs_may_wait_for_their_stage() -> None:
-    """A rank may receive ahead of what it runs: each input is a value of its own, whatever the buffers."""
-    made = planted(streaming(2, 3, buffers=1), 1, before("recv from 0 [mb 1]", "run stage 1 [mb 0]"))
-    check(made, buffers=1)
-
-
-def test_a_second_fence_waits_for_nothing() -> None:
-    check(planted(streaming(2, 2, buffers=1), 0, lambda effects: effects.append(Fence(0))), buffers=1)
-
-
-# Buffers.
-
-
-def overwritten(change: Fault, rank: int = 0, buffers: int = 1, mbs: int = 3) -> ProgramError:
-    made = streaming(2, mbs, feedback=True, buffers=buffers)
-    check(made, buffers=buffers)
-    error = refused(planted(made, rank, change), buffers)
-    assert error.call == f"check of rank {rank}'s program"
-    return error
-
-
-def test_a_run_into_a_buffer_without_a_fence() -> None:
-    error = overwritten(without("fence [mb 1]"))
-    assert (
-        error.seen == "'run stage 0 [mb 2]' overwrites what 'run stage 0 [mb 1]' made, with no 'fence [mb 1]' before it"
-    )
-    assert error.instead == "'fence [mb 1]' before 'run stage 0 [mb 2]'"
-    assert "with no 'fence [mb 0]'" in overwritten(without("fence [mb 0]"), rank=1).seen
-    assert "with no 'fence [mb 0]'" in overwritten(swapped("fence [mb 0]", "run stage 0 [mb 2]"), buffers=2).seen
-
-
-def test_a_run_into_a_buffer_that_is_yet_to_be_sent() -> None:
-    """No send is in flight when the next run overwrites the result: there is nothing left to send."""
-    early = before("run stage 0 [mb 1]", "send to 1 [mb 0]")
-    error = overwritten(early)
-    assert error.seen.endswith("overwrites what 'run stage 0 [mb 0]' made, with no 'send to 1 [mb 0]' before it")
-    for enough in (None, 2):
-        check(planted(streaming(2, 3, feedback=True, buffers=enough), 0, early), buffers=enough)
-
-
-def test_a_run_into_a_buffer_whose_output_is_yet_to_be_read() -> None:
-    """The last rank advances with what its stage left in the buffer."""
-
-    def late(effects: list[Effect]) -> None:
-        effects.append(effects.pop(position(effects, "run advance [mb 0]")))
-
-    error = overwritten(late, rank=1)
-    assert error.seen.endswith("overwrites what 'run stage 1 [mb 0]' made, with no 'run advance [mb 0]' before it")
-    check(planted(streaming(2, 3, feedback=True, buffers=1), 0, late), buffers=1)  # elsewhere it is a value of its own
-
-
-def test_fewer_buffers_than_the_programs_were_made_for() -> None:
-    made = streaming(2, 4, buffers=2)
-    check(made, buffers=2)
-    check(made, buffers=3)
-    assert "with no 'fence [mb 0]' before it" in refused(made, 1).seen
-    assert "with no 'fence [mb 0]' before it" in refused(streaming(2, 4), 3).seen
 
 
 # The machine.

@@ -170,7 +170,7 @@ def test_structures_are_told_as_one_would_write_them() -> None:
     assert str(g.explain({"a": [X, X], "b": X})).endswith("; x['b']: structure *, captured (*,)")
     batch = weft.Batch.decode([0])
     assert structure_text(tree_structure(batch)).startswith(
-        "Batch(rows=*, input_ids=*, query_start_loc=*, samples=*, token_mask=*, targets=*, inputs_embeds=*, d"
+        "Batch(rows=*, input_ids=*, query_start_loc=*, samples=*, token_mask=*, targets=*, inputs_embeds=*, p"
     )
     assert structure_text(tree_structure(torch.ones(2).max(0))) == "max(*, *)"
 

@@ -10,36 +10,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scaling import LAW, PARAMS, STATES, scale, stepped
 from torch import Tensor
 
 from weft.batch import Batch
 from weft.donation import clone, donated_argnames, donates
 from weft.effects import Program, Schema, TensorSchema
-from weft.errors import DescriptorError, DonatedError, ProgramError
+from weft.errors import DonatedError, ProgramError
 from weft.outputs import IntermediateTensors
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Function, stage_lists
-from weft.stages.module import from_module
 from weft.transforms.graphify import graphify
 from weft.transforms.pipeline import compose, pipeline
 from weft.transforms.schedule import Job
 from weft.transforms.transports.local import Local
 from weft.transforms.transports.threads import Threads
-
-LAW = "a pipeline is its composition"
-
-
-def scale(p: Tensor, s: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Multiplies by its parameter, and adds up in its state what it saw."""
-    y = (batch if x is None else x) * p
-    return s + y.sum(), y
-
-
-def stepped(s: Tensor, batch: Tensor, out: Tensor) -> Tensor:
-    return s + 100 * out.sum() + batch.sum()
-
-
-PARAMS, STATES = tuple(torch.tensor([2.0, 3.0, 5.0])), tuple(torch.zeros(3))
 
 
 def test_the_programs_print_and_parse() -> None:
@@ -139,52 +124,6 @@ def test_micro_batches_never_outnumber_requests() -> None:
     assert made((None, None), (0, 0), Batch.decode([3, 4, 5]))[0] == (3, 3)
     assert ran == [1] * 6
     assert made((None, None), (0, 0), Batch.decode(range(4)))[0] == (4, 4)
-
-
-@pytest.mark.parametrize(("name", "params", "state"), [("params", PARAMS, STATES[:2]), ("state", PARAMS[:2], ())])
-def test_a_wrong_number_of_entries_is_named(name: str, params: Any, state: Any) -> None:
-    count = len(params) if name == "params" else len(state)
-    with pytest.raises(ProgramError) as error:
-        pipeline([scale] * 2)(params, state, torch.ones(1))
-    assert str(error.value) == (
-        f"pipeline(<2 stages>)(params, state, batch)\n  saw: {name} has {count} entries\n"
-        "  instead: pass a tuple or list with one entry a stage"
-    )
-
-
-@pytest.mark.parametrize(("params", "state"), [(PARAMS, STATES[:2]), (PARAMS[:2], ())])
-def test_compose_names_a_wrong_number_of_entries_too(params: Any, state: Any) -> None:
-    with pytest.raises(ProgramError, match="entries"):
-        compose([scale] * 2)(params, state, torch.ones(1))
-
-
-@pytest.mark.parametrize("transform", [pipeline, compose])
-@pytest.mark.parametrize(
-    ("stages", "seen"),
-    [
-        ([], "no stage"),
-        (scale, "one function"),
-        ([scale, torch.nn.Linear(1, 1)], "stage 1 is an nn.Module"),
-        ([from_module(torch.nn.Linear(1, 1))], "stage 0 is a ModuleStage, no function"),
-        (3, "a int"),
-        (None, "a NoneType"),
-        ({"first": scale}, "a dict"),
-        ([scale, stepped], "stage 1, stepped(s: torch.Tensor, batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor"),
-        ("ab", "a str"),
-        ([scale, pipeline([scale] * 2)], "stage 1 is itself a pipeline of 2 stages, a step (params, state, batch)"),
-    ],
-)
-def test_what_is_no_list_of_stages_is_refused(transform: Any, stages: Any, seen: str) -> None:
-    with pytest.raises(ProgramError) as error:
-        transform(stages)
-    assert error.value.seen == seen
-
-
-@pytest.mark.parametrize("microbatches", [0, -1, 2.0, "2", True])
-def test_no_number_of_parts_is_refused(microbatches: Any) -> None:
-    with pytest.raises(ProgramError) as error:
-        pipeline([scale] * 2, microbatches=microbatches)
-    assert error.value.call == f"pipeline(<2 stages>, microbatches={microbatches!r})"
 
 
 @pytest.mark.parametrize("transform", [pipeline, compose])
@@ -291,46 +230,6 @@ def test_programs_are_data_for_any_number_of_micro_batches() -> None:
     assert_equal(LAW, clone(made(PARAMS[:2], STATES[:2], torch.ones(2))[1]), torch.full((2,), 6.0))
 
 
-@pytest.mark.parametrize(
-    ("options", "seen", "instead"),
-    [
-        ({"transport": "threads"}, "transport='threads'", "Local(), Threads() or Distributed(), of weft.transforms"),
-        ({"transport": Threads}, "transport=Threads, the class", "one of it: Threads()"),
-        (
-            {"advance": True},
-            "a bool, no function",
-            "a function (state, batch, out) -> state; for a weft.Batch, weft.advance",
-        ),
-        ({"advance": lambda s, out: s}, "<lambda>(s, out)", "a function (state, batch, out) -> state"),
-        ({"schema": "[3] float32"}, "a str", "weft.Schema.parse(text), or weft.Schema.of(value)"),
-    ],
-)
-def test_what_is_no_option_is_refused(options: Any, seen: str, instead: str) -> None:
-    with pytest.raises(ProgramError) as error:
-        pipeline([scale] * 2, **options)
-    assert (error.value.seen, error.value.instead) == (seen, instead)
-
-
-@pytest.mark.parametrize("microbatches", [0, 2.0, "2"])
-def test_programs_of_no_number_of_parts_are_refused(microbatches: Any) -> None:
-    made = pipeline([scale] * 2, microbatches=3)
-    assert made.programs() is made.programs(3)
-    with pytest.raises(ProgramError) as error:
-        made.programs(microbatches)
-    assert error.value.call == f"pipeline of 2 stages.programs({microbatches!r})"
-
-
-def test_params_are_looked_at_before_the_batch() -> None:
-    """In `step(batch, params, state)` the batch is the first thing that is none."""
-    with pytest.raises(ProgramError, match="params is a Tensor"):
-        pipeline([scale] * 2, microbatches=2)(torch.ones(3), PARAMS[:2], STATES[:2])  # type: ignore[arg-type]
-
-
-def test_a_batch_without_a_tensor_is_named() -> None:
-    with pytest.raises(DescriptorError, match=r"no tensor in 2\.0, a float"):
-        pipeline([scale] * 2, microbatches=2)(PARAMS[:2], STATES[:2], 2.0)
-
-
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
 def test_ranks_outside_a_transform_of_torch_func_are_refused(transform: Any) -> None:
     """Its levels are a thread's: a gradient through others would be zero."""
@@ -406,9 +305,3 @@ def test_what_a_stage_keeps_or_returns_of_a_lent_input_is_its_own(make: Any) -> 
     step = pipeline([graphify(scale, outputs="borrow"), keeps_input], transport=make())
     new, _ = step(params, state, torch.ones(2))
     assert step(params, new, torch.full((2,), 10.0))[1].tolist() == [22.0, 22.0]
-
-
-def test_a_number_of_steps_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ProgramError) as error:
-        pipeline([scale]).repeat(PARAMS[:1], STATES[:1], torch.ones(2), -1)
-    assert error.value.call == "pipeline of 1 stages.repeat(..., -1)"

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from graphified import refusal
 from torch import Tensor
 from torch.nn import functional
 
-from weft.errors import CaptureError
 from weft.proofs.laws import assert_equal
 from weft.transforms.graphify import graphify
 
@@ -16,15 +16,6 @@ X = torch.arange(3.0)
 SEEDS = "it seeds a random generator, or sets its state, which a replay does not repeat"
 OWN = torch.Generator()
 STATE = OWN.get_state()
-
-
-def refusal(fn: Callable[..., Any], *args: Any) -> str:
-    """What the error says that a capture of `fn` raises; the generator is then as it was."""
-    before = torch.get_rng_state()
-    with pytest.raises(CaptureError) as caught:
-        graphify(fn)(*args)
-    assert torch.equal(before, torch.get_rng_state())
-    return str(caught.value)
 
 
 def forks(x: Tensor) -> Tensor:

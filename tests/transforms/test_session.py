@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from weft.errors import ProgramError
 from weft.proofs import strategies
-from weft.proofs.laws.compare import assert_equal, visible
+from weft.proofs.difference import assert_equal
+from weft.proofs.laws.compare import visible
 from weft.proofs.strategies.models import Scenario
 from weft.state import advance
 from weft.transforms.pipeline import pipeline

@@ -9,6 +9,9 @@ from torch import Tensor
 from weft.errors import DeviceError
 from weft.transforms.backends.audit import Audit
 
+NAMES = ("tape", "cuda")
+"""What `graphify(..., backend=...)` may name."""
+
 
 class Recording(Protocol):
     """A captured run: fixed inputs, fixed outputs, and the way to run it again."""
@@ -70,6 +73,11 @@ def cuda_device(tensors: Iterable[Tensor]) -> torch.device | None:
     return next((t.device for t in tensors if t.device.type == "cuda"), None)
 
 
+def no_backend(name: Any) -> DeviceError:
+    """For a name that is none of `NAMES`."""
+    return DeviceError(f"graphify(..., backend={name!r})", "no such back end", "backend='tape', 'cuda' or None")
+
+
 def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
     """The back end called `name`, or, for None, `cuda` if any of the tensors is on a CUDA device and `tape` if not."""
     from weft.transforms.backends.cuda import CudaBackend
@@ -81,7 +89,7 @@ def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
     if name == "tape":
         return TapeBackend()
     if name != "cuda":
-        raise DeviceError(f"graphify(..., backend={name!r})", "no such back end", "backend='tape', 'cuda' or None")
+        raise no_backend(name)
     if not torch.cuda.is_available() or on_cuda is None:
         seen = "this machine has no CUDA device" if not torch.cuda.is_available() else "no argument is on a CUDA device"
         raise DeviceError("graphify(..., backend='cuda')", seen, "move the arguments there, or write backend='tape'")

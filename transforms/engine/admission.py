@@ -78,4 +78,5 @@ def _start(host: HostState, running: Running, cohort: int, admitted: list[Admiss
     generated = tuple(running.tokens[len(request.prompt) :])
     placed = (running.row, tuple(running.pages), running.filled)
     asked = request.sampling, request.prompt
-    admitted.append(Admission(*placed, *asked, generated, request.adapter, running.limit))
+    delta = 0 if request.given is None else request.given.delta
+    admitted.append(Admission(*placed, *asked, generated, request.adapter, running.limit, delta))

@@ -1,24 +1,28 @@
 """`Engine`: requests in, tokens out. Device work is pure steps, host work a pure scheduler; this drives the two."""
 
+import itertools
 import math
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
 
-from weft.errors import LogitsError, RequestError
+from weft.errors import EngineError, LogitsError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
+from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.intake import Intake
 from weft.transforms.engine.outputs import RequestOutput, Sample, joined
+from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.reading import Reading, Told
 from weft.transforms.engine.requests import Request, sample_seeds
 from weft.transforms.engine.scheduler import add, finish, observe, schedule
-from weft.transforms.engine.setup import EngineLimits, check_engine, make_stepper
+from weft.transforms.engine.setup import EngineLimits, check_engine, check_options, make_stepper
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.steppers import Done
@@ -76,8 +80,7 @@ class Engine:
     ) -> None:
         call = f"weft.Engine(model, pipeline={pipeline!r}, graph={graph!r}, run_ahead={run_ahead!r})"
         check_engine(call, model, graph, pipeline, seed, transport)
-        if not isinstance(run_ahead, int) or run_ahead < 0:
-            raise RequestError(call, f"run_ahead={run_ahead!r}", "a whole number of steps, or 0")
+        check_options(call, model, limits, run_ahead, num_logprobs, adapters, speculation)
         self.model = model
         self.transport = transport or Local()
         self.run_ahead = run_ahead
@@ -104,17 +107,19 @@ class Engine:
             adapters=[*named.values()],
         )
         self._counts = Counts(ladder)
+        self._special = special_ids(model.tokenizer)
         self._samples: dict[str, Sample] = {}
         self._names: dict[str, list[str]] = {}
         self._pending: deque[Reading] = deque()
         self._count = 0
+        self._broken = ""
         spread = len(self.transport.ranks(pipeline)) < pipeline
         self._streams = Streams(self, spread)
         self._check = self.transport.check if spread else None
 
     def add(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | EmbedsPrompt,
         sampling: SamplingParams | None = None,
         *,
         max_tokens: int,
@@ -125,7 +130,8 @@ class Engine:
         """A request arrives; its tokens come with the next `step()`s.
 
         Args:
-            prompt: a string or token ids.
+            prompt: a string or token ids; or, with embeddings and positions of its own, a `weft.EmbedsPrompt`, the same
+                on every rank, bit for bit: those of the first stage compute with it, all name pages by it.
             sampling: how its tokens are chosen, and what ends it; None: greedy. With `n` > 1 it has so many
                 completions, which share the pages of the prompt.
             max_tokens: tokens to generate at most; the model's own limit on positions may end it sooner.
@@ -139,7 +145,7 @@ class Engine:
         Raises:
             RequestError: it could never be served. Nothing else is touched.
         """
-        name = f"request {self._count}" if id is None else id
+        name = self._free_name() if id is None else id
         request = self._intake.request(
             self._count, name, prompt, sampling, max_tokens=max_tokens, priority=priority, adapter=adapter
         )
@@ -151,17 +157,21 @@ class Engine:
         self._count += 1
         return name
 
+    def _free_name(self) -> str:
+        names = (f"request {index}" for index in itertools.count(self._count))
+        return next(name for name in names if name not in self._names and not self._host.find(name))
+
     def _add_samples(self, id: str, names: Sequence[str], first: Request) -> None:
         """The completions of a request: the first leads, the others wait for the pages of its prompt."""
-        budget, track = self.limits.budget, Track(first, self.model.tokenizer)
+        budget, track = self.limits.budget, Track(first, self.model.tokenizer, self._special)
         self._host = add(self._host, first, budget)
-        self._samples[id] = Sample(id, 0, track)
+        self._samples[id] = Sample(id, 0, track, self._host.num_jobs)
         seeds = sample_seeds(first.sampling.seed or 0, len(names))
         for index, (name, seed) in enumerate(zip(names[1:], seeds[1:], strict=True), 1):
             request = attrs.evolve(first, id=name, sampling=attrs.evolve(first.sampling, seed=seed))
             untold = attrs.evolve(request, sampling=attrs.evolve(request.sampling, prompt_logprobs=None))
             self._host = add(self._host, untold, budget, behind=id)
-            self._samples[name] = Sample(id, index, track.of_same_prompt(request))
+            self._samples[name] = Sample(id, index, track.of_same_prompt(request), self._host.num_jobs)
         self._names[id] = list(names)
 
     def abort(self, id: str) -> list[RequestOutput]:
@@ -173,13 +183,15 @@ class Engine:
         Raises:
             RequestError: no request of that id is under way.
         """
-        if id not in self._names:
+        if not isinstance(id, str) or id not in self._names:
             call = f"engine.abort({id!r})"
             raise RequestError(call, "no request of that id that has not ended", "an id that add() returned")
         names = list(self._names[id])
         for name in names:
             self._host = finish(self._host, name, "abort")
-        return [self._end(name, "abort", []) for name in names]
+        outputs = [self._end(name, "abort", []) for name in names]
+        self._streams.tell(outputs)
+        return outputs
 
     @property
     def num_unfinished(self) -> int:
@@ -202,7 +214,8 @@ class Engine:
 
     def warm_up(self) -> Stats:
         """Capture all graphs of the ladder, largest first, with a progress bar on a terminal; without it they are
-        captured when they are first needed. They run on padding, in rows and pages that no request has.
+        captured when they are first needed. They run on padding, in rows and pages that no request has. Steps that
+        return logprobs of a prompt have graphs of their own, which are captured when one is first asked for.
 
         Returns:
             The engine's counts: how many graphs it holds now.
@@ -219,16 +232,33 @@ class Engine:
 
         Returns:
             What requests got; empty where nothing was to be read.
+
+        Raises:
+            EngineError: an earlier step raised, and what it did is not known. Whatever a step raises.
         """
         self.launch()
-        return self._read(self._pending.popleft()) if self._pending else []
+        with self._whole():
+            return self._read(self._pending.popleft()) if self._pending else []
 
     def launch(self) -> None:
         """Start work as far ahead as is allowed, or as there is any."""
-        while len(self._pending) <= self.run_ahead:
-            if not self._launch():
-                self._keep(self._stepper.flush())
-                return
+        with self._whole():
+            while len(self._pending) <= self.run_ahead:
+                if not self._launch():
+                    self._keep(self._stepper.flush())
+                    return
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What raises within leaves the host and the device at odds: no step follows it."""
+        if self._broken:
+            seen = f"an earlier step that raised {self._broken}; how far its requests came is not known"
+            raise EngineError("engine.step()", seen, "another weft.Engine(...), and its requests again")
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}"
+            raise
 
     def is_ready(self) -> bool:
         """Whether `step()` would not wait for the device."""
@@ -241,14 +271,14 @@ class Engine:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | EmbedsPrompt,
         sampling: SamplingParams | None = None,
         *,
         max_tokens: int,
         id: str | None = None,
         priority: int = 0,
         adapter: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request as an async iterator; any number of them run on one event loop, and share every
         step. A consumer that goes away (`aclose()`, `break`, a cancelled task) aborts its request.
 
@@ -309,7 +339,8 @@ class Engine:
         first = 0
         for name, targets, start in zip(work.requests, work.targets, work.starts, strict=True):
             sample = self._samples.get(name)
-            if sample is not None and sample.track.request.sampling.prompt_logprobs is not None:
+            of_it = sample is not None and work.job >= sample.first_job  # and not of one that had its name before
+            if sample is not None and of_it and sample.track.request.sampling.prompt_logprobs is not None:
                 sample.track.take_prompt(told, first, start, len(targets))
             first += len(targets)
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import attrs
 
+from weft.batch import EMBEDDED
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED
 from weft.stages.model import Model
+from weft.transforms.engine.prompts import EmbedsPrompt, read_given
 from weft.transforms.engine.requests import Request, request_seed
 
 
@@ -32,7 +34,7 @@ class Intake:
         self,
         index: int,
         name: str,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | EmbedsPrompt,
         sampling: SamplingParams | None,
         *,
         max_tokens: int,
@@ -46,17 +48,30 @@ class Intake:
         """
         given = SamplingParams(temperature=0.0) if sampling is None else sampling
         call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
+        if not isinstance(given, SamplingParams):
+            raise RequestError(call, f"sampling is a {type(given).__name__}", "weft.SamplingParams(...), or None")
+        if not isinstance(name, str) or not name:
+            raise RequestError(call, f"id={name!r}", "a string that is not empty, or None: one is made")
+        if not isinstance(priority, int):
+            raise RequestError(call, f"priority={priority!r}", "a whole number; the lower goes first")
         if not is_count(max_tokens):
             raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
         check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
-        if adapter is not None and adapter not in self.slots:
-            known = ", ".join(map(repr, self.slots)) or "none: Engine(..., adapters={name: weft.load_adapter(...)})"
-            raise RequestError(call, f"adapter={adapter!r}", f"one of the engine's: {known}")
+        if EMBEDDED in ids and given.prompt_logprobs is not None:
+            seen = f"prompt_logprobs={given.prompt_logprobs!r} of a prompt with embeddings, which have none"
+            raise RequestError(call, seen, "SamplingParams() without prompt_logprobs")
+        if adapter is not None and not (isinstance(adapter, str) and adapter in self.slots):
+            known = f"one of the engine's: {', '.join(map(repr, self.slots))}"
+            none = "Engine(..., adapters={name: weft.load_adapter(model, folder)}): this one has none"
+            raise RequestError(call, f"adapter={adapter!r}", known if self.slots else none)
         config = self.model.config
         params = given.for_request(config.eos_token_ids, request_seed(self.seed, index))
         most = min(max_tokens, config.max_position_embeddings - len(ids))
-        return Request(name, ids, most, params, priority, -1 if adapter is None else self.slots[adapter])
+        slot, more = -1 if adapter is None else self.slots[adapter], None
+        if isinstance(prompt, EmbedsPrompt):
+            more = read_given(prompt)
+        return Request(name, ids, most, params, priority, slot, more)
 
 
 def is_count(value: Any) -> bool:
@@ -68,9 +83,12 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     """Token ids of a prompt, which errors call by a name.
 
     Raises:
-        RequestError: an empty one, one that leaves no room to generate, or an id that is no token.
+        RequestError: an empty one, one that leaves no room to generate, an id that is no token, or embeddings or
+            positions that do not fit.
     """
-    limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
+    limit, vocab, embeds = model.config.max_position_embeddings, model.config.vocab_size, None
+    if isinstance(prompt, EmbedsPrompt):
+        embeds, prompt = prompt, prompt.ids
     if not isinstance(prompt, str | list | tuple):
         instead = "its .tolist()" if hasattr(prompt, "tolist") else "a string or a list of token ids"
         raise RequestError(call, f"{name} is {prompt!r}, a {type(prompt).__name__}", instead)
@@ -80,8 +98,13 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     if len(ids) >= limit:
         seen = f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
         raise RequestError(call, seen, f"shorten it to {limit - 1} tokens")
-    if wrong := [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
+    if any(isinstance(token, str) for token in ids):
+        raise RequestError(call, f"{name} is a list of strings", "one prompt: a string or a list of token ids")
+    known = ids if embeds is None else [t for t in ids if t != EMBEDDED]
+    if wrong := [t for t in known if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
         raise RequestError(call, f"{name} holds {wrong[0]!r}", f"token ids are ints from 0 to {vocab - 1}")
+    if embeds is not None:
+        embeds.check(call, model)
     return ids
 
 

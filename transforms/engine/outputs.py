@@ -36,11 +36,13 @@ class Sample:
     Args:
         id, index: of its outputs.
         track: what it has said.
+        first_job: works before that one were of others.
     """
 
     id: str
     index: int
     track: Track
+    first_job: int
     _shown: int = 0
 
     def output(self, reason: str | None, tokens: list[int]) -> RequestOutput:

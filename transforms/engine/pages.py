@@ -140,7 +140,8 @@ def hash_page(before: bytes, token_ids: Sequence[int]) -> bytes:
     prefixes.
 
     Args:
-        before: of the page before; of the first page, what else the content depends on (an adapter).
+        before: of the page before, or of the first page what all content depends on (an adapter); and what else this
+            page's depends on: embeddings, and positions (`weft.transforms.engine.prompts.Given`).
     """
     text = b",".join(b"%d" % token for token in token_ids)
     return hashlib.blake2b(before + b"|" + text, digest_size=16).digest()

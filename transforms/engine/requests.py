@@ -8,6 +8,7 @@ from weft.ops.logits import PENALTIES
 from weft.sampling import SamplingParams
 from weft.sampling_table import features
 from weft.transforms.engine.pages import hash_page
+from weft.transforms.engine.prompts import Given
 
 
 @attrs.frozen
@@ -16,11 +17,12 @@ class Request:
 
     Args:
         id: a name, unique among the requests that have not ended.
-        prompt: token ids, at least one.
+        prompt: token ids, at least one; EMBEDDED (-2) where `given` has an embedding.
         max_tokens: tokens to generate at most.
         sampling: how its tokens are chosen, and all that end it (`SamplingParams.for_request`).
         priority: the lower goes first; among equals who came first.
         adapter: the slot of its LoRA adapter; -1: none.
+        given: what its prompt has beside token ids; None: nothing.
     """
 
     id: str
@@ -29,6 +31,7 @@ class Request:
     sampling: SamplingParams
     priority: int = 0
     adapter: int = -1
+    given: Given | None = None
 
 
 @attrs.define(eq=False)
@@ -119,9 +122,8 @@ class Running:
 
     def name_pages(self, page_size: int) -> None:
         """Give names to the pages that known tokens have filled."""
-        for start in range(len(self.hashes) * page_size, len(self.tokens) - page_size + 1, page_size):
-            before = self.hashes[-1] if self.hashes else salt(self.request.adapter)
-            self.hashes.append(hash_page(before, self.tokens[start : start + page_size]))
+        for index in range(len(self.hashes), len(self.tokens) // page_size):
+            self.hashes.append(self._name_page(index, page_size))
 
     def name_part(self, page_size: int) -> bytes | None:
         """The name of what its tokens, all of them known, leave in a page that they do not fill; None where that is
@@ -130,8 +132,15 @@ class Running:
         if len(self.tokens) - full * page_size < 2:
             return None
         self.name_pages(page_size)
-        before = self.hashes[full - 1] if full else salt(self.request.adapter)
-        return hash_page(before, self.tokens[full * page_size :])
+        return self._name_page(full, page_size)
+
+    def _name_page(self, index: int, page_size: int) -> bytes:
+        """The name of a page, whose tokens are known as far as it is filled, and so are the names before it."""
+        start, request = index * page_size, self.request
+        tokens = self.tokens[start : start + page_size]
+        before = self.hashes[index - 1] if index else salt(request.adapter)
+        more = b"" if request.given is None else request.given.content(start, start + len(tokens))
+        return hash_page(before + more, tokens)
 
 
 def salt(adapter: int) -> bytes:

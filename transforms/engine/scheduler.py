@@ -14,6 +14,7 @@ from weft.errors import RequestError
 from weft.transforms.engine.admission import take_prompts
 from weft.transforms.engine.decodes import take_decodes
 from weft.transforms.engine.host import Budget, HostState, end, keep_pages, lead, wait
+from weft.transforms.engine.prompts import Given
 from weft.transforms.engine.requests import Request, Running
 from weft.transforms.engine.work import Edits, Work
 
@@ -31,7 +32,7 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
     Raises:
         RequestError: its id is taken, or it could never be served.
     """
-    call, length = f"add(request {request.id!r})", len(request.prompt) + request.max_tokens
+    call, length = f"engine.add(..., id={request.id!r})", len(request.prompt) + request.max_tokens
     if host.find(request.id) is not None:
         raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
     if not request.prompt or request.max_tokens < 1:
@@ -118,6 +119,13 @@ def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ..
     Who came first, of the least priority, goes first. When pages run out, the last in that order gives up its own, and
     begins anew later: its tokens are computed again, and none is sampled twice. A decode that shares a batch with
     prompts has no drafts.
+
+    Args:
+        host: taken.
+        budget: what there is to give.
+
+    Returns:
+        The host's state, and the work: none, one step, or two (decodes and prompts apart).
     """
     cohort = host.num_ticks % budget.num_cohorts
     host.num_ticks += 1
@@ -152,6 +160,7 @@ def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]], q
         tuple(running.computed for running, _ in parts),
         count_adapters(running.request.adapter for running, _ in parts),
         query_len,
+        _given(parts),
     )
     unread = []
     for index, (running, count) in enumerate(parts):
@@ -182,6 +191,11 @@ def _targets(parts: Sequence[tuple[Running, int]]) -> tuple[tuple[int, ...], ...
         own = running.request.prompt[start : start + length]
         found.append((*own, *[0] * (length - len(own))))
     return tuple(found)
+
+
+def _given(parts: Sequence[tuple[Running, int]]) -> tuple[Given | None, ...]:
+    found = tuple(running.request.given if count else None for running, count in parts)
+    return () if all(given is None for given in found) else found
 
 
 def _next_tokens(running: Running, count: int) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """What an engine is made of: its limits, resolved against a model and a device; its steps; the checks of requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from weft.arguments import names_arguments
 from weft.descriptor import BatchDescriptor
 from weft.effects import Schema
 from weft.errors import RequestError
@@ -14,17 +15,17 @@ from weft.stages.adapters import Adapter
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model, stage_params
+from weft.stages.states import empty_states
 from weft.state import State, advance
 from weft.transforms.engine.host import Budget
 from weft.transforms.engine.intake import is_count
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
 from weft.transforms.engine.work import advance_work, edited
-from weft.transforms.graphify import graphify
 from weft.transforms.ladder import MODES, Ladder
 from weft.transforms.pipeline import compose, pipeline
 from weft.transforms.pipeline_checks import wrong_transport
-from weft.transforms.runner import SPLIT_AT
+from weft.transforms.runner import graph_step
 from weft.transforms.transports import Transport
 
 _MEMORY_SHARE = 0.85
@@ -34,6 +35,12 @@ _CPU_BYTES = 2**30
 _MAX_CONTEXT = 4096
 
 
+@names_arguments(
+    max_num_seqs="max_num_reqs=...",
+    max_num_batched_tokens="max_num_tokens=...",
+    block_size="page_size=...",
+    num_gpu_blocks="num_pages=...",
+)
 @attrs.frozen(kw_only=True)
 class EngineLimits:
     """What an engine holds at most.
@@ -41,12 +48,15 @@ class EngineLimits:
     Args:
         max_num_reqs: requests under way at once.
         max_num_tokens: tokens of a step.
-        max_model_len: tokens of a request, those to generate included; None: what the model has positions for, at most
-            4,096.
+        max_model_len: tokens of a request, those to generate included, up to the end of their last page; None: what the
+            model has positions for, at most 4,096.
         page_size: tokens a page.
         num_pages: of the KV cache; None: what memory there is, and no more than all rows could fill.
         num_cohorts: groups of requests that are stepped in turn; None: one a stage.
         mixed: whether a step may hold decodes and prompts.
+
+    Raises:
+        RequestError: a number that is none, or below 1.
     """
 
     max_num_reqs: int = 64
@@ -56,6 +66,16 @@ class EngineLimits:
     num_pages: int | None = None
     num_cohorts: int | None = None
     mixed: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(EngineLimits):
+            value = getattr(self, field.name)
+            call, seen = f"weft.EngineLimits({field.name}={value!r})", f"{field.name}={value!r}"
+            if field.name == "mixed" and not isinstance(value, bool):
+                raise RequestError(call, seen, "True or False")
+            if field.name != "mixed" and not is_count(value) and (value is not None or field.default is not None):
+                instead = "a whole number >= 1" + (", or None" if field.default is None else "")
+                raise RequestError(call, seen, instead)
 
     def resolve(
         self, model: Model, num_stages: int, transport: Transport, speculation: Speculation | None = None
@@ -102,20 +122,15 @@ def make_states(model: Model, layouts: Sequence[StageLayout], limits: Resolved) 
     """An empty state for each stage that runs here."""
     speculation = limits.speculation
     spare = 0 if speculation is None else speculation.spare_pages(limits.page_size)
-    states = tuple(
-        State.zeros(
-            num_layers=len(layout.layers),
-            num_kv_heads=model.config.num_kv_heads,
-            head_dim=model.config.head_dim,
-            max_num_reqs=limits.budget.max_num_reqs,
-            num_pages=limits.num_pages,
-            max_pages=limits.budget.max_pages + spare,
-            page_size=limits.page_size,
-            vocab_size=model.config.vocab_size if layout.last else 0,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        for layout in layouts
+    states = empty_states(
+        model.config,
+        layouts,
+        max_num_reqs=limits.budget.max_num_reqs,
+        num_pages=limits.num_pages,
+        max_pages=limits.budget.max_pages + spare,
+        page_size=limits.page_size,
+        dtype=model.dtype,
+        device=model.device,
     )
     return states if speculation is None else speculation.states(states, layouts)
 
@@ -151,18 +166,21 @@ def make_stepper(
     if speculation is not None:
         stages = speculation.stages(stages)
         params = ((params[0], speculation.params), *params[1:]) if layouts[0].first else params
-
-    def graph(step: Any) -> Any:
-        return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
-
     if num_stages == 1:
-        return Stepped(graph(compose(stages, advance=advance)), params, state, model.device)
-    ids = torch.zeros(1, dtype=torch.int64, device=model.device) if drafts else None
-    x = IntermediateTensors(torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device), ids)
-    spanned = [graph(stage) for stage in stages]
+        return Stepped(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
+    x = _example(model, drafts)
+    spanned = [graph_step(stage, ladder, backend) for stage in stages]
     step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=Schema.of(x), transport=transport)
     graphs = [(spanned[rank], x if rank else None) for rank in here] if len(ladder) else []
     return Streamed(step, params, state, model.device, graphs)
+
+
+def _example(model: Model, drafts: int) -> IntermediateTensors:
+    """What one stage sends to the next, of one token."""
+    ids = torch.zeros(1, dtype=torch.int64, device=model.device)
+    hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    has_mrope = model.config.rope.mrope_section is not None
+    return IntermediateTensors(hidden, ids if drafts else None, ids.new_zeros(1, 3) if has_mrope else None)
 
 
 def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | None, transport: Any) -> None:
@@ -184,3 +202,25 @@ def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | Non
         raise RequestError(
             call, f"pipeline={stages!r}; the model has {model.config.num_layers} layers", "from 1 stage to one a layer"
         )
+
+
+def check_options(
+    call: str, model: Model, limits: Any, run_ahead: Any, num_logprobs: Any, adapters: Any, speculation: Any
+) -> None:
+    """Refuse options of an engine that are none.
+
+    Raises:
+        RequestError: it is so.
+    """
+    if not (is_count(run_ahead) or (run_ahead == 0 and isinstance(run_ahead, int))):
+        raise RequestError(call, f"run_ahead={run_ahead!r}", "a whole number of steps, or 0")
+    vocab = model.config.vocab_size
+    if num_logprobs != 0 and not (is_count(num_logprobs) and num_logprobs <= vocab):
+        raise RequestError(call, f"num_logprobs={num_logprobs!r}", f"a whole number from 0 to {vocab}")
+    if not isinstance(limits, EngineLimits | None):
+        raise RequestError(call, f"limits is a {type(limits).__name__}", "weft.EngineLimits(...), or None")
+    if not isinstance(speculation, Speculation | None):
+        raise RequestError(call, f"speculation is a {type(speculation).__name__}", "weft.Speculation(...), or None")
+    named = isinstance(adapters, Mapping) and all(isinstance(name, str) for name in adapters)
+    if adapters is not None and not (named and all(isinstance(each, Adapter) for each in adapters.values())):
+        raise RequestError(call, f"adapters={adapters!r:.200}", "{name: weft.load_adapter(model, folder)}, or None")

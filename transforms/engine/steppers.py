@@ -50,14 +50,16 @@ class Placer:
 
     Args:
         device: where they go.
+        first: whether the first stage runs here.
     """
 
     device: torch.device | str
+    first: bool = True
     _decodes: dict[tuple[tuple[int, ...], int, int], Batch] = attrs.field(factory=dict, init=False)
 
     def __call__(self, work: Work) -> PlacedWork:
         if work.token_ids:
-            return work.place(self.device)
+            return work.place(self.device, self.first)
         key = work.rows, work.query_len, work.num_active_loras
         if (batch := self._decodes.get(key)) is None:
             if len(self._decodes) >= _MAX_PLACED:
@@ -128,7 +130,7 @@ class Streamed:
         self.state = state
         self.graphs = tuple(graph for graph, _ in graphs)
         self._examples = tuple(example for _, example in graphs)
-        self._place = Placer(device)
+        self._place = Placer(device, 0 in pipelined.transport.ranks(len(pipelined.stages)))
         self._session: Session | None = None
         self._first = 0
         self._under_way: deque[Work] = deque()

@@ -1,8 +1,7 @@
 """Requests of one event loop, streamed side by side: one task steps the engine as long as somebody listens."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Protocol
 
 from weft.errors import ProgramError
@@ -57,7 +56,7 @@ class Streams:
         self._queues: dict[str, asyncio.Queue[RequestOutput | BaseException]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def stream(self, prompt: Any, sampling: Any, **options: Any) -> AsyncIterator[RequestOutput]:
+    async def stream(self, prompt: Any, sampling: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request, until all of its completions have ended."""
         if self._spread:
             call, instead = "engine.stream(prompt)", "add() on all ranks, and step() on each"
@@ -78,6 +77,12 @@ class Streams:
             if self._engine.is_under_way(name):
                 self._engine.abort(name)
 
+    def tell(self, outputs: Iterable[RequestOutput]) -> None:
+        """Outputs, to who listens to them."""
+        for output in outputs:
+            if (queue := self._queues.get(output.id)) is not None:
+                queue.put_nowait(output)
+
     def _start(self) -> None:
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -89,9 +94,7 @@ class Streams:
                 self._engine.launch()
                 while not self._engine.is_ready():
                     await asyncio.sleep(_PAUSE)
-                for output in self._engine.step():
-                    with contextlib.suppress(KeyError):  # of a request that nobody listens to
-                        self._queues[output.id].put_nowait(output)
+                self.tell(self._engine.step())
                 await asyncio.sleep(0)
         except Exception as error:
             for queue in self._queues.values():

@@ -2,8 +2,8 @@
 
 import attrs
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
+from weft.transforms.engine.detokenizing import Detokenizer
 from weft.transforms.engine.reading import Told
 from weft.transforms.engine.requests import Request
 
@@ -17,6 +17,7 @@ class Track:
     Args:
         request: what was asked.
         tokenizer: None: completions have no text.
+        special: its tokens that no text shows.
         token_ids, logprobs, top_logprobs: of each token that was generated.
         prompt_logprobs, prompt_top_logprobs: of each token of the prompt but the first, as far as it was computed.
         text: what may be shown: characters that are whole, and that no stop text begins with.
@@ -25,6 +26,7 @@ class Track:
 
     request: Request
     tokenizer: Tokenizer | None
+    special: frozenset[int] = frozenset()
     token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     top_logprobs: list[TopLogprobs] = attrs.field(factory=list)
@@ -34,12 +36,18 @@ class Track:
     reason: str = ""
     _decoded: str = ""
     _stopped: bool = False
-    _stream: DecodeStream = attrs.field(factory=lambda: DecodeStream(skip_special_tokens=True))
+    _searched: int = 0  # so many characters hold no stop text that ends the request
+    _stream: Detokenizer = attrs.field(init=False)
+
+    @_stream.default
+    def _fresh(self) -> Detokenizer:
+        return Detokenizer(self.tokenizer)
 
     def of_same_prompt(self, request: Request) -> "Track":
         """A track of another completion of the prompt, whose logprobs are the same."""
-        shared = self.prompt_logprobs, self.prompt_top_logprobs
-        return Track(request, self.tokenizer, prompt_logprobs=shared[0], prompt_top_logprobs=shared[1])
+        made = Track(request, self.tokenizer, self.special)
+        made.prompt_logprobs, made.prompt_top_logprobs = self.prompt_logprobs, self.prompt_top_logprobs
+        return made
 
     def take(self, told: Told, row: int, index: int = 0) -> bool:
         """Add a token of a row of a step; returns whether a stop text ends the request with it."""
@@ -51,7 +59,7 @@ class Track:
             self.top_logprobs.append(dict(told.top[row][index][:wanted]) if told.top else {})
         if self.tokenizer is None:
             return False
-        self._decoded += self._stream.step(self.tokenizer, token) or ""
+        self._decoded += self._stream.add(token, special=token in self.special)
         return self._show()
 
     def take_prompt(self, told: Told, first: int, start: int, count: int) -> None:
@@ -69,7 +77,9 @@ class Track:
             self.text = self._decoded
             return False
         stops = params.stop if len(self.token_ids) >= params.min_tokens else ()
-        found = min((at for stop in stops if (at := self._decoded.find(stop)) >= 0), default=None)
+        starts = [self._decoded.find(stop, max(self._searched - len(stop) + 1, 0)) for stop in stops]
+        self._searched = len(self._decoded)
+        found = min((start for start in starts if start >= 0), default=None)
         if found is not None:
             self.text, self._stopped = self._decoded[:found], True
             return True
@@ -82,7 +92,7 @@ class Track:
         self.reason = reason
         if self.tokenizer is not None and not self._stopped:
             whole = str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
-            self.text = whole if whole.startswith(self.text) else self._decoded
+            self.text = whole if whole.startswith(self.text) else self._decoded + self._stream.end()
 
 
 def _overlap(text: str, stop: str) -> int:

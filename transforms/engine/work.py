@@ -7,12 +7,14 @@ from typing import Any
 import attrs
 import torch
 
-from weft.batch import LAST_TOKEN, Batch
+from weft.batch import EMBEDDED, LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.outputs import Output
+from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.state import State, admit, advance, copy_pages, grow
+from weft.transforms.engine.prompts import Given, place_embeds, place_positions
 from weft.trees import pytree
 
 _STATIC = {"weft.static": True}
@@ -30,6 +32,7 @@ class Admission:
         generated: what it had generated before it was preempted.
         adapter: the slot of its LoRA adapter; -1: none.
         limit: tokens that it has at most, its prompt included.
+        mrope_position_delta: how far its tokens behind its prompt stand from their places.
     """
 
     row: int
@@ -40,6 +43,7 @@ class Admission:
     generated: tuple[int, ...] = ()
     adapter: int = -1
     limit: int = 0
+    mrope_position_delta: int = 0
 
 
 @attrs.frozen
@@ -84,6 +88,7 @@ class Work:
         starts: of each request, the tokens before this step; of a decode at most.
         num_active_loras: different adapters of these requests.
         query_len: tokens of each request of a uniform decode: the last one, and drafts.
+        given: of each request what its prompt has beside token ids; none where no prompt has.
     """
 
     job: int
@@ -97,6 +102,7 @@ class Work:
     starts: tuple[int, ...] = ()
     num_active_loras: int = 0
     query_len: int = 1
+    given: tuple[Given | None, ...] = ()
 
     @property
     def feeds(self) -> bool:
@@ -121,16 +127,31 @@ class Work:
         """`decode`, `prompts`, or both: `mixed`."""
         return "decode" if not self.token_ids else "mixed" if (LAST_TOKEN,) in self.token_ids else "prompts"
 
-    def place(self, device: torch.device | str) -> "PlacedWork":
-        """Its tensors on a device."""
+    def place(self, device: torch.device | str, first: bool = True) -> "PlacedWork":
+        """Its tensors on a device.
+
+        Args:
+            first: whether the first stage runs here, which alone takes embeddings and positions.
+        """
         loras = self.num_active_loras
         if not self.token_ids:
             batch = Batch.decode(self.rows, query_len=self.query_len, num_active_loras=loras, device=device)
             return PlacedWork(batch, self.edits)
-        batch = Batch.ragged(self.rows, self.token_ids, samples=self.samples, num_active_loras=loras, device=device)
+        ids, given = self.token_ids, self.given if first else ()
+        if self.given and not first:
+            ids = tuple(tuple(0 if token == EMBEDDED else token for token in own) for own in ids)
+        batch = Batch.ragged(
+            self.rows,
+            ids,
+            samples=self.samples,
+            inputs_embeds=place_embeds(given, self.starts, ids, device) if given else None,
+            positions=place_positions(given, self.starts, ids, device) if given else None,
+            num_active_loras=loras,
+            device=device,
+        )
         if self.targets:
             targets = torch.tensor([token for own in self.targets for token in own], dtype=torch.int64)
-            batch = attrs.evolve(batch, targets=targets.to(device))
+            batch = attrs.evolve(batch, targets=place(targets, device))
         return PlacedWork(batch, self.edits)
 
     def __str__(self) -> str:
@@ -190,6 +211,7 @@ def apply_edits(state: State, edits: Edits) -> State:
             positions=[a.computed for a in given],
             adapters=[a.adapter for a in given],
             limits=[a.limit for a in given],
+            mrope_position_deltas=[a.mrope_position_delta for a in given],
         )
     if edits.growths:
         state = grow(state, [(g.row, g.start, g.pages) for g in edits.growths])

@@ -122,7 +122,8 @@ def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, b
     try:
         made = stage(params, state, batch, x)
     except Exception as error:
-        error.add_note(f"in stage {index} ({getattr(stage, '__name__', stage)})")
+        first = "; x is None on the first stage, which computes from the batch" if x is None else ""
+        error.add_note(f"in stage {index} ({getattr(stage, '__name__', stage)}){first}")
         raise
     if not isinstance(made, tuple) or len(made) != 2:
         name = getattr(stage, "__name__", stage)

@@ -9,10 +9,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import weft
+from weft.batch import LAST_TOKEN, Batch
 from weft.errors import RequestError
+from weft.ops.logits import pack_bits
 from weft.proofs.strategies.engines import small_model
 from weft.sampling import SamplingParams
-from weft.stages.model import DEMO, Model
+from weft.stages.model import Model
+from weft.stages.verification import read_at
 from weft.transforms.engine.decodes import choose_query_len
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.host import Budget, HostState
@@ -26,11 +29,6 @@ from weft.transforms.ladder import MODES
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=20, max_model_len=24, page_size=4, num_pages=24)
 ITSELF = Speculation(4, model=small_model())
 WAYS = {"lookup": Speculation(3), "itself": ITSELF, "another": Speculation(2, model=small_model(1))}
-
-
-@pytest.fixture(scope="module")
-def demo() -> Model:
-    return weft.load(DEMO, "cpu", "float32")
 
 
 def served(speculation: Speculation | None, **options: Any) -> tuple[dict[tuple[str, int], Track], Engine]:
@@ -231,3 +229,20 @@ def test_a_draft_model_of_another_vocabulary_is_refused(demo: Model) -> None:
 def test_a_draft_model_that_is_not_here_is_refused() -> None:
     with pytest.raises(RequestError, match="the draft model ModelConfig"):
         Engine(small_model(), graph="none", speculation=Speculation(2, model=small_model().config))
+
+
+def test_a_mask_beside_drafts_is_refused_and_without_drafts_is_obeyed() -> None:
+    """What a grammar allows behind a draft depends on the draft, and the mask is made before there is one."""
+    allowed = pack_bits([7], 12).expand(2, -1).contiguous()
+    for batch in (Batch.decode([0, 1], query_len=3), Batch.ragged([0, 1], [[1, 2], [LAST_TOKEN]])):
+        with pytest.raises(RequestError, match="behind a draft depends on the draft, which the device") as error:
+            read_at(attrs.evolve(batch, token_mask=allowed), 2)
+        assert error.value.instead.startswith("Batch.decode(rows), without drafts")
+    engine = Engine(small_model(), SMALL, graph="none", seed=0, speculation=Speculation(2))
+    for index in range(2):
+        engine.add([1, 2, index], max_tokens=9)
+    engine.step()
+    stepper = engine._stepper
+    batch = attrs.evolve(Batch.decode([0, 1]), token_mask=allowed)
+    _, out = stepper.step(stepper.params, stepper.state, batch)  # type: ignore[attr-defined]
+    assert out.token_ids.tolist() == [[7], [7]]

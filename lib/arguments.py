@@ -1,0 +1,58 @@
+"""Keyword arguments that a function does not have: the error says which one was meant."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from weft.errors import ArgumentError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def names_arguments(**meant: str) -> Callable[[F], F]:
+    """Declare a function, or a class, whose error for a keyword that it does not have names what to write.
+
+    Args:
+        meant: names that other libraries have for the same, and what to write here.
+
+    Returns:
+        A decorator; the signature stays as it is.
+
+    >>> @names_arguments(dim="axis=...")
+    ... def sum_of(x, *, axis=0): ...
+    >>> sum_of([1], dim=0)
+    Traceback (most recent call last):
+        ...
+    weft.errors.ArgumentError: sum_of(..., dim=...)
+      saw: 'dim', which is no argument of it
+      instead: axis=...
+    """
+
+    def wrap(fn: F) -> F:
+        if not isinstance(fn, type):
+            return _checked(fn, fn.__name__, meant)  # type: ignore[return-value]
+        type.__setattr__(fn, "__init__", _checked(fn.__init__, fn.__name__, meant))  # type: ignore[misc]
+        return fn
+
+    return wrap
+
+
+def _checked(fn: Callable[..., Any], name: str, meant: dict[str, str]) -> Callable[..., Any]:
+    known = frozenset(inspect.signature(fn).parameters) - {"self"}
+
+    @functools.wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.keys() <= known:
+            return fn(*args, **kwargs)
+        strange = next(key for key in kwargs if key not in known)
+        seen = f"{strange!r}, which is no argument of it"
+        raise ArgumentError(f"{name}(..., {strange}=...)", seen, meant.get(strange) or _nearest(strange, known))
+
+    return checked
+
+
+def _nearest(strange: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(strange, sorted(known), n=1)
+    return f"{near[0]}=..." if near else f"one of {', '.join(sorted(known))}"

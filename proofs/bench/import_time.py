@@ -1,0 +1,49 @@
+"""What `import weft` costs beside `import torch`, in new processes: `python -m weft.proofs.bench.import_time`.
+
+`weft` imports its names on first use, so two figures are told: the import alone, and with every name of `weft.__all__`.
+"""
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+
+_TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
+_CASES = {
+    "import torch": "import torch",
+    "import torch, weft": "import torch, weft",
+    "import weft": "import weft",
+    "every name of weft.__all__": "import weft; [getattr(weft, name) for name in weft.__all__]",
+}
+
+
+def seconds(code: str) -> float:
+    """The time that a line of code takes in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", _TIMED.format(code)], check=True, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+def measure(rounds: int) -> Mapping[str, float]:
+    """The median time of each case, the cases in turn, so that what else the machine does hits all; in seconds."""
+    for code in _CASES.values():
+        seconds(code)  # files into the page cache, and .pyc files written
+    times: dict[str, list[float]] = {name: [] for name in _CASES}
+    for _ in range(rounds):
+        for name, code in _CASES.items():
+            times[name].append(seconds(code))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def report(found: Mapping[str, float]) -> str:
+    """A line a case, with its ratio to `import torch`.
+
+    >>> print(report({"import torch": 2.0, "import weft": 0.5}))
+    import torch                2.000 s  1.00 x
+    import weft                 0.500 s  0.25 x
+    """
+    torch = found["import torch"]
+    return "\n".join(f"{name:<26} {time:6.3f} s  {time / torch:.2f} x" for name, time in found.items())
+
+
+if __name__ == "__main__":
+    print(report(measure(rounds=5)))

@@ -1,0 +1,165 @@
+"""`weft bench` over graph modes and workloads in one go, and whether the modes say the same tokens.
+
+    python -m weft.proofs.bench.serving --preset qwen3-0.6b --modes none piecewise full --out FOLDER
+    python -m weft.proofs.bench.serving --preset qwen3-30b-a3b-fp8 --pp 2 --transport peer --modes full_decode_only
+
+Random weights of the preset's dimensions are drawn once; each mode has an engine of its own, which serves the
+workloads one after the other, every one `--repeats` times. With `--check` it also completes 64 prompts greedily, whose
+batches have the sizes of graphs, so that no mode pads and all compute the same shapes: then all must say the same
+tokens, to the last one, and the command ends with 1 if they do not.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from weft.cli.bench import Wanted, finish, make_prompts, serve, start
+from weft.cli.bench_figures import RankFigures, figures
+from weft.cli.bench_options import WORKLOADS
+from weft.cli.choices import MODES
+from weft.cli.presets import PRESETS
+from weft.cli.ranks import Here, Place, in_ranks
+from weft.cli.sources import Source
+from weft.proofs.environment import environment
+from weft.sampling import SamplingParams
+from weft.transforms.engine.engine import Engine
+
+_PROMPTS, _PROMPT_LEN = 64, 4
+_MAX_NUM_TOKENS = 2048
+
+
+@attrs.frozen
+class Plan:
+    """What is run.
+
+    Args:
+        modes, workloads: by name, in order.
+        requests: all there from the start, and under way at once.
+        lengths: of the prompts and completions of each workload.
+        repeats: of each workload, in each mode.
+        check: tokens that each prompt is completed by, to compare the modes; 0: they are not compared.
+    """
+
+    modes: Sequence[str]
+    workloads: Sequence[str]
+    requests: int
+    lengths: dict[str, tuple[int, int]]
+    repeats: int
+    check: int
+
+    def wanted(self, source: Source, place: Place, mode: str, input_len: int, output_len: int) -> Wanted:
+        """The options of `weft bench`."""
+        count, tokens = self.requests, max(_MAX_NUM_TOKENS, self.requests)
+        return Wanted(source, input_len, output_len, count, count, tokens, mode, 1.0, 0, 1, place)
+
+
+def run(here: Here, source: Source, place: Place, plan: Plan) -> list[dict[str, Any]]:
+    """The rows of this process's run; the first one prints them as they come."""
+    model, rows, said = source.open(here, progress=here.first), list[dict[str, Any]](), dict[str, list[list[int]]]()
+    longest = max((plan.lengths[name] for name in plan.workloads), key=sum)
+    for mode in plan.modes:
+        engine, started = start(here, plan.wanted(source, place, mode, *longest), here.first, model)
+        if plan.check:
+            said[mode] = complete(engine, plan.check)
+        for name in plan.workloads:
+            wanted = plan.wanted(source, place, mode, *plan.lengths[name])
+            for row in measure(here, engine, wanted, started, plan.repeats):
+                rows.append({"workload": name, "mode": mode, **row})
+                if here.first:
+                    print(show(rows[-1]), flush=True)
+        del engine
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return [*rows, *compared(said)]
+
+
+def measure(here: Here, engine: Engine, wanted: Wanted, started: RankFigures, repeats: int) -> Iterator[dict[str, Any]]:
+    """Serve a workload, after a few tokens that warm it up."""
+    draw = random.Random(wanted.seed)
+    begun = time.perf_counter()
+    serve(engine, make_prompts(engine, wanted, draw, wanted.num_prompts), wanted.sampling, 8, False)
+    own = attrs.evolve(started, warm_up_seconds=time.perf_counter() - begun)
+    for index in range(repeats):
+        prompts = make_prompts(engine, wanted, draw, wanted.num_prompts)
+        served = serve(engine, prompts, wanted.sampling, wanted.output_len, False)
+        found = figures(served, wanted.input_len, here.collect(finish(engine, own)))
+        yield {"repeat": index, **attrs.asdict(found)}
+
+
+def complete(engine: Engine, max_tokens: int) -> list[list[int]]:
+    """Greedy completions of 64 prompts, by all of them at once."""
+    draw, vocabulary = random.Random(1), range(engine.model.config.vocab_size)
+    sampling = SamplingParams(ignore_eos=True)
+    said: dict[str, list[int]] = {}
+    for _ in range(_PROMPTS):
+        said[engine.add(draw.choices(vocabulary, k=_PROMPT_LEN), sampling, max_tokens=max_tokens)] = []
+    for output in engine:
+        said[output.id] += output.token_ids
+    return [*said.values()]
+
+
+def compared(said: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
+    """How many of the completions of each mode are those of the first, token by token.
+
+    >>> compared({"none": [[1, 2], [3, 4]], "full": [[1, 2], [3, 5]]})[1]
+    {'mode': 'full', 'against': 'none', 'prompts': 2, 'equal': 1}
+    """
+    first = next(iter(said), "")
+    return [
+        {"mode": mode, "against": first, "prompts": len(own), "equal": sum(map(list.__eq__, own, said[first]))}
+        for mode, own in said.items()
+    ]
+
+
+def show(row: dict[str, Any]) -> str:
+    """A line of a row that was measured."""
+    tpot, ttft, use = row["tpot"] or {"p50": 0.0}, row["ttft"] or {"p50": 0.0}, row["graphs"]
+    shares = ", ".join(f"{mode} {share:.0%}" for mode, share in use["shares"].items() if share)
+    parts = (
+        f"{row['workload']:<8} {row['mode']:<19} {row['num_requests']:>4} requests",
+        f"{row['output_tokens_per_s']:>9,.0f} out/s {row['total_tokens_per_s']:>9,.0f} all/s",
+        f"TTFT {ttft['p50']:>8.2f} TPOT {tpot['p50']:>7.3f} ms",
+        f"{shares}; padding {use['padding']:.1%}; captured in {row['ranks'][0]['capture_seconds']:.1f} s",
+    )
+    return "  ".join(parts)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run, print, and write `serving-NAME.json`."""
+    parser = argparse.ArgumentParser(prog="python -m weft.proofs.bench.serving", description=str(__doc__))
+    parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--check", type=int, nargs="?", const=128, default=0, metavar="TOKENS")
+    parser.add_argument("--scale", type=int, default=1, help="divide the lengths of the workloads by it")
+    parser.add_argument("--pp", type=int)
+    parser.add_argument("--transport")
+    parser.add_argument("--out", type=Path, help="a folder for the record")
+    given = parser.parse_args(argv)
+    place = Place("python -m weft.proofs.bench.serving", given.pp, given.transport, None)
+    lengths = {name: (max(1, a // given.scale), max(1, b // given.scale)) for name, (a, b) in WORKLOADS.items()}
+    plan = Plan(given.modes, given.workloads, given.requests, lengths, given.repeats, given.check)
+    rows = in_ranks(run, place, Source(None, given.preset, True, None), place, plan) or []
+    compared_rows = [row for row in rows if "equal" in row]
+    for row in compared_rows:
+        print(f"{row['mode']}: {row['equal']} of {row['prompts']} greedy completions are those of {row['against']}")
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        record = {"rows": rows, "environment": environment("cuda" if torch.cuda.is_available() else "cpu")}
+        name = f"serving-{given.preset}-{given.requests}-pp{given.pp or 1}{given.transport or ''}.json"
+        (given.out / name).write_text(json.dumps(record, indent=1) + "\n")
+    sys.exit(any(row["equal"] != row["prompts"] for row in compared_rows))
+
+
+if __name__ == "__main__":
+    main()

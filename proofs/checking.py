@@ -1,0 +1,228 @@
+"""`check`: the laws that concern any pure function, on a user's own."""
+
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Unpack
+
+import attrs
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from weft.errors import CheckError
+from weft.proofs.code import Writer
+from weft.proofs.difference import ATOL, RTOL, LawViolation
+from weft.proofs.elements import Tolerance
+from weft.proofs.equivalence import Counterexample
+from weft.proofs.search import (
+    as_given,
+    check_arguments,
+    copies,
+    is_strategy,
+    name_of,
+    once,
+    remember,
+    remembered,
+    search,
+)
+from weft.proofs.subject import Arguments, Subject
+from weft.proofs.user_laws import LAWS, UserLaw
+from weft.transforms.graphify import Graphified, graphify
+from weft.transforms.options import GraphifyOptions
+
+MOST_CALLS = 4
+"""In a sequence of calls that is one example."""
+
+
+@attrs.define(eq=False)
+class Row:
+    """A law, and what came of it.
+
+    Args:
+        outcome: in a word or two.
+        examples: until the first that broke it, or all.
+        compared: results that were compared.
+        error: what broke it, or what the function itself raised.
+    """
+
+    law: UserLaw
+    outcome: str
+    examples: int = 0
+    compared: int = 0
+    error: Exception | None = None
+
+
+def check(
+    f: Callable[..., Any],
+    given: Any,
+    *,
+    laws: str | Iterable[str] | None = None,
+    atol: float = ATOL,
+    rtol: float = RTOL,
+    device: torch.device | str | None = None,
+    max_examples: int | None = None,
+    console: Console | None = None,
+    **options: Unpack[GraphifyOptions],
+) -> None:
+    """Check the laws of a pure function on your own: print what held, and raise at the smallest calls that break one.
+
+    An example is a sequence of calls, so that a replay follows others': on tapes where the arguments are on a CPU, on
+    CUDA graphs where they are on a GPU. Arguments that are donated are passed on as each call returned them.
+
+    Args:
+        f: the function; or what `graphify` made of it, with its options.
+        given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a tuple or dict, whose
+            entries may be strategies. A list of tuples or dicts is one sequence of calls, without Hypothesis.
+        laws: names, of `pure`, `graph`, `replay`, `trace`, `pad`, `func` and `microbatch`. None: all but the
+            last, which is for functions separable by rows, `(params, state, batch) -> (state, out)`.
+        atol, rtol: by how much results may differ where shapes do (`pad`, `microbatch`). All else is bitwise.
+        device: where the arguments go, `"cuda"` for CUDA graphs; None: where they were drawn.
+        max_examples: for each law; None: a quarter of what the active Hypothesis profile says, since an example
+            is up to four calls.
+        console: where the table goes; None: the terminal.
+        options: as `graphify` takes them: `ladder`, `donate_argnames`, `static_argnames`, `split_at`.
+
+    Raises:
+        Counterexample: a law does not hold: which, what differs, and the smallest calls found, as code to paste.
+        CheckError: no such law, no such arguments; or a law that was named and cannot be checked.
+        Exception: what the function itself raises, with a note of the arguments.
+
+    >>> import torch
+    >>> check(lambda x: x.tanh(), (torch.ones(2),), laws=("pure", "graph"))
+    2 laws of f
+    law        what must hold                  outcome  examples  compared
+    pure       equal arguments, equal results  holds           1         3
+    graph  L1  a graph of it is it, bitwise    holds           1         2
+    """
+    __tracebackhide__ = True
+    call = f"weft.proofs.check({name_of(f)}, ...)"
+    graph: Graphified[..., Any] = f if isinstance(f, Graphified) else graphify(f, **options)
+    if graph is f and options:
+        seen = f"a graphified function, and {', '.join(options)}"
+        raise CheckError(call, seen, "the function itself with these options, or the graphified one without")
+    subject = Subject(graph, name_of(graph.__wrapped__), Tolerance(atol, rtol))
+    chosen, examples = _chosen(call, subject, laws), _examples(call, given)
+
+    def prepared(arguments: Any) -> Arguments:
+        bound: Arguments = copies(subject.bind(check_arguments(arguments, call, "drew ")), device)
+        return bound
+
+    rows: list[Row] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*captured a graph each", RuntimeWarning)  # by calls of other params
+        for law in chosen:
+            rows.append(_row(subject, law, examples, prepared, max_examples, rows))
+    _show(subject, rows, console or Console(highlight=False))
+    _raise_first(f, rows, options)
+
+
+def _chosen(call: str, subject: Subject, laws: str | Iterable[str] | None) -> list[UserLaw]:
+    """The laws that were asked for, in their own order."""
+    if laws is None:
+        return [law for law in LAWS if not law.asked]
+    names = (laws,) if isinstance(laws, str) else tuple(laws)
+    if unknown := [name for name in names if name not in {law.name for law in LAWS}]:
+        raise CheckError(call, f"laws={unknown[0]!r}", f"some of {', '.join(law.name for law in LAWS)}")
+    chosen = [law for law in LAWS if law.name in names]
+    for law in chosen:
+        if needs := law.needs(subject):
+            raise CheckError(call, f"laws={law.name!r}, which {needs}", f"check({subject.name}, ..., ladder=[...])")
+    return chosen
+
+
+def _examples(call: str, given: Any) -> Any:
+    """A strategy that draws sequences of calls; or the sequence that was given."""
+    if isinstance(given, list) and given:
+        return [check_arguments(arguments, call, "holds ") for arguments in given]
+    drawn = as_given(given, call)
+    if not is_strategy(drawn):
+        return [drawn]
+    from hypothesis import strategies as st
+
+    return st.lists(drawn, min_size=1, max_size=MOST_CALLS)
+
+
+def _count(max_examples: int | None) -> int:
+    if max_examples is not None:
+        return max_examples
+    from hypothesis import settings
+
+    return -(-settings().max_examples // MOST_CALLS)
+
+
+def _row(
+    subject: Subject,
+    law: UserLaw,
+    examples: Any,
+    prepared: Callable[[Any], Arguments],
+    max_examples: int | None,
+    before: Sequence[Row],
+) -> Row:
+    """Check one law, unless it does not concern the function, or that is known not to be one."""
+    if needs := law.needs(subject):
+        return Row(law, needs)
+    if any(row.error is not None and row.law.name == "pure" for row in before):
+        return Row(law, "not checked")
+    total = 0
+
+    def run(drawn: list[Any]) -> None:
+        nonlocal total
+        calls = [prepared(arguments) for arguments in drawn]
+        try:
+            total += law.run(subject, calls)
+        except LawViolation as error:
+            raise _Broken(error, calls) from error.__cause__
+        except Exception as error:
+            remember(error, calls)
+            raise
+
+    found = search(run, examples, _count(max_examples)) if is_strategy(examples) else once(run, examples)
+    outcome = "holds" if total else "no evidence"
+    if found.error is not None:
+        outcome = "broken" if isinstance(found.error, _Broken) else "raises"
+    return Row(law, outcome, found.examples, total, found.error)
+
+
+class _Broken(LawViolation):
+    """A law that broke, and the calls on which it did."""
+
+    def __init__(self, violation: LawViolation, calls: list[Arguments]) -> None:
+        super().__init__(str(violation))
+        self.calls = calls
+
+
+def _show(subject: Subject, rows: Sequence[Row], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("law", "", "what must hold", "outcome"):
+        table.add_column(name)
+    for name in ("examples", "compared"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        counts = (f"{row.examples:,}", f"{row.compared:,}")
+        table.add_row(row.law.name, row.law.number, row.law.promise, escape(row.outcome), *counts)
+    console.print(f"{len(rows)} law{'s' * (len(rows) != 1)} of {subject.name}", markup=False)
+    console.print(table)
+
+
+def _raise_first(f: Callable[..., Any], rows: Sequence[Row], options: Any) -> None:
+    """Raise what broke first, with the code of its calls."""
+    __tracebackhide__ = True
+    failed = [row for row in rows if row.error is not None]
+    if not failed:
+        return
+    error, law = failed[0].error, failed[0].law
+    own = {name: value for name, value in options.items() if not isinstance(value, str | bool | int | None)}
+    given = [f"{name}={name if name in own else repr(value)}" for name, value in options.items()]
+    last = f"weft.proofs.check({name_of(f)}, {', '.join(['calls', f'laws={law.name!r}', *given])})"
+    if isinstance(error, _Broken):
+        number = f" ({law.number})" if law.number else ""
+        text = f"law {law.name!r}{number} does not hold of {name_of(f)}: {law.promise}\n"
+        text += textwrap.indent(str(error), "  ")
+        values = [("calls", error.calls), *own.items()]
+        raise Counterexample(text, values, last) from error.__cause__
+    assert error is not None, "it failed"
+    code = Writer({"import weft.proofs"}).block([("calls", remembered(error))])
+    error.add_note(f"{name_of(f)} itself raised this, for\n{textwrap.indent(code, '    ')}")
+    raise error

@@ -1,0 +1,263 @@
+"""Values as code to paste: `eval` of it gives the value again. What is too large to print is saved, and loaded."""
+
+import enum
+import inspect
+import itertools
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.proofs.digits import digits
+
+MOST_PRINTED = 256
+"""Elements of a tensor that are printed, unless all are the same."""
+_WIDTH = 100
+_FACE = sys.modules["weft"]
+_PLAIN = (type(None), bool, int, str, bytes, type(...))
+
+
+@attrs.frozen
+class Group:
+    """An expression of parts, which are printed on a line each where one line would be too long."""
+
+    before: str
+    parts: tuple["Code", ...]
+    after: str
+
+    def flat(self) -> str:
+        """On one line."""
+        comma = "," * (self.before == "(" and len(self.parts) == 1)
+        return self.before + ", ".join(map(_flat, self.parts)) + comma + self.after
+
+
+Code = str | Group | tuple[str, "Code"]
+
+
+def _flat(code: Code) -> str:
+    if isinstance(code, tuple):
+        return code[0] + _flat(code[1])
+    return code if isinstance(code, str) else code.flat()
+
+
+def _lines(code: Code, indent: int, before: str = "") -> list[str]:
+    """The expression in lines, the first with `before` in front."""
+    if isinstance(code, tuple):
+        return _lines(code[1], indent, before + code[0])
+    line = " " * indent + before + _flat(code)
+    if isinstance(code, str) or len(line) <= _WIDTH or not code.parts:
+        return [line]
+    inside = itertools.chain.from_iterable(_with_comma(_lines(part, indent + 4)) for part in code.parts)
+    return [" " * indent + before + code.before, *inside, " " * indent + code.after]
+
+
+def _with_comma(lines: list[str]) -> list[str]:
+    return [*lines[:-1], lines[-1] + ","]
+
+
+@attrs.define
+class Writer:
+    """Writes values as code, and keeps what that code needs: imports, saved tensors, and remarks."""
+
+    imports: set[str] = attrs.field(factory=set)
+    saved: list[Tensor] = attrs.field(factory=list)
+    remarks: list[str] = attrs.field(factory=list)
+
+    def write(self, value: Any) -> Code:
+        """The value as an expression."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return repr(value)
+        for classes, write in _WRITERS:
+            if isinstance(value, classes):
+                return write(self, value)
+        if attrs.has(kind) or hasattr(value, "__dataclass_fields__"):
+            return self._fields(value)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            return self.named(value)
+        return self._unknown(value)
+
+    def named(self, thing: Any) -> str:
+        """A class or function by a name that the code imports, or that stands in the user's own code."""
+        name, module = thing.__qualname__, thing.__module__
+        if name in _FACE.__all__ and getattr(_FACE, name) is thing:
+            self.imports.add("import weft")
+            return f"weft.{name}"
+        if module in ("builtins", "__main__") or "<" in name:
+            if module != "builtins":
+                self.remarks.append(f"{name.rpartition('.')[2]} is of your own code ({module})")
+            return str(name.rpartition(".")[2])
+        self.imports.add(f"from {module} import {name.partition('.')[0]}")
+        return str(name)
+
+    def _fields(self, value: Any) -> Code:
+        """An object of an attrs class or a dataclass, without the fields that have their default."""
+        if attrs.has(type(value)):
+            fields = [(f.name, f.alias or f.name, f.default) for f in attrs.fields(type(value)) if f.init]
+        else:
+            fields = [(f.name, f.name, f.default) for f in value.__dataclass_fields__.values() if f.init]
+        given = [(alias, getattr(value, name), default) for name, alias, default in fields]
+        parts = tuple(_keyed(f"{alias}=", self.write(x)) for alias, x, default in given if not _is_default(x, default))
+        return Group(f"{self.named(type(value))}(", parts, ")")
+
+    def _unknown(self, value: Any) -> str:
+        """What nobody can write: an ellipsis, and a remark that says so."""
+        self.remarks.append(f"the `...` stands for {value!r:.200}, of class {type(value).__name__}: put yours there")
+        return "..."
+
+    def tensor(self, x: Tensor) -> Code:
+        """A tensor: printed in full, as one number, or as saved."""
+        self.imports.add("import torch")
+        where = "" if x.device.type in ("cpu", "meta") else f", device={str(x.device)!r}"
+        grad = ".requires_grad_()" if x.requires_grad else ""
+        own = x.detach().resolve_conj().resolve_neg()
+        if own.is_meta:
+            return f"torch.empty({list(own.shape)}, dtype={own.dtype}, device='meta'){grad}"
+        written = _constant(own, where) or (_printed(own, where) if own.numel() <= MOST_PRINTED else None)
+        if written is None:
+            self.saved.append(own.clone().cpu())
+            written = f"saved[{len(self.saved) - 1}]" + (f".to({str(x.device)!r})" if where else "")
+        return _strided(own, written) + grad
+
+    def block(self, lines: Iterable[tuple[str, Any]], folder: Path | None = None) -> str:
+        """Statements `name = value`, with the imports and the loading that they need in front.
+
+        Args:
+            lines: the names and values.
+            folder: where large tensors are saved; None: a new one among the system's temporary files.
+        """
+        body = list(itertools.chain.from_iterable(_lines(self.write(value), 0, f"{name} = ") for name, value in lines))
+        head = sorted(self.imports, key=lambda line: (line.startswith("from"), line))
+        if self.saved:
+            folder = Path(tempfile.mkdtemp(prefix="weft-")) if folder is None else folder
+            path = folder / "saved.pt"
+            torch.save(self.saved, path)
+            head.append(f"saved = torch.load({str(path)!r})  # {len(self.saved)} large, saved there")
+        remarks = [f"# {remark}" for remark in dict.fromkeys(self.remarks)]
+        return "\n".join([*head, *remarks, *body])
+
+
+def to_code(value: Any, name: str = "value", folder: Path | None = None) -> str:
+    """Statements that make a value again: imports, what must be loaded, and `name = ...`.
+
+    Tensors, containers, attrs classes and dataclasses, enums, numbers, dtypes and devices. Nothing is left out: a
+    tensor of more than 256 elements that are not all the same is saved in a file, which the code loads. What has no
+    code is `...`, and a remark says what belongs there.
+
+    >>> print(to_code({"h": torch.zeros(2, 3), "x": torch.tensor([0.1, float("nan")])}))
+    import torch
+    value = {'h': torch.zeros(2, 3), 'x': torch.tensor([0.1, float('nan')])}
+    >>> from weft.descriptor import BatchDescriptor
+    >>> print(to_code(BatchDescriptor.uniform(3), "descriptor"))
+    import weft
+    descriptor = weft.BatchDescriptor(num_tokens=3, num_reqs=3, query_len=1)
+    """
+    return Writer().block([(name, value)], folder)
+
+
+def _keyed(key: str, code: Code) -> Code:
+    return (key, code)
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and type(value) in _PLAIN and value == default)
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, complex):
+        return f"complex({_number(value.real)}, {_number(value.imag)})"
+    return repr(value) if not isinstance(value, float) or math.isfinite(value) else f"float({str(value)!r})"
+
+
+def _constant(x: Tensor, where: str) -> str | None:
+    """A tensor of one value, of any size; None if it is not, or if a list would be shorter."""
+    if x.numel() < 2 or "_x2" in str(x.dtype) or x.layout != torch.strided:
+        return None
+    first = x[(0,) * x.dim()]
+    bits = x.contiguous().reshape(-1).view(torch.uint8).view(x.numel(), -1)
+    if not bool((bits == bits[:1]).all()):
+        return None
+    (number,) = digits(first.reshape(1))
+    size = ", ".join(map(str, x.shape))
+    if x.dtype == torch.float32 and number in ("0.0", "1.0"):
+        return f"torch.{'zeros' if number == '0.0' else 'ones'}({size}{where})"
+    return f"torch.full(({size}{',' * (x.dim() == 1)}), {number}, dtype={x.dtype}{where})"
+
+
+def _printed(x: Tensor, where: str) -> str | None:
+    """A tensor as the list of its elements."""
+    if "_x2" in str(x.dtype) or x.layout != torch.strided:
+        return None
+    numbers = iter(digits(x.reshape(-1)))
+
+    def listed(shape: torch.Size) -> str:
+        if not shape:
+            return next(numbers)
+        return "[" + ", ".join(listed(shape[1:]) for _ in range(shape[0])) + "]"
+
+    if x.numel() == 0:
+        return f"torch.empty({list(x.shape)}, dtype={x.dtype}{where})"
+    inferred = x.dtype in (torch.float32, torch.int64, torch.bool)
+    return f"torch.tensor({listed(x.shape)}{'' if inferred else f', dtype={x.dtype}'}{where})"
+
+
+def _strided(x: Tensor, written: str) -> str:
+    """With the strides, where they are not those of a new tensor, and a copy keeps them."""
+    if x.layout != torch.strided or (like := torch.empty_like(x)).is_contiguous() or written.startswith("saved"):
+        return written
+    device = "" if x.device.type == "cpu" else f", device={str(x.device)!r}"
+    return f"torch.empty_strided({tuple(x.shape)}, {like.stride()}, dtype={x.dtype}{device}).copy_({written})"
+
+
+def _array(writer: Writer, value: np.ndarray[Any, Any]) -> Code:
+    return Group("", (("", writer.tensor(torch.from_numpy(np.ascontiguousarray(value)))),), ".numpy()")
+
+
+def _items(before: str, after: str) -> Callable[[Writer, Any], Code]:
+    return lambda writer, value: Group(before, tuple(map(writer.write, value)), after)
+
+
+def _tuple(writer: Writer, value: Any) -> Code:
+    if hasattr(value, "_fields"):
+        parts = zip(value._fields, value, strict=True)
+        return Group(f"{writer.named(type(value))}(", tuple(_keyed(f"{n}=", writer.write(x)) for n, x in parts), ")")
+    if type(value) is not tuple:
+        return Group(f"{writer.named(type(value))}(", (writer.write(list(value)),), ")")
+    return Group("(", tuple(map(writer.write, value)), ")")
+
+
+def _dict(writer: Writer, value: Any) -> Code:
+    parts = tuple((f"{_flat(writer.write(key))}: ", writer.write(x)) for key, x in value.items())
+    inner = Group("{", parts, "}")
+    if type(value) is dict:
+        return inner
+    before = f"{writer.named(type(value))}("
+    factory = getattr(value, "default_factory", None)
+    return Group(before, (writer.write(factory), inner) if factory else (inner,), ")")
+
+
+def _torch_name(writer: Writer, value: Any) -> Code:
+    writer.imports.add("import torch")
+    return f"torch.{value!r}" if isinstance(value, torch.device | torch.Size) else repr(value)
+
+
+_WRITERS: tuple[tuple[Any, Callable[[Writer, Any], Code]], ...] = (
+    (Tensor, Writer.tensor),
+    (np.ndarray, _array),
+    (enum.Enum, lambda writer, value: f"{writer.named(type(value))}.{value.name}"),
+    ((float, complex), lambda writer, value: _number(value)),
+    ((torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format), _torch_name),
+    (tuple, _tuple),
+    (list, _items("[", "]")),
+    (frozenset, lambda writer, value: Group("frozenset(", (writer.write(list(value)),), ")")),
+    (set, lambda writer, value: Group("set(", (writer.write(list(value)),), ")")),
+    (dict, _dict),
+    ((range, slice), lambda writer, value: repr(value)),
+)

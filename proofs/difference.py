@@ -1,0 +1,138 @@
+"""How two values are compared, everywhere in weft: leaf by leaf of their trees, bitwise unless a tolerance is given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.alike import alike
+from weft.proofs.elements import Place, Tolerance, first_place, plain, unequal, worst_place
+from weft.proofs.structures import structure_difference
+from weft.trees import leaves_with_names, tree_structure
+
+ATOL, RTOL = 2e-4, 2e-4
+"""Bounds where two runs have different shapes, so that a matrix product may sum in another order (float32)."""
+
+
+class LawViolation(AssertionError):
+    """A law that did not hold: which, where the first difference is, and both values there."""
+
+
+@attrs.frozen
+class Difference:
+    """The first leaf in which two trees differ.
+
+    Args:
+        path: of the leaf, or of the node where the trees have different structures.
+        seen, expected: what stands there, in words: a value; or dtype, shape and device; or a class.
+        kind: dtype, shape and device of both, where their elements differ; otherwise empty.
+        first, worst: of the elements that differ, the first by index, and the one that differs most.
+        count, size: elements of the leaf that differ, and all.
+        num_leaves, of_leaves: leaves that differ, and all; 0 where the structures differ.
+    """
+
+    path: str
+    seen: str
+    expected: str
+    kind: str = ""
+    first: Place | None = None
+    worst: Place | None = None
+    count: int = 0
+    size: int = 0
+    num_leaves: int = 0
+    of_leaves: int = 0
+
+    def __str__(self) -> str:
+        index = "" if self.first is None else str(list(self.first.index))
+        return f"{self.path}{index}: {self.seen} against {self.expected}"
+
+    def text(self, seen: str = "seen", expected: str = "expected") -> str:
+        """All of it, in lines; what the two trees are called goes in front of their values."""
+        rows = [("at", self._where()), (seen, self.seen), (expected, self.expected), *self._counts()]
+        width = max(len(name) for name, _ in rows) + 1
+        return "\n".join(f"{f'{name}:':<{width}} {value}" for name, value in rows)
+
+    def _where(self) -> str:
+        leaf = self.path or "the result"
+        if self.first is None:
+            return leaf
+        return (
+            f"{leaf}, element {list(self.first.index)} of {self.kind}" if self.first.index else f"{leaf}, {self.kind}"
+        )
+
+    def _counts(self) -> list[tuple[str, str]]:
+        rows: list[tuple[str, str]] = []
+        if self.first is not None and self.worst is not None:
+            rows.append(("apart", self.first.apart()))
+            most = self.worst
+            more = f"most at {list(most.index)}: {most.seen!r} and {most.expected!r}, apart {most.apart()}"
+            if self.size > 1:
+                rows.append(("differ", f"{self.count:,} of {self.size:,} elements" + f"; {more}" * (self.count > 1)))
+        if self.of_leaves > 1:
+            rows.append(("leaves", f"{self.num_leaves} of {self.of_leaves} differ; this is the first"))
+        return rows
+
+
+def find_difference(seen: Any, expected: Any, tolerance: Tolerance | None = None) -> Difference | None:
+    """The first leaf, in flattening order, in which `seen` differs from `expected`; None if there is none.
+
+    Structures must be equal, classes and static fields included; then the dtype, shape and device of tensors (and of
+    arrays of numpy), and their elements; other leaves as keys of a graph are (`weft.alike`: 1 is not 1.0 or True).
+
+    >>> print(find_difference({"h": torch.tensor([1.0, 2.0])}, {"h": torch.tensor([1.0, 2.5])}))
+    ['h'][1]: 2.0 against 2.5
+    """
+    tolerance = tolerance or Tolerance()
+    if (found := structure_difference(tree_structure(seen), tree_structure(expected))) is not None:
+        return Difference(*found)
+    pairs = list(zip(leaves_with_names(seen), leaves_with_names(expected), strict=True))
+    found_in = [_leaf_difference(path, a, b, tolerance) for (path, a), (_, b) in pairs]
+    differing = [make for make in found_in if make is not None]
+    return attrs.evolve(differing[0](), num_leaves=len(differing), of_leaves=len(pairs)) if differing else None
+
+
+def assert_equal(law: str, seen: Any, expected: Any, *, exact: bool = True) -> None:
+    """Raise LawViolation at the first leaf of `seen` that differs from `expected`.
+
+    Args:
+        exact: bitwise (NaN equals NaN); else within ATOL and RTOL, and integers exactly.
+    """
+    if (found := find_difference(seen, expected, Tolerance() if exact else Tolerance(ATOL, RTOL))) is not None:
+        raise LawViolation(f"{law}: {found}")
+
+
+def _leaf_difference(path: str, a: Any, b: Any, tolerance: Tolerance) -> Callable[[], Difference] | None:
+    """What describes the difference of two leaves; None if they are equal."""
+    if not isinstance(a, Tensor | np.ndarray) or not isinstance(b, Tensor | np.ndarray):
+        return None if _same(a, b, tolerance) else lambda: Difference(path, _words(a), _words(b))
+    if (kinds := (_words(a), _words(b)))[0] != kinds[1]:
+        return lambda: Difference(path, *kinds)
+    a, b = plain(a), plain(b)
+    if a.is_meta or not bool((differ := unequal(a, b, tolerance)).any()):
+        return None
+    return lambda: _element_difference(path, kinds[0], a, b, differ)
+
+
+def _words(value: Any) -> str:
+    """A leaf in words; of tensors and arrays, what must be equal before elements are compared."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+    if isinstance(value, np.ndarray):
+        return f"an array of numpy, {value.dtype} {list(value.shape)}"
+    return repr(value)
+
+
+def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
+    if isinstance(a, float | complex) and type(a) is type(b):
+        kind = torch.complex128 if isinstance(a, complex) else torch.float64
+        return not bool(unequal(torch.tensor(a, dtype=kind), torch.tensor(b, dtype=kind), tolerance))
+    return bool(alike(a) == alike(b) and (a is b or a == b))
+
+
+def _element_difference(path: str, kind: str, a: Tensor, b: Tensor, differ: Tensor) -> Difference:
+    first, worst = first_place(a, b, differ), worst_place(a, b, differ)
+    seen, expected = repr(first.seen), repr(first.expected)
+    return Difference(path, seen, expected, kind, first, worst, int(differ.sum()), differ.numel())

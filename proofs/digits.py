@@ -1,0 +1,36 @@
+"""The shortest decimals that give the elements of a tensor again, bit for bit."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def digits(x: Tensor) -> list[str]:
+    """An expression for each element of a tensor of one dimension, which `torch.tensor(..., dtype=x.dtype)` reads back.
+
+    >>> digits(torch.tensor([0.1, 1 / 3, -0.0, float("inf")]))
+    ['0.1', '0.33333334', '-0.0', "float('inf')"]
+    >>> digits(torch.tensor([0.1, 1 / 3], dtype=torch.bfloat16))
+    ['0.1', '0.334']
+    """
+    if x.dtype.is_complex:
+        real, imag = (digits(part) for part in (torch.view_as_real(x)[:, i] for i in (0, 1)))
+        return [f"complex({a}, {b})" for a, b in zip(real, imag, strict=True)]
+    values = x.cpu().double().tolist() if x.dtype.is_floating_point else x.tolist()
+    return [_shortest(value, x.dtype) for value in values] if x.dtype.is_floating_point else list(map(repr, values))
+
+
+def _shortest(value: float, dtype: torch.dtype) -> str:
+    if not math.isfinite(value):
+        return f"float('{value}')"
+    for precision in range(1, 17):
+        text = repr(float(f"{value:.{precision}g}"))
+        if _read(text, dtype) == value:
+            return text
+    return repr(value)
+
+
+def _read(text: str, dtype: torch.dtype) -> Any:
+    return torch.tensor(float(text), dtype=dtype).double().item()

@@ -1,0 +1,140 @@
+"""Elements of two tensors, compared: which differ, which most, and how many numbers lie between them."""
+
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@attrs.frozen
+class Tolerance:
+    """By how much floating-point and complex elements may differ, as `torch.isclose` has it: 0 and 0 are bitwise, where
+    0.0 is not -0.0. Everything else must be equal.
+
+    Args:
+        equal_nan: whether NaN equals NaN, of any bits.
+    """
+
+    atol: float = 0.0
+    rtol: float = 0.0
+    equal_nan: bool = True
+
+    @property
+    def exact(self) -> bool:
+        """Whether no tolerance is given."""
+        return self.atol == self.rtol == 0
+
+    def __str__(self) -> str:
+        return "bitwise" if self.exact else f"within atol={self.atol:g} and rtol={self.rtol:g}"
+
+
+@attrs.frozen
+class Place:
+    """One element: where it stands, both values, and how many floating-point numbers lie between them (`ulps`)."""
+
+    index: tuple[int, ...]
+    seen: Any
+    expected: Any
+    ulps: int | None
+
+    def apart(self) -> str:
+        """The distance of both values, in steps of their type and as a number."""
+        if self.ulps == 0:
+            return "0 ULPs: zeros of either sign"
+        if isinstance(self.seen, bool):
+            return "a bool"
+        amount = abs(self.seen - self.expected)
+        if amount != amount:
+            return "NaN"
+        return f"{amount:.6g}" + ("" if self.ulps is None else f", {self.ulps:,} ULP{'s' * (self.ulps != 1)}")
+
+
+def plain(x: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    """Elements in memory as they read, without what autograd knows."""
+    if isinstance(x, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(x))
+    x = x.detach().resolve_conj().resolve_neg()
+    return x if x.layout == torch.strided else x.to_dense()
+
+
+def unequal(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:
+    """Which elements of two `plain` tensors of one shape and type differ, as bools of that shape."""
+    if a.dtype.is_complex and tolerance.exact:
+        return unequal(torch.view_as_real(a), torch.view_as_real(b), tolerance).any(-1)
+    if _has_no_numbers(a.dtype) or not (a.dtype.is_floating_point or a.dtype.is_complex):
+        return _bits(a) != _bits(b)
+    wide_a, wide_b = _wide(a), _wide(b)
+    if not tolerance.exact:
+        return ~torch.isclose(wide_a, wide_b, tolerance.rtol, tolerance.atol, tolerance.equal_nan)
+    differ, nan = _bits(a) != _bits(b), wide_a.isnan() & wide_b.isnan()
+    return differ & ~nan if tolerance.equal_nan else differ | nan
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(_INTS[x.dtype.itemsize]).reshape(x.shape)
+
+
+def _has_no_numbers(dtype: torch.dtype) -> bool:
+    """Whether torch holds elements of the type as bits alone: two in a byte."""
+    return "_x2" in str(dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """The same numbers in a type that torch compares."""
+    small = x.dtype.itemsize == 1 and x.dtype.is_floating_point
+    return x.to(torch.float32) if small else x.to(torch.complex64) if x.dtype == torch.complex32 else x
+
+
+def first_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
+    """The first of the elements that differ."""
+    return _place(a, b, tuple(int(i) for i in differ.nonzero()[0]))
+
+
+def worst_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
+    """Of the elements that differ, the one that does so most; NaN on one side is more than all."""
+    if _has_no_numbers(a.dtype):
+        return first_place(a, b, differ)
+    wide = torch.complex128 if a.dtype.is_complex else torch.float64
+    amounts = (a[differ].to(wide) - b[differ].to(wide)).abs().nan_to_num(nan=torch.inf)
+    return _place(a, b, tuple(int(i) for i in differ.nonzero()[amounts.argmax()]))
+
+
+def _place(a: Tensor, b: Tensor, index: tuple[int, ...]) -> Place:
+    x, y = a[index], b[index]
+    if _has_no_numbers(a.dtype):
+        x, y = _bits(x), _bits(y)
+    return Place(index, x.item(), y.item(), ulps(x, y))
+
+
+def ulps(a: Tensor, b: Tensor) -> int | None:
+    """Steps between two numbers of one floating-point type, both without dimensions: 1 for neighbours. None for NaN,
+    and for a type that has no such steps.
+
+    Infinity is one step behind the largest number. Of complex numbers, the larger count of both parts.
+
+    >>> ulps(torch.tensor(1.0), torch.tensor(1.0).nextafter(torch.tensor(2.0)))
+    1
+    >>> ulps(torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.bfloat16))
+    128
+    """
+    if a.dtype.is_complex:
+        parts = [ulps(x, y) for x, y in zip(torch.view_as_real(a), torch.view_as_real(b), strict=True)]
+        known = [part for part in parts if part is not None]
+        return max(known) if len(known) == 2 else None
+    if not a.dtype.is_floating_point or _has_no_numbers(a.dtype) or bool(_wide(a).isnan() | _wide(b).isnan()):
+        return None
+    return abs(_rank(a) - _rank(b))
+
+
+def _rank(x: Tensor) -> int:
+    """A whole number for each floating-point number, in their order and without gaps; one for zeros of either sign."""
+    bits = int(_bits(x).item())
+    if x.dtype == torch.float8_e8m0fnu:  # which has no sign
+        return bits
+    top = 1 << (8 * x.dtype.itemsize - 1)
+    magnitude = bits & (top - 1)
+    return -magnitude if bits < 0 or bits >= top else magnitude

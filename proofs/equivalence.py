@@ -1,0 +1,180 @@
+"""`assert_equivalent`: two functions give the same, or the smallest arguments for which they do not, as code."""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from weft.proofs.code import Writer
+from weft.proofs.difference import LawViolation, find_difference
+from weft.proofs.elements import Tolerance
+from weft.proofs.search import (
+    as_given,
+    call_with,
+    check_arguments,
+    copies,
+    is_control,
+    is_strategy,
+    names_of,
+    once,
+    remember,
+    remembered,
+    search,
+)
+
+
+class Counterexample(LawViolation):
+    """What differs, and the arguments for which it does, as code to paste.
+
+    Args:
+        text: what differs.
+        values: names and values that the code assigns.
+        call: the code's last line, which raises this again.
+    """
+
+    def __init__(self, text: str, values: Sequence[tuple[str, Any]], call: str) -> None:
+        super().__init__(text)
+        self.text, self.values, self.call = text, tuple(values), call
+        self.code_apart = False
+        self._code = ""
+
+    def code(self, folder: Path | None = None) -> str:
+        """The code; written once, since it saves tensors that are too large to print (in `folder`)."""
+        self._code = self._code or f"{Writer({'import weft.proofs'}).block(self.values, folder)}\n{self.call}"
+        return self._code
+
+    def __str__(self) -> str:
+        """Both; what differs alone, where somebody shows the code apart."""
+        return (
+            self.text if self.code_apart else f"{self.text}\nto see it again:\n{textwrap.indent(self.code(), '    ')}"
+        )
+
+
+def assert_equivalent(
+    f: Callable[..., Any],
+    g: Callable[..., Any],
+    given: Any,
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    equal_nan: bool = True,
+    raises: type[Exception] | tuple[type[Exception], ...] = (),
+    max_examples: int | None = None,
+) -> None:
+    """Raise unless `f` and `g` return the same for the same arguments: bitwise, in trees of the same structure.
+
+    Each gets copies of the arguments, so that both may take or overwrite theirs. Outside a Hypothesis test, pass a
+    strategy; inside one, pass the arguments that it drew: either way the failure is of the smallest that were found.
+
+    Args:
+        f: what is looked at.
+        g: what it should be.
+        given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a tuple or dict, whose
+            entries may be strategies. Without any strategy, the two are called once.
+        atol, rtol: by how much floating-point and complex elements may differ, as for `torch.isclose`.
+        equal_nan: whether NaN equals NaN.
+        raises: exceptions that both may raise; then they must raise one of the same type. Any other that both raise
+            is raised, since nothing was compared.
+        max_examples: to try; None: as many as the active Hypothesis profile says.
+
+    Raises:
+        Counterexample: they differ. It shows the first leaf that does by its path, the first element, both values, how
+            far they are apart in ULPs, how many elements differ, and the arguments as code to paste.
+        CheckError: `given` is no such thing.
+
+    >>> import torch
+    >>> assert_equivalent(torch.exp, lambda x: x.exp(), given=(torch.ones(3),))
+    >>> assert_equivalent(torch.exp, torch.expm1, given=(torch.zeros(2),), atol=1e-3)
+    Traceback (most recent call last):
+        ...
+    weft.proofs.equivalence.Counterexample: exp is not expm1, within atol=0.001 and rtol=0
+      at:     the result, element [0] of float32 [2] on cpu
+      exp:    1.0
+      expm1:  0.0
+      apart:  1, 1,065,353,216 ULPs
+      differ: 2 of 2 elements; most at [0]: 1.0 and 0.0, apart 1, 1,065,353,216 ULPs
+    to see it again:
+        import torch
+        import weft.proofs
+        args = (torch.zeros(2),)
+        weft.proofs.assert_equivalent(exp, expm1, given=args, atol=0.001)
+    """
+    __tracebackhide__ = True
+    names = names_of((f, g))
+    tolerance = Tolerance(atol, rtol, equal_nan)
+    options = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan, "raises": raises}
+    drawn = as_given(given, f"assert_equivalent({', '.join(names)}, given=...)")
+    comparison = _Comparison(f, g, names, tolerance, raises, _call(names, options))
+    found = search(comparison, drawn, max_examples) if is_strategy(drawn) else once(comparison, drawn)
+    if found.error is not None:
+        if not isinstance(found.error, Counterexample):
+            code = Writer().block([("args", remembered(found.error))])
+            found.error.add_note(f"Both raised this for\n{textwrap.indent(code, '    ')}")
+        if isinstance(found.error, Counterexample):  # where it was raised is of no use to anybody
+            found.error.with_traceback(None)
+        raise found.error from found.error.__cause__
+
+
+def _call(names: Sequence[str], options: dict[str, Any]) -> str:
+    """The code that compares again, with the options that are not left alone."""
+    own = {"atol": 0.0, "rtol": 0.0, "equal_nan": True, "raises": ()}
+    given = [f"{name}={_written(value)}" for name, value in options.items() if value != own[name]]
+    functions = [name.partition(" ")[0] for name in names]
+    return f"weft.proofs.assert_equivalent({', '.join([*functions, 'given=args', *given])})"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{_written(v)}, " for v in value).strip() + ")"
+    return value.__name__ if isinstance(value, type) else repr(value)
+
+
+@attrs.frozen
+class _Comparison:
+    """Calls both functions with the same arguments, and raises Counterexample where they differ."""
+
+    f: Callable[..., Any]
+    g: Callable[..., Any]
+    names: Sequence[str]
+    tolerance: Tolerance
+    raises: type[Exception] | tuple[type[Exception], ...]
+    call: str
+
+    def __call__(self, given: Any) -> None:
+        check_arguments(given, f"assert_equivalent({', '.join(self.names)}, given=...)", "drew ")
+        kept = copies(given)
+        (seen, error), (expected, other) = _outcome(self.f, given), _outcome(self.g, given)
+        if error is None and other is None:
+            if (found := find_difference(seen, expected, self.tolerance)) is not None:
+                self._refuse(found.text(*self.names), kept)
+            return
+        if error is not None and other is not None:
+            if not isinstance(error, self.raises or ()) and not isinstance(other, self.raises or ()):
+                remember(error, kept)
+                raise error
+            if type(error) is type(other):
+                return
+        width = max(map(len, self.names)) + 1
+        said = [_said(one) for one in (error, other)]
+        lines = [f"{f'{name}:':<{width}} {text}" for name, text in zip(self.names, said, strict=True)]
+        self._refuse("\n".join(lines), kept, error or other)
+
+    def _refuse(self, seen: str, given: Any, cause: Exception | None = None) -> None:
+        head = f"{self.names[0]} is not {self.names[1]}, {self.tolerance}"
+        raise Counterexample(f"{head}\n{textwrap.indent(seen, '  ')}", [("args", given)], self.call) from cause
+
+
+def _said(error: Exception | None) -> str:
+    return "returns" if error is None else f"raises {type(error).__name__}: {error}"
+
+
+def _outcome(fn: Callable[..., Any], given: Any) -> tuple[Any, Exception | None]:
+    """What a function returns for copies of the arguments, or raises."""
+    try:
+        return call_with(fn, copies(given)), None
+    except Exception as error:
+        if is_control(error):
+            raise
+        return None, error

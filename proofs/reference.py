@@ -1,0 +1,104 @@
+"""Every public name with the first sentence of its docstring, as a page: `python -m weft.proofs.reference`.
+
+The page is `proofs/pages/reference.md`; a test holds it against the names.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+FACES = (
+    "weft",
+    "weft.transforms",
+    "weft.transforms.engine",
+    "weft.stages",
+    "weft.effects",
+    "weft.errors",
+    "weft.proofs",
+    "weft.proofs.strategies",
+    "weft.proofs.laws",
+)
+"""The modules whose names are public: those in `__all__`, or, of errors, all that are defined there."""
+PAGE = Path(__file__).parent / "pages" / "reference.md"
+_TITLE = """# Reference
+
+Every public name, and the first sentence of what `help(name)` says of it: shapes, dtypes, units, errors and an example.
+Written by `python -m weft.proofs.reference`.
+"""
+
+
+def names_of(face: str) -> list[str]:
+    """The public names of a module, in order."""
+    module = import_module(face)
+    if face != "weft.errors":
+        return list(getattr(module, "__all__", ()))
+    return [name for name, value in vars(module).items() if getattr(value, "__module__", "") == face]
+
+
+def first_sentence(doc: str | None) -> str:
+    """The first sentence of a docstring, on one line; empty where it has none.
+
+    >>> first_sentence("Pad a batch\\n    of any kind. And more.")
+    'Pad a batch of any kind.'
+    """
+    paragraph = " ".join((doc or "").strip().partition("\n\n")[0].split())
+    found = re.match(r".*?\.(?=\s|$)|.*:$", paragraph)
+    return found[0] if found else ""
+
+
+def call_of(name: str, value: Any) -> str:
+    """How it is called: its name and those of its arguments.
+
+    >>> call_of("pad", lambda tree, descriptor: tree)
+    'pad(tree, descriptor)'
+    """
+    made_by_hand = callable(value) and not (isinstance(value, type) and _is_made(value))
+    if not made_by_hand:
+        return name
+    marks: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    parameters = list(inspect.signature(value).parameters.values())
+    names = [marks.get(p.kind, "") + p.name for p in parameters]
+    keyword = next((i for i, p in enumerate(parameters) if p.kind is inspect.Parameter.KEYWORD_ONLY), None)
+    if keyword is not None and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        names.insert(keyword, "*")
+    return f"{name}({', '.join(names)})"
+
+
+def _constant(value: Any) -> str:
+    """What a value is that is no function and no class."""
+    plain = isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(item, str) for item in value))
+    return f"`{value!r}`" if plain else f"of class `{type(value).__name__}`"
+
+
+def _is_made(cls: type) -> bool:
+    """Whether a class's signature says nothing: protocols, and exceptions, which all take the same."""
+    return issubclass(cls, BaseException) or bool(getattr(cls, "_is_protocol", False))
+
+
+def lines() -> Iterator[str]:
+    """The page."""
+    yield _TITLE
+    seen: set[int] = set()
+    for face in FACES:
+        rows = []
+        for name in names_of(face):
+            value = getattr(import_module(face), name)
+            said = first_sentence(value.__doc__) if callable(value) else _constant(value)
+            if not callable(value) or id(value) not in seen:
+                rows.append(f"| `{call_of(name, value)}` | {said.replace('|', '&#124;')} |")
+            seen.add(id(value))
+        if rows:
+            yield "\n".join((f"## {face}\n", "| | |", "|---|---|", *rows, ""))
+
+
+def page() -> str:
+    """The text of the page."""
+    return "\n".join(lines())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)

@@ -1,0 +1,171 @@
+"""Hypothesis as a search: the smallest example on which a function raises; and what a user may say to draw examples."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import CheckError
+from weft.trees import tree_map
+
+if TYPE_CHECKING:
+    from hypothesis import strategies as st
+
+NOT_AGAIN = "It did not happen again with the same arguments: something reads what changes from call to call."
+
+
+@attrs.frozen
+class Found:
+    """What a search ended with: examples until the first that failed, or all, and the error of the smallest one."""
+
+    examples: int
+    error: Exception | None
+
+
+def once(run: Callable[[Any], None], example: Any) -> Found:
+    """As `search`, of one example."""
+    try:
+        run(example)
+    except CheckError:
+        raise
+    except Exception as error:
+        return Found(1, error)
+    return Found(1, None)
+
+
+def search(run: Callable[[Any], None], examples: "st.SearchStrategy[Any]", max_examples: int | None = None) -> Found:
+    """Call `run` on examples until it raises, and then on ever smaller ones.
+
+    The active Hypothesis profile says how many there are, unless `max_examples` does, and whether they are the same
+    each time. Nothing is printed, or remembered in a database: a failure prints the code of its example.
+    """
+    from hypothesis import Phase, Verbosity, given, settings
+    from hypothesis.errors import Flaky
+
+    failures: list[Exception] = []
+    count = 0
+    more: dict[str, Any] = {} if max_examples is None else {"max_examples": max_examples}
+
+    @settings(
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        verbosity=Verbosity.quiet,
+        print_blob=False,
+        phases=(Phase.generate, Phase.target, Phase.shrink),
+        **more,
+    )
+    @given(examples)
+    def test(example: Any) -> None:
+        nonlocal count
+        count += not failures
+        try:
+            run(example)
+        except Exception as error:
+            if not is_control(error):
+                failures.append(error)
+            raise
+
+    try:
+        test()
+    except Flaky:
+        if not failures:
+            raise
+        failures[-1].add_note(NOT_AGAIN)
+    except Exception as error:
+        if not failures or error is not failures[-1]:
+            raise
+    if failures and isinstance(failures[-1], CheckError):
+        raise failures[-1]
+    return Found(count, failures[-1] if failures else None)
+
+
+def remember(error: Exception, given: Any) -> None:
+    """Keep with an error the arguments on which a user's function raised it, unless that was done."""
+    if not hasattr(error, "__weft_given__"):
+        error.__weft_given__ = given  # type: ignore[attr-defined]
+
+
+def remembered(error: Exception) -> Any:
+    """What `remember` kept."""
+    return error.__weft_given__  # type: ignore[attr-defined]
+
+
+def is_control(error: BaseException) -> bool:
+    """Whether an error is how Hypothesis itself is told of something: of `assume`, mostly."""
+    errors = sys.modules.get("hypothesis.errors")
+    return errors is not None and isinstance(error, errors.HypothesisException)
+
+
+def is_strategy(value: Any) -> bool:
+    """Whether a value is a strategy of Hypothesis, which is not imported to find out."""
+    module = sys.modules.get("hypothesis.strategies")
+    return module is not None and isinstance(value, module.SearchStrategy)
+
+
+def as_given(given: Any, call: str) -> Any:
+    """A strategy that draws arguments, or the arguments themselves where none of them is a strategy.
+
+    Args:
+        given: a strategy that draws a tuple (of positional arguments) or a dict (of arguments by name); or such a tuple
+            or dict, whose entries may be strategies.
+        call: for the error.
+
+    Raises:
+        CheckError: it is none of these.
+    """
+    if is_strategy(given):
+        return given  # what it draws is for `check_arguments`
+    check_arguments(given, call)
+    if not any(map(is_strategy, given.values() if isinstance(given, dict) else given)):
+        return given
+    from hypothesis import strategies as st
+
+    def one(value: Any) -> Any:
+        return value if is_strategy(value) else st.just(value)
+
+    if isinstance(given, dict):
+        return st.fixed_dictionaries({name: one(value) for name, value in given.items()})
+    return st.tuples(*map(one, given))
+
+
+def check_arguments(given: Any, call: str, verb: str = "is ") -> Any:
+    """Arguments of a call, or CheckError."""
+    if type(given) is tuple or (type(given) is dict and all(isinstance(name, str) for name in given)):
+        return given
+    instead = "given=(x, y), or given={'x': x, 'y': y}: the arguments of a call, of which each may be a strategy; "
+    instead += "or one strategy that draws such a tuple or dict, such as st.tuples(...)"
+    raise CheckError(call, f"given {verb}a {type(given).__name__}", instead)
+
+
+def copies(tree: Any, device: torch.device | str | None = None) -> Any:
+    """The tree with tensors of its own, which may be on another device."""
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        new = x.detach().clone().to(device or x.device)
+        return new.requires_grad_() if x.requires_grad else new
+
+    return tree_map(copy, tree)
+
+
+def call_with(fn: Callable[..., Any], given: tuple[Any, ...] | dict[str, Any]) -> Any:
+    """Call a function with arguments in order, or by name."""
+    return fn(**given) if isinstance(given, dict) else fn(*given)
+
+
+def name_of(fn: Any, otherwise: str = "f") -> str:
+    """What to call a function in a message."""
+    name = getattr(fn, "__name__", "")
+    name = name if name and "<" not in name else otherwise
+    return f"graphify({name})" if hasattr(fn, "cache_info") and hasattr(fn, "explain") else name
+
+
+def names_of(fns: Sequence[Any]) -> list[str]:
+    """What to call two functions in one message."""
+    names = [name_of(fn, other) for fn, other in zip(fns, "fg", strict=True)]
+    return names if len(set(names)) == len(names) else [f"{name} ({n})" for name, n in zip(names, "12", strict=True)]

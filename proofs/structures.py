@@ -1,0 +1,58 @@
+"""Where the structures of two trees differ."""
+
+from typing import Any
+
+from weft.alike import alike
+from weft.torchapi import children_of
+from weft.trees import TreeSpec, node_fields
+
+
+def structure_difference(seen: TreeSpec, expected: TreeSpec, path: str = "") -> tuple[str, str, str] | None:
+    """The path of the first node that differs, and what stands there in both, in words; None if there is none.
+
+    >>> from weft.trees import tree_structure
+    >>> structure_difference(tree_structure({"a": (1, 2)}), tree_structure({"a": [1, 2]}))
+    ("['a']", 'a tuple of 2', 'a list of 2')
+    """
+    if (seen.type, *_told(seen)) != (expected.type, *_told(expected)):
+        return path, _words(seen), _words(expected)
+    for name, one, other in zip(_names(seen), children_of(seen), children_of(expected), strict=True):
+        if found := structure_difference(one, other, path + name):
+            return found
+    return None
+
+
+def _told(spec: TreeSpec) -> tuple[Any, ...]:
+    """What a node's class is told apart by, beside its children: their number, keys of dicts, static fields."""
+    return len(children_of(spec)), spec.context, [alike(key) for key in _keys(spec) or ()]
+
+
+def _keys(spec: TreeSpec) -> list[Any] | None:
+    """The keys of a dict."""
+    if not (isinstance(spec.type, type) and issubclass(spec.type, dict)):
+        return None
+    keys = spec.context
+    return list(keys[1] if isinstance(keys, list | tuple) and len(keys) == 2 and isinstance(keys[1], list) else keys)
+
+
+def _names(spec: TreeSpec) -> list[str]:
+    """The children's paths from the node, as `weft.trees.leaves_with_names` writes them."""
+    if (keys := _keys(spec)) is not None:
+        return [f"[{key!r}]" for key in keys]
+    if isinstance(spec.type, type) and (fields := node_fields(spec.type)) is not None:
+        return [f".{name}" for name in fields.children]
+    if names := getattr(spec.context, "_fields", None):  # a namedtuple's class
+        return [f".{name}" for name in names]
+    return [f"[{index}]" for index in range(len(children_of(spec)))]
+
+
+def _words(spec: TreeSpec) -> str:
+    if spec.type is None:
+        return "a leaf"
+    if (keys := _keys(spec)) is not None:
+        return f"a {spec.type.__name__} of {', '.join(map(repr, keys)) or 'nothing'}"
+    if isinstance(spec.type, type) and (fields := node_fields(spec.type)) is not None:
+        statics = zip(fields.statics, spec.context.values, strict=True)
+        return f"a {spec.type.__name__}({', '.join(f'{name}={value!r}' for name, value in statics)})"
+    kind = spec.context if hasattr(spec.context, "_fields") else spec.type
+    return f"a {kind.__name__} of {len(children_of(spec))}"

@@ -1,0 +1,185 @@
+"""A user's function under its laws: how it is called, and sequences of its calls, eagerly and by a graph."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from weft.alike import alike
+from weft.errors import CheckError
+from weft.padding import pad, unpad
+from weft.proofs.difference import LawViolation, find_difference
+from weft.proofs.elements import Tolerance
+from weft.proofs.search import copies
+from weft.transforms.call import invoke
+from weft.transforms.graphify import Graphified
+from weft.transforms.results import find_next_value
+from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+
+Arguments = dict[str, Any]
+"""Of one call, by name, defaults included."""
+
+
+@attrs.frozen(eq=False)
+class Subject:
+    """A function, how it is made to replay, and how much its results may differ where shapes do.
+
+    Args:
+        graph: of the function; it serves as the pattern, and captures nothing itself.
+        name: of the function, in messages.
+        tolerance: where two runs have different shapes.
+    """
+
+    graph: Graphified[..., Any]
+    name: str
+    tolerance: Tolerance
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The function itself."""
+        fn: Callable[..., Any] = self.graph.__wrapped__
+        return fn
+
+    def fresh(self) -> Graphified[..., Any]:
+        """The function graphified, without any graph yet."""
+        return copy.copy(self.graph)
+
+    def call(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
+        """Call it, or what a transform made of it, with arguments by name."""
+        return invoke(fn, self.graph.roles, arguments)
+
+    def bind(self, given: Any) -> Arguments:
+        """The arguments by name, and the defaults of those that were not given.
+
+        Raises:
+            CheckError: the function has no such arguments.
+        """
+        signature = self.graph.roles.signature
+        try:
+            bound = signature.bind(*given) if isinstance(given, tuple) else signature.bind_partial()
+            if isinstance(given, dict):
+                if unknown := [name for name in given if name not in signature.parameters]:
+                    raise TypeError(f"no argument {unknown[0]!r}")
+                bound.arguments.update({name: given[name] for name in signature.parameters if name in given})
+                signature.bind(*bound.args, **bound.kwargs)
+        except TypeError as error:
+            instead = f"arguments for {self.name}{signature}"
+            raise CheckError(f"weft.proofs.check({self.name}, given=...)", f"{error}", instead) from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def referenced(self, arguments: Arguments) -> Arguments:
+        """Those that a graph reads where they are."""
+        return {name: arguments[name] for name in self.graph.roles.by_reference if name in arguments}
+
+    def donated(self, arguments: Arguments) -> Arguments:
+        """Those whose storage the function takes."""
+        return {name: arguments[name] for name in self.graph.roles.donated if name in arguments}
+
+    def copied(self, arguments: Arguments) -> Arguments:
+        """The others."""
+        return {name: value for name, value in arguments.items() if name not in self.graph.roles.by_reference}
+
+    def expect(self, seen: Any, expected: Any, names: tuple[str, str], tolerance: Tolerance | None = None) -> None:
+        """Raise LawViolation unless two results are equal (bitwise if no tolerance is given)."""
+        if (found := find_difference(seen, expected, tolerance)) is not None:
+            raise LawViolation(found.text(*names))
+
+    def attempt(self, what: str, run: Callable[[], Any]) -> Any:
+        """What `run` returns; LawViolation if it raises, which the function itself does not."""
+        try:
+            return run()
+        except Exception as error:
+            raise LawViolation(f"{what} raises {type(error).__name__}, and {self.name} does not:\n{error}") from error
+
+    def beside_the_state(self, result: Any, call: Arguments) -> Any:
+        """A call's result without the next value of what it donated, whose storage the next call takes."""
+        leaves, structure = tree_flatten(result)
+        for span in _next_spans(result, self.donated(call)).values():
+            leaves[span.start : span.stop] = [None] * len(span)
+        return tree_unflatten(leaves, structure)
+
+    def replays(self, calls: Sequence[Arguments], graph: Graphified[..., Any]) -> Iterator[tuple[Any, Any, Arguments]]:
+        """What the graph and the function return, and for which call; each twice: so that a replay follows others', on
+        the state that the call before returned, and on other calls' values where these have its shapes."""
+        worlds = [_World(self, call) for call in calls]
+        for _ in range(2):
+            for world in worlds:
+                for call in calls:
+                    if call is world.own or _kinds(call) == _kinds(world.own):
+                        pair = world.step(graph, call)
+                        if pair is not None:
+                            yield *pair, call
+
+
+@attrs.define(eq=False)
+class _World:
+    """One call's params and state, which a graph reads where they are: twice, for the function and for the graph."""
+
+    subject: Subject
+    own: Arguments
+    eager: Arguments = attrs.field(init=False)
+    graphed: Arguments = attrs.field(init=False)
+    fresh: bool = attrs.field(init=False, default=True)
+
+    def __attrs_post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As the call was drawn."""
+        references = self.subject.referenced(self.own)
+        self.eager, self.graphed, self.fresh = copies(references), copies(references), True
+
+    def step(self, graph: Graphified[..., Any], call: Arguments) -> tuple[Any, Any] | None:
+        """What the graph and the function return for the values of a call; None where the function itself raises for
+        values that were not drawn together, or on the state of its own making: it need not know them."""
+        subject, copied = self.subject, self.subject.copied(call)
+        given = {**self.graphed, **copies(copied)}
+        padded, own = subject.call(graph.explain, given).decision.descriptor, find_descriptors(copied)
+        values = copies(copied)
+        eager = {**self.eager, **(pad(values, padded) if padded else values)}
+        try:
+            expected = subject.call(subject.fn, eager)
+        except Exception:
+            if self.fresh and call is self.own:
+                raise
+            self.reset()
+            return None
+        expected = unpad(expected, own[0]) if padded else expected
+        seen = subject.attempt(f"graphify({subject.name})", lambda: subject.call(graph, given))
+        self._advance(seen, expected)
+        return seen, expected
+
+    def _advance(self, seen: Any, expected: Any) -> None:
+        """Go on from what the call returned, where it returned the next value of all that it took."""
+        kept = self.subject.donated(self.own)
+        spans = _next_spans(expected, kept)
+        if tree_structure(seen) != tree_structure(expected) or len(spans) < len(kept):
+            return self.reset() if kept else None
+        for references, result in ((self.eager, expected), (self.graphed, seen)):
+            leaves = tree_leaves(result)
+            parts = {name: [leaves[i] for i in span] for name, span in spans.items()}
+            references.update({name: tree_unflatten(parts[name], tree_structure(kept[name])) for name in parts})
+        self.fresh = not kept
+        return None
+
+
+def _next_spans(result: Any, donated: Arguments) -> dict[str, range]:
+    """Which leaves of a result are the next value of each donated argument."""
+    spans: dict[str, range] = {}
+    taken: set[int] = set()
+    for name, old in donated.items():
+        if (span := find_next_value(result, old, taken)) is not None:
+            spans[name] = span
+            taken.update(span)
+    return spans
+
+
+def _kinds(arguments: Arguments) -> tuple[Any, ...]:
+    """What tells calls apart whose values may be exchanged."""
+    leaves, structure = tree_flatten(arguments)
+    return structure, [
+        (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else alike(x) for x in leaves
+    ]

@@ -1,0 +1,201 @@
+"""The laws that concern any pure function, as `weft.proofs.check` runs them on a user's own."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, func
+
+from weft.padding import pad, unpad
+from weft.proofs.laws.compare import visible
+from weft.proofs.search import copies
+from weft.proofs.subject import Arguments, Subject
+from weft.state import State
+from weft.transforms.graphify import graphify
+from weft.transforms.microbatch import microbatch
+from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+Calls = Sequence[Arguments]
+
+
+@attrs.frozen
+class UserLaw:
+    """A law of one function, on a sequence of its calls.
+
+    Args:
+        name: what a user asks for.
+        number: as in `weft.proofs.suite`; empty: the function's own duty, of which all else follows.
+        promise: what must hold.
+        run: raises LawViolation where it does not, and returns how many results it compared.
+        needs: what the function must have, in words; empty if it has it, or needs nothing.
+        asked: whether only a user can know that it must hold, and asks for it.
+    """
+
+    name: str
+    number: str
+    promise: str
+    run: Callable[[Subject, Calls], int]
+    needs: Callable[[Subject], str] = lambda subject: ""
+    asked: bool = False
+
+
+def pure(subject: Subject, calls: Calls) -> int:
+    """The function gives the same for equal arguments, changes none that it does not take, and no result of before."""
+    held = []
+    for call in calls:
+        given = copies(call)
+        result = subject.call(subject.fn, given)
+        held.append((result, copies(result)))
+        kept = {name: value for name, value in given.items() if name not in subject.graph.roles.donated}
+        subject.expect(kept, {name: call[name] for name in kept}, ("after the call", "as passed"))
+    for call, (_, copy) in reversed(list(zip(calls, held, strict=True))):
+        subject.expect(subject.call(subject.fn, copies(call)), copy, ("the second time", "the first time"))
+    for result, copy in held:
+        subject.expect(result, copy, ("after later calls", "when returned"))
+    return 3 * len(calls)
+
+
+def graph(subject: Subject, calls: Calls) -> int:
+    """L1: a replay gives what the function gives, at the same padded shape, the next state included."""
+    graphed = subject.fresh()
+    for seen, expected, _ in subject.replays(calls, graphed):
+        subject.expect(seen, expected, (f"graphify({subject.name})", subject.name))
+    return graphed.cache_info().replays
+
+
+def replay(subject: Subject, calls: Calls) -> int:
+    """L9: what a call returned does not change in later replays; but for the state, whose storage they take."""
+    graphed, held = subject.fresh(), []
+    for seen, _, call in subject.replays(calls, graphed):
+        result = subject.beside_the_state(seen, call)
+        held.append((result, copies(result)))
+    for result, copy in held:
+        subject.expect(result, copy, ("after later replays", "when returned"))
+    return len(held) if graphed.cache_info().replays else 0
+
+
+def trace(subject: Subject, calls: Calls) -> int:
+    """L8: to explain, lower and capture a call changes nothing that it was shown."""
+    for call in calls:
+        graphed, given = subject.fresh(), copies(call)
+        subject.call(graphed.explain, given)
+        subject.attempt(f"graphify({subject.name}).capture", partial(subject.call, graphed.capture, given))
+        subject.expect(given, call, ("after the capture", "before"))
+    return len(calls)
+
+
+def padding(subject: Subject, calls: Calls) -> int:
+    """L2: a batch that is padded to a class of the ladder gives what it gives by itself."""
+    count = 0
+    for call in calls:
+        own = find_descriptors(subject.copied(call))
+        wider = [d for d in subject.graph.ladder or () if own and d.covers(own[0]) and d != own[0]]
+        for descriptor in wider:
+            expected = subject.call(subject.fn, copies(call))
+            wide = {**copies(subject.referenced(call)), **pad(copies(subject.copied(call)), descriptor)}
+            seen = unpad(subject.attempt(f"{subject.name}, padded,", partial(subject.call, subject.fn, wide)), own[0])
+            names = (f"padded to '{descriptor}'", f"as it is, '{own[0]}'")
+            subject.expect(_of_requests(seen), _of_requests(expected), names, subject.tolerance)
+            count += 1
+    return count
+
+
+def _of_requests(tree: Any) -> Any:
+    """The tree, of each `State` in it what it says of requests."""
+
+    def seen(node: Any) -> Any:
+        return visible([node]) if isinstance(node, State) else node
+
+    return tree_map(seen, tree, is_leaf=lambda node: isinstance(node, State))
+
+
+def microbatches(subject: Subject, calls: Calls) -> int:
+    """L13: the step on two or three parts of its batch gives what it gives on the whole."""
+    for call in calls:
+        expected = subject.call(subject.fn, copies(call))
+        for parts in (2, 3):
+            name = f"microbatch({subject.name}, {parts})"
+            cut = microbatch(subject.fn, parts)
+            seen = subject.attempt(name, partial(subject.call, cut, copies(call)))
+            subject.expect(_of_requests(seen), _of_requests(expected), (name, subject.name), subject.tolerance)
+    return 2 * len(calls)
+
+
+Floats = tuple[Tensor, ...]
+FUNC: dict[str, Callable[[Callable[..., Floats], Floats], Any]] = {
+    "vmap": lambda fn, xs: func.vmap(fn)(*(torch.stack([x, x]) for x in xs)),
+    "grad": lambda fn, xs: func.grad(_loss(fn), argnums=tuple(range(len(xs))))(*xs),
+    "jvp": lambda fn, xs: func.jvp(fn, xs, tuple(map(torch.ones_like, xs))),
+}
+"""Transforms of torch.func, of a function of floating-point tensors to a tuple of such."""
+
+
+def _loss(fn: Callable[..., Floats]) -> Callable[..., Tensor]:
+    return lambda *xs: torch.stack([y.square().sum() for y in fn(*xs)]).sum()
+
+
+def functorch(subject: Subject, calls: Calls) -> int:
+    """L15: torch.func of the graph, and the graph of torch.func, are torch.func of the function, where that can be."""
+    count = 0
+    for call in calls:
+        warm = subject.fresh()
+        subject.attempt(f"graphify({subject.name})", partial(subject.call, warm, copies(call)))
+        fn, graphed = _on_floats(subject, subject.fn, call), _on_floats(subject, warm, call)
+        xs = tuple(x for x in tree_leaves(copies(call)) if _is_float(x))
+        for name, apply in FUNC.items() if xs else ():
+            count += _compare_transformed(subject, name, apply, fn, graphed, xs)
+    return count
+
+
+def _compare_transformed(
+    subject: Subject, name: str, apply: Callable[..., Any], fn: Callable[..., Floats], graphed: Any, xs: Floats
+) -> int:
+    try:
+        expected = apply(fn, xs)
+    except Exception:
+        return 0  # torch.func does not take the function itself
+    outside, inside = f"{name} of graphify({subject.name})", f"graphify of {name} of {subject.name}"
+    seen = subject.attempt(outside, lambda: apply(graphed, xs))
+    subject.expect(seen, expected, (outside, f"{name} of {subject.name}"))
+    seen = subject.attempt(inside, lambda: graphify(lambda *floats: apply(fn, floats))(*xs))
+    subject.expect(seen, expected, (inside, f"{name} of {subject.name}"))
+    return 2
+
+
+def _on_floats(subject: Subject, fn: Callable[..., Any], call: Arguments) -> Callable[..., Floats]:
+    """A function of a call's floating-point tensors alone, and of its results that are such."""
+
+    def on_floats(*xs: Tensor) -> Floats:
+        leaves, structure = tree_flatten(call)
+        floats = iter(xs)
+        given = [next(floats) if _is_float(x) else copies(x) for x in leaves]
+        result = subject.call(fn, tree_unflatten(given, structure))
+        return tuple(x for x in tree_leaves(result) if _is_float(x))
+
+    return on_floats
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _wants_a_ladder(subject: Subject) -> str:
+    return "" if subject.graph.ladder is not None else "needs a ladder"
+
+
+def _wants_copies(subject: Subject) -> str:
+    return "lends results" if subject.graph.lends else ""
+
+
+LAWS = (
+    UserLaw("pure", "", "equal arguments, equal results", pure),
+    UserLaw("graph", "L1", "a graph of it is it, bitwise", graph),
+    UserLaw("replay", "L9", "results outlive later replays", replay, _wants_copies),
+    UserLaw("trace", "L8", "captures leave no trace", trace),
+    UserLaw("pad", "L2", "padding changes nothing", padding, _wants_a_ladder),
+    UserLaw("func", "L15", "vmap, grad, jvp pass through", functorch),
+    UserLaw("microbatch", "L13", "2 and 3 parts are the whole", microbatches, asked=True),
+)
+"""In the order in which they are checked."""

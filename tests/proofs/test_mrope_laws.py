@@ -1,0 +1,48 @@
+"""The laws of steps, on models with mRoPE whose prompts have images and positions."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.proofs import laws, strategies
+
+WITH_LADDER: dict[str, Any] = {
+    "L1": laws.graph_is_eager,
+    "L2": laws.padding_is_inert,
+    "L2, between stages": laws.stage_padding_is_inert,
+    "L5": laws.pieces_are_the_whole,
+    "L8": laws.capture_leaves_no_trace,
+    "L9": laws.ownership_is_kept,
+}
+
+
+@pytest.mark.parametrize("law", WITH_LADDER)
+@given(data=st.data())
+@settings(max_examples=25)
+def test_laws_under_a_ladder(law: str, data: st.DataObject) -> None:
+    scenario = data.draw(strategies.scenarios(min_layers=2, max_layers=2, mrope=True))
+    ladder = data.draw(strategies.ladders(scenario.batches(), covered=data.draw(st.booleans())))
+    WITH_LADDER[law](scenario, ladder, "cpu")
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_pipelines_and_micro_batches(data: st.DataObject) -> None:
+    """L3, L4 and L13."""
+    scenario = data.draw(strategies.scenarios(max_layers=3, mrope=True))
+    ladder = data.draw(strategies.ladders(scenario.batches()))
+    num_stages = data.draw(st.integers(1, scenario.config.num_layers))
+    laws.pipeline_is_composition(scenario, num_stages, data.draw(st.integers(1, 3)), ladder, "cpu")
+    laws.transforms_commute(scenario, num_stages, 1, ladder, "cpu")
+    laws.microbatches_are_one(scenario, data.draw(st.integers(1, 4)), "cpu")
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_order_is_free(data: st.DataObject) -> None:
+    """L17."""
+    scenario = data.draw(strategies.scenarios(max_layers=2, mrope=True))
+    orders = [data.draw(st.permutations(range(len(step)))) for step in scenario.moves]
+    laws.order_is_free(scenario, orders, data.draw(strategies.ladders(scenario.batches())), "cpu")

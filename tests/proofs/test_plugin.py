@@ -1,0 +1,152 @@
+"""The plugin for pytest, in pytest runs of their own: profiles, the marker, failures; and what it does not import."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+pytest_plugins = ["pytester"]
+
+FAILS = """
+import torch
+from hypothesis import given
+from weft.proofs import assert_equivalent
+from weft.proofs.strategies import tensors
+
+def clipped(x):
+    return x.clamp(max=2.0)
+
+def whole(x):
+    return x
+
+@given(tensors(1))
+def test_inside(x):
+    assert_equivalent(clipped, whole, given=(x,))
+
+def test_outside():
+    assert_equivalent(clipped, whole, given=(tensors(1),))
+"""
+
+PROFILE = """
+from hypothesis import settings
+
+def test_profile():
+    now = settings()
+    print("profile:", now.max_examples, now.derandomize, now.deadline is None, now.database is None)
+"""
+
+MISSING = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "hypothesis":
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+DEVICES = """
+import pytest
+
+def test_device(weft_device):
+    assert weft_device == "cpu"
+
+@pytest.mark.gpu
+def test_gpu():
+    pass
+"""
+
+
+def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
+    return pytester.runpytest_subprocess("-p", "weft.proofs.plugin", "-p", "no:cacheprovider", *options)
+
+
+@pytest.fixture(autouse=True)
+def _no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_HYPOTHESIS_PROFILE", raising=False)
+    monkeypatch.delenv("CI", raising=False)  # where Hypothesis has a profile of its own
+
+
+def test_the_code_of_a_counterexample_stands_apart(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(FAILS)
+    done = run(pytester)
+    done.assert_outcomes(failed=2)
+    for _ in range(2):
+        done.stdout.fnmatch_lines(
+            [
+                "E*clipped is not whole, bitwise",
+                "E*at:      the result, element [[]0[]] of float32 [[]1[]] on cpu",
+                "E*clipped: 2.0",
+                "E*whole:   2.25",
+                "E*apart:   0.25, 1,048,576 ULPs",
+                "-*weft: to see it again*-",
+                "import torch",
+                "import weft.proofs",
+                "args = (torch.tensor([[]2.25[]]),)",
+                "weft.proofs.assert_equivalent(clipped, whole, given=args)",
+            ],
+            consecutive=False,
+        )
+    assert "to see it again:" not in done.stdout.str()
+    assert "search.py" not in done.stdout.str()  # the traceback ends in the own code of the user
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"), [("ci", "100 True True True"), ("gpu", "50 True True True"), ("explore", "1000 False True False")]
+)
+@pytest.mark.parametrize("way", ["option", "variable", "configuration"])
+def test_profiles(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, seen: str, way: str) -> None:
+    if way == "variable":
+        monkeypatch.setenv("WEFT_HYPOTHESIS_PROFILE", name)
+    pytester.makeini("[pytest]\nweft_profile = ci" if way != "configuration" else f"[pytest]\nweft_profile = {name}")
+    pytester.makepyfile(PROFILE)
+    done = run(pytester, "-s", *([f"--weft-profile={name}"] if way == "option" else []))
+    done.stdout.fnmatch_lines([f"*profile: {seen}*"])
+
+
+def test_no_profile_leaves_hypothesis_alone(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(PROFILE)
+    run(pytester, "-s").stdout.fnmatch_lines(["*profile: 100 False False False*"])
+
+
+def test_a_profile_that_there_is_not(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_HYPOTHESIS_PROFILE", "fast")
+    done = run(pytester)
+    done.stderr.fnmatch_lines(["*weft's profile is 'fast': write one of ci, gpu, explore"])
+
+
+def test_without_hypothesis(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makepyfile(sitecustomize=MISSING, test_one="def test_one(): pass")
+    monkeypatch.setenv("PYTHONPATH", f"{pytester.path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    options = ("-p", "no:hypothesispytest")
+    run(pytester, *options).assert_outcomes(passed=1)
+    done = run(pytester, *options, "--weft-profile=ci")
+    done.stderr.fnmatch_lines(["*weft's profile 'ci' needs Hypothesis: pip install 'weft[[]proofs[]]'"])
+
+
+def test_what_needs_a_gpu(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(DEVICES)
+    counts = {"passed": 1, "skipped": 2} if not torch.cuda.is_available() else {"passed": 2, "failed": 1}
+    run(pytester, "--strict-markers").assert_outcomes(**counts)
+    run(pytester, "-m", "not gpu").assert_outcomes(passed=1, deselected=2)
+
+
+def test_it_imports_neither_torch_nor_hypothesis(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_one="def test_one(): pass")
+    code = (
+        "import sys, pytest; pytest.main(['-q', '--co', '-p', 'weft.proofs.plugin', '-p', 'no:hypothesispytest']);"
+        "print('imported:', [name for name in ('torch', 'hypothesis', 'attrs', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=pytester.path)
+    assert "imported: []" in done.stdout
+
+
+def test_pytest_finds_it_where_weft_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["pytest11"] == {"weft.proofs.plugin": "weft.proofs.plugin"}

@@ -1,0 +1,139 @@
+"""Every field of a decoder's configuration is used, changes nothing, or is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from configs import QWEN3, QWEN3_MOE, SMALL, parse
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from theirs import CLASSES
+
+from weft.errors import ConfigError
+from weft.stages.architectures import NEUTRAL, NEUTRAL_AT
+from weft.stages.moe_config import MOE_FIELDS
+
+CHANGES: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 41,
+    "hidden_size": 24,
+    "intermediate_size": 25,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-3,
+    "max_position_embeddings": 65,
+    "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "rope_theta": 9.0,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "eos_token_id": 11,
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+MOE_CHANGES: dict[str, Any] = {
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 9,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [1],
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_used_field_is_used(name: str) -> None:
+    base = {"architectures": ["LlamaForCausalLM"], **SMALL}
+    assert parse({**base, name: CHANGES[name]}) != parse(base)
+
+
+@pytest.mark.parametrize("name", sorted(MOE_FIELDS))
+def test_every_field_of_the_experts_is_used(name: str) -> None:
+    base = {**QWEN3_MOE, **SMALL}
+    assert parse({**base, name: MOE_CHANGES[name]}) != parse(base)
+    with pytest.raises(ConfigError, match=f"weft does not know what {name} does to Qwen3ForCausalLM"):
+        parse({**QWEN3, **SMALL, name: MOE_CHANGES[name]})
+
+
+# A value other than the default, for each neutral field that a decoder's configuration holds.
+ODD_VALUES: dict[str, Any] = {
+    "_name_or_path": "elsewhere",
+    "transformers_version": "4.0.0",
+    "is_llama_config": False,
+    "initializer_range": 0.9,
+    "attention_dropout": 0.9,
+    "use_cache": False,
+    "return_dict": True,
+    "torchscript": False,
+    "output_hidden_states": True,
+    "bos_token_id": 7,
+    "pad_token_id": 9,
+    "tokenizer_class": "T5Tokenizer",
+    "num_labels": 5,
+    "is_decoder": True,
+    "max_window_layers": 0,
+    "max_sequence_length": 5,
+    "max_length": 5,
+    "temperature": 0.1,
+    "top_k": 3,
+    "repetition_penalty": 9.0,
+    "no_repeat_ngram_size": 2,
+    "suppress_tokens": [1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_neutral_fields_change_nothing(architecture: str) -> None:
+    raw = {"architectures": [architecture], **SMALL}
+    odd = {**raw, **ODD_VALUES}
+    assert set(ODD_VALUES) <= set(NEUTRAL)
+    assert parse(odd) == parse(raw)
+    config_class, model_class = CLASSES[architecture]
+    # Nor in transformers: both models compute the same logits from the same weights.
+    plain, strange = (model_class(config_class.from_dict(dict(one))).eval() for one in (raw, odd))
+    strange.load_state_dict(plain.state_dict())
+    tokens = torch.tensor([[1, 9, 7, 2, 30, 9]])
+    with torch.no_grad():
+        assert torch.equal(plain(tokens).logits, strange(tokens).logits)
+
+
+UNSUPPORTED = {
+    "hidden_act": "gelu",
+    "use_sliding_window": True,
+    "pretraining_tp": 2,
+    "partial_rotary_factor": 0.5,
+    "is_encoder_decoder": True,
+    "add_cross_attention": True,
+    "cross_attention_hidden_size": 8,
+    "chunk_size_feed_forward": 2,
+    "pruned_heads": {"0": [1]},
+    "per_layer_config": {"0": {"intermediate_size": 8}},
+    "rope_interleaved": True,
+    "use_mrope": True,
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL_AT)
+def test_fields_that_are_neutral_only_at_some_values(name: str) -> None:
+    base = {"architectures": ["LlamaForCausalLM"], **SMALL}
+    for value in NEUTRAL_AT[name]:
+        assert parse({**base, name: value}) == parse(base)
+    with pytest.raises(ConfigError) as caught:
+        parse({**base, name: UNSUPPORTED[name]})
+    assert caught.value.seen == f"config.json has {name}={UNSUPPORTED[name]!r}"
+    assert caught.value.instead.startswith(f"weft supports {name}={NEUTRAL_AT[name][0]!r} in LlamaForCausalLM")
+
+
+@given(name=st.text(min_size=1, max_size=20), value=st.one_of(st.none(), st.booleans(), st.integers(), st.text()))
+@settings(max_examples=50, deadline=None)
+def test_no_unknown_field_is_overlooked(name: str, value: Any) -> None:
+    assume(name not in NEUTRAL and name not in NEUTRAL_AT and name not in CHANGES and name != "quantization_config")
+    with pytest.raises(ConfigError) as caught:
+        parse({"architectures": ["LlamaForCausalLM"], name: value})
+    assert caught.value.seen == f"config.json has {name}={value!r}"
+    assert caught.value.instead.startswith(f"weft does not know what {name} does to LlamaForCausalLM")

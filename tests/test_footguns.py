@@ -1,0 +1,504 @@
+"""Footguns: what surprises people, the likeliest first, and the way around each.
+
+A page to read from the top. Each function is a surprise (its docstring), shown to be real, and then its workaround,
+shown to work. What raises says so itself; what does not raise is what to remember.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft.errors import CacheMissError, CaptureError, DescriptorError, DonatedError
+from weft.transforms import Graphified, make_runner, make_state
+
+ONES = torch.ones(3)
+
+
+@attrs.frozen
+class Length:
+    """A class of batches of one's own."""
+
+    steps: int
+
+    def covers(self, other: "Length") -> bool:
+        return self.steps >= other.steps
+
+
+@weft.pytree
+@attrs.frozen(eq=False)
+class Signal:
+    """A batch of one's own: x [steps], with as much behind it as its class has more."""
+
+    length: Length = attrs.field(metadata=weft.descriptor_field())
+    x: Tensor = attrs.field(metadata=weft.axes("steps"))
+
+
+@weft.pytree
+@attrs.frozen(eq=False)
+class Measured:
+    """The same, with the mask that says which of it is real."""
+
+    length: Length = attrs.field(metadata=weft.descriptor_field())
+    x: Tensor = attrs.field(metadata=weft.axes("steps"))
+    real: Tensor = attrs.field(metadata=weft.axes("steps", pad=0))
+
+
+def captures(f: Graphified[..., Any]) -> int:
+    return f.cache_info().captures
+
+
+def stage(params: Any, state: Any, batch: Tensor, x: Tensor | None) -> tuple[Any, Tensor]:
+    return state, params * (batch if x is None else x)
+
+
+# In the first hour ---------------------------------------------------------------------------------------------------
+
+
+def test_01_prints_and_counters_run_at_capture_and_never_again() -> None:
+    """A replay runs operators alone: what Python does beside them happens while capturing (twice: warm-up, capture).
+
+    Around it: return what you want to see, or `with weft.no_capture(replay=False)`, in which every call is Python.
+    """
+    seen: list[str] = []
+
+    @weft.graphify
+    def f(x: Tensor) -> Tensor:
+        seen.append("ran")
+        return x + 1
+
+    for _ in range(5):
+        f(ONES)
+    assert len(seen) == 2
+    with weft.no_capture(replay=False):
+        f(ONES)
+    assert len(seen) == 3
+
+
+def test_02_a_python_value_from_outside_is_frozen() -> None:
+    """A global, an attribute, a closed-over number: read once, at capture; nobody says that it changed.
+
+    Around it: make it a tensor, or an argument.
+    """
+    scale = {"by": 2.0}
+    f = weft.graphify(lambda x: x * scale["by"])
+    f(ONES)
+    scale["by"] = 3.0
+    assert f(ONES).tolist() == [2, 2, 2]
+
+    by = torch.tensor(2.0)
+    g = weft.graphify(lambda x, by: x * by)
+    g(ONES, by)
+    assert g(ONES, torch.tensor(3.0)).tolist() == [3, 3, 3]
+    assert captures(g) == 1
+
+
+def test_03_a_python_number_that_changes_is_a_capture_a_value() -> None:
+    """A number among the arguments is part of the key: a learning rate that decays captures at every step. A warning
+    says so after some; `weft.assert_max_captures(1)` says so at once.
+
+    Around it: a 0-dim tensor.
+    """
+    f = weft.graphify(lambda x, rate: x * rate)
+    for step in range(3):
+        f(ONES, 0.1 * step)
+    assert captures(f) == 3
+
+    f.cache_clear()
+    with weft.assert_max_captures(1):
+        for step in range(3):
+            f(ONES, torch.tensor(0.1 * step))
+
+
+def test_04_weights_that_require_grad_never_replay() -> None:
+    """Where autograd would record (a module's parameters, grad mode on), the function itself runs: right, and slow.
+
+    Around it: `torch.no_grad()` for inference; for training, put the gradient inside, with `torch.func.grad`.
+    """
+    module = torch.nn.Linear(3, 3)
+    f = weft.graphify(module)
+    f(ONES)
+    f(ONES)
+    assert (f.cache_info().replays, f.cache_info().eager) == (0, 2)
+    assert "autograd must see the operators" in str(f.explain(ONES))
+    with torch.no_grad():
+        f(ONES)
+        f(ONES)
+    assert f.cache_info().replays == 2
+
+
+def test_05_new_weights_are_a_new_graph() -> None:
+    """`params` is captured by address: an optimizer that returns new tensors makes a graph a step.
+
+    Around it: update in place, or donate what is updated.
+    """
+    f = weft.graphify(lambda params, x: params * x)
+    params = ONES
+    for _ in range(3):
+        params = params + 1
+        f(params, ONES)
+    assert captures(f) == 3
+
+    kept = torch.ones(3)
+    g = weft.graphify(lambda params, x: params * x)
+    for _ in range(3):
+        kept.add_(1)  # what an optimizer's step does
+        y = g(kept, ONES)
+    assert captures(g) == 1
+    assert y.tolist() == [4, 4, 4]
+
+
+def test_06_a_donated_value_is_gone() -> None:
+    """`donate_argnames` takes the storage, on every device: the old state cannot be used again.
+
+    Around it: go on with what was returned; `weft.clone` what you want to keep.
+    """
+    f = weft.graphify(lambda state, x: state + x, donate_argnames="state")
+    state = torch.zeros(3)
+    kept = weft.clone(state)
+    new = f(state, ONES)
+    with pytest.raises(DonatedError, match=r"was donated to <lambda>\(state\)"):
+        f(state, ONES)
+    assert (f(new, ONES) - kept).tolist() == [2, 2, 2]
+
+
+def test_07_a_donated_plain_tensor_still_answers_and_holds_the_new_value() -> None:
+    """Only weft refuses a plain tensor that was donated: torch reads it, and finds what the callee wrote there.
+
+    Around it: `weft.State`, or a class of your own marked `weft.donation.donatable`, refuses everywhere.
+    """
+    f = weft.graphify(lambda state, x: state + x, donate_argnames="state")
+    state = torch.zeros(3)
+    f(state, ONES)
+    assert state.tolist() == [1, 1, 1]
+
+    model = weft.load(weft.stages.DEMO, "cpu")
+    runner = make_runner(model, weft.Limits(1, 8), mode="none")
+    (state,) = make_state(model, runner.layouts, lengths=[16])
+    runner.stages[0](runner.params[0], state, weft.Batch.ragged([0], [[5, 6]]), None)
+    with pytest.raises(DonatedError, match="this State was donated to stage 0 of 1"):
+        _ = state.kv_pages
+
+
+def test_08_a_branch_a_mask_or_an_item_on_data_is_refused() -> None:
+    """A graph cannot branch on values, nor have a size that depends on them.
+
+    Around it: `torch.where`, and sizes that are arguments.
+    """
+    for f in (lambda x: x if x.sum() > 0 else -x, lambda x: x[x > 0], lambda x: x * x.max().item()):
+        with pytest.raises(CaptureError, match=r"at .*test_footguns\.py"):
+            weft.graphify(f)(ONES)
+    assert weft.graphify(lambda x: torch.where(x > 0, x, 0) * x.max())(-ONES).tolist() == [0, 0, 0]
+
+
+def test_09_module_eval_after_the_capture_is_not_seen() -> None:
+    """`training` is a Python value of the module: a graph of the training mode goes on in it.
+
+    Around it: `eval()` before the first call; else `cache_clear()`.
+    """
+    module = torch.nn.Dropout(0.5)
+    f = weft.graphify(module)
+    f(torch.ones(64))
+    module.eval()
+    assert f(torch.ones(64)).min() == 0
+    f.cache_clear()
+    assert f(torch.ones(64)).tolist() == [1] * 64
+
+
+def test_10_random_numbers_that_are_not_torchs_are_frozen() -> None:
+    """`random` and numpy draw once, at capture. torch's generators are registered, and draw anew in each replay.
+
+    Around it: draw with torch, or pass the numbers in.
+    """
+    f = weft.graphify(lambda x: x + random.random())
+    assert f(ONES).tolist() == f(ONES).tolist()
+    g = weft.graphify(lambda x: x + torch.rand(3))
+    assert g(ONES).tolist() != g(ONES).tolist()
+
+
+# With ladders and batches --------------------------------------------------------------------------------------------
+
+
+def test_11_a_mean_over_a_padded_batch_counts_the_padding() -> None:
+    """Under a ladder the function sees the padded batch: a reduction over it takes the padding in.
+
+    Around it: a field that says what is real, padded with 0 (law L2, `weft.proofs.laws`, finds who forgets it).
+    """
+
+    def centred(s: Any) -> Any:
+        return attrs.evolve(s, x=s.x - s.x.mean())
+
+    def masked(s: Any) -> Any:
+        return attrs.evolve(s, x=s.x - (s.x * s.real).sum() / s.real.sum())
+
+    x = torch.tensor([1.0, 2.0, 3.0])
+    f = weft.graphify(centred, ladder=[Length(4)])
+    assert f(Signal(Length(3), x)).x.tolist() == [-0.5, 0.5, 1.5]
+    g = weft.graphify(masked, ladder=[Length(4)])
+    assert g(Measured(Length(3), x, torch.ones(3))).x.tolist() == [-1, 0, 1]
+
+
+def test_12_a_batch_beyond_the_ladder_runs_eagerly_and_says_nothing() -> None:
+    """No class covers it: the function itself runs, frozen or not. Right, and slow.
+
+    Around it: look at `cache_info().eager`, `explain`, or `weft.dispatch_table` of the batches you expect.
+    """
+    f = weft.graphify(lambda s: attrs.evolve(s, x=s.x + 1), ladder=[Length(4)])
+    large = Signal(Length(5), torch.zeros(5))
+    f.capture(large)
+    f.freeze()
+    assert f(large).x.tolist() == [1] * 5
+    assert f.cache_info().eager == 1
+    assert "no captured class covers" in str(f.explain(large))
+
+
+def test_13_a_size_that_grows_is_a_capture_a_size() -> None:
+    """Without a ladder each shape has a graph: of a sequence that grows by one, as many as it has lengths.
+
+    Around it: a ladder of a few lengths, and a batch with a descriptor.
+    """
+    f = weft.graphify(lambda x: x + 1)
+    for steps in range(1, 9):
+        f(torch.zeros(steps))
+    assert captures(f) == 8
+    g = weft.graphify(lambda s: attrs.evolve(s, x=s.x + 1), ladder=[Length(4), Length(8)])
+    for steps in range(1, 9):
+        g(Signal(Length(steps), torch.zeros(steps)))
+    assert captures(g) == 2
+
+
+def test_14_a_result_without_axes_cannot_be_cut() -> None:
+    """A plain tensor does not say which dimension was padded, so under a ladder it may not be returned.
+
+    Around it: return a class with `weft.axes`.
+    """
+    with pytest.raises(CaptureError, match="does not say which of its dimensions follow the batch"):
+        weft.graphify(lambda s: s.x + 1, ladder=[Length(4)])(Signal(Length(3), ONES))
+    f = weft.graphify(lambda s: Signal(s.length, s.x + 1), ladder=[Length(4)])
+    assert f(Signal(Length(3), ONES)).x.tolist() == [2, 2, 2]
+
+
+def test_15_a_prompt_of_one_token_is_no_decode() -> None:
+    """Equal shape is not equal class: a batch is a uniform decode only where its maker says that all are past prefill.
+
+    Around it: `Batch.decode` for decodes; a mode with ragged classes for all else.
+    """
+    prompt, decode = weft.Batch.ragged([0], [[5]]).descriptor, weft.Batch.decode([0]).descriptor
+    limits = weft.Limits(4, 8)
+    assert (prompt.num_tokens, prompt.num_reqs) == (decode.num_tokens, decode.num_reqs)
+    assert weft.dispatch(decode, weft.make_ladder("full_decode_only", limits)).mode == "full"
+    assert weft.dispatch(prompt, weft.make_ladder("full_decode_only", limits)).mode == "none"
+    assert weft.dispatch(prompt, weft.make_ladder("full", limits)).mode == "full"
+
+
+def test_16_rows_beyond_the_state_are_found_on_the_device() -> None:
+    """A batch names rows; nothing on the host knows how many the state has. On a CPU it is an IndexError with a note.
+
+    Around it: rows that were admitted, within the lengths that `make_state` was given.
+    """
+    model = weft.load(weft.stages.DEMO, "cpu")
+    runner = make_runner(model, weft.Limits(1, 8), mode="none")
+    (state,) = make_state(model, runner.layouts, lengths=[16])
+    with pytest.raises(IndexError) as error:
+        runner.stages[0](runner.params[0], state, weft.Batch.ragged([3], [[5, 6]]), None)
+    assert any("which has rows 0 to 0 of at most 16 tokens" in note for note in error.value.__notes__)
+    (state,) = make_state(model, runner.layouts, lengths=[16])
+    _, out = runner.stages[0](runner.params[0], state, weft.Batch.ragged([0], [[5, 6]]), None)
+    assert out.token_ids.shape == (1,)
+
+
+# With graphs that are almost alike -----------------------------------------------------------------------------------
+
+
+def test_17_the_order_of_a_dict_and_the_layout_of_a_tensor_are_part_of_the_key() -> None:
+    """So are strides, and 1, 1.0 and True: what is equal may have several graphs.
+
+    Around it: make arguments in one place; `.contiguous()`; `explain` names the difference.
+    """
+    f = weft.graphify(lambda d: d["a"] + d["b"])
+    f({"a": ONES, "b": ONES})
+    f({"b": ONES, "a": ONES})
+    assert captures(f) == 2
+    g = weft.graphify(lambda x: x + 1)
+    g(torch.zeros(2, 3))
+    turned = torch.zeros(3, 2).T
+    assert "stride" in str(g.explain(turned))
+    g(turned.contiguous())
+    assert captures(g) == 1
+
+
+def test_18_grad_mode_is_part_of_the_key() -> None:
+    """What was captured and frozen outside `no_grad` is missed inside it.
+
+    Around it: capture in the mode that you run in.
+    """
+    f = weft.graphify(lambda x: x + 1)
+    f(ONES)
+    f.freeze()
+    with torch.no_grad(), pytest.raises(CacheMissError, match="grad mode: False, captured True"):
+        f(ONES)
+    f.cache_clear()
+    with torch.no_grad():
+        f(ONES)
+        f.freeze()
+        f(ONES)
+
+
+def test_19_the_next_state_comes_first_among_results_of_its_shape() -> None:
+    """A donated argument stays in place as the first result of its structure: behind another one the state moves, and
+    each call is a capture.
+
+    Around it: return the state first.
+    """
+
+    def advance(f: Graphified[..., Any], state_of: Callable[[Any], Any]) -> int:
+        state = torch.zeros(3)
+        for _ in range(3):
+            state = state_of(f(state, ONES))
+        assert state.tolist() == [3, 3, 3]
+        return captures(f)
+
+    last = weft.graphify(lambda state, x: (x * 2, state + x), donate_argnames="state")
+    first = weft.graphify(lambda state, x: (state + x, x * 2), donate_argnames="state")
+    assert advance(last, lambda made: made[1]) == 3
+    assert advance(first, lambda made: made[0]) == 1
+
+
+def test_20_a_pipelines_state_comes_back_as_a_tuple() -> None:
+    """A list is another structure than a tuple: given a list first, a graphified pipeline captures once more.
+
+    Around it: pass tuples.
+    """
+    params = [torch.ones(())] * 2
+    for given, expected in (([None, None], 2), ((None, None), 1)):
+        f = weft.graphify(weft.pipeline([stage, stage]))
+        state: Any = given
+        for _ in range(3):
+            state, _ = f(params, state, torch.ones(2))
+        assert captures(f) == expected
+
+
+def test_21_a_borrowed_result_is_overwritten() -> None:
+    """`outputs="borrow"` returns the graph's own buffers: the next replay writes there.
+
+    Around it: `weft.clone` what is kept, or leave `outputs="safe"`, the default; `weft.check_borrowed()` finds it.
+    """
+    f = weft.graphify(lambda x: x + 1, outputs="borrow")
+    f(ONES)
+    first = f(ONES)
+    kept = weft.clone(first)
+    f(ONES * 9)
+    assert first.tolist() == [10, 10, 10]
+    assert kept.tolist() == [2, 2, 2]
+
+
+# With pipelines ------------------------------------------------------------------------------------------------------
+
+
+def test_22_a_sum_over_the_batch_may_pass_for_rows() -> None:
+    """Micro-batches are joined by rows; sizes are checked, meaning cannot be: `sum(0)` of as many columns as a part has
+    rows is joined, and wrong.
+
+    Around it: stages that are separable by rows; reduce what the step returns.
+    """
+
+    def total(params: Any, state: Any, batch: Tensor) -> tuple[Any, Tensor]:
+        return state, batch.sum(0)
+
+    batch = torch.arange(8.0).reshape(4, 2)
+    _, whole = total(None, None, batch)
+    _, wrong = weft.microbatch(total, 2)(None, None, batch)
+    assert (whole.shape, wrong.shape) == ((2,), (4,))
+    _, rows = weft.microbatch(lambda params, state, batch: (state, batch * 1), 2)(None, None, batch)
+    assert rows.sum(0).tolist() == whole.tolist()
+
+
+def test_23_a_scalar_of_a_micro_batch_is_refused() -> None:
+    """A loss is one number a part, and nobody knows how to join two.
+
+    Around it: return it for each row, and take the mean outside.
+    """
+    loss: Any = lambda params, state, batch: (state, (batch**2).mean())  # noqa: E731
+    with pytest.raises(DescriptorError, match="not one entry a request or a token of its part"):
+        weft.microbatch(loss, 2)(None, None, torch.arange(4.0))
+    _, rows = weft.microbatch(lambda params, state, batch: (state, batch**2), 2)(None, None, torch.arange(4.0))
+    assert rows.mean() == 3.5
+
+
+def test_24_fewer_micro_batches_than_asked_for() -> None:
+    """`microbatches=4` is the most: a batch of three requests goes in three, and other programs run.
+
+    Around it: `programs(m)` prints those of any number; batch as many requests as there are parts.
+    """
+    step = weft.pipeline([stage, stage], microbatches=4)
+    assert "[mb 3]" in str(step)
+    _, y = step([torch.ones(())] * 2, (None, None), ONES)
+    assert y.tolist() == [1, 1, 1]
+    assert "[mb 3]" not in str(step.programs(3)[0])
+
+
+def test_25_scan_unrolls_and_does_not_stack() -> None:
+    """`weft.scan(step, k)` returns a list of k outputs, and a graph of it holds the step k times.
+
+    Around it: `torch.stack` where all outputs are of one shape; graphify the step, and scan that.
+    """
+    step = weft.scan(lambda params, state, batch: (state + batch, state * 2), 3)
+    f = weft.graphify(step)
+    _, outs = f(None, torch.zeros(3), ONES)
+    assert isinstance(outs, list)
+    assert torch.stack(outs).shape == (3, 3)
+    assert str(f.lower(None, torch.zeros(3), ONES)).count("aten::add") == 3
+
+
+# With models ---------------------------------------------------------------------------------------------------------
+
+
+def test_26_generate_is_greedy_and_sampling_params_are_not() -> None:
+    """`generate` has temperature 0 and `SamplingParams()` has 1, as vLLM's: to pass it for another field makes it draw.
+
+    Around it: say the temperature.
+    """
+    model = weft.load(weft.stages.DEMO, "cpu")
+
+    def tokens(sampling: weft.SamplingParams | None) -> list[int]:
+        [made] = weft.generate(model, ["A list"], max_tokens=8, sampling=sampling, seed=3, graph="none")
+        return made.token_ids
+
+    assert weft.SamplingParams(min_tokens=2).temperature == 1
+    assert tokens(weft.SamplingParams(min_tokens=2)) != tokens(None)
+    assert tokens(weft.SamplingParams(min_tokens=2, temperature=0)) == tokens(None)
+
+
+def test_27_a_seed_of_generate_goes_with_a_prompts_place() -> None:
+    """With `seed=` a prompt's completion is fixed by the seed and its place in the list: moved, it draws anew.
+
+    Around it: `SamplingParams(seed=...)`, which is that prompt's wherever it stands.
+    """
+    model = weft.load(weft.stages.DEMO, "cpu")
+    hot = weft.SamplingParams(temperature=2.0)
+    own = weft.SamplingParams(temperature=2.0, seed=5)
+
+    def tokens(prompts: list[str], sampling: weft.SamplingParams) -> list[int]:
+        made = weft.generate(model, prompts, max_tokens=8, sampling=sampling, seed=3, graph="none")
+        return made[prompts.index("A list")].token_ids
+
+    assert tokens(["A list", "B"], hot) != tokens(["B", "A list"], hot)
+    assert tokens(["A list", "B"], own) == tokens(["B", "A list"], own)
+
+
+def test_28_an_engine_of_default_limits_captures_many_graphs() -> None:
+    """2,048 tokens a step and pieces for each size: `warm_up()` captures for seconds on a GPU, and for long on a CPU.
+
+    Around it: limits of what you serve; `graph="none"` on a CPU, where graphs save no time.
+    """
+    default = weft.EngineLimits()
+    many = weft.make_ladder("full_and_piecewise", weft.Limits(default.max_num_reqs, default.max_num_tokens))
+    few = weft.make_ladder("full_and_piecewise", weft.Limits(4, 64))
+    assert len(many) > 150
+    assert len(few) < 20
+    assert len(weft.make_ladder("none", weft.Limits(64, 2048))) == 0

@@ -1,0 +1,61 @@
+"""The pages for people who come from elsewhere: their code runs, and what they name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+from pages import ROOT, blocks, links, missing_test, node_ids, run
+
+from weft.proofs import reference
+from weft.proofs.suite import LAWS
+
+PAGES = sorted((ROOT / "proofs" / "pages").glob("*.md"))
+REFERENCE = ROOT / "proofs" / "pages" / reference.PAGE.name
+SERVERS = ROOT / "proofs" / "pages" / "from_vllm_and_sglang.md"
+PULL_REQUESTS = {"vLLM 33960", "vLLM 32771", "vLLM 35162", "SGLang 14547"}
+CASES = {str(law) for law in LAWS}
+
+
+def test_there_are_pages() -> None:
+    assert {page.name for page in PAGES} >= {"from_jax.md", "from_vllm_and_sglang.md"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != REFERENCE], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks(page, "python"), f"{page.name} shows no Python"
+    assert {block.language for block in blocks(page)} == {"python"}
+    monkeypatch.chdir(tmp_path)
+    run(page)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_what_a_page_links_to_is_there(page: Path) -> None:
+    assert [link for link in links(page) if not (page.parent / link).exists()] == []
+
+
+def test_readme_links_to_each_page() -> None:
+    assert {ROOT / link for link in links(ROOT / "README.md")} >= {*PAGES, ROOT / "tests" / "test_footguns.py"}
+
+
+def test_each_capability_names_tests_that_exist() -> None:
+    named = node_ids(SERVERS)
+    assert len(named) >= 30
+    assert [why for node in named if (why := missing_test(*node, CASES))] == []
+
+
+def test_a_test_that_does_not_exist_is_missed() -> None:
+    assert missing_test("tests/test_nothing.py", "test_it", "", CASES) == "no file tests/test_nothing.py"
+    assert missing_test("tests/test_pages.py", "test_it", "", CASES) == "no test_it in tests/test_pages.py"
+    law = ("tests/proofs/test_laws.py", "test_law_on_the_tape")
+    assert missing_test(*law, "L3 pipeline is composition, on models", CASES) == ""
+    assert missing_test(*law, "L99 all is well", CASES) == "no law 'L99 all is well'"
+
+
+def test_each_row_of_a_pull_request_names_its_test() -> None:
+    _, *sections = re.split(r"^### (.*)$", SERVERS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    titles, texts = sections[::2], sections[1::2]
+    assert {title.partition(":")[0] for title in titles} == PULL_REQUESTS
+    for text in texts:
+        rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+        assert len(rows) >= 5
+        assert [row for row in rows if "`tests/" not in row] == []

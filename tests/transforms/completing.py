@@ -1,0 +1,196 @@
+"""`weft.generate` and transformers' own generation side by side, on models drawn from transformers' fields."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from theirs import CLASSES
+from torch import Tensor
+
+import weft
+from weft.transforms.engine import engine as engine_module
+from weft.transforms.engine.setup import make_stepper
+from weft.transforms.engine.steppers import Stepper
+from weft.transforms.engine.work import Work
+from weft.transforms.generate import Completion
+
+# By name: a package that shows the function `generate` would hide the module of that name.
+generate_module = import_module("weft.transforms.generate")
+
+PIPELINES = (1, 2, 3)
+TOLERANCE = 1e-4
+"""Of logits and logprobs, absolute: what the issue promises in float32."""
+
+
+@attrs.frozen
+class Case:
+    """A model as transformers' fields describe it, and what is asked of it.
+
+    Args:
+        fields: of the configuration class.
+        seed: of the weights and of the prompts' tokens.
+        lengths: of the prompts.
+        budget: tokens of a prefill batch at most.
+        shift: which graph mode each pipeline size gets.
+        sharded: save it in many files.
+    """
+
+    architecture: str
+    fields: dict[str, Any]
+    seed: int
+    lengths: list[int]
+    max_tokens: int = 6
+    budget: int = 2048
+    shift: int = 0
+    sharded: bool = False
+
+    def prompts(self) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return [torch.randint(0, self.fields["vocab_size"], (n,), generator=generator).tolist() for n in self.lengths]
+
+    def build(self) -> Any:
+        """The model in transformers. All its weights are random, biases and norms too, and large: so arg maxes are
+        seldom near ties, and no tensor could be left out unseen."""
+        config_class, model_class = CLASSES[self.architecture]
+        model = model_class(config_class(**self.fields)).eval()
+        if self.architecture == "Qwen3MoeForCausalLM":  # its grouped product asks for multiples of 16 bytes
+            model.set_experts_implementation("eager")
+        generator = torch.Generator().manual_seed(self.seed)
+        with torch.no_grad():
+            for name, tensor in model.named_parameters():
+                tensor.normal_(1.0 if "norm" in name else 0.0, 0.25, generator=generator)
+        return model
+
+    def save(self, model: Any, folder: str | Path) -> None:
+        model.save_pretrained(folder, max_shard_size="6KB" if self.sharded else "1GB")
+
+
+@attrs.frozen(eq=False)
+class Expected:
+    """What transformers makes of one prompt: tokens, why they end, and the logits [tokens, vocab_size] behind each."""
+
+    token_ids: list[int]
+    finish_reason: str
+    logits: Tensor
+
+    @property
+    def gap(self) -> float:
+        """By how much the best token led the second best, where that was closest."""
+        best = self.logits.topk(2).values
+        return float((best[:, 0] - best[:, 1]).min())
+
+
+def complete_theirs(model: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[Expected]:
+    """transformers' own greedy search over one batch, padded on the left as its users do."""
+    width = max(map(len, prompts))
+    made = model.generate(
+        input_ids=torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
+        attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    eos = model.generation_config.eos_token_id
+    ends = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    rows = zip(made.sequences[:, width:].tolist(), torch.stack(made.logits, 1), strict=True)
+    return [_until_the_end(tokens, logits, ends) for tokens, logits in rows]
+
+
+def _until_the_end(tokens: list[int], logits: Tensor, ends: frozenset[int]) -> Expected:
+    """One row without what stands behind its end, which is padding."""
+    count = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return Expected(tokens[:count], "stop" if tokens[count - 1] in ends else "length", logits[:count].float())
+
+
+@attrs.frozen(eq=False)
+class Seen:
+    """What `weft.generate` returned, the logits [tokens, vocab_size] behind each completion, and how it ran."""
+
+    completions: list[Completion]
+    logits: list[Tensor]
+    works: list[Work]
+    stepper: Stepper
+
+
+@attrs.define(eq=False)
+class Keeping:
+    """A stepper that keeps what it did."""
+
+    inner: Stepper
+    steps: list[tuple[Work, Any]] = attrs.field(factory=list)
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @property
+    def graphs(self) -> Any:
+        return self.inner.graphs
+
+    def capture(self) -> None:
+        self.inner.capture()
+
+    @property
+    def num_under_way(self) -> int:
+        return self.inner.num_under_way
+
+    def __call__(self, works: Sequence[Work]) -> Any:
+        return self._kept(self.inner(works))
+
+    def flush(self) -> Any:
+        return self._kept(self.inner.flush())
+
+    def _kept(self, done: Any) -> Any:
+        self.steps += done
+        return done
+
+
+def complete(model: weft.Model, prompts: Sequence[Any], *, budget: int = 2048, **options: Any) -> Seen:
+    """`weft.generate` on an engine that keeps its logits, with steps of at most `budget` tokens."""
+    kept: list[Keeping] = []
+
+    def keeping_logits(*args: Any, **kwargs: Any) -> Keeping:
+        kept.append(Keeping(make_stepper(*args, **kwargs, keep_logits=True)))
+        return kept[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "make_stepper", keeping_logits)
+        patch.setattr(generate_module, "MAX_NUM_TOKENS", budget)
+        completions = weft.generate(model, prompts, **options)
+    logits: list[list[Tensor]] = [[] for _ in prompts]
+    for work, out in kept[0].steps:
+        for index, (name, samples) in enumerate(zip(work.requests, work.samples, strict=True)):
+            if samples:
+                logits[int(name)].append(out.logits[index])
+    # What was sampled ahead of knowing that a request had ended is not its own.
+    behind = [torch.stack(own[: len(c.token_ids)]) for own, c in zip(logits, completions, strict=True)]
+    return Seen(completions, behind, [work for work, _ in kept[0].steps], kept[0])
+
+
+def assert_equal_to_theirs(seen: Seen, expected: Sequence[Expected]) -> None:
+    for ours, logits, theirs in zip(seen.completions, seen.logits, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.finish_reason == theirs.finish_reason
+        assert logits.shape == theirs.logits.shape
+        assert (logits - theirs.logits).abs().max() <= TOLERANCE
+        chosen = theirs.logits.log_softmax(-1).gather(1, torch.tensor(theirs.token_ids)[:, None])[:, 0]
+        assert (torch.tensor(ours.logprobs) - chosen).abs().max() <= TOLERANCE
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}

@@ -1,0 +1,116 @@
+"""Text as it comes: no part of a character, nothing taken back, and no error, whatever tokens are said."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from weft.sampling import SamplingParams
+from weft.transforms.engine.detokenizing import Detokenizer, special_ids
+from weft.transforms.engine.reading import Told
+from weft.transforms.engine.requests import Request
+from weft.transforms.engine.tracking import Track
+
+TEXTS = ("สวัสดีครับ ผม", "👩‍👩‍👧‍👦👍🏽", "the thé naïve", " a  b\n", "☂")
+
+
+def byte_level() -> Tokenizer:
+    """As GPT-2's, Llama 3's and Qwen's: merges of bytes, across the borders of characters."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(TEXTS * 9, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    made.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return made
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2's and Gemma's: characters, and bytes for those that have no token."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "the", "a", "é", "▁é", "👍", "▁▁"]
+    made = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, [], byte_fallback=True, unk_token="<unk>"))
+    made.add_special_tokens(["<unk>", AddedToken("</s>", special=True)])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    return made
+
+
+def word_piece() -> Tokenizer:
+    """As BERT's, whose decoder takes a space away before a comma."""
+    names = ["[UNK]", "the", "##re", ".", ",", "'", "s", "do", "n", "'t", "##é", "👍"]
+    made = Tokenizer(models.WordPiece({name: id for id, name in enumerate(names)}, unk_token="[UNK]"))
+    made.decoder = decoders.WordPiece()
+    return made
+
+
+KINDS = {"byte level": byte_level(), "byte fallback": byte_fallback(), "word piece": word_piece()}
+
+
+def said(tokenizer: Tokenizer, token_ids: list[int], stop: tuple[str, ...] = (), min_tokens: int = 0) -> list[str]:
+    """What is shown after each token, and at the end."""
+    params = SamplingParams(stop=stop, min_tokens=min_tokens)
+    track = Track(Request("a", (1,), len(token_ids), params), tokenizer, special_ids(tokenizer))
+    shown = [""]
+    for token in token_ids:
+        stopped = track.take(Told([[token]], [[0.0]], [], [], []), 0)
+        shown.append(track.text)
+        if stopped:
+            break
+    track.end("stop" if len(shown) <= len(token_ids) else "length")
+    return [*shown, track.text]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data())
+@settings(max_examples=300)
+def test_whatever_is_said_is_shown_and_nothing_taken_back(kind: str, data: st.DataObject) -> None:
+    """Random tokens: half-characters, bytes that are none, special tokens, tokens that do not exist. (With bytes that
+    are none, the DecodeStream of the tokenizers library raises.)"""
+    tokenizer = KINDS[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 1), min_size=1, max_size=30))
+    shown = said(tokenizer, ids)
+    assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    if "\ufffd" not in whole:
+        assert shown[-1] == whole
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\ufffd▁"), max_size=12), st.sampled_from(TEXTS))
+@settings(max_examples=200)
+def test_characters_are_shown_whole(kind: str, text: str, more: str) -> None:
+    tokenizer = KINDS[kind]
+    ids = tokenizer.encode(text + more, add_special_tokens=False).ids
+    shown = said(tokenizer, ids)
+    assert not any("\ufffd" in each for each in shown)
+    assert shown[-1] == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_bytes_that_are_no_character_and_special_tokens_cost_no_more_the_more_there_are() -> None:
+    """A model that repeats such a token must not hold up the others: each was decoded with all that came before."""
+    for kind, token in (("byte level", "Ģ"), ("byte fallback", "<0x80>"), ("byte fallback", "</s>")):
+        tokenizer = KINDS[kind]
+        id = tokenizer.token_to_id(token)
+        stream, specials = Detokenizer(tokenizer), special_ids(tokenizer)
+        for _ in range(100):
+            stream.add(id, special=id in specials)
+            assert len(stream._held) + len(stream._before) <= 20
+
+
+@given(st.text("ab", min_size=1, max_size=14), st.sets(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+@settings(max_examples=300)
+def test_stop_texts_end_a_request_at_the_first_token_that_completes_one(text: str, stops: set[str]) -> None:
+    tokenizer = KINDS["byte level"]
+    ids = [tokenizer.token_to_id(character) for character in text]
+    for min_tokens in (0, 3, 9):
+        shown = said(tokenizer, ids, tuple(sorted(stops)), min_tokens)
+        assert all(later.startswith(earlier) for earlier, later in pairwise(shown)), "what was shown stays"
+        least = max(min_tokens, 1)  # a text that was complete before ends nothing, and is shown
+        ends = [n for n in range(least, len(text) + 1) if any(text[:n].endswith(stop) for stop in stops)]
+        if not ends:
+            assert shown[-1] == text
+            continue
+        starts = (ends[0] - len(stop) for stop in stops if text[: ends[0]].endswith(stop))
+        assert (shown[-1], len(shown) - 2) == (text[: min(starts)], ends[0])

@@ -1,0 +1,77 @@
+"""What users ask of an engine that it cannot be, or do: an error that names it, and nothing touched."""
+
+from typing import Any
+
+import pytest
+
+import weft
+from weft.errors import RequestError
+from weft.proofs.strategies.engines import small_adapters, small_model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.setup import EngineLimits
+
+REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a priority that cannot be compared": ({"priority": "high"}, "priority='high'"),
+    "a priority that is no number": ({"priority": float("nan")}, "priority=nan"),
+    "a list as id": ({"id": ["a"]}, "id=['a']"),
+    "a number as id": ({"id": 5}, "id=5"),
+    "no id": ({"id": ""}, "id=''"),
+    "a dict of parameters": ({"sampling": {"temperature": 1}}, "sampling is a dict"),
+    "a list of adapters": ({"adapter": ["a"]}, "adapter=['a']"),
+}
+
+
+@pytest.mark.parametrize("case", REQUESTS)
+def test_a_request_that_is_none_is_refused_and_leaves_nothing(case: str) -> None:
+    changes, seen = REQUESTS[case]
+    engine = Engine(small_model(), graph="none")
+    engine.add([1, 2], max_tokens=2, id="good")
+    with pytest.raises(RequestError) as error:
+        engine.add(**{"prompt": [1], "max_tokens": 2, "id": "other", **changes})
+    assert error.value.seen == seen
+    assert engine.add([3], max_tokens=1, id="other") == "other", "its name is still free"
+    assert {output.id for output in engine} == {"good", "other"}
+
+
+def test_an_id_that_is_made_is_one_that_nobody_has() -> None:
+    engine = Engine(small_model(), graph="none")
+    assert engine.add([1], max_tokens=2, id="request 1") == "request 1"
+    assert [engine.add([1], max_tokens=2) for _ in range(2)] == ["request 2", "request 3"]
+
+
+def test_an_abort_of_what_is_no_id_is_refused() -> None:
+    with pytest.raises(RequestError, match="no request of that id"):
+        Engine(small_model(), graph="none").abort(["a"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("page_size", 0), ("num_pages", 0), ("num_pages", -3), ("max_model_len", 0), ("max_num_reqs", 2.5),
+     ("max_num_tokens", "9"), ("num_cohorts", True), ("mixed", 1), ("max_num_reqs", None)],
+)  # fmt: skip
+def test_limits_that_are_none_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(RequestError) as error:
+        EngineLimits(**{field: value})
+    assert error.value.seen == f"{field}={value!r}"
+    assert str(error.value).startswith(f"weft.EngineLimits({field}={value!r})")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "seen"),
+    [
+        ("limits", 4, "limits is a int"),
+        ("num_logprobs", 13, "num_logprobs=13"),
+        ("num_logprobs", -1, "num_logprobs=-1"),
+        ("num_logprobs", 1.5, "num_logprobs=1.5"),
+        ("run_ahead", True, "run_ahead=True"),
+        ("run_ahead", 0.0, "run_ahead=0.0"),
+        ("speculation", 3, "speculation is a int"),
+        ("adapters", {"a": 3}, "adapters={'a': 3}"),
+        ("adapters", {1: small_adapters()["of all"]}, "adapters={1: <Adapter 'random 1', 21 layers, rank 2>}"),
+    ],
+)
+def test_options_that_are_none_are_refused(option: str, value: Any, seen: str) -> None:
+    options: dict[str, Any] = {option: value}
+    with pytest.raises(RequestError) as error:
+        weft.Engine(small_model(), graph="none", **options)
+    assert error.value.seen == seen

@@ -1,0 +1,106 @@
+"""What goes wrong midway, and what a user does at a bad moment."""
+
+import asyncio
+from typing import Any
+
+import attrs
+import pytest
+
+import weft
+from weft.errors import EngineError
+from weft.proofs.strategies.engines import small_model
+from weft.sampling import SamplingParams
+from weft.stages.model import DEMO
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.tracking import Track
+
+SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=16)
+
+
+def ended(engine: Engine) -> dict[str, Track]:
+    return {output.id: output.track for output in engine if output.finish_reason is not None}
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), KeyboardInterrupt()], ids=["memory", "interrupt"])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_after_a_step_that_raised_no_other_is_taken(error: BaseException, pipeline: int) -> None:
+    """What it had done is not known: going on would lose a token, and wait for it for ever."""
+    engine = Engine(small_model(), SMALL, pipeline=pipeline, graph="none")
+    engine.add([1, 2], max_tokens=5, id="a")
+    engine.step()
+    do, engine._stepper = engine._stepper, _Raises(error)  # type: ignore[assignment]
+    with pytest.raises(type(error)):
+        list(engine)
+    engine._stepper = do
+    for _ in range(2):
+        with pytest.raises(EngineError, match=f"an earlier step that raised {type(error).__name__}") as seen:
+            engine.step()
+    assert seen.value.instead == "another weft.Engine(...), and its requests again"
+    with pytest.raises(EngineError):
+        asyncio.run(_read(engine, [3]))
+    assert [output.finish_reason for output in engine.abort("a")] == ["abort"]
+
+
+class _Raises:
+    num_under_way = 0
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, _: Any) -> Any:
+        raise self.error
+
+    def flush(self) -> Any:
+        raise self.error
+
+
+async def _read(engine: Engine, prompt: Any, **options: Any) -> list[RequestOutput]:
+    return [output async for output in engine.stream(prompt, **{"max_tokens": 20, **options})]
+
+
+def test_an_abort_ends_the_stream_of_its_request() -> None:
+    engine = Engine(small_model(), SMALL, graph="none")
+
+    async def both() -> list[RequestOutput]:
+        task = asyncio.create_task(_read(engine, [1, 2], sampling=SamplingParams(n=2, seed=1), id="a"))
+        while not engine.is_under_way("a") or not engine.stats().running:
+            await asyncio.sleep(0)
+        engine.abort("a")
+        return await asyncio.wait_for(task, 20)
+
+    outputs = asyncio.run(both())
+    assert [(o.index, o.finish_reason) for o in outputs if o.finish_reason] == [(0, "abort"), (1, "abort")]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_name_that_is_used_again_gets_nothing_of_what_was_under_way(pipeline: int) -> None:
+    """The logprobs of the first one's prompt were on their way when it was aborted."""
+    asked = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    prompt = [5, 4, 3, 2, 1]
+    fresh = Engine(small_model(), SMALL, graph="none")
+    fresh.add(prompt, asked, max_tokens=2, id="a")
+    engine = Engine(small_model(), SMALL, pipeline=pipeline, graph="none", run_ahead=2)
+    engine.add([1, 2, 3, 4, 5], asked, max_tokens=5, id="a")
+    engine.launch()
+    engine.abort("a")
+    engine.add(prompt, asked, max_tokens=2, id="a")
+    again, expected = ended(engine)["a"], ended(fresh)["a"]
+    assert again.prompt_logprobs == pytest.approx(expected.prompt_logprobs)
+    assert again.token_ids == expected.token_ids
+
+
+def test_a_stream_with_a_stop_text_and_min_tokens_is_its_text() -> None:
+    """What was said before it may end is not taken back when it ends."""
+    model = weft.load(DEMO, "cpu", "float32")
+    greedy = SamplingParams(temperature=0.0)
+    [whole] = weft.generate(model, ["The function returns"], max_tokens=40, graph="none")
+    assert whole.text is not None
+    asked = attrs.evolve(greedy, stop=[whole.text[2:4], "never this"], min_tokens=12)
+    options: dict[str, Any] = {"max_tokens": 40, "graph": "none", "sampling": asked}
+    outputs = list(weft.generate(model, ["The function returns"], stream=True, **options))
+    text = "".join(output.text or "" for output in outputs)
+    assert text == outputs[-1].track.text == weft.generate(model, ["The function returns"], **options)[0].text
+    assert whole.text.startswith(text)
+    assert len(text) >= 11, "the stop text in its beginning ended nothing"

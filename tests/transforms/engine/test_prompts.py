@@ -1,0 +1,176 @@
+"""Prompts with embeddings and positions in an engine: pages shared by content, and what cannot be served."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft.batch import EMBEDDED
+from weft.errors import RequestError
+from weft.proofs.strategies.embeds import with_mrope
+from weft.proofs.strategies.engines import small_model
+from weft.sampling import SamplingParams
+from weft.stages.model import Model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.prompts import EmbedsPrompt, read_given
+from weft.transforms.engine.requests import Request
+from weft.transforms.engine.scheduler import add, schedule
+from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.transports.threads import Threads
+
+LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=24)
+TEXT = [1, 2, 3, 4]
+IDS = [*TEXT, *[EMBEDDED] * 6, 5, 6]
+POSITIONS = torch.tensor(
+    [[0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 7, 8], [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8], [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 7, 8]]
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return attrs.evolve(small_model(), config=with_mrope(small_model().config))
+
+
+def embeds(seed: int = 0) -> Tensor:
+    return torch.randn(len(IDS), 8, generator=torch.Generator().manual_seed(seed))
+
+
+def image(seed: int = 0, positions: Tensor | None = POSITIONS) -> EmbedsPrompt:
+    return EmbedsPrompt(IDS, embeds(seed), positions)
+
+
+def served(engine: Engine, prompt: Any, sampling: SamplingParams | None = None, max_tokens: int = 6) -> list[list[int]]:
+    name = engine.add(prompt, sampling, max_tokens=max_tokens)
+    tracks = {output.index: output.track for output in engine if output.id == name}
+    return [tracks[index].token_ids for index in sorted(tracks)]
+
+
+def test_pages_are_shared_by_content(model: Model) -> None:
+    """An image is found again by those who have that one at that place; the text before it by all."""
+    engine = Engine(model, LIMITS, graph="none")
+    alone = {seed: served(Engine(model, LIMITS, graph="none"), image(seed)) for seed in (0, 1)}
+    assert alone[0] != alone[1]
+    moved = POSITIONS.clone()
+    moved[1, 5:] += 1
+    cases = ((image(0), 0), (image(0), 11), (image(1), 4), (image(0, moved), 4), (image(0, None), 4), ([*TEXT, 7], 4))
+    for prompt, found in cases:
+        before = engine.stats().prefix_tokens
+        got = served(engine, prompt)
+        assert engine.stats().prefix_tokens - before == found
+        assert got == served(Engine(model, LIMITS, graph="none"), prompt)
+
+
+def test_what_was_generated_is_found_where_it_stands(model: Model) -> None:
+    """The next turn's prompt says the positions that the last one's tokens had."""
+    engine = Engine(model, LIMITS, graph="none")
+    (tokens,) = served(engine, image(), max_tokens=5)
+    ids = [*IDS, *tokens, 3]
+    more = torch.arange(9, 15).expand(3, -1)
+    again = EmbedsPrompt(ids, torch.cat([embeds(), torch.zeros(6, 8)]), torch.cat([POSITIONS, more], dim=1))
+    before = engine.stats().prefix_tokens
+    assert served(engine, again, max_tokens=3) == served(Engine(model, LIMITS, graph="none"), again, max_tokens=3)
+    assert engine.stats().prefix_tokens - before == 16
+    text = EmbedsPrompt(again.ids, again.inputs_embeds)
+    before = engine.stats().prefix_tokens
+    served(engine, text, max_tokens=3)
+    assert engine.stats().prefix_tokens - before == 4
+
+
+@pytest.mark.parametrize("graph", ["none", "full_and_piecewise"])
+def test_completions_preemption_and_penalties(model: Model, graph: str) -> None:
+    """Several completions of a prompt, of engines whose pages are scarce or not; an image's tokens are not counted."""
+    asked = SamplingParams(temperature=1.0, seed=7, n=3, repetition_penalty=1.3, frequency_penalty=0.2)
+    plenty, scarce = Engine(model, LIMITS, graph=graph), Engine(model, attrs.evolve(LIMITS, num_pages=8), graph=graph)
+    expected = served(plenty, image(), asked, max_tokens=10)
+    assert len({tuple(tokens) for tokens in expected}) == 3
+    assert served(scarce, image(), asked, max_tokens=10) == expected
+    assert (plenty.stats().preempted, scarce.stats().preempted > 0) == (0, True)
+
+
+def test_embeddings_alone_and_their_copies(model: Model) -> None:
+    """A prompt of nothing but embeddings; who changes them later changes nothing."""
+    known = model.params.embed_tokens
+    assert known is not None
+    ids = [1, 5, 9, 2, 7]
+    expected = served(Engine(model, LIMITS, graph="none"), ids)
+    engine, given = Engine(model, LIMITS, graph="none"), known[ids].clone()
+    engine.add(EmbedsPrompt(inputs_embeds=given), max_tokens=6)
+    given.zero_()
+    assert [output.track.token_ids for output in engine][-1:] == expected
+    (completion,) = weft.generate(model, [EmbedsPrompt(inputs_embeds=known[ids])], max_tokens=6)
+    assert [completion.token_ids] == expected
+
+
+def test_ranks_behind_the_first_place_neither(model: Model) -> None:
+    budget = LIMITS.resolve(model, 2, Threads()).budget
+    host = Engine(model, LIMITS, pipeline=2)._host
+    given = read_given(image())
+    asked = SamplingParams(temperature=0.0).for_request((), 0)
+    _, (work,) = schedule(add(host, Request("a", tuple(IDS), 3, asked, given=given), budget), budget)
+    first, later = work.place("cpu").batch, work.place("cpu", first=False).batch
+    assert first.inputs_embeds is not None
+    assert torch.equal(first.inputs_embeds, embeds())
+    assert first.positions is not None
+    assert torch.equal(first.positions, POSITIONS)
+    assert (later.inputs_embeds, later.positions, later.descriptor) == (None, None, first.descriptor)
+
+
+@pytest.mark.parametrize("transport", [None, Threads()], ids=["local", "threads"])
+def test_stages(model: Model, transport: Any) -> None:
+    expected = served(Engine(model, LIMITS, graph="none"), image())
+    engine = Engine(model, attrs.evolve(LIMITS, max_num_tokens=5), pipeline=3, graph="full", transport=transport)
+    assert served(engine, image()) == expected
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no embeddings": (
+        {"inputs_embeds": None}, "a token that is EMBEDDED (-2), and no inputs_embeds", "inputs_embeds [12, 8]"
+    ),
+    "another width": (
+        {"inputs_embeds": torch.zeros(12, 4)},
+        "inputs_embeds of shape [12, 4], torch.float32, for 12 tokens",
+        "a row for each of the prompt's tokens: [12, 8], torch.float32",
+    ),
+    "another dtype": ({"inputs_embeds": embeds().half()}, "inputs_embeds of shape [12, 8], torch.float16", "a row"),
+    "two rows": (
+        {"positions": POSITIONS[:2]},
+        "positions of shape [2, 12], torch.int64, for 12 tokens",
+        "[3, 12] int64: get_rope_index(...)[0][:, 0]",
+    ),
+    "before the start": ({"positions": POSITIONS - 1}, "a position -1", "positions from 0 on"),
+    "a token that is none": ({"token_ids": [*IDS[:-1], 99]}, "the prompt holds 99", "token ids are ints"),
+    "no token": ({"token_ids": []}, "the prompt is empty", "give at least one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_named(model: Model, case: str) -> None:
+    changes, seen, instead = WRONG[case]
+    engine = Engine(model, LIMITS, graph="none")
+    with pytest.raises(RequestError) as caught:
+        engine.add(attrs.evolve(image(), **changes), max_tokens=2)
+    assert caught.value.call.startswith("engine.add(prompt, ")
+    assert caught.value.seen.startswith(seen)
+    assert caught.value.instead.startswith(instead)
+    with pytest.raises(RequestError, match=r"weft\.generate\(model, prompts"):
+        weft.generate(model, [TEXT, attrs.evolve(image(), **changes)], max_tokens=2)
+    assert engine.num_unfinished == 0
+
+
+def test_what_a_model_or_a_request_cannot_have() -> None:
+    engine = Engine(small_model(), LIMITS, graph="none", num_logprobs=1)
+    with pytest.raises(RequestError, match=r"positions, and <Model Qwen3ForCausalLM.*>, which has no mRoPE"):
+        engine.add(image(), max_tokens=2)
+    asked = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    with pytest.raises(RequestError, match="prompt_logprobs=1 of a prompt with embeddings, which have none"):
+        engine.add(image(positions=None), asked, max_tokens=2)
+    with pytest.raises(RequestError, match="the prompt holds -2"):
+        engine.add(IDS, max_tokens=2)
+    with pytest.raises(RequestError, match="neither token_ids nor inputs_embeds"):
+        EmbedsPrompt()
+    with pytest.raises(RequestError, match="inputs_embeds is a list"):
+        EmbedsPrompt(inputs_embeds=[[1.0]])  # type: ignore[arg-type]
+    assert len(served(engine, image(positions=None))[0]) == 6

@@ -1,0 +1,83 @@
+"""What the tests of graphify share: its law, a function to graphify, and counts of what ran."""
+
+import collections
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from weft.donation import clone
+from weft.errors import CaptureError
+from weft.proofs.laws import assert_equal
+from weft.transforms.graphify import Graphified, graphify
+from weft.trees import pytree, static
+
+LAW = "graphify changes nothing"
+X = torch.arange(4.0)
+
+
+def twice(x: Any, k: Any = 1) -> Any:
+    """Doubles whatever tensors it gets, and hands the value back."""
+    return torch.utils._pytree.tree_map(lambda t: t * 2 if isinstance(t, Tensor) else t, x), k
+
+
+def counts(g: Graphified[Any, Any]) -> tuple[int, int, int]:
+    info = g.cache_info()
+    return info.captures, info.replays, info.eager
+
+
+def agree(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> Graphified[Any, Any]:
+    """Each call of the graphified function gives what the function gives; its results then never change."""
+    g = graphify(fn)
+    kept = []
+    for args in calls:
+        seen, wanted = g(*args), fn(*args)
+        assert_equal(LAW, seen, wanted)
+        kept.append((seen, clone(wanted)))
+    for seen, wanted in kept:
+        assert_equal("a result never changes", seen, wanted)
+    return g
+
+
+def refusal(fn: Callable[..., Any], *args: Any) -> str:
+    """What the error says that a capture of `fn` raises; the generator is then as it was."""
+    before = torch.get_rng_state()
+    with pytest.raises(CaptureError) as caught:
+        graphify(fn)(*args)
+    assert torch.equal(before, torch.get_rng_state())
+    return str(caught.value)
+
+
+@contextmanager
+def general_calls(g: Graphified[..., Any]) -> Iterator[list[Any]]:
+    """The calls that took the general path while the context was open."""
+    seen: list[Any] = []
+    general = g._call
+
+    def counted(args: Any, kwargs: Any) -> Any:
+        seen.append((args, kwargs))
+        return general(args, kwargs)
+
+    g._call = counted  # type: ignore[method-assign]
+    yield seen
+    del g._call
+
+
+@pytree
+@attrs.frozen(eq=False)
+class Node:
+    x: Tensor
+    rest: Any
+    tag: Any = attrs.field(default=1, metadata=static())
+
+
+Point = collections.namedtuple("Point", "a b")
+
+
+def doubled(tree: Any, by: Any = 2) -> Any:
+    """A result of the argument's own structure."""
+    return torch.utils._pytree.tree_map(lambda t: t * by if isinstance(t, Tensor) else t, tree), by

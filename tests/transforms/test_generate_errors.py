@@ -1,0 +1,109 @@
+"""Bad input to `weft.generate`: what each error says, and that it harms no model."""
+
+from typing import Any
+
+import pytest
+import torch
+from refusal import refused
+
+import weft
+from weft.donation import clone
+from weft.errors import RequestError, WeftError
+from weft.proofs.laws import assert_equal
+from weft.stages.model import Model
+
+
+@pytest.fixture(scope="module")
+def usual(demo: Model) -> tuple[list[weft.Completion], Any]:
+    """What the demo says, and its weights, before anything went wrong."""
+    return weft.generate(demo, ["The function"], max_tokens=2), clone(demo.params)
+
+
+def assert_unharmed(demo: Model, usual: tuple[list[weft.Completion], Any]) -> None:
+    completions, params = usual
+    assert_equal("the weights after an error", demo.params, params)
+    assert weft.generate(demo, ["The function"], max_tokens=2) == completions
+    assert torch.is_grad_enabled()
+
+
+LISTS = "pass a list of prompts, each a string or a list of token ids"
+IDS = "token ids are ints from 0 to 256"
+GO_ON = "give at least one token to go on from"
+FINITE = "a finite number >= 0; 0 is greedy"
+MODES = "one of none, piecewise, full_decode_only, full, full_and_piecewise"
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an empty text": ({"prompts": ["An", ""]}, "prompt 1 is empty ('')", GO_ON),
+    "an empty list of ids": ({"prompts": [[65], [66], []]}, "prompt 2 is empty ([])", GO_ON),
+    "no prompts": ({"prompts": []}, "prompts=[]", LISTS),
+    "a text, not a list": ({"prompts": "An"}, "prompts='An'", LISTS),
+    "ids, not a list of them": ({"prompts": [65, 66]}, "prompts=[65, 66]", LISTS),
+    "an id beyond the vocabulary": ({"prompts": [[65, 257]]}, "prompt 0 holds 257", IDS),
+    "a negative id": ({"prompts": [[65], [-1]]}, "prompt 1 holds -1", IDS),
+    "a float for an id": ({"prompts": [[65.0]]}, "prompt 0 holds 65.0", IDS),
+    "a bool for an id": ({"prompts": [[True]]}, "prompt 0 holds True", IDS),
+    "too many ids": (
+        {"prompts": [[65], [65] * 512]},
+        "prompt 1 has 512 tokens; the model's limit is 512, one of them to be generated",
+        "shorten it to 511 tokens",
+    ),
+    "too long a text": (
+        {"prompts": ["x" * 600]},
+        "prompt 0 has 600 tokens; the model's limit is 512, one of them to be generated",
+        "shorten it to 511 tokens",
+    ),
+    "no tokens": ({"max_tokens": 0}, "max_tokens=0", "a whole number >= 1"),
+    "a fraction of tokens": ({"max_tokens": 1.5}, "max_tokens=1.5", "a whole number >= 1"),
+    "a negative temperature": ({"temperature": -0.5}, "temperature=-0.5", FINITE),
+    "an infinite temperature": ({"temperature": float("inf")}, "temperature=inf", FINITE),
+    "no number for a temperature": ({"temperature": float("nan")}, "temperature=nan", FINITE),
+    "the name of a transport": (
+        {"transport": "threads"},
+        "transport='threads'",
+        "Local(), Threads() or Distributed(), of weft.transforms",
+    ),
+    "an unknown mode": ({"graph": "fast"}, "graph='fast'", MODES),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_generate_refuses(case: str, demo: Model, usual: tuple[list[weft.Completion], Any]) -> None:
+    changes, seen, instead = REFUSED[case]
+    options: dict[str, Any] = {"prompts": ["An"], "max_tokens": 3, "temperature": 0.0, **changes}
+    numbers = f"max_tokens={options['max_tokens']}, temperature={options['temperature']}"
+    call = f"weft.generate(model, prompts, {numbers}, pipeline=1)"
+    with refused(RequestError, call, seen, instead):
+        weft.generate(demo, **options)
+    assert_unharmed(demo, usual)
+
+
+@pytest.mark.parametrize("stages", [7, 0, -1])
+def test_more_pipeline_stages_than_layers(stages: int, demo: Model, usual: tuple[list[weft.Completion], Any]) -> None:
+    call = f"weft.generate(model, prompts, max_tokens=3, temperature=0.0, pipeline={stages})"
+    seen = f"pipeline={stages}; the model has 6 layers"
+    with refused(RequestError, call, seen, "from 1 stage to one a layer"):
+        weft.generate(demo, ["An"], max_tokens=3, pipeline=stages)
+    assert_unharmed(demo, usual)
+
+
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": "1"}, "temperature='1'"),
+    ({"temperature": None}, "temperature=None"),
+    ({"temperature": 1e39}, "temperature=1e\\+39"),
+    ({"seed": 1.5}, "1\\.5"),
+    ({"seed": "3"}, "'3'"),
+    ({"pipeline": 1.5}, "1\\.5"),
+    ({"pipeline": "2"}, "'2'"),
+    ({"prompts": None}, "None"),
+    ({"prompts": [None]}, "None"),
+    ({"prompts": ["An", 65]}, "65"),
+    ({"prompts": [b"An"]}, "b'An'"),
+    ({"prompts": torch.tensor([[65, 66]])}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), WRONG_TYPES, ids=[str(changes) for changes, _ in WRONG_TYPES])
+def test_arguments_of_a_wrong_type_or_size_are_named(changes: dict[str, Any], text: str, demo: Model) -> None:
+    """Never cut to what fits, and never an error from somewhere below."""
+    options: dict[str, Any] = {"prompts": ["An"], "max_tokens": 1, "temperature": 1.0, "graph": "none", **changes}
+    with pytest.raises(WeftError, match=text):
+        weft.generate(demo, **options)

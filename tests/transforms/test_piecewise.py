@@ -1,0 +1,58 @@
+"""piecewise: operators to cut at, named in every way, and those that are none."""
+
+from typing import Any
+
+import pytest
+import torch
+from refusal import refused
+from torch import Tensor
+
+import weft
+from weft.errors import CaptureError
+
+
+def sorts(x: Tensor) -> Tensor:
+    return torch.sort(x * 2).values + 1
+
+
+OPERATORS = "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort"
+
+
+def test_operators_that_are_none() -> None:
+    for given in (torch.sort, "torch.sort", "sort", 3):
+        with refused(CaptureError, "graphify(sorts, ...)", f"split_at={given!r}", OPERATORS):
+            weft.piecewise(sorts, split_at=given)
+    instead = "the operators to cut at, as in split_at='aten::sort'; or weft.graphify, for one graph"
+    with refused(CaptureError, "weft.piecewise(sorts)", "split_at=()", instead):
+        weft.piecewise(sorts, split_at=())
+
+
+def test_operators_that_are_not_called_are_told_beside_those_that_are() -> None:
+    seen = "no call of aten::linear, where it was to be cut into pieces"
+    with refused(
+        CaptureError, "graphify(sorts)", seen, "name an operator that it calls: aten::add, aten::mul, aten::sort"
+    ):
+        weft.piecewise(sorts, split_at="aten::linear")(torch.ones(2))
+
+    def many(x: Tensor) -> Tensor:
+        for name in ("sin", "cos", "tan", "exp", "log", "abs", "neg", "sqrt", "tanh", "erf", "sinh", "cosh"):
+            x = getattr(torch, name)(x)
+        return x
+
+    with pytest.raises(CaptureError) as error:
+        weft.piecewise(many, split_at="aten::sort")(torch.ones(2))
+    assert error.value.instead.endswith(", ...")
+    assert error.value.instead.count("aten::") == 10
+
+
+@pytest.mark.parametrize(
+    "given", [torch.ops.aten.sort, torch.ops.aten.sort.default, "aten::sort.default", ["aten::sort", "aten::topk"]]
+)
+def test_operators_in_every_way_to_name_them(given: Any) -> None:
+    @weft.piecewise(split_at=given)
+    def decorated(x: Tensor) -> Tensor:
+        return sorts(x)
+
+    assert decorated(torch.tensor([3.0, 1.0])).tolist() == [3, 7]
+    assert decorated.num_pieces() == (2,)
+    assert decorated.__name__ == "decorated"
