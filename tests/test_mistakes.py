@@ -430,7 +430,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "engine: a number for limits": (lambda: weft.Engine(model(), 4), """
         RequestError: weft.Engine(model, pipeline=1, graph='full_and_piecewise', run_ahead=1)
           saw: limits is a int
-          instead: weft.EngineLimits(max_num_reqs=..., max_num_tokens=...)
+          instead: weft.EngineLimits(...), or None
     """),
     "engine: two prompts at once": (lambda: engine().add(["A", "B"], max_tokens=1), """
         RequestError: engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=1, id='request 0')
@@ -440,7 +440,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "engine: a dict for sampling": (lambda: engine().add("A", {"temperature": 1}, max_tokens=1), """
         RequestError: engine.add(prompt, {'temperature': 1}, max_tokens=1, id='request 0')
           saw: sampling is a dict
-          instead: weft.SamplingParams(temperature=...)
+          instead: weft.SamplingParams(...), or None
     """),
     "engine: two requests of one id": (two_of_a_name, """
         RequestError: engine.add(prompt, None, max_tokens=1, id='mine')
@@ -464,8 +464,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     """),
     "speculation: a number": (lambda: engine(speculation=3), """
         RequestError: weft.Engine(model, pipeline=1, graph='none', run_ahead=1)
-          saw: speculation=3
-          instead: weft.Speculation(num_tokens=...)
+          saw: speculation is a int
+          instead: weft.Speculation(...), or None
     """),
     "speculation: no drafts": (lambda: weft.Speculation(num_tokens=0), """
         RequestError: weft.Speculation(num_tokens=0, ngram=None, model=None)

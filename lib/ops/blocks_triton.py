@@ -7,19 +7,15 @@ bfloat16, whose products triton's interpreter gets wrong.
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
+from weft.ops.early_triton import INTERPRETED
 from weft.ops.fp8 import LEAST, MOST
 
 _MOST = tl.constexpr(MOST)
 _LEAST = tl.constexpr(LEAST)
-
-# The interpreter rounds wrongly to FP8, so that there the values are rounded before.
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -41,7 +37,7 @@ def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
 @triton.jit
 def to_fp8(x):
     """float8_e4m3fn of float32 within its range, to nearest, ties to even."""
-    if INTERPRETED:
+    if INTERPRETED:  # which rounds wrongly to FP8
         step = tl.exp2(tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 1e-30))), -6.0) - 3.0)
         down = tl.floor(x / step)
         rest = x / step - down

@@ -12,6 +12,7 @@ Captured, it is an edge of the graph.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import functools
+import os
 
 import torch
 import triton
@@ -19,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
-from weft.ops.blocks_triton import INTERPRETED
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Whether kernels run by triton's interpreter, on the CPU."""
 
 
 @triton.jit

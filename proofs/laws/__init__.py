@@ -42,7 +42,7 @@ from weft.proofs.laws.pipeline import (
 )
 from weft.proofs.laws.requests import WAYS, order_is_free, seed_and_position_fix_the_sample
 from weft.proofs.laws.schedule import broken_programs_are_refused, checker_is_right, schedules_are_right
-from weft.proofs.laws.serving import hosts_agree, served_as_alone, speculation_changes_nothing, stages_agree
+from weft.proofs.laws.serving import hosts_agree, speculation_changes_nothing, stages_agree
 
 __all__ = [
     "TRANSFORMS",
@@ -83,7 +83,6 @@ __all__ = [
     "run_ahead_is_none",
     "schedules_are_right",
     "seed_and_position_fix_the_sample",
-    "served_as_alone",
     "served_in_turn",
     "speculation_changes_nothing",
     "stage_padding_is_inert",

@@ -59,7 +59,7 @@ from weft.proofs.strategies.programs import (
 )
 from weft.proofs.strategies.sampling import sampling_params
 from weft.proofs.strategies.tensors import tensors
-from weft.proofs.strategies.traces import Arrival, Trace, traces
+from weft.proofs.strategies.traces import Trace, traces
 
 __all__ = [
     "ARCHITECTURES",
@@ -72,7 +72,6 @@ __all__ = [
     "STATICS",
     "UPDATES",
     "VALUES",
-    "Arrival",
     "Broken",
     "Call",
     "Function",

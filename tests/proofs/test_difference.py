@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.batch import Batch
-from weft.proofs.difference import LawViolation, assert_equal, find_difference
+from weft.proofs.difference import Difference, LawViolation, assert_equal, find_difference
 from weft.proofs.elements import Tolerance, ulps
 from weft.proofs.strategies import tensors
 
@@ -64,7 +64,9 @@ SAID: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("case", SAID)
 def test_what_is_told_apart(case: str) -> None:
     seen, expected, said = SAID[case]
-    assert str(find_difference(seen, expected)) == said
+    found = find_difference(seen, expected)
+    assert isinstance(found, Difference)
+    assert str(found) == said
     for value in (seen, expected):
         assert find_difference(value, value) is None
 
