@@ -13,6 +13,7 @@ from weft.proofs.laws.compare import visible
 from weft.proofs.search import copies
 from weft.proofs.subject import Arguments, Subject
 from weft.state import State
+from weft.transforms.borrowing import lends
 from weft.transforms.graphify import graphify
 from weft.transforms.microbatch import microbatch
 from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -186,7 +187,7 @@ def _wants_a_ladder(subject: Subject) -> str:
 
 
 def _wants_copies(subject: Subject) -> str:
-    return "lends results" if subject.graph.lends else ""
+    return "lends results" if lends(subject.graph) else ""
 
 
 LAWS = (
