@@ -15,7 +15,7 @@ from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
 from weft.transforms.backends.tape import Operation, TapeBackend, TapeRecording
 from weft.transforms.call import hashable_signature, key_of
-from weft.transforms.capture import Entry
+from weft.transforms.capture import Before, Entry
 from weft.transforms.graphs import Graphs
 from weft.transforms.memo import LeafKey, leaf_key
 from weft.transforms.results import Outputs
@@ -131,9 +131,9 @@ def _drop_in_use(self: Graphs, key: Any, entry: Entry) -> None:
     self.memo = {key: entry}
 
 
-@contextmanager
-def _unrestored(tensors: list[Tensor]) -> Iterator[None]:
-    yield
+class _Unrestored(Before):
+    def rewind(self) -> None:
+        self.changed = False
 
 
 def _home_without_writing(value: Any, home: Tensor | None) -> Any:
@@ -179,7 +179,7 @@ GRAPHS = (
     Mutant("new state is not written", find("L1", "pure"), replace(_RESULTS, "_write_back", _home_without_writing)),
     Mutant("two results change places", find("L1", "pure"), replace(_REPLAY, "hand_over", _swapped)),
     Mutant("the key forgets addresses", find("L1", "pure"), _forgetting("address")),
-    Mutant("a capture counts as a step", find("L1", "under a ladder"), replace(_CAPTURE, "_restored", _unrestored)),
+    Mutant("a capture counts as a step", find("L1", "under a ladder"), replace(_CAPTURE, "Before", _Unrestored)),
     Mutant("the key forgets shapes", _CALLS, _forgetting("shape")),
     Mutant("the key forgets strides", _CALLS, _forgetting("stride")),
     Mutant("the key forgets types", _CALLS, _forgetting("dtype")),
@@ -195,7 +195,7 @@ GRAPHS = (
     Mutant("a split operator is not run again", find("L5", "pure"), replace(_TAPE, "Operation", _Idle)),
     Mutant("the key forgets the LoRAs", find("L7"), replace(_GRAPHS, "key_of", _key_without_loras)),
     Mutant("the warm-up runs on the live batch", find("L8", "models"), _live_warm_up),
-    Mutant("the state is not restored", find("L8", "pure"), replace(_CAPTURE, "_restored", _unrestored)),
+    Mutant("the state is not restored", find("L8", "pure"), replace(_CAPTURE, "Before", _Unrestored)),
     Mutant("results are borrowed", find("L9", "ownership"), replace(_REPLAY, "hand_over", _borrowing)),
     Mutant(
         "donation leaves the old value alive",
@@ -208,7 +208,7 @@ GRAPHS = (
         "a graph in use is dropped", find("L9", "dropped"), partial(mock.patch.object, Graphs, "_keep", _drop_in_use)
     ),
     Mutant("an estimate forgets classes", find("L14"), replace(_MEMORY, "between", lambda points, size: 0)),
-    Mutant("an estimate leaves its steps in the state", find("L14"), replace(_CAPTURE, "_restored", _unrestored)),
+    Mutant("an estimate leaves its steps in the state", find("L14"), replace(_CAPTURE, "Before", _Unrestored)),
     Mutant("a torch.func transform is not inlined", find("L15", "functions of graphs"), _blind_to_func),
     Mutant("a replay reads its capture's inputs", find("L15", "graphs of functions"), _FILL_NOTHING),
 )
