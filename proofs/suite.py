@@ -163,7 +163,7 @@ def _scheduled(data: st.DataObject, device: str) -> None:
 
 
 def _paged(data: st.DataObject, device: str) -> None:
-    trace = data.draw(strategies.traces(max_layers=1, alone=0, page_sizes=(2, 4, 8)))
+    trace = data.draw(strategies.traces(max_layers=1, alone=0, page_sizes=(4, 8, 2, 8)))
     laws.pages_are_read_by_whom_they_were_written_for(trace)
 
 
