@@ -20,23 +20,16 @@ from weft.state import State
 
 def read_at(batch: Batch, num_drafts: int) -> Tensor:
     """The tokens of a batch behind which tokens are sampled: [num_reqs, n] int64, of a request that goes on all, and of
-    one that reads its prompt the last; and then the last again. In a uniform class n is its query length.
+    one that reads its prompt the last; and then the last again. In a uniform class n is its query length. With a
+    `token_mask` n is 1, and drafts hold for nothing: what a grammar allows behind one depends on it, and the device
+    alone knows it.
 
     Args:
         num_drafts: of a request at most.
-
-    Raises:
-        RequestError: several tokens of a request whose next one has a mask. What a grammar allows behind a draft
-            depends on the draft, which the device alone knows when the step is launched.
     """
     count = batch.descriptor.query_len or num_drafts + 1
-    if batch.token_mask is not None and count > 1:
-        call = f"a stage of num_drafts={num_drafts} with a token_mask"
-        seen = (
-            f"a mask for one token of each request, where {count} are sampled: what it allows behind a draft depends "
-        )
-        instead = "Batch.decode(rows), without drafts; for prompts a stage of decoder_stage(..., num_drafts=0)"
-        raise RequestError(call, seen + "on the draft, which the device alone knows", instead)
+    if batch.token_mask is not None:
+        count = 1
     starts = batch.query_start_loc.to(torch.int64)
     last = starts[1:, None] - 1
     first = torch.where(batch.goes_on[:, None], starts[:-1, None], last)

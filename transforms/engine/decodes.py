@@ -10,6 +10,7 @@ from weft.transforms.engine.work import Growth
 def take_decodes(host: HostState, budget: Budget, cohort: int) -> tuple[int, list[Running], tuple[Growth, ...]]:
     """The tokens of each request in a cohort's next decode, the requests, and the pages that they need."""
     mine = [running for running in host.cohorts[cohort] if running.on_device and not running.is_full]
+    mine = [running for running in mine if not (running.request.is_masked and running.num_unread)]
     query_len = choose_query_len(host, budget, mine)
     taken, growths = [], []
     for running in mine:
@@ -24,7 +25,10 @@ def take_decodes(host: HostState, budget: Budget, cohort: int) -> tuple[int, lis
 
 def choose_query_len(host: HostState, budget: Budget, mine: Sequence[Running]) -> int:
     """Tokens of each request: as many, of those that there are graphs for, as one of the requests has use for; and for
-    which there is room in a step, and free pages: for drafts nobody has to make room."""
+    which there is room in a step, and free pages: for drafts nobody has to make room. One whose mask is known only for
+    its next token keeps all from having drafts."""
+    if any(running.request.is_masked for running in mine):
+        return 1
     useful = max((running.most_useful for running in mine), default=1)
     wanted = min((n for n in budget.query_lens if n >= useful), default=max(budget.query_lens))
     for query_len in sorted(budget.query_lens, reverse=True):

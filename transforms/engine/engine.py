@@ -17,6 +17,7 @@ from weft.stages.model import Model
 from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.intake import Intake
+from weft.transforms.engine.masks import Mask, read_mask
 from weft.transforms.engine.outputs import RequestOutput, Sample, joined
 from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.reading import Reading, Told
@@ -111,6 +112,7 @@ class Engine:
         self._samples: dict[str, Sample] = {}
         self._names: dict[str, list[str]] = {}
         self._pending: deque[Reading] = deque()
+        self._failed: list[RequestOutput] = []
         self._count = 0
         self._broken = ""
         spread = len(self.transport.ranks(pipeline)) < pipeline
@@ -126,6 +128,7 @@ class Engine:
         id: str | None = None,
         priority: int = 0,
         adapter: str | None = None,
+        mask: Mask | None = None,
     ) -> str:
         """A request arrives; its tokens come with the next `step()`s.
 
@@ -138,6 +141,10 @@ class Engine:
             id: a name that no request under way has; None: one is made.
             priority: the lower goes first; among equals who came first.
             adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
+            mask: a function of the tokens that it has said, called before each of its tokens, that returns those that
+                may be next, such as a grammar's (`weft.transforms.engine.masks.Mask`); None: any. What it says next
+                waits until what it said has been read, so that such a request does not run ahead, and has no drafts.
+                If the function raises, or allows nothing, the request ends with an error, and no other one does.
 
         Returns:
             The id.
@@ -147,13 +154,13 @@ class Engine:
         """
         name = self._free_name() if id is None else id
         request = self._intake.request(
-            self._count, name, prompt, sampling, max_tokens=max_tokens, priority=priority, adapter=adapter
+            self._count, name, prompt, sampling, max_tokens=max_tokens, priority=priority, adapter=adapter, mask=mask
         )
         names = [name, *(f"{name}[{index}]" for index in range(1, request.sampling.n))]
         if name in self._names or any(self._host.find(each) for each in names):
             call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
             raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
-        self._add_samples(name, names, request)
+        self._add_samples(name, names, request, mask)
         self._count += 1
         return name
 
@@ -161,17 +168,17 @@ class Engine:
         names = (f"request {index}" for index in itertools.count(self._count))
         return next(name for name in names if name not in self._names and not self._host.find(name))
 
-    def _add_samples(self, id: str, names: Sequence[str], first: Request) -> None:
+    def _add_samples(self, id: str, names: Sequence[str], first: Request, mask: Mask | None) -> None:
         """The completions of a request: the first leads, the others wait for the pages of its prompt."""
         budget, track = self.limits.budget, Track(first, self.model.tokenizer, self._special)
         self._host = add(self._host, first, budget)
-        self._samples[id] = Sample(id, 0, track, self._host.num_jobs)
+        self._samples[id] = Sample(id, 0, track, self._host.num_jobs, mask)
         seeds = sample_seeds(first.sampling.seed or 0, len(names))
         for index, (name, seed) in enumerate(zip(names[1:], seeds[1:], strict=True), 1):
             request = attrs.evolve(first, id=name, sampling=attrs.evolve(first.sampling, seed=seed))
             untold = attrs.evolve(request, sampling=attrs.evolve(request.sampling, prompt_logprobs=None))
             self._host = add(self._host, untold, budget, behind=id)
-            self._samples[name] = Sample(id, index, track.of_same_prompt(request), self._host.num_jobs)
+            self._samples[name] = Sample(id, index, track.of_same_prompt(request), self._host.num_jobs, mask)
         self._names[id] = list(names)
 
     def abort(self, id: str) -> list[RequestOutput]:
@@ -201,7 +208,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether no request is left, and no step whose tokens were not read."""
-        return not self._names and not self._pending and not self._stepper.num_under_way
+        return not (self._names or self._pending or self._failed or self._stepper.num_under_way)
 
     def is_under_way(self, id: str) -> bool:
         """Whether the request of that id has not ended."""
@@ -238,7 +245,8 @@ class Engine:
         """
         self.launch()
         with self._whole():
-            return self._read(self._pending.popleft()) if self._pending else []
+            failed, self._failed = self._failed, []
+            return [*failed, *(self._read(self._pending.popleft()) if self._pending else [])]
 
     def launch(self) -> None:
         """Start work as far ahead as is allowed, or as there is any."""
@@ -278,6 +286,7 @@ class Engine:
         id: str | None = None,
         priority: int = 0,
         adapter: str | None = None,
+        mask: Mask | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request as an async iterator; any number of them run on one event loop, and share every
         step. A consumer that goes away (`aclose()`, `break`, a cancelled task) aborts its request.
@@ -286,7 +295,7 @@ class Engine:
         it. All stages must run in this process.
 
         Args:
-            prompt, sampling, max_tokens, id, priority, adapter: as `add` takes them.
+            prompt, sampling, max_tokens, id, priority, adapter, mask: as `add` takes them.
 
         Raises:
             RequestError: with the first output, what `add` raises; ProgramError: stages in other processes.
@@ -301,19 +310,39 @@ class Engine:
         >>> asyncio.run(both())
         [3, 3]
         """
-        return self._streams.stream(prompt, sampling, max_tokens=max_tokens, id=id, priority=priority, adapter=adapter)
+        return self._streams.stream(
+            prompt, sampling, max_tokens=max_tokens, id=id, priority=priority, adapter=adapter, mask=mask
+        )
 
     def _launch(self) -> bool:
         """Schedule a step of every cohort, and start it; False where there is nothing to do."""
         works: list[Work] = []
         for _ in range(self.limits.budget.num_cohorts):
             self._host, more = schedule(self._host, self.limits.budget)
-            works += more
+            works += map(self._masked, more)
         if works:
             self._keep(self._stepper(works))
             for work in works:
                 self._counts.add(work)
         return bool(works)
+
+    def _masked(self, work: Work) -> Work:
+        """Work, with what its requests may say next; a request whose mask fails ends, and what is said for it is
+        dropped."""
+        rows = zip(work.requests, work.samples, strict=True)
+        masks = tuple(self._mask(name) if sampled else None for name, sampled in rows)
+        return work if all(mask is None for mask in masks) else attrs.evolve(work, masks=masks)
+
+    def _mask(self, name: str) -> bytes | None:
+        sample = self._samples[name]
+        if sample.mask is None:
+            return None
+        try:
+            return read_mask(sample.id, sample.mask, sample.track.token_ids, self.model.config.vocab_size)
+        except RequestError as error:
+            self._host = finish(self._host, name, "error")
+            self._failed.append(attrs.evolve(self._end(name, "error", []), error=error))
+            return None
 
     def _keep(self, done: Sequence[Done]) -> None:
         if done:

@@ -40,6 +40,7 @@ class Intake:
         max_tokens: int,
         priority: int,
         adapter: str | None,
+        mask: Any,
     ) -> Request:
         """What `Engine.add` was called with, as a request; `index` is its number.
 
@@ -54,6 +55,9 @@ class Intake:
             raise RequestError(call, f"id={name!r}", "a string that is not empty, or None: one is made")
         if not isinstance(priority, int):
             raise RequestError(call, f"priority={priority!r}", "a whole number; the lower goes first")
+        if mask is not None and not callable(mask):
+            instead = "a function from the tokens said so far to the ids of those that may be next"
+            raise RequestError(call, f"mask is a {type(mask).__name__}", instead)
         if not is_count(max_tokens):
             raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
         check_sampling(call, self.model, given, self.num_logprobs)
@@ -71,7 +75,7 @@ class Intake:
         slot, more = -1 if adapter is None else self.slots[adapter], None
         if isinstance(prompt, EmbedsPrompt):
             more = read_given(prompt)
-        return Request(name, ids, most, params, priority, slot, more)
+        return Request(name, ids, most, params, priority, slot, more, mask is not None)
 
 
 def is_count(value: Any) -> bool:

@@ -23,6 +23,7 @@ class Request:
         priority: the lower goes first; among equals who came first.
         adapter: the slot of its LoRA adapter; -1: none.
         given: what its prompt has beside token ids; None: nothing.
+        is_masked: whether what it may say next depends on what it has said, so that this must have been read.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Request:
     priority: int = 0
     adapter: int = -1
     given: Given | None = None
+    is_masked: bool = False
 
 
 @attrs.define(eq=False)
@@ -78,8 +80,8 @@ class Running:
     drafts: bool = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        # Each token changes the penalties of the next, so that several cannot be drawn at once.
-        self.drafts = not features(self.request.sampling) & PENALTIES
+        # Each token changes the penalties of the next, or its mask, so that several cannot be drawn at once.
+        self.drafts = not (features(self.request.sampling) & PENALTIES or self.request.is_masked)
 
     @property
     def key(self) -> tuple[int, int]:

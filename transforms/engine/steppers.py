@@ -58,7 +58,7 @@ class Placer:
     _decodes: dict[tuple[tuple[int, ...], int, int], Batch] = attrs.field(factory=dict, init=False)
 
     def __call__(self, work: Work) -> PlacedWork:
-        if work.token_ids:
+        if work.token_ids or work.masks:
             return work.place(self.device, self.first)
         key = work.rows, work.query_len, work.num_active_loras
         if (batch := self._decodes.get(key)) is None:

@@ -14,6 +14,7 @@ from weft.outputs import Output
 from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.state import State, admit, advance, copy_pages, grow
+from weft.transforms.engine.masks import stack_masks
 from weft.transforms.engine.prompts import Given, place_embeds, place_positions
 from weft.trees import pytree
 
@@ -89,6 +90,7 @@ class Work:
         num_active_loras: different adapters of these requests.
         query_len: tokens of each request of a uniform decode: the last one, and drafts.
         given: of each request what its prompt has beside token ids; none where no prompt has.
+        masks: of each request the bits of the tokens that it may say next; None: any; none where nobody has a mask.
     """
 
     job: int
@@ -103,6 +105,7 @@ class Work:
     num_active_loras: int = 0
     query_len: int = 1
     given: tuple[Given | None, ...] = ()
+    masks: tuple[bytes | None, ...] = ()
 
     @property
     def feeds(self) -> bool:
@@ -136,7 +139,7 @@ class Work:
         loras = self.num_active_loras
         if not self.token_ids:
             batch = Batch.decode(self.rows, query_len=self.query_len, num_active_loras=loras, device=device)
-            return PlacedWork(batch, self.edits)
+            return PlacedWork(self._masked(batch, device), self.edits)
         ids, given = self.token_ids, self.given if first else ()
         if self.given and not first:
             ids = tuple(tuple(0 if token == EMBEDDED else token for token in own) for own in ids)
@@ -152,7 +155,10 @@ class Work:
         if self.targets:
             targets = torch.tensor([token for own in self.targets for token in own], dtype=torch.int64)
             batch = attrs.evolve(batch, targets=place(targets, device))
-        return PlacedWork(batch, self.edits)
+        return PlacedWork(self._masked(batch, device), self.edits)
+
+    def _masked(self, batch: Batch, device: torch.device | str) -> Batch:
+        return attrs.evolve(batch, token_mask=place(stack_masks(self.masks), device)) if self.masks else batch
 
     def __str__(self) -> str:
         counts = [len(ids) if ids != (LAST_TOKEN,) else "last" for ids in self.token_ids] or ["last"] * len(self.rows)

@@ -231,18 +231,20 @@ def test_a_draft_model_that_is_not_here_is_refused() -> None:
         Engine(small_model(), graph="none", speculation=Speculation(2, model=small_model().config))
 
 
-def test_a_mask_beside_drafts_is_refused_and_without_drafts_is_obeyed() -> None:
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_with_a_mask_no_draft_holds(query_len: int) -> None:
     """What a grammar allows behind a draft depends on the draft, and the mask is made before there is one."""
     allowed = pack_bits([7], 12).expand(2, -1).contiguous()
-    for batch in (Batch.decode([0, 1], query_len=3), Batch.ragged([0, 1], [[1, 2], [LAST_TOKEN]])):
-        with pytest.raises(RequestError, match="behind a draft depends on the draft, which the device") as error:
-            read_at(attrs.evolve(batch, token_mask=allowed), 2)
-        assert error.value.instead.startswith("Batch.decode(rows), without drafts")
+    ragged = attrs.evolve(Batch.ragged([0, 1], [[1, 2], [LAST_TOKEN]]), token_mask=allowed)
+    assert read_at(ragged, 2).tolist() == [[1], [2]]
     engine = Engine(small_model(), SMALL, graph="none", seed=0, speculation=Speculation(2))
     for index in range(2):
         engine.add([1, 2, index], max_tokens=9)
     engine.step()
-    stepper = engine._stepper
-    batch = attrs.evolve(Batch.decode([0, 1]), token_mask=allowed)
-    _, out = stepper.step(stepper.params, stepper.state, batch)  # type: ignore[attr-defined]
-    assert out.token_ids.tolist() == [[7], [7]]
+    stepper: Any = engine._stepper
+    before = [state.positions.clone() for state in stepper.state]
+    batch = attrs.evolve(Batch.decode([0, 1], query_len=query_len), token_mask=allowed)
+    state, out = stepper.step(stepper.params, stepper.state, batch)
+    assert (out.token_ids.tolist(), out.num_tokens.tolist()) == ([[7], [7]], [1, 1])
+    for old, new in zip(before, state, strict=True):
+        assert (new.positions - old)[:2].tolist() == [1, 1]
