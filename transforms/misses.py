@@ -192,6 +192,7 @@ class Recaptures:
     _fields: tuple[Any, ...] = ()
     _replays: int = 0
     _row: int = 0
+    _said: list[Any] = attrs.field(factory=list)
 
     def note(self, key: Key, names: Sequence[str], replays: int) -> None:
         """Take note of a capture, after so many replays of all graphs together."""
@@ -203,7 +204,8 @@ class Recaptures:
             return
         self._row = self._row + 1 if changed.fields == self._fields or self._row == 1 else 2
         self._fields = changed.fields
-        if self._row == ENDLESS:
+        if self._row == ENDLESS and changed.fields not in self._said:
+            self._said.append(changed.fields)
             warnings.warn(
                 f"{self.name}: the last {ENDLESS} calls captured a graph each, and replayed none that was there. They "
                 f"differ only in {changed}. Instead: {changed.remedy()}. The last call: {user_line()}",

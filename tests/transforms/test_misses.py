@@ -35,8 +35,8 @@ def fresh() -> Tensor:
 
 
 def swapped(g: Any, kept: list[Tensor]) -> None:
-    """A step whose output takes the state's storage, because it stands first."""
-    kept.append(g(kept[-1] if kept else fresh(), X)[1])
+    """A step whose output takes the state's storage, because it stands first; kept, so that no state gets it again."""
+    kept += g(kept[-1] if kept else fresh(), X)
 
 
 IN_PLACE = (
