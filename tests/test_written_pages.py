@@ -45,7 +45,7 @@ def test_each_capability_names_tests_that_exist() -> None:
 
 def test_a_test_that_does_not_exist_is_missed() -> None:
     assert missing_test("tests/test_nothing.py", "test_it", "", CASES) == "no file tests/test_nothing.py"
-    assert missing_test("tests/test_written_pages.py", "test_it", "", CASES) == "no test_it in tests/test_written_pages.py"
+    assert missing_test("tests/test_readme.py", "test_it", "", CASES) == "no test_it in tests/test_readme.py"
     law = ("tests/proofs/test_laws.py", "test_law_on_the_tape")
     assert missing_test(*law, "L3 pipeline is composition, on models", CASES) == ""
     assert missing_test(*law, "L99 all is well", CASES) == "no law 'L99 all is well'"

@@ -16,7 +16,7 @@ from weft.proofs.elements import Tolerance, ulps
 from weft.proofs.strategies import tensors
 
 NAN, INF = float("nan"), float("inf")
-Pair = namedtuple("Pair", "left right")  # noqa: PYI024: the kind that people have
+Pair = namedtuple("Pair", "left right")  # the kind that people have
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 EIGHTH = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 

@@ -242,9 +242,10 @@ def test_each_completion_is_what_it_is_alone(graph: str, stages: int) -> None:
 
 
 LEAST = {
-    "traces": 300, "several decode": 90, "adapters mixed": 7, "aborted with a step under way": 12, "preempted": 80,
-    "prefixes shared": 150, "drafts right": 90, "drafts wrong": 80, "drafts and preemption": 25, "mixed steps": 30,
+    "traces": 300, "several decode": 50, "adapters mixed": 7, "aborted with a step under way": 12, "preempted": 50,
+    "prefixes shared": 90, "drafts right": 40, "drafts wrong": 50, "drafts and preemption": 12, "mixed steps": 15,
 }  # fmt: skip
+"""About a third of what most runs reach: what is drawn differs from run to run."""
 
 
 def test_all_of_it_did_happen() -> None:
