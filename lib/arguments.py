@@ -4,7 +4,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from weft.errors import ArgumentError
 
@@ -31,9 +31,10 @@ def names_arguments(**meant: str) -> Callable[[F], F]:
     """
 
     def wrap(fn: F) -> F:
+        made: Any = fn
         if not isinstance(fn, type):
-            return _checked(fn, fn.__name__, meant)  # type: ignore[return-value]
-        type.__setattr__(fn, "__init__", _checked(fn.__init__, fn.__name__, meant))  # type: ignore[misc]
+            return cast(F, _checked(made, made.__name__, meant))
+        made.__init__ = _checked(made.__init__, made.__name__, meant)
         return fn
 
     return wrap

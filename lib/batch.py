@@ -1,6 +1,7 @@
 """`Batch`: what the host asks of a step. `ResolvedBatch`: that, with all that a step derives from it and the state."""
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, Self
 
 import attrs
@@ -150,10 +151,10 @@ class Batch:
             BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
             place(torch.tensor(rows, dtype=torch.int64), device),
             place(torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64), device),
-            place(torch.tensor([0, *_running_sum(lengths)], dtype=torch.int32), device),
+            place(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), device),
             place(torch.tensor(flags, dtype=torch.bool), device),
-            inputs_embeds=None if inputs_embeds is None else inputs_embeds.to(device),
-            positions=None if positions is None else positions.to(device),
+            inputs_embeds=None if inputs_embeds is None else place(inputs_embeds, device),
+            positions=None if positions is None else place(positions, device),
         )
 
     @property
@@ -213,10 +214,6 @@ def _check_positions(call: str, count: int, positions: Tensor | None) -> None:
         seen = f"positions of shape {list(positions.shape)}, {positions.dtype}, for {count} tokens"
         instead = "rows for time, height and width, [3, num_tokens] int64, as get_rope_index(...)[0][:, 0]"
         raise DescriptorError(call, seen, instead)
-
-
-def _running_sum(lengths: Sequence[int]) -> list[int]:
-    return [sum(lengths[: i + 1]) for i in range(len(lengths))]
 
 
 @pytree

@@ -5,11 +5,11 @@ from torch import Tensor
 
 
 def place(x: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor of the host on `device`.
+    """A tensor on `device`, from wherever it is.
 
     A copy from pageable memory waits until the device has done all that came before, and a host that is to be steps
     ahead would stand still. So it goes through pinned memory, which torch keeps until the copy has been made.
     """
-    if torch.device(device).type != "cuda":
+    if x.device.type != "cpu" or torch.device(device).type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)

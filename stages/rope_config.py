@@ -37,7 +37,7 @@ _OPTIONAL_KEYS: Mapping[RopeKind, frozenset[str]] = {
 }
 
 
-def parse_rope(fields: Fields, default: Rope = Rope()) -> Rope:  # noqa: B008 - a frozen value
+def parse_rope(fields: Fields, default: Rope) -> Rope:
     """The `Rope` of a whole config.json, in transformers' 4 or 5 style.
 
     Args:

@@ -1,7 +1,8 @@
 """The text decoder's part of a Qwen2-VL config.json: weft runs it alone, and takes images as embeddings."""
 
 from collections.abc import Mapping
-from typing import Any
+
+import attrs
 
 from weft.stages.fields import Fields
 from weft.stages.rope import Rope
@@ -35,7 +36,7 @@ def text_part(fields: Fields) -> Fields:
     text = fields.raw.get("text_config")
     outer = {name: value for name, value in fields.raw.items() if name != "text_config"}
     if text is None:
-        return _evolved(fields, outer)
+        return attrs.evolve(fields, raw=outer)
     if not isinstance(text, Mapping):
         raise fields.refuse("text_config", "text_config is an object, or null")
     if text.get("model_type", _TYPES[0]) not in _TYPES:
@@ -45,8 +46,4 @@ def text_part(fields: Fields) -> Fields:
     for name, value in inner.items():
         if name in outer and outer[name] != value:
             raise fields.contradict({name: outer[name], f"text_config.{name}": value}, f"give {name} once")
-    return _evolved(fields, outer | inner)
-
-
-def _evolved(fields: Fields, raw: Mapping[str, Any]) -> Fields:
-    return Fields(raw, fields.call, fields.source, fields.prefix)
+    return attrs.evolve(fields, raw=outer | inner)

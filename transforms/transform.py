@@ -8,7 +8,7 @@ other, passed in and out.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import attrs
 
@@ -94,7 +94,7 @@ class Transform:
             own, new, out = made
             return Carried(new, own), out
 
-        return run  # type: ignore[return-value]
+        return cast(F, run)
 
 
 def lift(advance: F) -> F:
@@ -112,4 +112,4 @@ def lift(advance: F) -> F:
             return Carried(lifted(state.state, *rest), state.own)
         return advance(state, *rest)
 
-    return lifted  # type: ignore[return-value]
+    return cast(F, lifted)

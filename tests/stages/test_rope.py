@@ -43,7 +43,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def parse(raw: dict[str, Any]) -> Rope:
-    return parse_rope(Fields(raw, "load_config('m')", "config.json"))
+    return parse_rope(Fields(raw, "load_config('m')", "config.json"), Rope())
 
 
 @st.composite

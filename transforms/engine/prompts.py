@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.batch import EMBEDDED, IN_ORDER
 from weft.errors import RequestError
+from weft.placing import place
 from weft.stages.model import Model
 from weft.stages.mrope import mrope_position_delta
 
@@ -158,7 +159,7 @@ def place_embeds(
     for one, start, ids in zip(given, starts, token_ids, strict=True):
         if one is not None and one.inputs_embeds is not None:
             own = one.inputs_embeds[start : start + len(ids)]
-            placed[first : first + len(own)] = own.to(device)
+            placed[first : first + len(own)] = place(own, device)
         first += len(ids)
     return placed
 
@@ -178,4 +179,4 @@ def place_positions(
             own = one.positions[:, start : start + len(ids)]
             placed[:, first : first + own.shape[1]] = own
         first += len(ids)
-    return placed.to(device) if bool((placed >= 0).any()) else None
+    return place(placed, device) if bool((placed >= 0).any()) else None
