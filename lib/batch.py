@@ -165,18 +165,23 @@ class Batch:
         return self.input_ids[first] == LAST_TOKEN
 
     def owners(self) -> tuple[Tensor, Tensor]:
-        """[num_tokens] int32: the request of each token, and its place among that one's tokens. Tokens behind the end
-        of `query_start_loc` belong to nobody, and get the last request."""
-        starts = self.query_start_loc
-        index = torch.arange(len(self.input_ids), device=starts.device, dtype=starts.dtype)
-        owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=len(self.rows) - 1)
-        return owner, index - starts[owner]
+        """`find_owners` of its tokens."""
+        return find_owners(self.query_start_loc, len(self.input_ids))
 
     def after_first(self) -> Self:
         """What stages behind the first one get of it."""
         if self.inputs_embeds is None and self.positions is None:
             return self
         return attrs.evolve(self, inputs_embeds=None, positions=None)
+
+
+def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """[num_tokens] int32: the request of each token, and its place among that one's tokens. Tokens behind the end of
+    `query_start_loc` [num_reqs + 1] belong to nobody, and get the last request."""
+    starts = query_start_loc
+    index = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
+    owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=len(starts) - 2)
+    return owner, index - starts[owner]
 
 
 def _as_list(call: str, name: str, given: Any) -> list[Any]:

@@ -8,10 +8,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import DRAFT, LAST_TOKEN, Batch, ResolvedBatch
+from weft.batch import Batch, ResolvedBatch
 from weft.donation import donatable, donates
 from weft.drafting import Drafting
 from weft.errors import RequestError
+from weft.ops.requests import move_on, resolve_tokens
 from weft.ops.sample_rows import count_tokens
 from weft.outputs import Output
 from weft.placing import place
@@ -211,42 +212,24 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
 def resolve(state: State, batch: Batch) -> ResolvedBatch:
     """Read from the state what the batch leaves open. Pure, and without a host read.
 
-    Each token finds its request by a search in `query_start_loc`; tokens behind its end belong to nobody.
+    Each token finds its request by a search in `query_start_loc`; tokens behind its end belong to nobody. On a GPU it
+    is one kernel.
     """
-    starts, (owner, place) = batch.query_start_loc, batch.owners()
-    row = batch.rows[owner]
-    valid = (place < starts[1:][owner] - starts[owner]) & (row >= 0)
-
-    position = torch.where(valid, state.positions[row] + place, 0)
-    last = state.last_tokens[row]
-    input_ids = torch.where(valid, torch.where(batch.input_ids == LAST_TOKEN, last, batch.input_ids), 0)
-    page_size = state.kv_pages.shape[3]
-    page = state.block_table[row, position // page_size].to(torch.int64)
-    kept = valid
-    if state.drafting is not None:
-        input_ids = torch.where(input_ids == DRAFT, 0, input_ids)
-        kept = valid & (position < state.drafting.limits[row] - 1)  # nothing follows a request's last token
-    slot = torch.where(kept, page * page_size + position % page_size, -1)
-
-    query_lens = starts[1:] - starts[:-1]
-    seq_lens = torch.where(batch.rows >= 0, state.positions[batch.rows] + query_lens, 0).to(torch.int32)
-    last_index = (starts[1:].to(torch.int64) - 1).clamp(min=0)
-    block_table = state.block_table[batch.rows]
-    adapters, active = _find_adapters(state, batch, owner, valid)
+    limits = None if state.drafting is None else state.drafting.limits
+    ids, positions, slots, seq_lens, block_table, last_index = resolve_tokens(
+        batch.rows, batch.input_ids, batch.query_start_loc, state.positions, state.last_tokens, state.block_table,
+        limits, state.kv_pages.shape[3],
+    )  # fmt: skip
+    adapters, active = _find_adapters(state, batch)
     return ResolvedBatch(
-        batch.descriptor, batch.rows, input_ids, position, starts, seq_lens, block_table, slot, last_index,
+        batch.descriptor, batch.rows, ids, positions, batch.query_start_loc, seq_lens, block_table, slots, last_index,
         adapters, active,
     )  # fmt: skip
 
 
-def _find_adapters(state: State, batch: Batch, owner: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
     """The slot of each token's adapter [num_tokens], and those slots, each once [num_active_loras]; None for a batch
-    without adapters.
-
-    Args:
-        owner: [num_tokens] int32, each token's request.
-        valid: [num_tokens] bool, whether it is one.
-    """
+    without adapters."""
     count = batch.descriptor.num_active_loras
     if not count:
         return None, None
@@ -257,7 +240,9 @@ def _find_adapters(state: State, batch: Batch, owner: Tensor, valid: Tensor) -> 
     first &= ordered >= 0
     place = torch.where(first, first.cumsum(0) - 1, count).clamp(max=count)  # the last place is for the others
     active = torch.full((count + 1,), -1, dtype=torch.int32, device=ordered.device).scatter(0, place, ordered)
-    return torch.where(valid, of_requests[owner], -1), active[:count]
+    owner, place = batch.owners()
+    is_token = place < (batch.query_start_loc[1:] - batch.query_start_loc[:-1])[owner]
+    return torch.where(is_token, of_requests[owner], -1), active[:count]
 
 
 @donates("state")
@@ -273,15 +258,10 @@ def advance(state: State, batch: Batch, out: Output | None) -> State:
     """
     if out is not None and out.num_tokens is not None:
         return _advance_verified(state, batch, out, out.num_tokens)
-    starts = batch.query_start_loc
-    old = state.positions[batch.rows]
-    kept = batch.rows >= 0
-    state.positions[batch.rows] = torch.where(kept, old + (starts[1:] - starts[:-1]), old)
-    if out is None:
-        return state
-    last = state.last_tokens[batch.rows]
-    state.last_tokens[batch.rows] = torch.where(kept & batch.samples, out.token_ids, last)
-    count_tokens(state.sampling, batch.rows, out.token_ids, batch.samples)
+    ids = None if out is None else out.token_ids
+    move_on(state.positions, state.last_tokens, batch.rows, batch.query_start_loc, batch.samples, ids)
+    if ids is not None:
+        count_tokens(state.sampling, batch.rows, ids, batch.samples)
     return state
 
 

@@ -10,6 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.ops.rope import turn_tables
+
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
@@ -131,9 +133,7 @@ def rope_tables(
     Returns:
         `(cos, sin)`, each `[T, head_dim / 2]` of `dtype`.
     """
-    of_pairs = positions[:, None]
     if mrope_section is not None:
         columns = positions.split(1, dim=1)
-        of_pairs = torch.cat([x.expand(-1, count) for x, count in zip(columns, mrope_section, strict=True)], dim=1)
-    angles = of_pairs.float() * inv_freq
-    return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
+        positions = torch.cat([x.expand(-1, count) for x, count in zip(columns, mrope_section, strict=True)], dim=1)
+    return turn_tables(inv_freq, positions, attention_factor, dtype)

@@ -12,11 +12,13 @@ from torch import Tensor
 from weft.ops.blocks_triton import power_of_two
 from weft.ops.early_triton import begin, early, release
 
-_CHUNK = 1024
-"""Pairs that `_align_kernel` looks at at a time."""
+_CHUNKS = {512: (512, 4), 4096: (1024, 4)}
+"""Of so many pairs at most: those that `_align_kernel` looks at at a time, and its warps."""
+_MANY = (4096, 16)
+"""Of more pairs."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "num_blocks"])
 def _align_kernel(
     experts, order, owners, pairs, num_blocks,
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -93,9 +95,10 @@ def align(experts: Tensor, num_experts: int, block: int) -> Aligned:
     blocks = pairs // block + min(pairs, num_experts)
     order = experts.new_empty(blocks * block)
     owners = experts.new_empty(blocks)
+    chunk, warps = next((one for most, one in _CHUNKS.items() if pairs <= most), _MANY)
     _align_kernel[(num_experts + 1,)](
         experts, order, owners, pairs, blocks,
-        BINS=power_of_two(num_experts + 1), BLOCK=block, CHUNK=min(_CHUNK, power_of_two(pairs)), num_warps=4,
+        BINS=power_of_two(num_experts + 1), BLOCK=block, CHUNK=chunk, num_warps=warps,
         **early(experts),
     )  # fmt: skip
     return Aligned(order, owners)

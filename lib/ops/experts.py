@@ -53,7 +53,7 @@ def run_experts(
             float32, of weights in FP8; then I is a multiple of 128.
 
     Returns:
-        Parts (`weft.ops.parts`) `[top_k, T, H]` float32.
+        Parts (`weft.ops.parts`) `[top_k, T, H]` of `dtype`.
 
     Raises:
         DescriptorError: shapes contradict each other, or only one of x and the two weights is in FP8.
@@ -96,14 +96,14 @@ def reference_run_experts(
 ) -> Tensor:
     """`weft::run_experts` in plain torch, on any device."""
     x = values.float() if scales is None else dequantize(Quantized(values, scales))
-    out = x.new_zeros((experts.shape[1], *values.shape))
+    out = x.new_zeros((experts.shape[1], *values.shape), dtype=dtype)
     for expert in experts.unique().tolist():
         tokens, slots = (experts == expert).nonzero(as_tuple=True)
         first = _wide(gate_up, gate_up_scale, expert)
         gate, up = (x[tokens] @ first.T).chunk(2, dim=-1)
         middle = gated(gate, up, dtype)
         wide = middle.float() if scales is None else dequantize(Quantized(*reference_quantize(middle)))
-        out[slots, tokens] = wide @ _wide(down, down_scale, expert).T * weights[tokens, slots, None]
+        out[slots, tokens] = (wide @ _wide(down, down_scale, expert).T * weights[tokens, slots, None]).to(dtype)
     return out
 
 
@@ -127,7 +127,7 @@ def _fake_run_experts(
     experts: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    return values.new_empty((experts.shape[1], *values.shape), dtype=torch.float32)
+    return values.new_empty((experts.shape[1], *values.shape), dtype=dtype)
 
 
 register(

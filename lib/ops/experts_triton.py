@@ -6,7 +6,8 @@ A pair is a token and one of its experts; pair p is slot `p % top_k` of token `p
    expert (`weft.ops.align_triton`), each expert's padded to whole blocks; programs for blocks that are not there end
    at once.
 2. `_expert_kernel` multiplies a tile of the expert's rows with its pairs: first gates and ups, which become
-   `silu(gate) * up`, then, in a second launch, the way down, weighted.
+   `silu(gate) * up`, then, in a second launch, the way down, weighted. It is made for few tokens, which the weights'
+   bytes bound; of many, `weft.ops.experts_many_triton` does the same.
 
 Sums over experts are left to the reader: each pair has a place of its own, so that nothing is added atomically and no
 result depends on the order of programs. Import it only where triton is installed.
@@ -15,19 +16,18 @@ result depends on the order of programs. Import it only where triton is installe
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops import experts_many_triton
 from weft.ops.align_triton import Aligned, align, find_expert, scan
 from weft.ops.blocks_triton import TRITON_DTYPES, power_of_two, quantize_rows
 from weft.ops.early_triton import begin, early, release
 from weft.ops.norm_triton import quantize
-from weft.ops.product_triton import load_step, multiply, multiply_step, zeros
-from weft.ops.tiles import Tile, expert_tile
+from weft.ops.product_triton import multiply
+from weft.ops.tiles import SCAN_PAIRS, Tile, expert_tile
 
 
 @triton.jit
@@ -47,26 +47,14 @@ def _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH: tl.conste
 
 
 @triton.jit
-def _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
+def _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+                    TYPE: tl.constexpr):  # fmt: skip
     """A tile `[WIDTH, TOKENS]` times the pairs' weights, each to its slot's part."""
     column = tile * WIDTH + tl.arange(0, WIDTH)
     by = tl.load(weights + pair, mask=live, other=0.0)
     place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
     mask = (column < inner)[:, None] & live[None, :]
-    tl.store(out + place[None, :] * inner + column[:, None], acc * by[None, :], mask=mask)
-
-
-@triton.jit
-def _store(acc, out, out_scales, weights, pair, live, tile, inner, tokens, TOP_K: tl.constexpr, GATED: tl.constexpr,
-           WIDTH: tl.constexpr, TOKENS: tl.constexpr, SWAP: tl.constexpr, FP8_OUT: tl.constexpr,
-           TYPE: tl.constexpr):  # fmt: skip
-    """A tile's result, of either product."""
-    if not SWAP:
-        acc = tl.trans(acc)
-    if GATED:
-        _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH, TOKENS, FP8_OUT, TYPE)
-    else:
-        _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K, WIDTH)
+    tl.store(out + place[None, :] * inner + column[:, None], (acc * by[None, :]).to(TYPE), mask=mask)
 
 
 @triton.jit
@@ -80,52 +68,35 @@ def _rows(tile, inner, GATED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def _expert_tiles(
+def _expert_tile(
     x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, inner, tokens,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, SWAP: tl.constexpr,
-    FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """SPAN tiles of an expert's product with some pairs, stored. Several are one loop over the columns of all, so that
-    the next tile's loads do not wait for the last one's end."""
+    """A tile of an expert's product with some pairs, stored."""
     WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
     height = 2 * inner if GATED else inner
     w = weight + expert.to(tl.int64) * height * columns
     s = scale + expert * tl.cdiv(height, 128) * tl.cdiv(columns, 128)
     source = pair // TOP_K if GATED else pair
-    first = tl.program_id(1) * SPAN
-    if SPAN == 1:
-        n = _rows(first, inner, GATED, ROWS, WIDTH)
-        acc = multiply(
-            x, x_scales, source, live, w, s, n, 0, columns, columns, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, SWAP
-        )
-        release()
-        _store(acc, out, out_scales, weights, pair, live, first, inner, tokens, TOP_K, GATED, WIDTH, TOKENS, SWAP,
-               FP8_OUT, TYPE)  # fmt: skip
+    tile = tl.program_id(1)
+    n = _rows(tile, inner, GATED, ROWS, WIDTH)
+    acc = multiply(
+        x, x_scales, source, live, w, s, n, 0, columns, columns, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, True
+    )
+    release()
+    if GATED:
+        _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH, TOKENS, FP8_OUT, TYPE)
     else:
-        last = tl.minimum(first + SPAN, tl.cdiv(inner, WIDTH))
-        steps = tl.cdiv(columns, COLUMNS)
-        column = tl.arange(0, COLUMNS)
-        x_rows = x + source.to(tl.int64)[:, None] * columns + column[None, :]
-        acc = zeros(ROWS, TOKENS, SWAP)
-        for i in range((last - first) * steps):
-            n = _rows(first + i // steps, inner, GATED, ROWS, WIDTH)
-            k = i % steps * COLUMNS
-            w_rows = w + n.to(tl.int64)[:, None] * columns + column[None, :]
-            a, b = load_step(x_rows, w_rows, live, k, columns, EVEN, COLUMNS)
-            acc = multiply_step(acc, a, b, x_scales, s, source, live, n, k, columns, FP8, QUANTIZE, SWAP)
-            if i % steps == steps - 1:
-                _store(acc, out, out_scales, weights, pair, live, first + i // steps, inner, tokens, TOP_K, GATED,
-                       WIDTH, TOKENS, SWAP, FP8_OUT, TYPE)  # fmt: skip
-                acc = zeros(ROWS, TOKENS, SWAP)
+        _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K, WIDTH, TYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _expert_kernel(
     x, x_scales, weight, scale, weights, experts, order, owners, out, out_scales, pairs, num_experts, columns, inner,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, SWAP: tl.constexpr,
-    FP8_OUT: tl.constexpr, TYPE: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """`inner` is the result's columns; PAIRS > 0: the number of pairs as a power of two, each program finds its own."""
     begin()
@@ -134,17 +105,17 @@ def _expert_kernel(
         expert, count = find_expert(experts, pairs, num_experts, PAIRS)
         for start in range(0, count, TOKENS):
             pair, live = scan(experts, expert, pairs, start, PAIRS, TOKENS)
-            _expert_tiles(
+            _expert_tile(
                 x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, inner, tokens,
-                TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, SPAN, SWAP, FP8_OUT, TYPE,
+                TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
             )  # fmt: skip
     else:
         expert = tl.load(owners + tl.program_id(0))
         if expert >= 0:
             pair = tl.load(order + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))
-            _expert_tiles(
+            _expert_tile(
                 x, x_scales, weight, scale, weights, out, out_scales, expert, tl.maximum(pair, 0), pair >= 0, columns,
-                inner, tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, SPAN, SWAP, FP8_OUT, TYPE,
+                inner, tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
             )  # fmt: skip
 
 
@@ -161,9 +132,8 @@ def run_experts(
 ) -> Tensor:
     """`weft::run_experts`."""
     (tokens, top_k), (num_experts, doubled, hidden) = experts.shape, gate_up.shape
-    fp8 = scales is not None
-    first = expert_tile(tokens, top_k, doubled, hidden, num_experts, fp8)
-    second = expert_tile(tokens, top_k, hidden, doubled // 2, num_experts, fp8)
+    first = expert_tile(tokens, top_k, doubled, hidden, num_experts, gate_up.itemsize)
+    second = expert_tile(tokens, top_k, hidden, doubled // 2, num_experts, down.itemsize)
     return run_tiles(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, second)
 
 
@@ -182,7 +152,7 @@ def run_tiles(
 ) -> Tensor:
     """`run_experts` with these tiles."""
     (tokens, top_k), (num_experts, _, hidden) = experts.shape, gate_up.shape
-    out = values.new_empty((top_k, tokens, hidden), dtype=torch.float32)
+    out = values.new_empty((top_k, tokens, hidden), dtype=dtype)
     if not tokens:
         return out
     with torch.cuda.device_of(values):
@@ -216,7 +186,7 @@ def launch_gate_up(
     fp8_out = scale is not None and tile.rows == 256
     out = x.new_empty((pairs, inner), dtype=torch.float8_e4m3fn if fp8_out else dtype)
     out_scales = x.new_empty((pairs, inner // 128), dtype=torch.float32) if fp8_out else None
-    _launch(x, x_scales, weight, scale, None, experts, aligned, out, out_scales, tile, TRITON_DTYPES[dtype])
+    _launch(x, x_scales, weight, scale, None, experts, aligned, out, out_scales, tile, dtype)
     return out, out_scales
 
 
@@ -232,7 +202,7 @@ def launch_down(
     tile: Tile,
 ) -> None:
     """The way down of all pairs, weighted, to the parts `out`."""
-    _launch(x, x_scales, weight, scale, weights, experts, aligned, out, None, tile, TRITON_DTYPES[out.dtype])
+    _launch(x, x_scales, weight, scale, weights, experts, aligned, out, None, tile, out.dtype)
 
 
 def _launch(
@@ -246,21 +216,25 @@ def _launch(
     out: Tensor,
     out_scales: Tensor | None,
     tile: Tile,
-    kind: Any,
+    dtype: torch.dtype,
 ) -> None:
     """One product: without `weights` of tokens with gates and ups, else of pairs with the way down."""
+    if aligned is not None and experts_many_triton.takes(tile, weight):
+        experts_many_triton.launch(x, x_scales, weight, scale, weights, experts, aligned, out, out_scales, tile, dtype)
+        return
     (num_experts, _, columns), inner, pairs = weight.shape, out.shape[-1], experts.numel()
     programs = min(pairs, num_experts) if aligned is None else aligned.owners.shape[0]
     width = tile.rows if weights is not None else tile.rows // 2
     order, owners = (experts, experts) if aligned is None else (aligned.order, aligned.owners)
     absent = experts
-    _expert_kernel[(programs, triton.cdiv(inner, width * tile.span))](
+    _expert_kernel[(programs, triton.cdiv(inner, width))](
         x, absent if x_scales is None else x_scales, weight, absent if scale is None else scale,
         absent if weights is None else weights, experts, order, owners, out,
         absent if out_scales is None else out_scales, pairs, num_experts, columns, inner,
         TOP_K=experts.shape[1], GATED=weights is None, FP8=scale is not None,
         QUANTIZE=scale is not None and x_scales is None, EVEN=columns % tile.columns == 0,
-        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPAN=tile.span, SWAP=tile.tokens < 64,
-        FP8_OUT=out_scales is not None, TYPE=kind, PAIRS=0 if aligned is not None else power_of_two(pairs),
+        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns,
+        FP8_OUT=out_scales is not None, TYPE=TRITON_DTYPES[dtype],
+        PAIRS=0 if aligned is not None else max(SCAN_PAIRS, power_of_two(pairs)),
         num_warps=tile.warps, num_stages=tile.stages, **early(x),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from weft.ops.product_triton import multiply
 from weft.ops.tiles import Tile, linear_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x, x_scales, weight, scale, bias, out, tokens, rows, columns, share,
     FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,

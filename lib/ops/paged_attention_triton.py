@@ -34,6 +34,10 @@ _LOG2_E = 1.4426950408889634
 _PROGRAMS_PER_PROCESSOR = 2
 _MAX_SPLITS = 64
 
+_SEARCHED = 128
+"""Requests that are looked through at a time for the owner of a block: the same for all batches, so that they share a
+compiled kernel."""
+
 
 @attrs.frozen
 class Launch:
@@ -165,7 +169,7 @@ def _launch_write(k: Tensor, v: Tensor, kv_pages: Tensor, where: Where) -> None:
         v.stride(0),
         WIDTH=width,
         BLOCK=min(1024, _power_of_two(width)),
-        BLOCK_R=_search_width(seq_lens.shape[0]),
+        BLOCK_R=_SEARCHED,
         **early(k),
     )
 
@@ -205,7 +209,7 @@ def _launch_attend(
         DIMS=plan.dims,
         SPLITS=plan.splits,
         ONE_BLOCK=plan.one_block,
-        BLOCK_R=_search_width(requests),
+        BLOCK_R=1 if plan.one_block else _SEARCHED,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **early(q),
@@ -225,10 +229,6 @@ def _launch_attend(
             SPLITS=plan.splits,
             **early(q),
         )
-
-
-def _search_width(requests: int) -> int:
-    return min(1024, _power_of_two(max(requests, 1)))
 
 
 def _processors(device: torch.device) -> int:

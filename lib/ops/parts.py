@@ -18,7 +18,7 @@ def sum_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
     total = x[0].float()
     for part in x[1:]:
-        total = total + part
+        total = total + part.float()
     return total.to(dtype)
 
 

@@ -33,6 +33,9 @@ _SAMPLERS = {
 }
 
 _LAYER = {
+    "resolve_tokens": "ids, places, slots, contexts and pages of a batch in one kernel",
+    "move_on": "positions and last tokens in one kernel",
+    "turn_tables": "cosines and sines in one kernel",
     "norms": "residual addition, norm and quantisation in one kernel",
     "silu_mul": "the gate, and the quantisation of its result, in one kernel",
     "rotate_and_keep": "QK norm, rotation and the KV cache in one kernel",
@@ -43,7 +46,7 @@ _LAYER = {
     "add_lora": "two launches a layer, for any tokens of any adapters; none where the batch has no adapter",
     "run_experts": "a launch a product; pairs are found by each program, or sorted where there are many",
 }
-"""What stands between attention calls, and what its CUDA implementation does."""
+"""What a step is made of besides attention and sampling, and what its CUDA implementation does."""
 
 _CPU_COPIES = OpBackend("copies", "torch", "one tensor at a time, or one dtype; the CPU has no launch to save")
 

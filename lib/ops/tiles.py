@@ -34,7 +34,6 @@ class Tile:
         warps: of a program.
         stages: tiles in flight.
         parts: into which the columns are split, each with programs of its own; of a linear layer.
-        span: tiles of rows that a program takes, one after the other, without a gap between their loads; of experts.
         sort: whether the pairs are sorted by expert beforehand; of experts.
     """
 
@@ -44,7 +43,6 @@ class Tile:
     warps: int
     stages: int
     parts: int = 1
-    span: int = 1
     sort: bool = False
 
 
@@ -80,22 +78,24 @@ def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
     if not fp8:
         return None
     if tokens > 64:
-        return Tile(128, 64, 128, 8, 3)
+        return Tile(64 if tokens <= 512 else 128, 64, 128, 4, 3)
     programs, steps = -(-rows // 64), -(-columns // 128)
     parts = max(1, min(steps // 4, 256 // programs, 8))
     return Tile(64, max(16, _power_of_two(tokens)), 128, 4, 4, parts)
 
 
 @functools.lru_cache(maxsize=4096)
-def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: int, fp8: bool) -> Tile:
-    """The tile of a product with experts; for the first one `rows` is 2 * I, and a tile holds half as many gates."""
-    _, tile = _is_measured(expert_key(rows, columns, num_experts, fp8), tokens)
-    if tile is not None:
-        return tile
-    each, sort = -(-tokens * top_k // num_experts), tokens * top_k > SCAN_PAIRS
-    # More than 64 tokens to 128 rows spill registers.
-    most = min(64, max(16, _power_of_two(each))) if sort else 16
-    return Tile(128, most, 128 if fp8 else 64, 8 if most == 64 else 4, 3, sort=sort)
+def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: int, itemsize: int) -> Tile:
+    """The tile of a product with experts whose weights have elements of so many bytes, 1 being FP8; for the first one
+    `rows` is 2 * I, and a tile holds half as many gates."""
+    if itemsize < 4:
+        _, tile = _is_measured(expert_key(rows, columns, num_experts, itemsize == 1), tokens)
+        if tile is not None:
+            return tile
+    each, sort, across = -(-tokens * top_k // num_experts), tokens * top_k > SCAN_PAIRS, 128 // itemsize
+    if sort and each > 16:
+        return Tile(256, 64 if each <= 64 else 128, across, 8, 4, sort=True)
+    return Tile(128, 16, across, 4, 3, sort=sort)
 
 
 def linear_parts(tokens: int, rows: int, columns: int, fp8: bool) -> int:

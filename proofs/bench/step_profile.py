@@ -1,11 +1,13 @@
-"""Where a decode step goes: the kernels of a replay, how long each takes, and the gaps between them.
+"""Where a step goes: the kernels of a replay, how long each takes, and the gaps between them.
 
     python -m weft.proofs.bench.step_profile --preset qwen3-0.6b --requests 128 1 --context 256 --out FOLDER
+    python -m weft.proofs.bench.step_profile --preset qwen3-0.6b --prompt-tokens 2048 --context 512 --graph piecewise
 
-An engine serves requests until all of them decode at about the context; then some steps are timed by the clock, and
-some more are profiled. A gap is time in which the device does nothing: the host is late, or one kernel waits for
-another to be launched. Since a profiler makes the host late, the idle share is of the steps without it: what is left of
-their time beside that of the kernels. Without a GPU there is nothing to profile: it says so, and ends.
+An engine serves requests until all of them decode at about the context, or, with `--prompt-tokens`, takes prompts of
+that length, so many tokens a step; then some steps are timed by the clock, and some more are profiled. A gap is time in
+which the device does nothing: the host is late, or one kernel waits for another to be launched. Since a profiler makes
+the host late, the idle share is of the steps without it: what is left of their time beside that of the kernels. Without
+a GPU there is nothing to profile: it says so, and ends.
 """
 
 import argparse
@@ -43,9 +45,10 @@ class Kernel:
 
 @attrs.frozen
 class Profile:
-    """A decode step.
+    """A step.
 
     Args:
+        requests: that decode; of a step of prompts, those whose prompts it takes.
         ms: by the clock, without the profiler.
         busy_ms: in which the device ran a kernel, or more.
         idle: 1 - busy_ms / ms.
@@ -80,18 +83,41 @@ class Profile:
         return "\n".join([head, *rows, *stood])
 
 
-def profile(preset: str, requests: int, context: int, graph: str) -> Profile:
+def profile_decode(preset: str, requests: int, context: int, graph: str) -> Profile:
     """Serve so many requests, and profile steps in which all of them decode."""
-    model = Source(None, preset, True, None).open(Here(Local(), 1, "cuda"), progress=False)
     length = context + 4 * _STEPS
-    limits = EngineLimits(max_num_reqs=requests, max_model_len=length)
-    engine = Engine(model, limits, graph=graph, seed=0)
-    sampling = SamplingParams(temperature=1.0, ignore_eos=True)
-    for index in range(requests):
-        prompt = [(7 * index + 13 * place) % 1000 for place in range(max(1, context - 2 * _STEPS))]
-        engine.add(prompt, sampling, max_tokens=length - len(prompt))
+    engine = _engine(preset, EngineLimits(max_num_reqs=requests, max_model_len=length), graph)
+    prompt_len = max(1, context - 2 * _STEPS)
+    _add(engine, requests, prompt_len, length - prompt_len)
     while engine.stats().steps.get("decode", 0) < _STEPS:
         engine.step()
+    return _profile(engine, preset, graph, requests, context)
+
+
+def profile_prompts(preset: str, num_tokens: int, context: int, graph: str) -> Profile:
+    """Profile steps of so many tokens of prompts as long as the context."""
+    each = -(-num_tokens // context)
+    limits = EngineLimits(max_num_reqs=4 * each, max_model_len=context + 1, max_num_tokens=num_tokens)
+    engine = _engine(preset, limits, graph)
+    _add(engine, each * 3 * _STEPS, context, 1)
+    for _ in range(_STEPS // 2):
+        engine.step()
+    return _profile(engine, preset, graph, each, context)
+
+
+def _engine(preset: str, limits: EngineLimits, graph: str) -> Engine:
+    model = Source(None, preset, True, None).open(Here(Local(), 1, "cuda"), progress=False)
+    return Engine(model, limits, graph=graph, seed=0)
+
+
+def _add(engine: Engine, requests: int, prompt_len: int, max_tokens: int) -> None:
+    sampling = SamplingParams(temperature=1.0, ignore_eos=True)
+    for index in range(requests):
+        prompt = [(7 * index + 13 * place) % 1000 for place in range(prompt_len)]
+        engine.add(prompt, sampling, max_tokens=max_tokens)
+
+
+def _profile(engine: Engine, preset: str, graph: str, requests: int, context: int) -> Profile:
     ms = _timed(engine)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         _timed(engine)
@@ -144,14 +170,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b")
     parser.add_argument("--requests", type=int, nargs="+", default=[128])
     parser.add_argument("--context", type=int, default=256, help="tokens of each request, about")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", help="of a step, instead of a decode step")
     parser.add_argument("--graph", default="full_decode_only", help="the graph mode")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.exit(0, "no GPU: nothing to profile\n")
     found = []
-    for requests in given.requests:
-        found.append(profile(given.preset, requests, given.context, given.graph))
+    profile = profile_prompts if given.prompt_tokens else profile_decode
+    for size in given.prompt_tokens or given.requests:
+        found.append(profile(given.preset, size, given.context, given.graph))
         print(found[-1], flush=True)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ def candidates(product: Product) -> Iterator[Tile]:
             for columns in (128,) if product.kind == "fp8_linear" else (64, 128):
                 for stages in (3, 4) if many else (3, 5):
                     for parts in (1,) if many else (1, 2, 4, 8):
-                        for warps in (8,) if many else (4,) if most * rows < 8192 else (4, 8):
+                        for warps in (4,) if most * rows < 8192 else (4, 8):
                             yield Tile(rows, most, columns, warps, stages, parts)
 
 
@@ -62,8 +62,7 @@ def _expert_candidates(product: Product, many: bool) -> Iterator[Tile]:
             for rows in (128, 256) if many else (64, 128, 256):
                 for stages in (3, 4):
                     for warps in (4, 8):
-                        for span in (1,) if many else (1, 2, 4):
-                            yield Tile(rows, most, 128, warps, stages, span=span, sort=sort)
+                        yield Tile(rows, most, 128, warps, stages, sort=sort)
 
 
 def maker(product: Product) -> Callable[[Tile | None], list[Callable[[], Any]]]:

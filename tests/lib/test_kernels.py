@@ -34,7 +34,7 @@ class Case:
     Args:
         more: arguments of the function that the op has not, behind the others.
         given: the others, where they are not the op's.
-        written: which argument is written in place, if one is.
+        written: which arguments are written in place.
         tolerance: relative to the norm of a result; FP8 values and integers are to be equal.
     """
 
@@ -43,7 +43,7 @@ class Case:
     op: str
     args: tuple[Any, ...]
     more: tuple[Any, ...] = ()
-    written: int | None = None
+    written: tuple[int, ...] = ()
     tolerance: float = 2e-6
     given: tuple[Any, ...] | None = None
 
@@ -105,7 +105,7 @@ def rotations() -> list[Case]:
         args = (qkv, *norms, 1e-6, *tables, slots, randn(2, 3, 4, kv_heads, dim), heads, starts)
         kernel = "weft.ops.rotary_triton:rotate_and_keep"
         name = f"rotate_and_keep {heads} {dim} {parts} {section}"
-        found.append(Case(name, kernel, "rotary:rotate_and_keep", args, written=7))
+        found.append(Case(name, kernel, "rotary:rotate_and_keep", args, written=(7,)))
     return found
 
 
@@ -162,12 +162,14 @@ def experts() -> list[Case]:
     for tokens, top_k, num, fp8, tiles in (
         (1, 2, 4, False, (small, small)),
         (1, 2, 4, True, (attrs.evolve(small, sort=True), small)),
-        (9, 2, 4, True, (whole, attrs.evolve(small, span=5))),
-        (9, 2, 4, True, (attrs.evolve(small, span=3, sort=True), attrs.evolve(small, span=8, sort=True))),
-        (20, 1, 1, False, (attrs.evolve(small, span=2), attrs.evolve(small, span=2, columns=16))),
+        (9, 2, 4, True, (whole, small)),
+        (9, 2, 4, True, (attrs.evolve(small, sort=True), attrs.evolve(small, sort=True))),
+        (20, 1, 1, False, (small, attrs.evolve(small, columns=16))),
         (300, 2, 3, True, (attrs.evolve(whole, sort=True), large)),
-        (300, 2, 3, True, (attrs.evolve(large, span=2), large)),
+        (300, 2, 3, True, (attrs.evolve(large, rows=256), attrs.evolve(large, tokens=128))),
+        (300, 2, 3, True, (large, attrs.evolve(large, rows=256))),
         (300, 2, 3, False, (large, attrs.evolve(small, sort=True))),
+        (300, 2, 3, False, (attrs.evolve(large, columns=16), large)),
     ):
         hidden, inner = (160, 128) if fp8 else (40, 24)
         x = randn(tokens, hidden)
@@ -211,7 +213,49 @@ def loras() -> list[Case]:
     return found
 
 
-CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *loras(), *experts()]
+def requests() -> list[Case]:
+    """The table of requests read and written: padding, prompts and decodes, tokens behind the end, drafts at a limit,
+    more requests than a block; and none."""
+    found, module = [], "weft.ops.requests_triton"
+    for lengths, rows, behind in (
+        ((1, 1, 1), (2, 0, 1), 0),
+        ((4, 1, 3, 1), (5, 1, 6, -1), 3),
+        ((1,) * 150 + (200,), (*range(150), -1), 9),
+        ((), (), 0),
+    ):
+        size, starts, num_rows = sum(lengths) + behind, torch.tensor([0, *lengths]).cumsum(0).int(), 160
+        positions, last = torch.randint(0, 30, (2, num_rows), generator=GENERATOR)
+        table = torch.randint(0, 99, (num_rows, 80), generator=GENERATOR, dtype=torch.int32)
+        ids, limits = torch.randint(-1, 50, (size,), generator=GENERATOR), positions + 2
+        drafts = torch.where(torch.arange(size) % 3 == 1, -3, ids)
+        own = torch.tensor(rows, dtype=torch.int64)
+        for given, most in ((ids, None), (drafts, limits)):
+            args: tuple[Any, ...] = (own, given, starts, positions, last, table, most, 4)
+            name = f"resolve_tokens {len(rows)} {most is not None}"
+            found.append(Case(name, f"{module}:resolve_tokens", "requests:resolve_tokens", args))
+        if rows:
+            kept, sampled = torch.arange(len(rows)) % 4 != 1, torch.randint(50, 99, (len(rows),), generator=GENERATOR)
+            for more, written in ((None, (0,)), (sampled, (0, 1))):
+                args, name = (
+                    (positions.clone(), last.clone(), own, starts, kept, more),
+                    f"move_on {len(rows)} {more is not None}",
+                )
+                found.append(Case(name, f"{module}:move_on", "requests:move_on", args, written=written))
+    return found
+
+
+def turns() -> list[Case]:
+    """A position for all pairs, and one for each; far ones."""
+    kernel, found = "weft.ops.rope_triton:turn_tables", []
+    for shape, dtype in (((5,), torch.float32), ((70,), torch.float16), ((3, 12), torch.float32)):
+        positions = torch.randint(0, 40_000, shape, generator=GENERATOR)
+        args = (torch.rand(12, generator=GENERATOR), positions, 1.2, dtype)
+        near = 1e-3 if dtype == torch.float16 else 2e-6
+        found.append(Case(f"turn_tables {shape} {dtype}", kernel, "rope:turn_tables", args, tolerance=near))
+    return found
+
+
+CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *loras(), *experts(), *requests(), *turns()]
 
 _INTERPRETED = """
 import sys, torch
@@ -250,15 +294,19 @@ def test_kernels_interpreted_equal_the_reference(index: int, interpreted: list[t
     assert not isinstance(found, str), found
     given = [x.clone() if isinstance(x, Tensor) else x for x in case.args]
     expected = op_of(case)(*given)
-    pairs = list(zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected)), strict=True))
-    if case.written is not None:
-        pairs.append((args[case.written], given[case.written]))
-        assert not torch.equal(given[case.written], case.args[case.written])
+    pairs = list(zip(*map(results, (found, expected)), strict=True))
+    for place in case.written:
+        pairs.append((args[place], given[place]))
+        assert not torch.equal(given[place], case.args[place])
     for one, other in pairs:
         assert_near(sum_parts(one, other.dtype) if one.dim() > other.dim() else one, other, case.tolerance)
     for place, (before, after) in enumerate(zip(case.args, given, strict=True)):
-        if isinstance(before, Tensor) and place != case.written:
+        if isinstance(before, Tensor) and place not in case.written:
             assert torch.equal(before.float().nan_to_num(), after.float().nan_to_num()), f"argument {place} is written"
+
+
+def results(returned: Any) -> tuple[Tensor, ...]:
+    return () if returned is None else (returned,) if isinstance(returned, Tensor) else returned
 
 
 def op_of(case: Case) -> Callable[..., Any]:
@@ -283,9 +331,8 @@ def test_kernels_on_a_gpu_equal_the_reference(index: int) -> None:
     found = getattr(import_module(module), function)(*args)
     given = [x.clone() if isinstance(x, Tensor) else x for x in case.args]
     expected = op_of(case)(*given)
-    pairs = list(zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected)), strict=True))
-    if case.written is not None:
-        pairs.append((args[case.written], given[case.written]))
+    pairs = list(zip(*map(results, (found, expected)), strict=True))
+    pairs += [(args[place], given[place]) for place in case.written]
     in_fp8 = any(isinstance(x, Tensor) and x.dtype == FP8 for x in case.args)
     for one, other in pairs:
         summed = sum_parts(one, other.dtype) if one.dim() > other.dim() else one
@@ -320,7 +367,7 @@ def test_what_is_quantised_with_another_kernel_is_quantised_by_definition(tmp_pa
 
 def test_the_table_of_ops_says_what_runs_between_attention_calls() -> None:
     ops = ["norms", "silu_mul", "rotate_and_keep", "quantize", "route", "linear", "fp8_linear", "run_experts"]
-    ops.append("add_lora")
+    ops += ["add_lora", "resolve_tokens", "move_on", "turn_tables"]
     for device, implementation in (("cpu", "reference"), ("cuda", "triton ")):
         rows = {row.op: row for row in backends(device)}
         assert all(rows[op].implementation.startswith(implementation) for op in ops)

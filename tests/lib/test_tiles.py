@@ -13,15 +13,14 @@ from weft.proofs.bench.tile_table import format_table
 QWEN = {"first": expert_key(1536, 2048, 128, True), "second": expert_key(2048, 768, 128, True)}
 
 
-def assert_fits(tile: Tile, fp8: bool) -> None:
+def assert_fits(tile: Tile, itemsize: int) -> None:
     for size in (tile.rows, tile.tokens, tile.columns, tile.warps):
         assert size & (size - 1) == 0
     assert tile.tokens >= 16
-    assert min(tile.stages, tile.parts, tile.span) >= 1
-    assert tile.columns == 128 or not fp8  # a scale covers as many
+    assert min(tile.stages, tile.parts) >= 1
+    assert tile.columns == 128 or itemsize > 1  # a scale covers as many
     # What the tiles in flight take of the shared memory of sm_90.
-    item = 1 if fp8 else 2
-    assert (tile.rows + tile.tokens) * tile.columns * item * tile.stages <= 227 * 2**10
+    assert (tile.rows + tile.tokens) * tile.columns * itemsize * tile.stages <= 227 * 2**10
 
 
 def test_what_was_measured_fits() -> None:
@@ -30,7 +29,7 @@ def test_what_was_measured_fits() -> None:
         assert list(rows) == sorted(rows)
         for tile in rows.values():
             if tile is not None:
-                assert_fits(tile, " fp8 " in key)
+                assert_fits(tile, 1 if " fp8 " in key else 2)
             else:
                 assert key.startswith("linear bf16")
     assert format_table(tiles.measured()) == MEASURED.read_text()
@@ -39,7 +38,9 @@ def test_what_was_measured_fits() -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 64, 100, 128, 129, 256])
 def test_the_pairs_of_both_products_are_sorted_once(tokens: int) -> None:
     """The measured tiles of Qwen3-30B-A3B: a second sorting would take some 4 microseconds more."""
-    first, second = (expert_tile(tokens, 8, *shape, num_experts=128, fp8=True) for shape in ((1536, 2048), (2048, 768)))
+    first, second = (
+        expert_tile(tokens, 8, *shape, num_experts=128, itemsize=1) for shape in ((1536, 2048), (2048, 768))
+    )
     measured = [next(tile for most, tile in tiles.measured()[key].items() if tokens <= most) for key in QWEN.values()]
     assert [first, second] == measured
     assert first.sort == second.sort
@@ -51,13 +52,14 @@ sizes = st.sampled_from((64, 100, 128, 768, 2048, 5120))
 
 @given(tokens=st.integers(1, 10_000), top_k=st.integers(1, 8), rows=sizes, columns=sizes, fp8=st.booleans())
 def test_every_shape_has_a_tile(tokens: int, top_k: int, rows: int, columns: int, fp8: bool) -> None:
-    tile = expert_tile(tokens, top_k, rows, columns, 60, fp8)
-    assert_fits(tile, fp8)
-    assert tile.sort or tokens * top_k <= MOST_SCANNED
+    for itemsize in (1,) if fp8 else (2, 4):
+        tile = expert_tile(tokens, top_k, rows, columns, 60, itemsize)
+        assert_fits(tile, itemsize)
+        assert tile.sort or tokens * top_k <= MOST_SCANNED
     linear = linear_tile(tokens, rows, columns, fp8)
     assert (linear is None) == (not fp8)
     if linear is not None:
-        assert_fits(linear, fp8)
+        assert_fits(linear, 1 if fp8 else 2)
     parts, steps = linear_parts(tokens, rows, columns, fp8), -(-columns // 128)
     assert 1 <= parts <= steps
     # No part is without columns.
