@@ -118,14 +118,16 @@ def check_capabilities(max_reqs: int = 3, max_tokens: int = 9) -> Count:
 
 
 def check_rungs(limit: int = 1500) -> Count:
-    """Sizes rise to the limit, no step over 16, and beyond 4 none over the half of where it leads."""
+    """Sizes rise to the limit, no step over 8 and an eighth of where it starts, nor over the half of where it leads."""
     for most in range(limit + 1):
         sizes = rungs(most)
         steps = [b - a for a, b in zip((0, *sizes), sizes, strict=False)]
         _require(list(sizes) == sorted(set(sizes)) and sizes[-1:] == ((most,) if most else ()), "sizes rise", most)
-        close = all(step <= max(1, min(16, size // 2)) for step, size in zip(steps, sizes, strict=True))
+        close = all(
+            step <= max(1, min(max(8, (size - step) // 8), size // 2)) for step, size in zip(steps, sizes, strict=True)
+        )
         _require(close, "no step is wide", most, sizes)
-    return Count("rungs: they rise to the limit in steps of at most 16, and of half the size", limit + 1)
+    return Count("rungs: they rise to the limit in steps of at most 8 or an eighth, and of half the size", limit + 1)
 
 
 def check_all() -> Iterator[Count]:

@@ -14,6 +14,7 @@ from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams, num_bytes, slice_params
+from weft.stages.split import split_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What a decoder runs in."""
@@ -174,7 +175,7 @@ def _layout(config: ModelConfig, stage: tuple[int, int] | None, call: str) -> St
     if not 0 <= index < num_stages:
         seen = f"stage={stage!r}"
         raise ProgramError(call, seen, "(index, num_stages), the stages numbered from 0")
-    return split_layers(config.num_layers, num_stages)[index]
+    return split_model(config, num_stages)[index]
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer | None:

@@ -8,7 +8,7 @@ A transform of your own is a function `f -> f` written with `functools.wraps`; o
 from call to call.
 """
 
-from weft.transforms.balance import balance
+from weft.stages.balance import balance
 from weft.transforms.captured import CapturedGraph, CapturedGraphs
 from weft.transforms.checker import check
 from weft.transforms.cohorts import CohortPlan, CohortRow, plan_cohorts

@@ -102,12 +102,16 @@ def as_ladder(given: Ladder[D] | Sequence[D]) -> Ladder[D]:
 
 
 def rungs(limit: int) -> tuple[int, ...]:
-    """The sizes 1, 2, 4, then steps of 8 up to 256, then of 16, up to and including `limit`.
+    """The sizes 1, 2, 4, 8, then in steps of 8 up to 128, then eight to each doubling, up to and including `limit`: so
+    many that beyond 8 no size is padded by more than 8, or an eighth of itself.
 
-    >>> rungs(20)
-    (1, 2, 4, 8, 16, 20)
+    >>> rungs(20), rungs(300)[-4:]
+    ((1, 2, 4, 8, 16, 20), (240, 256, 288, 300))
     """
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, limit + 1, 16)]
+    sizes, size = [1, 2, 4], 8
+    while size < limit:
+        sizes.append(size)
+        size += max(8, 1 << size.bit_length() - 4)
     return (*(s for s in sizes if s < limit), limit) if limit > 0 else ()
 
 
@@ -136,7 +140,8 @@ def make_ladder(
     Whole graphs: uniform classes `R x q` for every query length, up to `max_num_reqs` requests; in mode `full` also
     ragged classes of up to `max_num_reqs * max(query_lens)` tokens, for decode mixed with the end of a prefill.
     Pieces: ragged classes of up to `max_num_tokens` tokens, each with as many requests as can be in it, so that there
-    is one a number of tokens. What no class covers runs eagerly.
+    is one a number of tokens; and, where there are no whole graphs for them, uniform classes as above, whose attention
+    is launched as in a whole graph, and sums in the same order. What no class covers runs eagerly.
 
     Args:
         mode: one of `MODES`; `full_and_piecewise` has whole graphs of uniform decode, and pieces for all else.
@@ -152,10 +157,12 @@ def make_ladder(
     ['ragged 2 tokens, 2 reqs', 'uniform x1, 2 reqs', 'ragged 1 tokens, 1 reqs', 'uniform x1, 1 reqs']
     """
     _check(mode, limits, sizes, capability)
-    uniform = _uniform(limits, sizes) if mode in ("full_decode_only", "full", "full_and_piecewise") else []
+    uniform = [] if mode == "none" else _uniform(limits, sizes)
     most = min(limits.max_num_reqs * max(limits.query_lens), limits.max_num_tokens)
     mixed = _ragged(limits, most, sizes) if mode == "full" else []
     pieces = _ragged(limits, limits.max_num_tokens, sizes) if "piecewise" in mode else []
+    if mode == "piecewise":
+        uniform, pieces = [], [*uniform, *pieces]
     if sizes and mode != "none" and not (uniform or mixed or pieces):
         call, instead = f"make_ladder({mode!r}, {limits}, sizes={sizes})", "sizes within the limits, or sizes=None"
         raise DescriptorError(call, "no size that a batch within the limits can have", instead)

@@ -13,8 +13,9 @@ from weft.errors import ProgramError, RequestError
 from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.stages.decoder import DecoderStage, decoder_stage
-from weft.stages.layout import StageLayout, split_layers
+from weft.stages.layout import StageLayout
 from weft.stages.model import Model, stage_params
+from weft.stages.split import split_model
 from weft.stages.states import empty_states
 from weft.state import State, admit, advance
 from weft.transforms.graphify import graphify
@@ -81,7 +82,7 @@ def make_runner(
     if (wrong := wrong_transport(transport)) is not None:
         raise ProgramError(f"make_runner(model, limits, num_stages={num_stages}, transport=...)", *wrong)
     transport = transport or Local()
-    every = split_layers(model.config.num_layers, num_stages)
+    every = split_model(model.config, num_stages)
     layouts = tuple(every[rank] for rank in transport.ranks(num_stages))
     extras: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs}
     stages = tuple(decoder_stage(model.config, layout, **extras) for layout in every)

@@ -8,10 +8,10 @@ import attrs
 from weft.cli.sources import read_config
 from weft.effects import Program
 from weft.errors import ProgramError
+from weft.stages.balance import balance
 from weft.stages.config import ModelConfig
-from weft.stages.layer_fields import layer_fields
 from weft.stages.layout import StageLayout, split_layers
-from weft.transforms.balance import balance
+from weft.stages.split import Weights, layer_weights
 from weft.transforms.cohorts import CohortPlan, CohortRow, plan_cohorts
 from weft.transforms.schedule import decode_jobs, make_programs
 from weft.transforms.simulate import Costs, simulate
@@ -91,39 +91,6 @@ class Bytes:
         layer = max(round(weights.fixed + weights.experts) for weights in layer_weights(config))
         kv = 2 * config.num_kv_heads * config.head_dim * size
         return cls(layer, row + config.vocab_size * row, row, kv, row)
-
-
-@attrs.frozen
-class Weights:
-    """The bytes of a layer's weights: those that every step reads, and those of its experts.
-
-    Args:
-        share: of the experts, what one token chooses.
-    """
-
-    fixed: int
-    experts: int
-    share: float = 0.0
-
-    def read(self, size: int) -> float:
-        """What a step of `size` requests reads, if all experts are as likely: any is left out by all tokens with
-        probability `(1 - share) ** size`."""
-        return self.fixed + self.experts * (1 - (1 - self.share) ** size)
-
-
-def layer_weights(config: ModelConfig) -> list[Weights]:
-    """Of every layer."""
-    return [_layer_weights(config, index) for index in range(config.num_layers)]
-
-
-def _layer_weights(config: ModelConfig, index: int) -> Weights:
-    fields = layer_fields(config, index)
-    fixed = experts = 0
-    for name, field in fields.items():
-        count = math.prod(field.shape) * (field.dtype or config.dtype).itemsize
-        of_experts = "router" in fields and name.startswith(("gate_up", "down"))
-        fixed, experts = fixed + count * (not of_experts), experts + count * of_experts
-    return Weights(fixed, experts, 0.0 if config.moe is None else config.moe.top_k / config.moe.num_experts)
 
 
 @attrs.frozen

@@ -7,9 +7,9 @@ import attrs
 from weft.cli.presets import PRESETS
 from weft.cli.ranks import Here
 from weft.stages.config import ModelConfig, load_config, parse_config
-from weft.stages.layout import split_layers
 from weft.stages.model import Model, load, pick_device, pick_dtype
 from weft.stages.random_weights import random_params
+from weft.stages.split import split_model
 
 
 @attrs.frozen
@@ -49,7 +49,7 @@ class Source:
         device = pick_device(here.device, call=call)
         dtype = pick_dtype(self.dtype or config.dtype, call=call)
         index, num_stages = here.stage or (0, 1)
-        layout = split_layers(config.num_layers, num_stages)[index]
+        layout = split_model(config, num_stages)[index]
         params = random_params(config, layout, seed=seed, device=device, dtype=dtype)
         return Model(config, params, None, Path(self.name), layout=layout)
 

@@ -164,7 +164,7 @@ def unbounded(limits: Any, sizes: Any) -> list[BatchDescriptor]:
 
 RAGGED = ladder._ragged
 LADDER: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "cuts the pieces too": ("_ragged", cut_by_requests, "max_num_reqs cuts no pieces: "),
+    "cuts the pieces too": ("_ragged", cut_by_requests, "max_num_reqs cuts no ragged pieces: "),
     "is not cut": ("_uniform", unbounded, "full within max_num_reqs*q: "),
 }
 

@@ -50,13 +50,14 @@ def test_what_each_mode_holds(mode: str, limits: Limits) -> None:
     )
     assert all(d.is_uniform or mode == "full" for d in ladder.full)
     assert bool(ladder.piecewise) == ("piecewise" in mode)
-    assert not any(d.is_uniform for d in ladder.piecewise)
+    whole = make_ladder("full_decode_only", limits).full
+    assert [d for d in ladder.piecewise if d.is_uniform] == [d for d in whole if mode == "piecewise"]
 
 
 @FAST
 @given(LIMITS)
-def test_there_is_one_piecewise_graph_a_number_of_tokens(limits: Limits) -> None:
-    classes = make_ladder("piecewise", limits).piecewise
+def test_there_is_one_ragged_class_in_pieces_a_number_of_tokens(limits: Limits) -> None:
+    classes = [d for d in make_ladder("piecewise", limits).piecewise if not d.is_uniform]
     by_loras = {(d.num_tokens, d.num_active_loras) for d in classes}
     assert len(by_loras) == len(classes)
     for tokens in range(1, limits.max_num_tokens + 1):
@@ -143,12 +144,12 @@ def test_rungs_are_increasing_end_at_the_limit_and_stay_close(limit: int) -> Non
     sizes = rungs(limit)
     assert sizes[-1] == limit
     assert list(sizes) == sorted(set(sizes))
-    assert all(b - a <= max(8, a) and b - a <= 16 for a, b in pairwise(sizes))
+    assert all(b - a <= max(8, a // 8) for a, b in pairwise(sizes))
 
 
 def test_rungs_by_hand() -> None:
     assert (rungs(0), rungs(1), rungs(3), rungs(9)) == ((), (1,), (1, 2, 3), (1, 2, 4, 8, 9))
-    assert rungs(300)[-5:] == (248, 256, 272, 288, 300)
+    assert rungs(300)[-5:] == (224, 240, 256, 288, 300)
 
 
 def test_none_is_no_graph_and_pure() -> None:

@@ -1,7 +1,6 @@
 """`Engine`: requests in, tokens out. Device work is pure steps, host work a pure scheduler; this drives the two."""
 
 import itertools
-import math
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -10,28 +9,26 @@ from typing import Any
 
 import attrs
 
-from weft.errors import EngineError, LogitsError, RequestError
+from weft.errors import EngineError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
-from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.intake import Intake
-from weft.transforms.engine.masks import Mask, read_mask
-from weft.transforms.engine.outputs import RequestOutput, Sample, joined
+from weft.transforms.engine.masks import Mask
+from weft.transforms.engine.outputs import RequestOutput, joined
 from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.reading import Reading, Told
 from weft.transforms.engine.requests import Request, sample_seeds
+from weft.transforms.engine.samples import Samples
 from weft.transforms.engine.scheduler import add, finish, observe, schedule
-from weft.transforms.engine.setup import EngineLimits, check_engine, check_options, make_stepper
+from weft.transforms.engine.setup import EngineLimits, check_engine, check_options, engine_ladder, make_stepper
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.steppers import Done
 from weft.transforms.engine.streaming import Streams
-from weft.transforms.engine.tracking import Track
 from weft.transforms.engine.work import Work
 from weft.transforms.graphify import Graphified
-from weft.transforms.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 
@@ -91,9 +88,7 @@ class Engine:
         self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport, speculation)
         budget = self.limits.budget
         named = dict(adapters or {})
-        rungs = lora_rungs(min(len(named), budget.cohort_size))
-        most = Limits(budget.cohort_size, budget.max_num_tokens, budget.query_lens, rungs)
-        ladder = make_ladder(graph, most)
+        ladder = engine_ladder(graph, budget, len(named))
         given = self.transport.share(secrets.randbits(62)) if seed is None else seed
         self._intake = Intake(model, num_logprobs, given, {name: slot for slot, name in enumerate(named)})
         self._host = HostState.empty(budget, self.limits.num_pages, self.limits.page_size)
@@ -108,9 +103,7 @@ class Engine:
             adapters=[*named.values()],
         )
         self._counts = Counts(ladder)
-        self._special = special_ids(model.tokenizer)
-        self._samples: dict[str, Sample] = {}
-        self._names: dict[str, list[str]] = {}
+        self._samples = Samples(model.tokenizer, model.config.vocab_size)
         self._pending: deque[Reading] = deque()
         self._failed: list[RequestOutput] = []
         self._count = 0
@@ -157,29 +150,28 @@ class Engine:
             self._count, name, prompt, sampling, max_tokens=max_tokens, priority=priority, adapter=adapter, mask=mask
         )
         names = [name, *(f"{name}[{index}]" for index in range(1, request.sampling.n))]
-        if name in self._names or any(self._host.find(each) for each in names):
+        if name in self._samples or any(self._host.find(each) for each in names):
             call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
             raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
-        self._add_samples(name, names, request, mask)
+        first_job = self._host.num_jobs
+        self._samples.add(name, self._add_to_host(names, request), first_job, mask)
         self._count += 1
         return name
 
     def _free_name(self) -> str:
         names = (f"request {index}" for index in itertools.count(self._count))
-        return next(name for name in names if name not in self._names and not self._host.find(name))
+        return next(name for name in names if name not in self._samples and not self._host.find(name))
 
-    def _add_samples(self, id: str, names: Sequence[str], first: Request, mask: Mask | None) -> None:
+    def _add_to_host(self, names: Sequence[str], first: Request) -> list[Request]:
         """The completions of a request: the first leads, the others wait for the pages of its prompt."""
-        budget, track = self.limits.budget, Track(first, self.model.tokenizer, self._special)
+        requests, budget = [first], self.limits.budget
         self._host = add(self._host, first, budget)
-        self._samples[id] = Sample(id, 0, track, self._host.num_jobs, mask)
         seeds = sample_seeds(first.sampling.seed or 0, len(names))
-        for index, (name, seed) in enumerate(zip(names[1:], seeds[1:], strict=True), 1):
-            request = attrs.evolve(first, id=name, sampling=attrs.evolve(first.sampling, seed=seed))
-            untold = attrs.evolve(request, sampling=attrs.evolve(request.sampling, prompt_logprobs=None))
-            self._host = add(self._host, untold, budget, behind=id)
-            self._samples[name] = Sample(id, index, track.of_same_prompt(request), self._host.num_jobs, mask)
-        self._names[id] = list(names)
+        for name, seed in zip(names[1:], seeds[1:], strict=True):
+            requests.append(attrs.evolve(first, id=name, sampling=attrs.evolve(first.sampling, seed=seed)))
+            untold = attrs.evolve(requests[-1].sampling, prompt_logprobs=None)
+            self._host = add(self._host, attrs.evolve(requests[-1], sampling=untold), budget, behind=first.id)
+        return requests
 
     def abort(self, id: str) -> list[RequestOutput]:
         """End a request: all of its completions that have not ended.
@@ -190,10 +182,10 @@ class Engine:
         Raises:
             RequestError: no request of that id is under way.
         """
-        if not isinstance(id, str) or id not in self._names:
+        if not isinstance(id, str) or id not in self._samples:
             call = f"engine.abort({id!r})"
             raise RequestError(call, "no request of that id that has not ended", "an id that add() returned")
-        names = list(self._names[id])
+        names = self._samples.names(id)
         for name in names:
             self._host = finish(self._host, name, "abort")
         outputs = [self._end(name, "abort", []) for name in names]
@@ -203,16 +195,16 @@ class Engine:
     @property
     def num_unfinished(self) -> int:
         """Requests under way."""
-        return len(self._names)
+        return len(self._samples)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is left, and no step whose tokens were not read."""
-        return not (self._names or self._pending or self._failed or self._stepper.num_under_way)
+        return not (len(self._samples) or self._pending or self._failed or self._stepper.num_under_way)
 
     def is_under_way(self, id: str) -> bool:
         """Whether the request of that id has not ended."""
-        return id in self._names
+        return id in self._samples
 
     @property
     def graphs(self) -> Sequence[Graphified[..., Any]]:
@@ -329,20 +321,11 @@ class Engine:
     def _masked(self, work: Work) -> Work:
         """Work, with what its requests may say next; a request whose mask fails ends, and what is said for it is
         dropped."""
-        rows = zip(work.requests, work.samples, strict=True)
-        masks = tuple(self._mask(name) if sampled else None for name, sampled in rows)
-        return work if all(mask is None for mask in masks) else attrs.evolve(work, masks=masks)
-
-    def _mask(self, name: str) -> bytes | None:
-        sample = self._samples[name]
-        if sample.mask is None:
-            return None
-        try:
-            return read_mask(sample.id, sample.mask, sample.track.token_ids, self.model.config.vocab_size)
-        except RequestError as error:
+        work, failed = self._samples.masked(work)
+        for name, error in failed.items():
             self._host = finish(self._host, name, "error")
-            self._failed.append(attrs.evolve(self._end(name, "error", []), error=error))
-            return None
+            self._failed.append(self._end(name, "error", [], error))
+        return work
 
     def _keep(self, done: Sequence[Done]) -> None:
         if done:
@@ -354,7 +337,7 @@ class Engine:
             if told is None or not work.feeds:
                 continue
             if work.targets:
-                self._take_prompts(work, told)
+                self._samples.take_prompts(work, told)
             self._host, got = observe(self._host, work.job, told.token_ids)
             self._counts.read(told)
             for row, running, count in got:
@@ -364,41 +347,15 @@ class Engine:
                 outputs[name] = found if before is None else joined(before, found)
         return list(outputs.values())
 
-    def _take_prompts(self, work: Work, told: Told) -> None:
-        first = 0
-        for name, targets, start in zip(work.requests, work.targets, work.starts, strict=True):
-            sample = self._samples.get(name)
-            of_it = sample is not None and work.job >= sample.first_job  # and not of one that had its name before
-            if sample is not None and of_it and sample.track.request.sampling.prompt_logprobs is not None:
-                sample.track.take_prompt(told, first, start, len(targets))
-            first += len(targets)
-
     def _take(self, name: str, reason: str, told: Told, row: int, count: int) -> RequestOutput:
         """What a request got in a row of a step, the first `count` tokens, which end it if it has a reason; so do an
         error, or a stop text, with the tokens up to there."""
-        sample, tokens = self._samples[name], told.token_ids[row][:count]
-        for index in range(count):
-            wrong = math.isnan(told.logprobs[row][index])
-            stopped = sample.track.take(told, row, index)
-            if stopped or wrong:
-                own, tokens = "error" if wrong else "stop", tokens[: index + 1]
-                self._host = self._host if reason else finish(self._host, name, own)
-                return self._end(name, own, tokens)
-        return self._end(name, reason, tokens) if reason else sample.output(None, tokens)
+        own, tokens = self._samples.take(name, told, row, count)
+        if own and not reason:
+            self._host = finish(self._host, name, own)
+        reason = own or reason
+        return self._end(name, reason, tokens) if reason else self._samples.output(name, tokens)
 
-    def _end(self, name: str, reason: str, tokens: list[int]) -> RequestOutput:
-        sample = self._samples.pop(name)
-        sample.track.end(reason)
-        others = self._names[sample.id]
-        others.remove(name)
-        if not others:
-            del self._names[sample.id]
+    def _end(self, name: str, reason: str, tokens: list[int], error: RequestError | None = None) -> RequestOutput:
         self._counts.ended[reason] += 1
-        output = sample.output(reason, tokens)
-        return output if reason != "error" else attrs.evolve(output, error=_not_a_number(sample))
-
-
-def _not_a_number(sample: Sample) -> LogitsError:
-    count = len(sample.track.request.prompt) + len(sample.track.token_ids) - 1
-    call, seen = f"request {sample.id!r}", f"logits that are NaN behind {count} tokens"
-    return LogitsError(call, seen, "look for weights that are not finite, or for an overflow of the dtype")
+        return self._samples.end(name, reason, tokens, error)

@@ -1,6 +1,7 @@
 """Masks: a function of the user's says, before each token of a request, which ones it may be: a grammar, a schema, a
 list of names."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ def _ids(found: Any, vocab_size: int) -> list[int]:
     return ids
 
 
+@functools.cache
 def _all(vocab_size: int) -> Tensor:
     """The bits of all tokens: what stands behind the last one counts as nothing."""
     whole = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)

@@ -3,7 +3,6 @@
 import attrs
 
 from weft.errors import WeftError
-from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.tracking import Track
 
 
@@ -38,14 +37,12 @@ class Sample:
         id, index: of its outputs.
         track: what it has said.
         first_job: works before that one were of others.
-        mask: what it may say next; None: anything.
     """
 
     id: str
     index: int
     track: Track
     first_job: int
-    mask: Mask | None = None
     _shown: int = 0
 
     def output(self, reason: str | None, tokens: list[int]) -> RequestOutput:

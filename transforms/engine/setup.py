@@ -13,8 +13,9 @@ from weft.errors import RequestError
 from weft.outputs import IntermediateTensors
 from weft.stages.adapters import Adapter
 from weft.stages.decoder import decoder_stage
-from weft.stages.layout import StageLayout, split_layers
+from weft.stages.layout import StageLayout
 from weft.stages.model import Model, stage_params
+from weft.stages.split import split_model
 from weft.stages.states import empty_states
 from weft.state import State, advance
 from weft.transforms.engine.host import Budget
@@ -22,7 +23,7 @@ from weft.transforms.engine.intake import is_count
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
 from weft.transforms.engine.work import advance_work, edited
-from weft.transforms.ladder import MODES, Ladder
+from weft.transforms.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
 from weft.transforms.pipeline import compose, pipeline
 from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.runner import graph_step
@@ -53,7 +54,8 @@ class EngineLimits:
         page_size: tokens a page.
         num_pages: of the KV cache; None: what memory there is, and no more than all rows could fill.
         num_cohorts: groups of requests that are stepped in turn; None: one a stage.
-        mixed: whether a step may hold decodes and prompts.
+        mixed: whether decodes share a step with prompts, where there are some to be read: what bounds either then
+            bounds both, once. Without it they take turns, and decodes stay uniform: the best for those that decode.
 
     Raises:
         RequestError: a number that is none, or below 1.
@@ -65,7 +67,7 @@ class EngineLimits:
     page_size: int = 16
     num_pages: int | None = None
     num_cohorts: int | None = None
-    mixed: bool = False
+    mixed: bool = True
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(EngineLimits):
@@ -91,7 +93,7 @@ class EngineLimits:
         cohorts = self.num_cohorts or num_stages
         budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, cohorts, self.mixed, lens)
         most = max_pages * self.max_num_reqs
-        here = [split_layers(model.config.num_layers, num_stages)[rank] for rank in transport.ranks(num_stages)]
+        here = [split_model(model.config, num_stages)[rank] for rank in transport.ranks(num_stages)]
         drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
         num_pages = self.num_pages or min(most, _pages_in_memory(model, here, self.page_size, drafts))
         return Resolved(budget, transport.share(num_pages), self.page_size, speculation)
@@ -116,6 +118,12 @@ def _pages_in_memory(model: Model, here: Sequence[StageLayout], page_size: int, 
         return max(1, _CPU_BYTES // page)
     free, _ = torch.cuda.mem_get_info(model.device)
     return max(1, int(_MEMORY_SHARE * free) // page)
+
+
+def engine_ladder(graph: str, budget: Budget, num_adapters: int) -> Ladder[BatchDescriptor]:
+    """The classes of an engine, of one cohort's steps."""
+    loras = lora_rungs(min(num_adapters, budget.cohort_size))
+    return make_ladder(graph, Limits(budget.cohort_size, budget.max_num_tokens, budget.query_lens, loras))
 
 
 def make_states(model: Model, layouts: Sequence[StageLayout], limits: Resolved) -> tuple[State, ...]:
@@ -154,7 +162,7 @@ def make_stepper(
         keep_logits: whether outputs hold logits.
         adapters: which the slots hold, in this order.
     """
-    every = split_layers(model.config.num_layers, num_stages)
+    every = split_model(model.config, num_stages)
     here = transport.ranks(num_stages)
     layouts = [every[rank] for rank in here]
     speculation = limits.speculation

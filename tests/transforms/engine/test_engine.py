@@ -141,7 +141,15 @@ def held(engine: Engine) -> dict[str, Any]:
     stats, host = engine.stats(), engine._host
     batches = [x for x in found if isinstance(x, Batch)]
     placed = {id(x) for x in tree_leaves(batches)}
-    tables = (host.requests, host.waiting, host.running, host.unread, engine._samples, engine._names, engine._pending)
+    tables = (
+        host.requests,
+        host.waiting,
+        host.running,
+        host.unread,
+        engine._samples._found,
+        engine._samples._names,
+        engine._pending,
+    )
     return {
         "batches": len(batches),
         "tensors": sum(isinstance(x, torch.Tensor) and id(x) not in placed for x in found),
@@ -183,7 +191,7 @@ def test_stats_count_what_was_done() -> None:
     assert stats.prefix_tokens == 4
     assert stats.ended == {"length": 4}
     assert stats.steps["decode"] == stats.modes["full"] == stats.replays
-    assert stats.steps["prompts"] == stats.modes["none"] == stats.eager
+    assert stats.steps["prompts"] + stats.steps["mixed"] == stats.modes["none"] == stats.eager
     assert stats.padding_share == stats.padding / (stats.tokens + stats.padding) > 0, "3 requests ran as 4"
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import CostError, ProgramError
+from weft.stages.balance import balance
 from weft.stages.layout import StageLayout, split_layers
-from weft.transforms.balance import balance
 
 
 def stage_costs(layouts: Sequence[StageLayout], costs: Sequence[float], first: float, last: float) -> list[Fraction]:
