@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import power_of_two
 from weft.ops.early_triton import begin, early, release
+from weft.ops.tiles import power_of_two
 
 _CHUNK = 1024
 """Pairs that `_align_kernel` looks at at a time."""

@@ -23,11 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.align_triton import Aligned, align, find_expert, scan
-from weft.ops.blocks_triton import TRITON_DTYPES, power_of_two, quantize_rows
+from weft.ops.blocks_triton import TRITON_DTYPES, quantize_rows
 from weft.ops.early_triton import begin, early, release
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import load_step, multiply, multiply_step, zeros
-from weft.ops.tiles import Tile, expert_tile
+from weft.ops.tiles import Tile, expert_tile, power_of_two
 
 
 @triton.jit

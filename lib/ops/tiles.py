@@ -48,6 +48,15 @@ class Tile:
     sort: bool = False
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n.
+
+    >>> [power_of_two(n) for n in (0, 1, 5, 8)]
+    [1, 1, 8, 8]
+    """
+    return 1 << (max(n, 1) - 1).bit_length()
+
+
 @functools.cache
 def measured() -> dict[str, dict[int, Tile | None]]:
     """The table of `tiles.json`: by key, the tile by the number of tokens up to which it was best, ascending; None:
@@ -83,7 +92,7 @@ def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
         return Tile(128, 64, 128, 8, 3)
     programs, steps = -(-rows // 64), -(-columns // 128)
     parts = max(1, min(steps // 4, 256 // programs, 8))
-    return Tile(64, max(16, _power_of_two(tokens)), 128, 4, 4, parts)
+    return Tile(64, max(16, power_of_two(tokens)), 128, 4, 4, parts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,7 +103,7 @@ def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: i
         return tile
     each, sort = -(-tokens * top_k // num_experts), tokens * top_k > SCAN_PAIRS
     # More than 64 tokens to 128 rows spill registers.
-    most = min(64, max(16, _power_of_two(each))) if sort else 16
+    most = min(64, max(16, power_of_two(each))) if sort else 16
     return Tile(128, most, 128 if fp8 else 64, 8 if most == 64 else 4, 3, sort=sort)
 
 
@@ -106,7 +115,3 @@ def linear_parts(tokens: int, rows: int, columns: int, fp8: bool) -> int:
     # Each part has columns: the last one is not left without.
     steps = -(-columns // tile.columns)
     return -(-steps // -(-steps // tile.parts))
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
