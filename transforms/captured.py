@@ -7,7 +7,7 @@ import attrs
 
 from weft.markup import COLOURS
 from weft.plots import pyplot
-from weft.table import Table
+from weft.table import Table, Tabled
 from weft.transforms.capture import Entry
 from weft.transforms.events import duration
 from weft.transforms.memo import CacheInfo, Key, LeafKey
@@ -59,7 +59,7 @@ def _shapes(key: Key, entry: Entry) -> str:
 
 
 @attrs.frozen(repr=False)
-class CapturedGraphs:
+class CapturedGraphs(Tabled):
     """What `graphified.graphs()` returns; it prints as a table, and a notebook shows it as one.
 
     Args:
@@ -85,17 +85,6 @@ class CapturedGraphs:
         counts = (len(self.graphs), "graph"), (self.info.replays, "replay"), (self.info.eager, "eager call")
         told = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
         return Table(HEADER, tuple(graph.cells() for graph in self.graphs), f"graphify({self.name}): {told}")
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def __rich__(self) -> Any:
-        return self.table().__rich__()
 
     def plot(self) -> Any:
         """The time of each capture and what it took, side by side (matplotlib).

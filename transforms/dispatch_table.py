@@ -7,7 +7,7 @@ import attrs
 
 from weft.markup import COLOURS
 from weft.plots import axes_for, legend
-from weft.table import Table
+from weft.table import Table, Tabled
 from weft.transforms.dispatch import EXACT, LEAST, NONE, Decision, dispatch, in_words
 from weft.transforms.ladder import Ladder, Limits, make_ladder
 
@@ -33,7 +33,7 @@ class Row:
 
 
 @attrs.frozen(repr=False)
-class DispatchTable:
+class DispatchTable(Tabled):
     """What `dispatch_table` returns; it prints aligned, and a notebook shows it as a table.
 
     Args:
@@ -45,17 +45,6 @@ class DispatchTable:
     def table(self) -> Table:
         """The rows in words."""
         return Table(HEADER, tuple(row.cells() for row in self.rows))
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def __rich__(self) -> Any:
-        return self.table().__rich__()
 
     def plot(self, size: str | None = None, *, ax: Any = None) -> Any:
         """Each batch as a bar: what is its own, and what is padding (matplotlib).
