@@ -7,7 +7,7 @@ marked, and every weft transform refuses a marked tensor.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import attrs
@@ -17,6 +17,7 @@ from weft.errors import DonatedError
 from weft.trees import tree_leaves, tree_map
 
 C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,7 +77,8 @@ def donate(tree: T, *, to: str) -> T:
             return _move_node(node, to)
         return take_tensor(node, to) if isinstance(node, Tensor) else node
 
-    return tree_map(move, tree, is_leaf=is_donatable)  # type: ignore[no-any-return]
+    moved: T = tree_map(move, tree, is_leaf=is_donatable)
+    return moved
 
 
 def _move_node(node: Any, to: str) -> Any:
@@ -119,7 +121,8 @@ def refuse_donated(value: Any, *, call: str) -> None:
 
 def clone(tree: T) -> T:
     """A copy of every tensor in `tree`, with storage of its own: what to donate when the old value is still wanted."""
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)  # type: ignore[no-any-return]
+    copied: T = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
+    return copied
 
 
 def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -160,10 +163,15 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     bound.arguments[argname] = donate(bound.arguments[argname], to=f"{wrapped.__name__}({argname})")
             return fn(*bound.args, **bound.kwargs)
 
-        wrapped.__weft_donates__ = tuple(dict.fromkeys((*donated_argnames(fn), *argnames)))  # type: ignore[attr-defined]
-        return wrapped
+        return declare_donated(wrapped, (*donated_argnames(fn), *argnames))
 
     return wrap
+
+
+def declare_donated(fn: F, argnames: Iterable[str]) -> F:
+    """`fn` itself, declared to donate arguments that what it calls takes."""
+    vars(fn)["__weft_donates__"] = tuple(dict.fromkeys(argnames))
+    return fn
 
 
 def donated_argnames(fn: Callable[..., Any]) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def pad(tree: T, descriptor: Any) -> T:
                 f"the batch is {own}, which that descriptor does not cover",
                 "pad to a descriptor d with d.covers(batch.descriptor)",
             )
-    return map_sized(grow, tree, descriptor)  # type: ignore[no-any-return]
+    return map_sized(grow, tree, descriptor)
 
 
 def unpad(tree: T, descriptor: Any) -> T:
@@ -112,7 +112,7 @@ def unpad(tree: T, descriptor: Any) -> T:
             )
         return value if shape == tuple(value.shape) else value[tuple(slice(size) for size in shape)]
 
-    return map_sized(cut, tree, descriptor)  # type: ignore[no-any-return]
+    return map_sized(cut, tree, descriptor)
 
 
 def inert(tree: T, descriptor: Any) -> T:
@@ -124,7 +124,7 @@ def inert(tree: T, descriptor: Any) -> T:
         write_padded(target, value[(slice(0, 0),) * value.dim()], spec)
         return target
 
-    return map_sized(blank, tree, descriptor)  # type: ignore[no-any-return]
+    return map_sized(blank, tree, descriptor)
 
 
 def _first_size(descriptor: Any) -> str:

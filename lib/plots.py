@@ -1,6 +1,6 @@
 """matplotlib, where a plot is asked for, and not before."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +22,22 @@ def pyplot(call: str) -> Any:
 def axes_for(call: str, ax: Any, width: float, height: float) -> Any:
     """The axes that were given, or new ones of so many inches."""
     return pyplot(call).subplots(figsize=(width, height), layout="constrained")[1] if ax is None else ax
+
+
+def rows(ax: Any, *parts: tuple[Sequence[float], Any, str], names: Sequence[str] | None = None) -> None:
+    """Horizontal bars from the top down, of parts side by side.
+
+    Args:
+        parts: for each the lengths, the colour or one a bar, and the label.
+        names: of the bars; None: the axis keeps its ticks.
+    """
+    ends = [0.0] * len(parts[0][0])
+    for lengths, colours, label in parts:
+        ax.barh(range(len(ends)), lengths, left=ends, color=colours, label=label, edgecolor="#555", linewidth=0.4)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    if names is not None:
+        ax.set_yticks(range(len(ends)), names)
+    ax.set_ylim(len(ends) - 0.4, -0.6)
 
 
 def legend(ax: Any, colours: Mapping[str, str]) -> None:

@@ -1,6 +1,8 @@
-"""`Table`: rows of text that a terminal shows aligned, `rich` with rules, and a notebook as HTML."""
+"""`Table`: rows of text that a terminal shows aligned, `rich` with rules, and a notebook as HTML; and what is shown as
+one."""
 
 import re
+from abc import ABC, abstractmethod
 from typing import Any
 
 import attrs
@@ -63,3 +65,24 @@ class Table:
         for row in self.rows:
             made.add_row(*map(Text, row))
         return made
+
+
+class Tabled(ABC):
+    """What is shown as a table, wherever one can be: a base of frozen values."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def table(self) -> Table:
+        """Its rows in words."""
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()

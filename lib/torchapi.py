@@ -327,6 +327,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 _RUNS = itertools.count()
+_DIST: Any = dist  # whose stores are documented, and not exported for type checkers
 
 
 def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> Any:
@@ -335,20 +336,20 @@ def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> Any:
     if dist.is_initialized():
         whole = dist.distributed_c10d._get_default_store()
     else:
-        whole, _, _ = next(dist.rendezvous("env://", rank, num_ranks, timeout=timedelta(seconds=timeout)))  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"weft/{next(_RUNS)}", whole)  # type: ignore[attr-defined]
+        whole, _, _ = next(_DIST.rendezvous("env://", rank, num_ranks, timeout=timedelta(seconds=timeout)))
+    return _DIST.PrefixStore(f"weft/{next(_RUNS)}", whole)
 
 
 def root_store(store: Any) -> Any:
     """The store below all prefixes: what a launcher writes into."""
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+    while isinstance(store, _DIST.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def host_store(address: str, timeout: float) -> Any:
     """A store that this process hosts, at a free `port`, for a launcher's ranks to find."""
-    return dist.TCPStore(address, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)  # type: ignore[attr-defined]
+    return _DIST.TCPStore(address, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
 
 
 def process_group(backend: str, name: str, store: Any, rank: int, num_ranks: int, timeout: float) -> Any:
@@ -362,7 +363,7 @@ def process_group(backend: str, name: str, store: Any, rank: int, num_ranks: int
     """
     apart = store.clone()  # it may wait for as long, and nobody else's wait on the store is cut short
     apart.set_timeout(timedelta(seconds=timeout))
-    own = dist.PrefixStore(name, apart)  # type: ignore[attr-defined]
+    own = _DIST.PrefixStore(name, apart)
     if backend == "gloo":
         return dist.ProcessGroupGloo(own, rank, num_ranks, timedelta(seconds=timeout))
     options = dist.ProcessGroupNCCL.Options()
@@ -394,7 +395,7 @@ def symmetric_memory(
     """
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-    own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    own_store = _DIST.PrefixStore(name, store)
     unique: Any = f"weft/{name}/{next(_RUNS)}"  # the registry is the process's; every rank counts alike
     group = dist.ProcessGroup(own_store, rank, num_ranks)
     gloo = dist.ProcessGroupGloo(own_store, rank, num_ranks, timedelta(seconds=60))
@@ -413,5 +414,5 @@ def symmetric_memory(
 
 
 def _with_owner(view: Tensor, owner: Any) -> Tensor:
-    view.__weft_owner__ = owner  # type: ignore[attr-defined]
+    vars(view)["__weft_owner__"] = owner
     return view

@@ -17,6 +17,7 @@ from weft.torchapi import children_of, unnamed_children
 from weft.torchapi import pytree as _pytree
 
 C = TypeVar("C", bound=type)
+T = TypeVar("T")
 
 TreeSpec = _pytree.TreeSpec
 tree_map = _pytree.tree_map
@@ -222,7 +223,7 @@ def _parts(node: Any) -> dict[str, Any]:
     return {f.name: getattr(node, f.name) for f in fields if f.init and not {_AXES, _STATIC} & f.metadata.keys()}
 
 
-def map_sized(fn: Callable[[Tensor, Axes], Any], tree: Any, descriptor: Any = None) -> Any:
+def map_sized(fn: Callable[[Tensor, Axes], Any], tree: T, descriptor: Any = None) -> T:
     """Apply `fn(tensor, axes)` to every sized field in `tree`; where a sized value holds a descriptor, put `descriptor`
     in its place (unless that is None)."""
 
@@ -238,7 +239,8 @@ def map_sized(fn: Callable[[Tensor, Axes], Any], tree: Any, descriptor: Any = No
             changes |= {f.name: descriptor for f in attrs.fields(type(node)) if f.metadata.get(_DESCRIPTOR)}
         return attrs.evolve(node, **changes)
 
-    return tree_map(visit, tree, is_leaf=_is_sized)
+    made: T = tree_map(visit, tree, is_leaf=_is_sized)
+    return made
 
 
 def _check_field(node: Any, name: str, spec: Axes) -> None:

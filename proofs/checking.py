@@ -209,10 +209,9 @@ def _show(subject: Subject, rows: Sequence[Row], console: Console) -> None:
 def _raise_first(f: Callable[..., Any], rows: Sequence[Row], options: Any) -> None:
     """Raise what broke first, with the code of its calls."""
     __tracebackhide__ = True
-    failed = [row for row in rows if row.error is not None]
-    if not failed:
+    error, law = next(((row.error, row.law) for row in rows if row.error is not None), (None, None))
+    if error is None or law is None:
         return
-    error, law = failed[0].error, failed[0].law
     own = {name: value for name, value in options.items() if not isinstance(value, str | bool | int | None)}
     given = [f"{name}={name if name in own else repr(value)}" for name, value in options.items()]
     last = f"weft.proofs.check({name_of(f)}, {', '.join(['calls', f'laws={law.name!r}', *given])})"
@@ -222,7 +221,6 @@ def _raise_first(f: Callable[..., Any], rows: Sequence[Row], options: Any) -> No
         text += textwrap.indent(str(error), "  ")
         values = [("calls", error.calls), *own.items()]
         raise Counterexample(text, values, last) from error.__cause__
-    assert error is not None, "it failed"
     code = Writer({"import weft.proofs"}).block([("calls", remembered(error))])
     error.add_note(f"{name_of(f)} itself raised this, for\n{textwrap.indent(code, '    ')}")
     raise error

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.proofs.digits import digits
+from weft.proofs.elements import has_no_numbers
 
 MOST_PRINTED = 256
 """Elements of a tensor that are printed, unless all are the same."""
@@ -178,7 +179,7 @@ def _number(value: Any) -> str:
 
 def _constant(x: Tensor, where: str) -> str | None:
     """A tensor of one value, of any size; None if it is not, or if a list would be shorter."""
-    if x.numel() < 2 or "_x2" in str(x.dtype) or x.layout != torch.strided:
+    if x.numel() < 2 or has_no_numbers(x.dtype) or x.layout != torch.strided:
         return None
     first = x[(0,) * x.dim()]
     bits = x.contiguous().reshape(-1).view(torch.uint8).view(x.numel(), -1)
@@ -193,7 +194,7 @@ def _constant(x: Tensor, where: str) -> str | None:
 
 def _printed(x: Tensor, where: str) -> str | None:
     """A tensor as the list of its elements."""
-    if "_x2" in str(x.dtype) or x.layout != torch.strided:
+    if has_no_numbers(x.dtype) or x.layout != torch.strided:
         return None
     numbers = iter(digits(x.reshape(-1)))
 

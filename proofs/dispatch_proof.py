@@ -37,9 +37,8 @@ def unknown_descriptor(path: Path, name: str) -> Any:
 
 
 class AnyClass:
-    """A shape class of any type: all that is known of it is that `covers` is a partial order."""
-
-    __hash__ = None  # type: ignore[assignment]  # dispatch needs none
+    """A shape class of any type: all that is known of it is that `covers` is a partial order. It has no hash, and
+    dispatch needs none."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path

@@ -65,7 +65,7 @@ def unequal(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:
     """Which elements of two `plain` tensors of one shape and type differ, as bools of that shape."""
     if a.dtype.is_complex and tolerance.exact:
         return unequal(torch.view_as_real(a), torch.view_as_real(b), tolerance).any(-1)
-    if _has_no_numbers(a.dtype) or not (a.dtype.is_floating_point or a.dtype.is_complex):
+    if has_no_numbers(a.dtype) or not (a.dtype.is_floating_point or a.dtype.is_complex):
         return _bits(a) != _bits(b)
     wide_a, wide_b = _wide(a), _wide(b)
     if not tolerance.exact:
@@ -78,7 +78,7 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(_INTS[x.dtype.itemsize]).reshape(x.shape)
 
 
-def _has_no_numbers(dtype: torch.dtype) -> bool:
+def has_no_numbers(dtype: torch.dtype) -> bool:
     """Whether torch holds elements of the type as bits alone: two in a byte."""
     return "_x2" in str(dtype)
 
@@ -96,7 +96,7 @@ def first_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
 
 def worst_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
     """Of the elements that differ, the one that does so most; NaN on one side is more than all."""
-    if _has_no_numbers(a.dtype):
+    if has_no_numbers(a.dtype):
         return first_place(a, b, differ)
     wide = torch.complex128 if a.dtype.is_complex else torch.float64
     amounts = (a[differ].to(wide) - b[differ].to(wide)).abs().nan_to_num(nan=torch.inf)
@@ -105,7 +105,7 @@ def worst_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
 
 def _place(a: Tensor, b: Tensor, index: tuple[int, ...]) -> Place:
     x, y = a[index], b[index]
-    if _has_no_numbers(a.dtype):
+    if has_no_numbers(a.dtype):
         x, y = _bits(x), _bits(y)
     return Place(index, x.item(), y.item(), ulps(x, y))
 
@@ -125,7 +125,7 @@ def ulps(a: Tensor, b: Tensor) -> int | None:
         parts = [ulps(x, y) for x, y in zip(torch.view_as_real(a), torch.view_as_real(b), strict=True)]
         known = [part for part in parts if part is not None]
         return max(known) if len(known) == 2 else None
-    if not a.dtype.is_floating_point or _has_no_numbers(a.dtype) or bool(_wide(a).isnan() | _wide(b).isnan()):
+    if not a.dtype.is_floating_point or has_no_numbers(a.dtype) or bool(_wide(a).isnan() | _wide(b).isnan()):
         return None
     return abs(_rank(a) - _rank(b))
 

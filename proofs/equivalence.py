@@ -109,11 +109,11 @@ def assert_equivalent(
     comparison = _Comparison(f, g, names, tolerance, raises, _call(names, options))
     found = search(comparison, drawn, max_examples) if is_strategy(drawn) else once(comparison, drawn)
     if found.error is not None:
-        if not isinstance(found.error, Counterexample):
+        if isinstance(found.error, Counterexample):
+            found.error.with_traceback(None)  # where it was raised is of no use to anybody
+        else:
             code = Writer().block([("args", remembered(found.error))])
             found.error.add_note(f"Both raised this for\n{textwrap.indent(code, '    ')}")
-        if isinstance(found.error, Counterexample):  # where it was raised is of no use to anybody
-            found.error.with_traceback(None)
         raise found.error from found.error.__cause__
 
 

@@ -33,7 +33,7 @@ from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.pipeline import pipeline
 from weft.transforms.transports import Transport
-from weft.transforms.transports.distributed import Distributed
+from weft.transforms.transports.distributed import BackendName, Distributed
 from weft.transforms.transports.launch import launch
 from weft.transforms.transports.local import Local
 
@@ -121,10 +121,10 @@ def count_captures(run: Streamed | Stepped) -> int:
     return sum(step.cache_info().captures for step in steps if isinstance(step, Graphified))
 
 
-def run(num_traces: int, variants: Sequence[str], backend: str | None, timeout: float) -> list[Row]:
+def run(num_traces: int, variants: Sequence[str], backend: BackendName | None, timeout: float) -> list[Row]:
     """All of it, on this rank."""
     torch.set_num_threads(1)
-    transport = Distributed(backend=backend, timeout=timeout)  # type: ignore[arg-type]
+    transport = Distributed(backend=backend, timeout=timeout)
     drawn, rows = draw_traces(num_traces, transport.num_ranks), [Row(variant) for variant in variants]
     say = print if transport.rank == 0 else lambda *_, **__: None
     say(f"{transport!r}, rank 0 of {transport.num_ranks}, against one process: tokens, logits and states, bitwise")

@@ -85,13 +85,12 @@ def search(run: Callable[[Any], None], examples: "st.SearchStrategy[Any]", max_e
 
 def remember(error: Exception, given: Any) -> None:
     """Keep with an error the arguments on which a user's function raised it, unless that was done."""
-    if not hasattr(error, "__weft_given__"):
-        error.__weft_given__ = given  # type: ignore[attr-defined]
+    vars(error).setdefault("__weft_given__", given)
 
 
 def remembered(error: Exception) -> Any:
     """What `remember` kept."""
-    return error.__weft_given__  # type: ignore[attr-defined]
+    return vars(error)["__weft_given__"]
 
 
 def is_control(error: BaseException) -> bool:

@@ -6,17 +6,40 @@ from typing import Any
 import attrs
 
 from weft.stages.moe_config import MOE_FIELDS
-from weft.stages.vl_config import VL_FIELDS
+from weft.stages.rope import Rope
+from weft.stages.vl_config import VL_FIELDS, VL_ROPE, VL_TEXT_TYPES
+
+Allowed = Mapping[str, tuple[Any, ...]]
+"""The values of each field that say nothing."""
 
 
 @attrs.frozen
 class Architecture:
-    """What transformers (5.23) assumes where a config.json of this architecture is silent, the fields that it has
-    beside the common ones, and what the names of tensors begin with that are not the decoder's."""
+    """What sets an architecture apart from the others.
+
+    Args:
+        model_type: its name in a config.json.
+        defaults: what transformers (5.23) assumes where a file is silent.
+        rope: the rotary embedding that it assumes there.
+        fields: those that it has beside the common ones.
+        neutral_at: as `NEUTRAL_AT`, of this architecture alone.
+        text_types: the `model_type` that the decoder's own part of a file, `text_config`, may have; empty: files have
+            no such part.
+        fixed_biases: whether q, k and v have a bias, and nothing else has, whatever a file says.
+        qk_norm: whether queries and keys are normalised a head at a time.
+        experts: whether layers have a mixture of experts.
+        other_tensors: what the names of tensors begin with that are not the decoder's.
+    """
 
     model_type: str
     defaults: Mapping[str, Any]
+    rope: Rope = attrs.field(factory=Rope)
     fields: frozenset[str] = frozenset()
+    neutral_at: Allowed = attrs.field(factory=dict)
+    text_types: tuple[str, ...] = ()
+    fixed_biases: bool = False
+    qk_norm: bool = False
+    experts: bool = False
     other_tensors: tuple[str, ...] = ()
 
 
@@ -28,6 +51,9 @@ _QWEN_DEFAULTS: Mapping[str, Any] = {
     "head_dim": None,
     "eos_token_id": None,
 }
+# Qwen2 has its biases, and all Qwens their bare MLP, whatever the file says: it may only agree.
+_QWEN2_BIASES: Allowed = {"attention_bias": (True,), "mlp_bias": (False,)}
+_QWEN3_BIASES: Allowed = {"mlp_bias": (False,)}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
         "llama",
@@ -40,12 +66,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "eos_token_id": 2,
         },
     ),
-    "Qwen2ForCausalLM": Architecture("qwen2", _QWEN_DEFAULTS),
-    "Qwen3ForCausalLM": Architecture("qwen3", {**_QWEN_DEFAULTS, "head_dim": 128}),
+    "Qwen2ForCausalLM": Architecture("qwen2", _QWEN_DEFAULTS, neutral_at=_QWEN2_BIASES, fixed_biases=True),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3", {**_QWEN_DEFAULTS, "head_dim": 128}, neutral_at=_QWEN3_BIASES, qk_norm=True
+    ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
         {**_QWEN_DEFAULTS, "hidden_size": 2048, "intermediate_size": 6144, "num_layers": 24, "num_key_value_heads": 4},
-        MOE_FIELDS,
+        fields=MOE_FIELDS,
+        neutral_at=_QWEN3_BIASES,
+        qk_norm=True,
+        experts=True,
     ),
     "Qwen2VLForConditionalGeneration": Architecture(
         "qwen2_vl",
@@ -61,17 +92,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "rms_norm_eps": 1e-5,
             "eos_token_id": 151_645,
         },
-        VL_FIELDS,
-        ("visual.",),
+        rope=VL_ROPE,
+        fields=VL_FIELDS,
+        neutral_at=_QWEN2_BIASES,
+        text_types=VL_TEXT_TYPES,
+        fixed_biases=True,
+        other_tensors=("visual.",),
     ),
 }
 
-USED = """
+_USED = """
     architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim rms_norm_eps max_position_embeddings rope_parameters rope_theta rope_scaling
     original_max_position_embeddings tie_word_embeddings attention_bias mlp_bias eos_token_id dtype torch_dtype
     sliding_window layer_types quantization_config
-""".split()  # noqa: SIM905 - a column of quoted names would be four times as long
+"""
+USED = frozenset(_USED.split())
 
 # Why a field cannot change what a decoder computes at inference, and the fields of which that is so.
 _NEUTRAL_BY_REASON: Mapping[str, str] = {
@@ -96,7 +132,7 @@ _NEUTRAL_BY_REASON: Mapping[str, str] = {
 NEUTRAL: Mapping[str, str] = {name: reason for reason, names in _NEUTRAL_BY_REASON.items() for name in names.split()}
 
 # Fields that say nothing at these values, and something that weft does not do at any other.
-NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL_AT: Allowed = {
     "hidden_act": ("silu", "swish"),
     "use_sliding_window": (False,),
     "pretraining_tp": (1, None),
@@ -109,12 +145,4 @@ NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
     "per_layer_config": (None,),
     "rope_interleaved": (False,),
     "use_mrope": (False,),
-}
-# Qwen2 has its biases, and all Qwens their bare MLP, whatever the file says: it may only agree.
-NEUTRAL_AT_IN: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "LlamaForCausalLM": {},
-    "Qwen2ForCausalLM": {"attention_bias": (True,), "mlp_bias": (False,)},
-    "Qwen3ForCausalLM": {"mlp_bias": (False,)},
-    "Qwen3MoeForCausalLM": {"mlp_bias": (False,)},
-    "Qwen2VLForConditionalGeneration": {"attention_bias": (True,), "mlp_bias": (False,)},
 }

@@ -13,13 +13,13 @@ import attrs
 import torch
 
 from weft.errors import CheckpointNotFoundError, ConfigError
-from weft.stages.architectures import ARCHITECTURES, NEUTRAL, NEUTRAL_AT, NEUTRAL_AT_IN, USED
+from weft.stages.architectures import ARCHITECTURES, NEUTRAL, NEUTRAL_AT, USED
 from weft.stages.fields import Fields
 from weft.stages.fp8_config import Fp8Config, parse_fp8
 from weft.stages.moe_config import MoeConfig, parse_moe
 from weft.stages.rope import Rope
 from weft.stages.rope_config import parse_rope
-from weft.stages.vl_config import VL_ROPE, text_part
+from weft.stages.vl_config import text_part
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
@@ -165,21 +165,20 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
 
 def _parse(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
-    is_vl = architecture == "Qwen2VLForConditionalGeneration"
-    fields = text_part(fields) if is_vl else fields
-    defaults = ARCHITECTURES[architecture].defaults
+    known = ARCHITECTURES[architecture]
+    fields = text_part(fields, architecture, known.text_types) if known.text_types else fields
     _check_every_field(fields, architecture)
     values = _sizes(fields, architecture) | _biases(fields, architecture)
     try:
         return ModelConfig(
             architecture=architecture,
-            rms_norm_eps=fields.number("rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
-            rope=parse_rope(fields, VL_ROPE if is_vl else Rope()),
+            rms_norm_eps=fields.number("rms_norm_eps", known.defaults.get("rms_norm_eps", 1e-6)),
+            rope=parse_rope(fields, known.rope),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            qk_norm=architecture.startswith("Qwen3"),
-            eos_token_ids=_eos_token_ids(fields, defaults["eos_token_id"]),
+            qk_norm=known.qk_norm,
+            eos_token_ids=_eos_token_ids(fields, known.defaults["eos_token_id"]),
             dtype=_dtype(fields),
-            moe=parse_moe(fields) if architecture == "Qwen3MoeForCausalLM" else None,
+            moe=parse_moe(fields) if known.experts else None,
             fp8=parse_fp8(fields),
             **values,
         )
@@ -216,7 +215,7 @@ def _architecture(fields: Fields) -> str:
 
 def _check_every_field(fields: Fields, architecture: str) -> None:
     """Refuse each field that is neither used, nor neutral, nor neutral at its value."""
-    neutral_at = {**NEUTRAL_AT, **NEUTRAL_AT_IN[architecture]}
+    neutral_at = {**NEUTRAL_AT, **ARCHITECTURES[architecture].neutral_at}
     for name, value in fields.raw.items():
         if name in neutral_at:
             allowed = neutral_at[name]
@@ -264,7 +263,7 @@ def _sizes(fields: Fields, architecture: str) -> dict[str, Any]:
 
 
 def _biases(fields: Fields, architecture: str) -> dict[str, bool]:
-    if architecture.startswith("Qwen2"):
+    if ARCHITECTURES[architecture].fixed_biases:
         return {"qkv_bias": True, "o_bias": False, "mlp_bias": False}
     attention = fields.flag("attention_bias", False)
     return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": fields.flag("mlp_bias", False)}

@@ -423,7 +423,10 @@ def test_23_a_scalar_of_a_micro_batch_is_refused() -> None:
 
     Around it: return it for each row, and take the mean outside.
     """
-    loss: Any = lambda params, state, batch: (state, (batch**2).mean())  # noqa: E731
+
+    def loss(params: Any, state: Any, batch: Tensor) -> tuple[Any, Tensor]:
+        return state, (batch**2).mean()
+
     with pytest.raises(DescriptorError, match="not one entry a request or a token of its part"):
         weft.microbatch(loss, 2)(None, None, torch.arange(4.0))
     _, rows = weft.microbatch(lambda params, state, batch: (state, batch**2), 2)(None, None, torch.arange(4.0))

@@ -13,6 +13,7 @@ from weft.errors import StaleResultError
 from weft.torchapi import FunctionMode, storage_id
 from weft.trees import tree_leaves
 
+F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 _LOAN = "_weft_loan"
@@ -90,6 +91,12 @@ def lends(fn: Callable[..., Any]) -> bool:
     """Whether what `fn` returns may be overwritten by its next call: it was graphified so, or is a transform of such a
     function, to which `functools.wraps` hands this on."""
     return bool(getattr(fn, "__weft_lends__", False))
+
+
+def declare_lending(fn: F, lends: bool) -> F:
+    """`fn` itself, declared to lend what it returns, or not."""
+    vars(fn)["__weft_lends__"] = lends
+    return fn
 
 
 def lending() -> bool:

@@ -66,7 +66,8 @@ class Entry:
     @property
     def outputs(self) -> Outputs:
         """Its outputs, and where each leaf of a result comes from."""
-        return self.recording.outputs  # type: ignore[no-any-return]
+        found: Outputs = self.recording.outputs
+        return found
 
     @property
     def buffer_bytes(self) -> int:

@@ -6,8 +6,8 @@ from typing import Any
 import attrs
 
 from weft.markup import COLOURS
-from weft.plots import pyplot
-from weft.table import Table
+from weft.plots import pyplot, rows
+from weft.table import Table, Tabled
 from weft.transforms.capture import Entry
 from weft.transforms.events import duration
 from weft.transforms.memo import CacheInfo, Key, LeafKey
@@ -59,7 +59,7 @@ def _shapes(key: Key, entry: Entry) -> str:
 
 
 @attrs.frozen(repr=False)
-class CapturedGraphs:
+class CapturedGraphs(Tabled):
     """What `graphified.graphs()` returns; it prints as a table, and a notebook shows it as one.
 
     Args:
@@ -86,17 +86,6 @@ class CapturedGraphs:
         told = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
         return Table(HEADER, tuple(graph.cells() for graph in self.graphs), f"graphify({self.name}): {told}")
 
-    def __str__(self) -> str:
-        return str(self.table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def __rich__(self) -> Any:
-        return self.table().__rich__()
-
     def plot(self) -> Any:
         """The time of each capture and what it took, side by side (matplotlib).
 
@@ -109,16 +98,13 @@ class CapturedGraphs:
         plt = pyplot("graphified.graphs().plot()")
         high = 1.4 + 0.26 * len(self.graphs)
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, high), sharey=True, layout="constrained")
-        places, edge = range(len(self.graphs)), {"edgecolor": "#555", "linewidth": 0.4}
-        left.barh(places, [graph.seconds * 1e3 for graph in self.graphs], color=COLOURS[0], **edge)
         total = sum(graph.buffer_bytes + graph.graph_bytes for graph in self.graphs)
         unit, name = size_unit(total)
         buffers = [graph.buffer_bytes / unit for graph in self.graphs]
         tensors = [graph.graph_bytes / unit for graph in self.graphs]
-        right.barh(places, buffers, color=COLOURS[2], label="input buffers", **edge)
-        right.barh(places, tensors, left=buffers, color=COLOURS[1], label="outputs, intermediate tensors", **edge)
-        left.set_yticks(places, [f"{graph.of}, {graph.mode}" for graph in self.graphs])
-        left.set_ylim(len(self.graphs) - 0.4, -0.6)
+        names = [f"{graph.of}, {graph.mode}" for graph in self.graphs]
+        rows(left, ([graph.seconds * 1e3 for graph in self.graphs], COLOURS[0], ""), names=names)
+        rows(right, (buffers, COLOURS[2], "input buffers"), (tensors, COLOURS[1], "outputs, intermediate tensors"))
         left.set(xlabel="capture, ms", title=f"{duration(sum(graph.seconds for graph in self.graphs))} in all")
         right.set(xlabel=name, title=f"{size_text(total)} in all")
         figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False)

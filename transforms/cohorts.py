@@ -7,7 +7,7 @@ from typing import Any, cast
 import attrs
 
 from weft.errors import CostError, ProgramError
-from weft.table import Table
+from weft.table import Table, Tabled
 from weft.transforms.events import busy_seconds, duration
 from weft.transforms.schedule import decode_jobs, make_programs
 from weft.transforms.simulate import Costs, simulate
@@ -38,7 +38,7 @@ class CohortRow:
 
 
 @attrs.frozen
-class CohortPlan:
+class CohortPlan(Tabled):
     """The numbers of cohorts that were tried; it prints as a table, the best marked.
 
     Args:
@@ -60,15 +60,6 @@ class CohortPlan:
     def _cells(self, row: CohortRow) -> tuple[str, ...]:
         numbers = str(row.cohorts), str(row.size), duration(row.step_time), f"{row.tokens_per_second:,.0f}"
         return *numbers, f"{row.bubble:.0%}", "best" if row is self.best else ""
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def __rich__(self) -> Any:
-        return self.table().__rich__()
-
-    def __str__(self) -> str:
-        return str(self.table())
 
 
 def plan_cohorts(

@@ -6,8 +6,8 @@ from typing import Any
 import attrs
 
 from weft.markup import COLOURS
-from weft.plots import axes_for, legend
-from weft.table import Table
+from weft.plots import axes_for, legend, rows
+from weft.table import Table, Tabled
 from weft.transforms.dispatch import EXACT, LEAST, NONE, Decision, dispatch, in_words
 from weft.transforms.ladder import Ladder, Limits, make_ladder
 
@@ -33,7 +33,7 @@ class Row:
 
 
 @attrs.frozen(repr=False)
-class DispatchTable:
+class DispatchTable(Tabled):
     """What `dispatch_table` returns; it prints aligned, and a notebook shows it as a table.
 
     Args:
@@ -45,17 +45,6 @@ class DispatchTable:
     def table(self) -> Table:
         """The rows in words."""
         return Table(HEADER, tuple(row.cells() for row in self.rows))
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def __rich__(self) -> Any:
-        return self.table().__rich__()
 
     def plot(self, size: str | None = None, *, ax: Any = None) -> Any:
         """Each batch as a bar: what is its own, and what is padding (matplotlib).
@@ -72,15 +61,12 @@ class DispatchTable:
             MissingPackageError: matplotlib is not installed.
         """
         ax = axes_for("dispatch_table(...).plot()", ax, 8.0, 1.2 + 0.24 * min(len(self.rows), _MOST_NAMED))
-        name, places = size or self._padded_size(), range(len(self.rows))
+        name = size or self._padded_size()
         own = [getattr(row.batch, name, 0) for row in self.rows]
         more = [dict(row.decision.padding).get(name, 0) for row in self.rows]
         colours = [_EAGER if row.decision.mode == "none" else _OWN for row in self.rows]
-        ax.barh(places, own, color=colours, edgecolor="#555", linewidth=0.4)
-        ax.barh(places, more, left=own, color=_PADDING, edgecolor="#555", linewidth=0.4)
-        if len(self.rows) <= _MOST_NAMED:
-            ax.set_yticks(places, [str(row.batch) for row in self.rows])
-        ax.set_ylim(len(self.rows) - 0.4, -0.6)
+        names = [str(row.batch) for row in self.rows] if len(self.rows) <= _MOST_NAMED else None
+        rows(ax, (own, colours, ""), (more, _PADDING, ""), names=names)
         wasted = sum(more) / max(sum(own) + sum(more), 1)
         ax.set(xlabel=name.removeprefix("num_"), title=f"{wasted:.0%} of what is computed is padding")
         legend(ax, {"the batch's own": _OWN, "padding": _PADDING, "no class covers it": _EAGER})

@@ -97,7 +97,8 @@ class Graphified(Generic[P, R]):
             raise self._noted(error) from None
         count, handover = self._graphs.count, replay.handover
         count.replays = replay.entry.last_use = count.replays + 1
-        return handover.build(handover.copies(handover.made), leaves)  # type: ignore[no-any-return]
+        result: R = handover.build(handover.copies(handover.made), leaves)
+        return result
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """The general path: any call, the first of its kind included."""

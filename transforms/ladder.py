@@ -7,7 +7,7 @@ import attrs
 
 from weft.descriptor import BatchDescriptor, Descriptor
 from weft.errors import DescriptorError
-from weft.table import Table
+from weft.table import Table, Tabled
 
 D = TypeVar("D", bound=Descriptor)
 
@@ -45,7 +45,7 @@ class Limits:
 
 
 @attrs.frozen
-class Ladder(Generic[D]):
+class Ladder(Tabled, Generic[D]):
     """The classes that may be captured, largest first: as whole graphs, and as pieces. Cutting one never cuts the
     other. Iterated, it gives all of them.
 
@@ -67,15 +67,6 @@ class Ladder(Generic[D]):
         """A row for the classes of one kind."""
         rows = [*_kinds("full", self.full), *_kinds("piecewise", self.piecewise)]
         return Table(("mode", "classes", "of"), tuple(rows), f"a ladder of {len(self)} classes")
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-    def __rich__(self) -> Any:
-        return self.table().__rich__()
 
 
 def _kinds(mode: str, classes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:

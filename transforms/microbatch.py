@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import attrs
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
-from weft.donation import clone, donated_argnames
+from weft.donation import clone, declare_donated, donated_argnames
 from weft.errors import CaptureError, DescriptorError, ProgramError
 from weft.torchapi import in_dispatch_mode
-from weft.transforms.borrowing import lends
+from weft.transforms.borrowing import declare_lending, lends
 from weft.trees import (
     Axes,
     find_descriptors,
@@ -215,6 +215,4 @@ def microbatch(step: F, parts: int) -> F:
             outputs.append(clone(out) if lends(step) else out)  # the next part overwrites what is lent
         return state, join(outputs, batches)
 
-    run.__weft_donates__ = donated_argnames(step)  # type: ignore[attr-defined]
-    run.__weft_lends__ = False  # type: ignore[attr-defined]
-    return run  # type: ignore[return-value]
+    return cast(F, declare_lending(declare_donated(run, donated_argnames(step)), False))

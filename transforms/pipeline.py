@@ -7,12 +7,12 @@ import attrs
 
 from weft.arguments import names_arguments
 from weft.batch import Batch
-from weft.donation import donated_argnames
+from weft.donation import declare_donated, donated_argnames
 from weft.effects import Program, Schema, listing, programs_html
 from weft.errors import ProgramError
 from weft.markup import text, titled
 from weft.torchapi import in_dispatch_mode
-from weft.transforms.borrowing import lends
+from weft.transforms.borrowing import declare_lending, lends
 from weft.transforms.graphify import Graphified
 from weft.transforms.microbatch import join, split
 from weft.transforms.parts import after_first, class_text, put_batches
@@ -61,9 +61,7 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
             states = [advance(s, batch, x) for s in states]
         return tuple(states), x
 
-    step.__weft_donates__ = _donations(stages, advance)  # type: ignore[attr-defined]
-    step.__weft_lends__ = lends(stages[-1])  # type: ignore[attr-defined]
-    return step
+    return declare_lending(declare_donated(step, _donations(stages, advance)), lends(stages[-1]))
 
 
 def _donations(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, ...]:

@@ -82,7 +82,8 @@ def keep_in_place(result: R, roles: Roles, call: Call) -> R:
         own if index is None else call.reference_leaves[index].detach() if index < count else leaf
         for own, index, leaf in zip(found.leaves, found.references, tree_leaves(result), strict=True)
     ]
-    return tree_unflatten(leaves, found.structure)  # type: ignore[no-any-return]
+    made: R = tree_unflatten(leaves, found.structure)
+    return made
 
 
 def _recorded(leaf: Any) -> bool:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from weft.donation import clone, donated_argnames
+from weft.donation import clone, declare_donated, donated_argnames
 from weft.errors import ProgramError
 from weft.transforms.borrowing import lends
 from weft.transforms.pipeline import Pipelined
@@ -51,6 +51,5 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
         return state, outs
 
     functools.update_wrapper(run, step, assigned=("__module__", "__name__", "__qualname__"), updated=())
-    del run.__wrapped__  # type: ignore[attr-defined]
-    run.__weft_donates__ = donated_argnames(step)  # type: ignore[attr-defined]
-    return run
+    del vars(run)["__wrapped__"]
+    return declare_donated(run, donated_argnames(step))

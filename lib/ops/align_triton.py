@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import power_of_two
 from weft.ops.early_triton import begin, early, release
+from weft.ops.tiles import power_of_two
 
 _CHUNKS = {512: (512, 4), 4096: (1024, 4)}
 """Of so many pairs at most: those that `_align_kernel` looks at at a time, and its warps."""

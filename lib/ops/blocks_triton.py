@@ -20,11 +20,6 @@ _LEAST = tl.constexpr(LEAST)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def power_of_two(n: int) -> int:
-    """The least power of two that is at least n."""
-    return 1 << (max(n, 1) - 1).bit_length()
-
-
 @triton.jit
 def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
     """What the parts at `offsets` add up to, rounded to TYPE, in float32; 0 parts: x is the sum itself."""

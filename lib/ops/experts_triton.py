@@ -23,11 +23,11 @@ from torch import Tensor
 
 from weft.ops import experts_many_triton
 from weft.ops.align_triton import Aligned, align, find_expert, scan
-from weft.ops.blocks_triton import TRITON_DTYPES, power_of_two, quantize_rows
+from weft.ops.blocks_triton import TRITON_DTYPES, quantize_rows
 from weft.ops.early_triton import begin, early, release
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import multiply
-from weft.ops.tiles import SCAN_PAIRS, Tile, expert_tile
+from weft.ops.tiles import SCAN_PAIRS, Tile, expert_tile, power_of_two
 
 
 @triton.jit

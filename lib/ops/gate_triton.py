@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two, quantize_rows
+from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
 from weft.ops.early_triton import begin, early, release
 from weft.ops.fp8 import ceil_blocks
 from weft.ops.parts import num_parts
+from weft.ops.tiles import power_of_two
 
 _MOST_GROUPS = 8
 """Blocks of 128 columns that a program takes at most."""

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two
+from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.early_triton import begin, early
 from weft.ops.parts import num_parts
+from weft.ops.tiles import power_of_two
 
 _TOKENS, _ROWS, _COLUMNS = 16, 64, 128
 _MOST_RANK = 64

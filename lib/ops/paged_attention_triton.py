@@ -18,102 +18,21 @@ bfloat16, whose products triton's interpreter gets wrong.
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
-import functools
-
-import attrs
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.early_triton import begin, early, release
+from weft.ops.paged_attention_launch import plan_launch
+from weft.ops.tiles import power_of_two
 
 _LOG2_E = 1.4426950408889634
 
-# How many programs a decode launch aims at per multiprocessor, and the most shares that a context is split into.
-_PROGRAMS_PER_PROCESSOR = 2
-_MAX_SPLITS = 64
 
 _SEARCHED = 128
 """Requests that are looked through at a time for the owner of a block: the same for all batches, so that they share a
 compiled kernel."""
-
-
-@attrs.frozen
-class Launch:
-    """How `_attend_kernel` is launched: a pure function of shapes, `plan_launch`.
-
-    Args:
-        rows: rows of the query matrix of a program, a power of two: queries * group of them are used.
-        queries: queries of a program.
-        keys: keys of a tile, a power of two.
-        dims: the head dimension, rounded up to a power of two.
-        one_block: whether each request's queries fit one program, so that program r serves request r.
-        blocks: blocks of queries, over all requests.
-        splits: shares of the context, a power of two.
-        warps: of a program.
-        stages: tiles in flight.
-    """
-
-    rows: int
-    queries: int
-    keys: int
-    dims: int
-    one_block: bool
-    blocks: int
-    splits: int
-    warps: int
-    stages: int
-
-
-@functools.lru_cache(maxsize=1024)  # some 10 µs a call, and an eager step calls once a layer
-def plan_launch(
-    num_tokens: int,
-    num_reqs: int,
-    group: int,
-    kv_heads: int,
-    head_dim: int,
-    max_context: int,
-    max_query_len: int,
-    itemsize: int,
-    processors: int,
-) -> Launch:
-    """The launch for these shapes; `max_context` is what a block table's row can hold, in tokens."""
-    dims = max(16, _power_of_two(head_dim))
-    # The accumulator, rows * dims in float32, stays in registers, and a tile of keys takes 16 KiB of shared memory.
-    most_rows = max(16, min(64, 8192 // dims))
-    rows = min(max(16, _power_of_two(max_query_len * group)), most_rows)
-    rows = max(rows, _power_of_two(group))
-    queries = rows // group
-    one_block = max_query_len <= queries
-    # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial block, and no overlap.
-    blocks = num_reqs if one_block else num_tokens // queries + num_reqs
-    keys, warps, stages = _tile(num_reqs * kv_heads // processors if one_block and rows == 16 else None)
-    keys = max(16, min(keys, 16384 // (dims * itemsize)))
-    splits = _splits(num_reqs * kv_heads, -(-max_context // keys), processors) if one_block else 1
-    # What is in flight fits shared memory; a larger tile is one of a very wide head.
-    stages = max(1, min(stages, 98304 // (keys * dims * itemsize)))
-    return Launch(rows, queries, keys, dims, one_block, blocks, splits, warps, stages)
-
-
-def _tile(waves: int | None) -> tuple[int, int, int]:
-    """Keys of a tile, warps of a program and tiles in flight, for a decode by how many programs a multiprocessor has:
-    many small ones hide each other's waits, and few have to do so by themselves. Measured on an H200, heads of 128 in
-    bfloat16, contexts of 256 and 512."""
-    if waves is None or waves < 1:
-        return 64, 4, 3
-    return (64, 8, 6) if waves < 3 else (64, 4, 2) if waves < 6 else (16, 1, 4)
-
-
-def _power_of_two(n: int) -> int:
-    """The least power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-def _splits(programs: int, tiles: int, processors: int) -> int:
-    """Shares of the context that bring `programs` up to the number aimed at: a power of two, at most a tile each."""
-    most = min(_PROGRAMS_PER_PROCESSOR * processors // max(programs, 1), tiles, _MAX_SPLITS)
-    return 1 << max(most, 1).bit_length() - 1
 
 
 def attend(
@@ -168,19 +87,17 @@ def _launch_write(k: Tensor, v: Tensor, kv_pages: Tensor, where: Where) -> None:
         k.stride(0),
         v.stride(0),
         WIDTH=width,
-        BLOCK=min(1024, _power_of_two(width)),
+        BLOCK=min(1024, power_of_two(width)),
         BLOCK_R=_SEARCHED,
         **early(k),
     )
 
 
-def _launch_attend(
-    q: Tensor, kv_pages: Tensor, where: Where, max_query_len: int, scale: float, out: Tensor, plan: Launch | None = None
-) -> None:
+def _launch_attend(q: Tensor, kv_pages: Tensor, where: Where, max_query_len: int, scale: float, out: Tensor) -> None:
     slot_mapping, block_table, query_start_loc, seq_lens = where
     (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
     requests, group, context = seq_lens.shape[0], heads // kv_heads, block_table.shape[1] * page_size
-    plan = plan or plan_launch(
+    plan = plan_launch(
         tokens, requests, group, kv_heads, dim, context, max_query_len, q.element_size(), _processors(q.device)
     )
     split = plan.splits > 1

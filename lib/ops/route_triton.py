@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, power_of_two
+from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.early_triton import begin, early, release
 from weft.ops.parts import num_parts
+from weft.ops.tiles import power_of_two
 
 
 @triton.jit

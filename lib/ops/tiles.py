@@ -46,6 +46,15 @@ class Tile:
     sort: bool = False
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n.
+
+    >>> [power_of_two(n) for n in (0, 1, 5, 8)]
+    [1, 1, 8, 8]
+    """
+    return 1 << (max(n, 1) - 1).bit_length()
+
+
 @functools.cache
 def measured() -> dict[str, dict[int, Tile | None]]:
     """The table of `tiles.json`: by key, the tile by the number of tokens up to which it was best, ascending; None:
@@ -81,7 +90,7 @@ def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
         return Tile(64 if tokens <= 512 else 128, 64, 128, 4, 3)
     programs, steps = -(-rows // 64), -(-columns // 128)
     parts = max(1, min(steps // 4, 256 // programs, 8))
-    return Tile(64, max(16, _power_of_two(tokens)), 128, 4, 4, parts)
+    return Tile(64, max(16, power_of_two(tokens)), 128, 4, 4, parts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,7 +115,3 @@ def linear_parts(tokens: int, rows: int, columns: int, fp8: bool) -> int:
     # Each part has columns: the last one is not left without.
     steps = -(-columns // tile.columns)
     return -(-steps // -(-steps // tile.parts))
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

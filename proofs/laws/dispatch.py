@@ -9,6 +9,7 @@ import torch
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
+from weft.donation import declare_donated
 from weft.proofs.difference import LawViolation
 from weft.proofs.laws.compare import larger, whole
 from weft.proofs.strategies.images import ImageScenario, Resolution
@@ -100,8 +101,8 @@ def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device:
         ran = torch.full_like(out.logprobs, _code(d))  # frozen at capture: the class that a replay is of
         return state, attrs.evolve(out, logprobs=ran)
 
-    recording.__weft_donates__ = ("state",)  # type: ignore[attr-defined]
-    graph, params, state = graphify(recording, ladder=ladder), scenario.params(1, device), scenario.state(1, device)
+    graph = graphify(declare_donated(recording, ["state"]), ladder=ladder)
+    params, state = scenario.params(1, device), scenario.state(1, device)
     for batch in scenario.batches(device):
         own = batch.descriptor
         state, out = graph(params, state, batch)

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-import attrs
 import torch
-from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
@@ -70,10 +68,7 @@ def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None
 def graph_is_eager_on_padded_functions(function: Function, rungs: Iterable[int], device: str = "cpu") -> None:
     """L1 and L8 for any pure function under a ladder, one that counts its calls in its state: a capture counts none."""
 
-    def step(params: Tensor, state: dict[str, Tensor], batch: Rows) -> tuple[dict[str, Tensor], Rows]:
-        _, y = function.fn(params, clone(state), batch.x)
-        return {**state, "n": state["n"] + 1}, attrs.evolve(batch, x=y)
-
+    step = function.counted
     graph = graphify(step, ladder=[BatchDescriptor(n, n) for n in sorted(rungs, reverse=True)], donate_argnames="state")
     params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
     for calls, x in enumerate(function.inputs):

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import attrs
 import torch
-from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
@@ -20,12 +18,8 @@ SHARE = 0.1
 def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -> None:
     """L14: `used <= estimate <= used * (1 + SHARE)` for a ladder of so many classes; to estimate changes nothing."""
 
-    def step(params: Tensor, state: dict[str, Tensor], batch: Rows) -> tuple[dict[str, Tensor], Rows]:
-        _, y = function.fn(params, clone(state), batch.x)
-        return {**state, "n": state["n"] + 1}, attrs.evolve(batch, x=y)
-
     ladder = [BatchDescriptor(n, n) for n in range(classes, 0, -1)]
-    graph = graphify(step, ladder=ladder, donate_argnames="state")
+    graph = graphify(function.counted, ladder=ladder, donate_argnames="state")
     params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
     x = function.inputs[0][:1].to(device)
     batch, before = Rows(BatchDescriptor(1, 1), x), clone(state)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
-from weft.donation import clone, donates
+from weft.donation import clone, declare_donated, donates
 from weft.errors import CaptureError, DonatedError
 from weft.proofs.difference import LawViolation, assert_equal
 from weft.proofs.laws.compare import whole
@@ -48,8 +48,7 @@ def _then_fail(step: Callable[..., Any]) -> Callable[..., Any]:
         out.token_ids.sum().item()
         return state, out
 
-    failing.__weft_donates__ = ("state",)  # type: ignore[attr-defined]
-    return failing
+    return declare_donated(failing, ["state"])
 
 
 def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu") -> None:

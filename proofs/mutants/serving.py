@@ -28,18 +28,22 @@ _HOST, _ADMISSION = "weft.transforms.engine.host", "weft.transforms.engine.admis
 _DECODES, _WORK = "weft.transforms.engine.decodes", "weft.transforms.engine.work"
 
 
-class _OwnersForgotten(Pages):
+class _Trusting(Pages):
+    """Shares what was found, kept or not."""
+
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._kept.pop(page, None)
+            self._count[page] += 1
+
+
+class _OwnersForgotten(_Trusting):
     """Frees a page when the first of those that hold it goes."""
 
     def release(self, pages: Sequence[int]) -> None:
         for page in pages:
             self._count[page] = 1
         super().release(list(dict.fromkeys(pages)))
-
-    def share(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            self._kept.pop(page, None)
-            self._count[page] += 1
 
 
 def _without_waiting(host: HostState, running: Running, *args: Any) -> None:
@@ -118,16 +122,11 @@ def _latest_first() -> Iterator[None]:
         yield
 
 
-class _PartsOutlive(Pages):
+class _PartsOutlive(_Trusting):
     """Finds what a page began with after it went to somebody else."""
 
     def _forget_part(self, page: int) -> None:
         pass
-
-    def share(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            self._kept.pop(page, None)
-            self._count[page] += 1
 
 
 def _ending_late(host: HostState, running: Running, reason: str) -> None:

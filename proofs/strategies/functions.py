@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
-from weft.donation import donates
+from weft.donation import clone, donates
 from weft.trees import axes, descriptor_field, pytree
 
 
@@ -39,6 +39,11 @@ class Function:
     params: Tensor = attrs.field(repr=False)
     state: dict[str, Tensor] = attrs.field(repr=False)
     inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
+
+    def counted(self, params: Tensor, state: dict[str, Tensor], batch: Rows) -> tuple[dict[str, Tensor], Rows]:
+        """The function on a batch that may be padded, as a step whose state counts its calls."""
+        _, y = self.fn(params, clone(state), batch.x)
+        return {**state, "n": state["n"] + 1}, attrs.evolve(batch, x=y)
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]] = {

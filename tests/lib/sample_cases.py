@@ -1,5 +1,7 @@
 """Requests in a table of sampling parameters, with the logits that they are drawn from."""
 
+from typing import Any
+
 import attrs
 import torch
 from torch import Tensor
@@ -31,7 +33,9 @@ class Case:
         return Case(self.logits[index], self.table, self.rows[index], self.positions[index], mask)
 
     def to(self, device: str) -> "Case":
-        move = lambda x: None if x is None else x.to(device)  # noqa: E731
+        def move(x: Any) -> Any:
+            return None if x is None else x.to(device)
+
         table = tree_map(move, self.table)
         return Case(move(self.logits), table, move(self.rows), move(self.positions), move(self.token_mask))
 

@@ -111,7 +111,6 @@ def test_graphify_with_the_kernel_interpreted() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.gpu
 def test_the_kernel_on_a_gpu_copies_what_torch_copies() -> None:
     for i, drawn in enumerate(some_cases()):
         case = make(*drawn, seed=i, device="cuda")
@@ -121,7 +120,6 @@ def test_the_kernel_on_a_gpu_copies_what_torch_copies() -> None:
             assert torch.equal(seen, one), drawn
 
 
-@pytest.mark.gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, ARITIES[-1], ARITIES[-1] + 1, 1000])
 def test_as_many_tensors_as_there_are(count: int) -> None:
@@ -134,7 +132,6 @@ def test_as_many_tensors_as_there_are(count: int) -> None:
         assert torch.equal(a, c)
 
 
-@pytest.mark.gpu
 @pytest.mark.gpu
 def test_graphify_with_the_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
@@ -149,7 +146,6 @@ def test_graphify_with_the_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     check_padded("cuda", launches)
 
 
-@pytest.mark.gpu
 @pytest.mark.gpu
 def test_a_copy_waits_for_its_own_stream_and_for_no_other() -> None:
     target, source = torch.zeros(100, device="cuda"), torch.zeros(100, device="cuda")
@@ -168,7 +164,6 @@ def test_a_copy_waits_for_its_own_stream_and_for_no_other() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.gpu
 def test_a_thread_that_has_used_no_cuda_yet_may_call() -> None:
     g = graphify(lambda x: x + 1)
     x, seen = torch.ones(4, device="cuda"), []
@@ -179,7 +174,6 @@ def test_a_thread_that_has_used_no_cuda_yet_may_call() -> None:
     assert seen[0].tolist() == [2.0] * 4
 
 
-@pytest.mark.gpu
 @pytest.mark.gpu
 def test_the_device_is_made_current_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []

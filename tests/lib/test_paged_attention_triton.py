@@ -13,6 +13,7 @@ from paged_cases import DECODE, FIXED, TOLERANCE, Case, Request, Shape, assert_m
 from torch import Tensor
 
 from weft.ops.paged_attention import paged_attention
+from weft.ops.paged_attention_launch import plan_launch
 
 # The Triton kernels, interpreted on the CPU
 
@@ -44,7 +45,7 @@ def test_kernels_interpreted_equal_dense_attention(index: int, interpreted: list
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 20))
 def test_the_blocks_of_a_ragged_launch_are_enough_and_apart(lengths: list[int], queries: int) -> None:
-    # The formula of plan_launch, without triton: request r begins at block start // queries + r.
+    # The formula of plan_launch: request r begins at block start // queries + r.
     starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
     first = [start // queries + r for r, start in enumerate(starts)]
     for r, length in enumerate(lengths):
@@ -65,9 +66,6 @@ def test_the_blocks_of_a_ragged_launch_are_enough_and_apart(lengths: list[int], 
 def test_launches_keep_their_bounds(
     tokens: int, reqs: int, group: int, kv_heads: int, dim: int, context: int, longest: int, itemsize: int
 ) -> None:
-    pytest.importorskip("triton")
-    from weft.ops.paged_attention_triton import plan_launch
-
     plan = plan_launch(tokens, reqs, group, kv_heads, dim, context, longest, itemsize, 132)
     assert plan.queries >= 1
     assert plan.queries * group <= plan.rows
@@ -97,7 +95,6 @@ GPU_SHAPES = [
 
 @pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
 @pytest.mark.gpu
-@pytest.mark.gpu
 def test_kernels_on_a_gpu_equal_dense_attention_and_the_reference(shape: Shape) -> None:
     case = draw_case(shape)
     args = on_cuda(case)
@@ -109,7 +106,6 @@ def test_kernels_on_a_gpu_equal_dense_attention_and_the_reference(shape: Shape) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("longest", [1, 12])
-@pytest.mark.gpu
 @pytest.mark.gpu
 def test_a_captured_call_replays_on_other_inputs(dtype: torch.dtype, longest: int) -> None:
     def batch(seed: int) -> Case:

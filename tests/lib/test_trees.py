@@ -174,7 +174,7 @@ def test_map_sized_touches_sized_tensors_only_and_sets_the_descriptor() -> None:
         seen.append((tuple(value.shape), spec.dims))
         return value * 2
 
-    tree = {"g": grid(), "l": layer(), "n": 3}
+    tree: dict[str, Any] = {"g": grid(), "l": layer(), "n": 3}
     made = map_sized(record, tree, Shape(9, 9))
     assert seen == [((2, 4, 5), ("rows", "columns+1", None))]
     assert (made["g"].shape, made["g"].free is tree["g"].free, made["g"].maybe) == (Shape(9, 9), True, None)

@@ -4,6 +4,7 @@ import collections
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -62,9 +63,8 @@ def general_calls(g: Graphified[..., Any]) -> Iterator[list[Any]]:
         seen.append((args, kwargs))
         return general(args, kwargs)
 
-    g._call = counted  # type: ignore[method-assign]
-    yield seen
-    del g._call
+    with mock.patch.object(g, "_call", counted):
+        yield seen
 
 
 @pytree

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from weft.descriptor import BatchDescriptor as B
 from weft.errors import DescriptorError
 from weft.proofs.strategies import descriptors
+from weft.proofs.strategies.images import Resolution
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.dispatch_table import dispatch_table
 from weft.transforms.ladder import MODES, Limits, make_ladder
@@ -103,23 +104,12 @@ def test_a_decode_prefers_its_own_class_to_a_ragged_one_of_its_size() -> None:
         assert dispatch(B.uniform(3), ladder).descriptor == B.uniform(4)
 
 
-@attrs.frozen
-class Image:
-    """A shape class that is no batch of requests."""
-
-    height: int
-    width: int
-
-    def covers(self, other: "Image") -> bool:
-        return self.height >= other.height and self.width >= other.width
-
-
 @FAST
 @given(st.data())
 def test_any_descriptor_type(data: Any) -> None:
-    images = st.builds(Image, st.integers(1, 4), st.integers(1, 4))
+    images = st.builds(Resolution, st.integers(1, 4), st.integers(1, 4))
     own, ladder = data.draw(images), data.draw(st.lists(images, max_size=6))
-    decision: Decision[Image] = dispatch(own, ladder)
+    decision: Decision[Resolution] = dispatch(own, ladder)
     assert (decision.mode == "none") == (not any(d.covers(own) for d in ladder))
     assert not any(decision.descriptor.covers(d) and d != decision.descriptor and d.covers(own) for d in ladder)
     assert sum(more for _, more in decision.padding) == (
@@ -159,10 +149,10 @@ def test_the_padding_of_classes_made_in_other_ways(cls: Any) -> None:
 
 
 @attrs.frozen
-class Pixels(Image):
+class Pixels(Resolution):
     """Counts what it pads in its own way."""
 
-    def excess(self, own: Image) -> dict[str, int]:
+    def excess(self, own: Resolution) -> dict[str, int]:
         return {"pixels": self.height * self.width - own.height * own.width}
 
 

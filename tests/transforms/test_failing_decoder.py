@@ -63,12 +63,12 @@ class Decoder:
 
     def failing_last(self) -> list[Callable[..., Any]]:
         """The stages, the last of which branches on its result while `broken`."""
-        last = self.stages[-1]
+        last: Callable[..., Any] = self.stages[-1]
 
         @donates("state")
         def failing(params: Any, state: Any, batch: Batch, x: Any) -> Any:
             state, out = last(params, state, batch, x)
-            if self.broken and bool((out.token_ids > 5).any()):  # type: ignore[union-attr]
+            if self.broken and bool((out.token_ids > 5).any()):
                 return state, out
             return state, out
 
@@ -131,8 +131,9 @@ TAKERS: dict[str, tuple[int, Callable[[Decoder], Callable[..., Any]], str]] = {
 
 def _bare(decoder: Decoder, params: Any, state: Any, batch: Batch) -> Any:
     """One stage called by hand, as a step."""
-    new, out = decoder.stages[0](params[0], state[0], batch, None)
-    return (advance(new, batch, out),), out  # type: ignore[arg-type]
+    first: Callable[..., Any] = decoder.stages[0]
+    new, out = first(params[0], state[0], batch, None)
+    return (advance(new, batch, out),), out
 
 
 @pytest.mark.parametrize("taker", TAKERS)

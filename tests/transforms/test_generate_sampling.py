@@ -18,18 +18,13 @@ PROMPTS = ["The function returns", "A list is", "In Python, "]
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return weft.load(DEMO, "cpu", "float32")
-
-
-@pytest.fixture(scope="module")
 def theirs() -> Any:
     transformers = pytest.importorskip("transformers")
     return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
 
 
-def complete(model: Model, sampling: Any, prompts: list[str] = PROMPTS, **options: Any) -> list[weft.Completion]:
-    return weft.generate(model, prompts, **{"max_tokens": 24, "seed": 3, "graph": "none"} | options, sampling=sampling)
+def complete(demo: Model, sampling: Any, prompts: list[str] = PROMPTS, **options: Any) -> list[weft.Completion]:
+    return weft.generate(demo, prompts, **{"max_tokens": 24, "seed": 3, "graph": "none"} | options, sampling=sampling)
 
 
 GREEDY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -49,16 +44,16 @@ GREEDY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", GREEDY)
-def test_greedy_completions_are_those_of_transformers(model: Model, theirs: Any, name: str) -> None:
+def test_greedy_completions_are_those_of_transformers(demo: Model, theirs: Any, name: str) -> None:
     ours, options = GREEDY[name]
     for prompt in PROMPTS:
-        ids = model.encode(prompt)
+        ids = demo.encode(prompt)
         made = theirs.generate(
             torch.tensor([ids]), do_sample=False, max_new_tokens=24, pad_token_id=0,
-            **{"eos_token_id": list(model.config.eos_token_ids) or None} | options,
+            **{"eos_token_id": list(demo.config.eos_token_ids) or None} | options,
         )  # fmt: skip
         sampling = SamplingParams(temperature=0.0, **ours)
-        [completion] = complete(model, sampling, [prompt])
+        [completion] = complete(demo, sampling, [prompt])
         assert completion.token_ids == made[0, len(ids) :].tolist()
 
 
@@ -74,60 +69,60 @@ MIXED = [
     [{"graph": "full"}, {"graph": "piecewise"}, {"pipeline": 2}, {"pipeline": 3, "graph": "full_and_piecewise"}],
     ids=str,
 )
-def test_a_request_says_the_same_alone_in_company_and_in_every_way(model: Model, options: dict[str, Any]) -> None:
-    together = complete(model, MIXED, **options)
+def test_a_request_says_the_same_alone_in_company_and_in_every_way(demo: Model, options: dict[str, Any]) -> None:
+    together = complete(demo, MIXED, **options)
     for index, (prompt, params) in enumerate(zip(PROMPTS, MIXED, strict=True)):
-        [alone] = complete(model, params, [prompt])
+        [alone] = complete(demo, params, [prompt])
         assert together[index].token_ids == alone.token_ids
         assert together[index].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
         assert together[index].finish_reason == alone.finish_reason
-    backwards = complete(model, MIXED[::-1], PROMPTS[::-1], **options)[::-1]
+    backwards = complete(demo, MIXED[::-1], PROMPTS[::-1], **options)[::-1]
     assert [c.token_ids for c in backwards] == [c.token_ids for c in together]
 
 
-def test_temperature_is_short_for_sampling(model: Model) -> None:
-    short = complete(model, None, temperature=0.8)
-    assert_equal("short", short, complete(model, SamplingParams(temperature=0.8)))
-    assert short != complete(model, SamplingParams(temperature=0.8), seed=4)
+def test_temperature_is_short_for_sampling(demo: Model) -> None:
+    short = complete(demo, None, temperature=0.8)
+    assert_equal("short", short, complete(demo, SamplingParams(temperature=0.8)))
+    assert short != complete(demo, SamplingParams(temperature=0.8), seed=4)
 
 
-def test_a_seed_in_sampling_is_the_requests_whatever_that_of_all(model: Model) -> None:
+def test_a_seed_in_sampling_is_the_requests_whatever_that_of_all(demo: Model) -> None:
     params = SamplingParams(seed=11)
-    first, second = complete(model, params, PROMPTS[:1] * 2, seed=1), complete(model, params, PROMPTS[:1], seed=2)
+    first, second = complete(demo, params, PROMPTS[:1] * 2, seed=1), complete(demo, params, PROMPTS[:1], seed=2)
     assert first[0].token_ids == first[1].token_ids == second[0].token_ids
 
 
-def test_a_stop_text_ends_a_request_and_its_text(model: Model) -> None:
-    [whole] = complete(model, SamplingParams(temperature=0.0), PROMPTS[:1])
+def test_a_stop_text_ends_a_request_and_its_text(demo: Model) -> None:
+    [whole] = complete(demo, SamplingParams(temperature=0.0), PROMPTS[:1])
     assert whole.text is not None
     stop = whole.text[5:8]
-    [cut] = complete(model, SamplingParams(temperature=0.0, stop=["never this", stop]), PROMPTS[:1])
+    [cut] = complete(demo, SamplingParams(temperature=0.0, stop=["never this", stop]), PROMPTS[:1])
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.finish_reason == "stop"
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
-    [later] = complete(model, SamplingParams(temperature=0.0, stop=[stop], min_tokens=20), PROMPTS[:1])
+    [later] = complete(demo, SamplingParams(temperature=0.0, stop=[stop], min_tokens=20), PROMPTS[:1])
     assert later.token_ids == whole.token_ids[: len(later.token_ids)]
     assert len(later.token_ids) >= 20
     assert later.text is not None
     assert stop in later.text, "one that was complete before ends nothing"
 
 
-def test_a_stop_token_ends_a_request_and_eos_can_be_ignored(model: Model) -> None:
-    [whole] = complete(model, SamplingParams(temperature=0.0), PROMPTS[:1])
+def test_a_stop_token_ends_a_request_and_eos_can_be_ignored(demo: Model) -> None:
+    [whole] = complete(demo, SamplingParams(temperature=0.0), PROMPTS[:1])
     token = whole.token_ids[4]
-    [cut] = complete(model, SamplingParams(temperature=0.0, stop_token_ids=[token]), PROMPTS[:1])
+    [cut] = complete(demo, SamplingParams(temperature=0.0, stop_token_ids=[token]), PROMPTS[:1])
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
     assert cut.finish_reason == "stop"
-    eos = attrs.evolve(model, config=attrs.evolve(model.config, eos_token_ids=(token,)))
+    eos = attrs.evolve(demo, config=attrs.evolve(demo.config, eos_token_ids=(token,)))
     assert complete(eos, SamplingParams(temperature=0.0), PROMPTS[:1])[0].token_ids == cut.token_ids
     [on] = complete(eos, SamplingParams(temperature=0.0, ignore_eos=True), PROMPTS[:1])
     assert on.token_ids == whole.token_ids
 
 
-def test_logprobs_of_the_likeliest(model: Model) -> None:
+def test_logprobs_of_the_likeliest(demo: Model) -> None:
     """Each request gets as many as it asks for; greedy, the first is the chosen one."""
     asked = [SamplingParams(temperature=0.0, logprobs=3), SamplingParams(temperature=0.0), MIXED[0]]
-    first, second, _ = complete(model, [*asked[:2], SamplingParams(seed=1, logprobs=0)])
+    first, second, _ = complete(demo, [*asked[:2], SamplingParams(seed=1, logprobs=0)])
     assert second.top_logprobs is None
     assert first.top_logprobs is not None
     for token, logprob, likeliest in zip(first.token_ids, first.logprobs, first.top_logprobs, strict=True):
@@ -137,10 +132,10 @@ def test_logprobs_of_the_likeliest(model: Model) -> None:
         assert list(likeliest.values()) == sorted(likeliest.values(), reverse=True)
 
 
-def test_logprobs_of_the_prompt_are_those_of_transformers(model: Model, theirs: Any) -> None:
+def test_logprobs_of_the_prompt_are_those_of_transformers(demo: Model, theirs: Any) -> None:
     asked = SamplingParams(temperature=0.0, prompt_logprobs=2)
-    for prompt, completion in zip(PROMPTS, complete(model, asked, max_tokens=2), strict=True):
-        ids = model.encode(prompt)
+    for prompt, completion in zip(PROMPTS, complete(demo, asked, max_tokens=2), strict=True):
+        ids = demo.encode(prompt)
         said = theirs(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
         assert completion.prompt_logprobs == pytest.approx(
             [float(said[i, token]) for i, token in enumerate(ids[1:])], abs=1e-4
@@ -153,27 +148,27 @@ def test_logprobs_of_the_prompt_are_those_of_transformers(model: Model, theirs: 
 
 
 @pytest.mark.parametrize("options", [{}, {"pipeline": 3}, {"graph": "full_and_piecewise", "pipeline": 2}], ids=str)
-def test_completions_of_one_prompt_each_have_a_seed_of_their_own(model: Model, options: dict[str, Any]) -> None:
+def test_completions_of_one_prompt_each_have_a_seed_of_their_own(demo: Model, options: dict[str, Any]) -> None:
     """Two prompts, five completions of the first: each what it is alone, with its seed."""
     params = SamplingParams(temperature=1.0, seed=5, n=5, prompt_logprobs=0, logprobs=1)
-    *several, last = complete(model, [params, MIXED[0]], PROMPTS[:2], **options)
-    assert last.token_ids == complete(model, MIXED[0], PROMPTS[1:2])[0].token_ids
+    *several, last = complete(demo, [params, MIXED[0]], PROMPTS[:2], **options)
+    assert last.token_ids == complete(demo, MIXED[0], PROMPTS[1:2])[0].token_ids
     assert len({tuple(c.token_ids) for c in several}) == 5
     for completion, seed in zip(several, sample_seeds(5, 5), strict=True):
-        [alone] = complete(model, attrs.evolve(params, n=1, seed=seed), PROMPTS[:1])
+        [alone] = complete(demo, attrs.evolve(params, n=1, seed=seed), PROMPTS[:1])
         assert completion.token_ids == alone.token_ids
         assert completion.text == alone.text
         assert completion.prompt_logprobs == pytest.approx(alone.prompt_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"pipeline": 2}], ids=str)
-def test_a_stream_has_the_tokens_and_texts_of_the_completions(model: Model, options: dict[str, Any]) -> None:
+def test_a_stream_has_the_tokens_and_texts_of_the_completions(demo: Model, options: dict[str, Any]) -> None:
     params = attrs.evolve(MIXED[0], n=2)
-    whole = complete(model, params, **options)
+    whole = complete(demo, params, **options)
     tokens: dict[tuple[str, int], list[int]] = {}
     texts: dict[tuple[str, int], str] = {}
     reasons: dict[tuple[str, int], str] = {}
-    for output in weft.generate(model, PROMPTS, max_tokens=24, seed=3, graph="none", sampling=params, stream=True):
+    for output in weft.generate(demo, PROMPTS, max_tokens=24, seed=3, graph="none", sampling=params, stream=True):
         key = output.id, output.index
         assert key not in reasons
         tokens[key] = [*tokens.get(key, []), *output.token_ids]
@@ -198,14 +193,14 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_generate_does_not_serve_is_refused(model: Model, name: str) -> None:
+def test_what_generate_does_not_serve_is_refused(demo: Model, name: str) -> None:
     sampling, options, seen = REFUSED[name]
     with pytest.raises(RequestError) as error:
-        complete(model, sampling, **options)
+        complete(demo, sampling, **options)
     assert seen in str(error.value)
 
 
-def test_a_stop_text_needs_a_tokenizer(model: Model) -> None:
-    mute = attrs.evolve(model, tokenizer=None)
+def test_a_stop_text_needs_a_tokenizer(demo: Model) -> None:
+    mute = attrs.evolve(demo, tokenizer=None)
     with pytest.raises(RequestError, match="the checkpoint has no tokenizer"):
         weft.generate(mute, [[65]], max_tokens=2, sampling=SamplingParams(stop="a"))

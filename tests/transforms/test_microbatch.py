@@ -172,19 +172,25 @@ class Columns:
 
 
 def test_sized_outputs_are_joined_along_the_dimension_that_follows_the_batch() -> None:
-    step = lambda params, state, batch: (state, Columns(torch.stack([batch.rows, 2 * batch.rows])))  # noqa: E731
+    def step(params: Any, state: Any, batch: Batch) -> tuple[Any, Columns]:
+        return state, Columns(torch.stack([batch.rows, 2 * batch.rows]))
+
     batch = Batch.decode([3, 1, 4, 5])
     assert_equal(LAW, microbatch(step, 2)(None, 0, batch), step(None, 0, batch))
 
 
 def test_outputs_that_hold_a_descriptor_hold_the_whole_batchs() -> None:
-    step = lambda params, state, batch: (state, Rows(batch.descriptor, batch.input_ids[:, None] * 1.0))  # noqa: E731
+    def step(params: Any, state: Any, batch: Batch) -> tuple[Any, Rows]:
+        return state, Rows(batch.descriptor, batch.input_ids[:, None] * 1.0)
+
     _, out = microbatch(step, 2)(None, 0, Batch.decode([3, 1, 4, 5]))
     assert out.descriptor == BatchDescriptor.uniform(4)
 
 
 def test_the_state_goes_through_the_parts_in_order() -> None:
-    step = lambda params, state, batch: ([*state, batch.tolist()], batch * params)  # noqa: E731
+    def step(params: int, state: list[Any], batch: Tensor) -> tuple[list[Any], Tensor]:
+        return [*state, batch.tolist()], batch * params
+
     state, out = microbatch(step, 3)(2, [], torch.arange(5))
     assert (state, out.tolist()) == ([[0], [1, 2], [3, 4]], [0, 2, 4, 6, 8])
 
@@ -238,13 +244,18 @@ def test_a_step_that_returns_no_pair_is_refused(made: Any) -> None:
 
 def test_a_sum_of_as_many_columns_as_rows_is_the_readers_to_avoid() -> None:
     """Sizes are all that `join` sees: of another size it is refused, of the same it is joined, as it says."""
-    step = lambda params, state, batch: (state, batch.sum(0))  # noqa: E731
+
+    def step(params: Any, state: Any, batch: Tensor) -> tuple[Any, Tensor]:
+        return state, batch.sum(0)
+
     with pytest.raises(DescriptorError, match="not one entry a request"):
         microbatch(step, 2)(None, 0, torch.ones(6, 2))
     assert microbatch(step, 2)(None, 0, torch.ones(4, 2))[1].tolist() == [2, 2, 2, 2]
 
 
 def test_more_parts_than_requests() -> None:
-    step = lambda params, state, batch: (state, Output(batch.rows, batch.rows * 1.0))  # noqa: E731
+    def step(params: Any, state: Any, batch: Batch) -> tuple[Any, Output]:
+        return state, Output(batch.rows, batch.rows * 1.0)
+
     _, out = microbatch(step, 100)(None, 0, Batch.decode([7, 8]))
     assert out.token_ids.tolist() == [7, 8]

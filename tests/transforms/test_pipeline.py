@@ -108,7 +108,11 @@ def test_advance_feeds_the_last_output_to_every_stage() -> None:
 
 def test_advance_runs_for_each_micro_batch_with_its_own_output() -> None:
     seen: list[tuple[list[float], list[float]]] = []
-    advance: Callable[..., Any] = lambda s, batch, out: (seen.append((batch.tolist(), out.tolist())), s)[1]  # noqa: E731
+
+    def advance(s: Any, batch: Tensor, out: Tensor) -> Any:
+        seen.append((batch.tolist(), out.tolist()))
+        return s
+
     pipeline([scale] * 2, advance=advance, microbatches=2)(PARAMS[:2], STATES[:2], torch.arange(3.0))
     assert sorted(seen) == sorted([([0.0], [0.0])] * 2 + [([1.0, 2.0], [6.0, 12.0])] * 2)
 

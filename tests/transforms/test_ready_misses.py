@@ -39,9 +39,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def test_what_holds_around_a_call() -> None:
-    a = torch.eye(2)
-    fn: Callable[[Tensor], Any] = lambda a: (a @ a, a + torch.ones(2), torch.full((2,), 1.5))  # noqa: E731
-    g = graphify(fn)
+    def fn(a: Tensor) -> Any:
+        return a @ a, a + torch.ones(2), torch.full((2,), 1.5)
+
+    a, g = torch.eye(2), graphify(fn)
     for first, second in itertools.product(SURROUNDINGS, repeat=2):
         for name in (first, second, first):
             with SURROUNDINGS[name]():

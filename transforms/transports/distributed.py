@@ -26,6 +26,8 @@ from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.watch import Watch
 from weft.transforms.transports.worker import Worker
 
+BackendName = Literal["gloo", "nccl", "peer"]
+
 _START = 30.0
 """Seconds that the processes have, at least, to find each other."""
 _PAUSE = 2e-5
@@ -57,7 +59,7 @@ class Distributed:
         self,
         *,
         device: torch.device | str | None = None,
-        backend: Literal["gloo", "nccl", "peer"] | None = None,
+        backend: BackendName | None = None,
         timeout: float = 30.0,
     ) -> None:
         check_timeout("Distributed", timeout)

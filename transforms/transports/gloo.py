@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.errors import ProgramError, RankError
 from weft.torchapi import process_group
+from weft.transforms.transports.messages import as_bytes
 from weft.transforms.transports.watch import CAPACITY, Watch
 
 
@@ -32,7 +33,7 @@ class GlooEnd:
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         if len(self._under_way[peer]) >= self._capacity(peer):
             self._wait(self._under_way[peer].popleft()[0], peer)
-        parts = torch.tensor([self._sent[peer], tag]), torch.cat([_bytes(tensor) for tensor in tensors])
+        parts = torch.tensor([self._sent[peer], tag]), torch.cat([as_bytes(tensor) for tensor in tensors])
         try:
             works = [self._group.send([part], peer, 0) for part in parts]
         except RuntimeError as error:
@@ -62,7 +63,7 @@ class GlooEnd:
         body = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
         self._fill(body, peer)
         for tensor, part in zip(tensors, body.split([tensor.nbytes for tensor in tensors]), strict=True):
-            _bytes(tensor).copy_(part)
+            as_bytes(tensor).copy_(part)
 
     def _fill(self, part: Tensor, peer: int) -> None:
         try:
@@ -87,8 +88,3 @@ class GlooEnd:
                     self._wait([work for works, _ in under_way for work in works], peer)
         self._under_way.clear()
         self._group = None
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as bytes."""
-    return tensor.reshape(-1).view(torch.uint8)

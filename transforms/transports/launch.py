@@ -172,7 +172,8 @@ def _collect(started: list[tuple[BaseProcess, Connection]], grace: float, store:
 
 def _read(pipe: Connection, process: BaseProcess) -> Ended:
     try:
-        return pickle.loads(pipe.recv_bytes())  # type: ignore[no-any-return]
+        ended: Ended = pickle.loads(pipe.recv_bytes())
+        return ended
     except EOFError:
         process.join(1.0)
         code = process.exitcode

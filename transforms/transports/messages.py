@@ -200,6 +200,11 @@ def dense(tensor: Tensor) -> Tensor:
     return found.as_strided((1,), (1,)) if found.numel() == 1 else found  # one value may have any stride
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _tag(key: str, microbatch: int) -> int:
     """What both ends know of a message: the class, the sender, the micro-batch."""
     digest = hashlib.blake2b(f"{key} {microbatch}".encode(), digest_size=7).digest()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.torchapi import process_group
-from weft.transforms.transports.messages import Marked
+from weft.transforms.transports.messages import Marked, as_bytes
 from weft.transforms.transports.watch import Watch
 
 _CLOSING = 2.0
@@ -64,7 +64,7 @@ class NcclEnd:
         while not capturing and self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
         for tensor in tensors:
-            work = self._group(peer).send([_bytes(tensor)], peer, 0)
+            work = self._group(peer).send([as_bytes(tensor)], peer, 0)
             if capturing:
                 work.wait()  # a graph ends on one stream
             else:
@@ -72,7 +72,7 @@ class NcclEnd:
 
     def recv(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
         for tensor in tensors:
-            self._group(peer, sending=False).recv([_bytes(tensor)], peer, 0).wait()
+            self._group(peer, sending=False).recv([as_bytes(tensor)], peer, 0).wait()
 
     def drain(self) -> None:
         """Make the stream wait for all that is under way: what follows may overwrite it."""
@@ -108,7 +108,3 @@ def _end_all(ends: Sequence[Callable[[], Any]]) -> None:
         thread.start()
     for thread in threads:
         thread.join(_CLOSING)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

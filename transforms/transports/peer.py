@@ -10,7 +10,7 @@ from weft.ops import peer_packed_triton as packed
 from weft.ops import peer_triton as bulk
 from weft.ops.peer_triton import PROGRAMS
 from weft.torchapi import symmetric_memory
-from weft.transforms.transports.messages import Marked
+from weft.transforms.transports.messages import Marked, as_bytes
 from weft.transforms.transports.watch import CAPACITY, Watch
 
 SLOT_BYTES = 2**24
@@ -98,13 +98,13 @@ class PeerEnd:
                 bulk.send(part, to.slots.view(part.dtype), to.flags, to.acks, to.counts, self._abort)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
-        if len(tensors) != 1 or not _is_aligned(_bytes(tensors[0])):
+        if len(tensors) != 1 or not _is_aligned(as_bytes(tensors[0])):
             whole = torch.empty(sum(x.nbytes for x in tensors), dtype=torch.uint8, device=self.device)
             self._fill(whole, self._recvs[peer])
             for tensor, own in zip(tensors, whole.split([x.nbytes for x in tensors]), strict=True):
-                _bytes(tensor).copy_(own)
+                as_bytes(tensor).copy_(own)
         else:
-            self._fill(_bytes(tensors[0]), self._recvs[peer])
+            self._fill(as_bytes(tensors[0]), self._recvs[peer])
 
     def _fill(self, message: Tensor, source: Channel) -> None:
         for part in self._parts(message):
@@ -145,16 +145,12 @@ class PeerEnd:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of a message, which takes one slot: those of its tensors, one behind the other."""
-    own = [_bytes(tensor) for tensor in tensors]
+    own = [as_bytes(tensor) for tensor in tensors]
     return own[0] if len(own) == 1 and _is_aligned(own[0]) else torch.cat(own)
 
 
 def _is_aligned(message: Tensor) -> bool:
     return message.storage_offset() % 4 == 0
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _is_small(part: Tensor) -> bool:

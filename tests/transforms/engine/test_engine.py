@@ -23,7 +23,6 @@ from weft.transforms.ladder import MODES
 from weft.transforms.transports.threads import Threads
 from weft.trees import tree_leaves
 
-GREEDY = SamplingParams(temperature=0.0)
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=16)
 
 

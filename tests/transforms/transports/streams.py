@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ class StreamEnd:
 
     def __init__(self, watch: Watch, closing: float) -> None:
         self.watch, self.closing = watch, closing
-        self.store = watch.board.store.clone()  # type: ignore[attr-defined]
+        store: Any = watch.board.store
+        self.store = store.clone()
         self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.counts = {way: [0] * watch.num_ranks for way in ("send", "recv")}
         self.aborted = threading.Event()

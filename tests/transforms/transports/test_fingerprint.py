@@ -38,7 +38,8 @@ def helped(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A stage whose helper, of its module, is `fn`."""
     namespace: dict[str, Any] = {"helper": fn}
     exec("def stage(x):\n    return helper(x)", namespace)
-    return namespace["stage"]  # type: ignore[no-any-return]
+    stage: Callable[..., Any] = namespace["stage"]
+    return stage
 
 
 @attrs.frozen

@@ -258,5 +258,5 @@ def test_a_timeout_that_is_none_is_refused(make: Any, timeout: Any) -> None:
 
 def test_threads_that_were_never_made_end_quietly() -> None:
     with pytest.raises(TypeError):
-        Threads(2)  # type: ignore[misc]
+        Threads(2)  # type: ignore[arg-type, call-arg]
     gc.collect()

@@ -141,12 +141,16 @@ def test_ranks_connect_and_say_so() -> None:
     assert sorted(called) == [0, 1]
 
 
+def for_ever() -> None:
+    threading.Event().wait()
+
+
 def test_a_rank_that_cannot_connect_is_named_by_all() -> None:
     def refuses() -> None:
         raise RuntimeError("no such interface\nand more")
 
     one, two = watches(2)
-    errors = together(lambda: attend(one, threading.Event().wait, 5), lambda: attend(two, refuses, 5))  # type: ignore[arg-type]
+    errors = together(lambda: attend(one, for_ever, 5), lambda: attend(two, refuses, 5))
     for error in errors:
         assert (error.rank, error.instruction, error.cause) == (1, "connect", "RuntimeError: no such interface")
 
@@ -156,7 +160,7 @@ def test_a_rank_that_stops_while_it_connects_is_named() -> None:
     two.at(0, "connect")
     two.board.beat(3, None)
     with pytest.raises(RankError) as error:
-        attend(one, threading.Event().wait, 0.8)  # type: ignore[arg-type]
+        attend(one, for_ever, 0.8)
     assert (error.value.rank, error.value.instruction) == (1, "connect")
     assert error.value.cause == "TimeoutError: no progress for 0.8 s"
 

@@ -1,0 +1,80 @@
+"""Mistakes with a model, what is generated with it, and how its tokens are drawn."""
+
+from answers import Mistake, model
+
+import weft
+from weft.errors import ArgumentError, CheckpointNotFoundError, RequestError
+from weft.stages import DEMO
+
+MISTAKES = {
+    "load: a name of the hub": Mistake(
+        lambda: weft.load("Qwen/Qwen3-0.6B", "cpu"),
+        CheckpointNotFoundError,
+        "load_config('Qwen/Qwen3-0.6B')",
+        "there is no folder 'Qwen/Qwen3-0.6B'",
+        "pass a local folder; `hf download <name> --local-dir <folder>` makes one",
+    ),
+    "load: a file for its folder": Mistake(
+        lambda: weft.load(DEMO / "config.json", "cpu"),
+        CheckpointNotFoundError,
+        "load_config('<demo>/config.json')",
+        "'<demo>/config.json' is a file",
+        "its folder: '<demo>'",
+    ),
+    "load: a dtype by its short name": Mistake(
+        lambda: weft.load("any", "cpu", "bf16"),
+        RequestError,
+        "weft.load('any', device='cpu', dtype='bf16')",
+        "dtype 'bf16'",
+        "one of float32, bfloat16, float16",
+    ),
+    "generate: a prompt for a list of them": Mistake(
+        lambda: weft.generate(model(), "A", max_tokens=1),
+        RequestError,
+        "weft.generate(model, prompts, max_tokens=1, temperature=0.0, pipeline=1)",
+        "prompts='A'",
+        "pass a list of prompts, each a string or a list of token ids",
+    ),
+    "generate: the argument of transformers": Mistake(
+        lambda: weft.generate(model(), ["A"], max_new_tokens=1),
+        ArgumentError,
+        "generate(..., max_new_tokens=...)",
+        "'max_new_tokens', which is no argument of it",
+        "max_tokens=...",
+    ),
+    "generate: a folder for a model": Mistake(
+        lambda: weft.generate(DEMO, ["A"], max_tokens=1),
+        RequestError,
+        "weft.generate(model, prompts, max_tokens=1, temperature=0.0, pipeline=1)",
+        "model is a PosixPath",
+        "model = weft.load(folder)",
+    ),
+    "generate: more stages than layers": Mistake(
+        lambda: weft.generate(model(), ["A"], max_tokens=1, pipeline=9),
+        RequestError,
+        "weft.generate(model, prompts, max_tokens=1, temperature=0.0, pipeline=9)",
+        "pipeline=9; the model has 6 layers",
+        "from 1 stage to one a layer",
+    ),
+    "sampling: a probability above one": Mistake(
+        lambda: weft.SamplingParams(top_p=1.5),
+        RequestError,
+        "SamplingParams(top_p=1.5)",
+        "top_p=1.5",
+        "a number > 0 and <= 1; 1 keeps all",
+    ),
+    "sampling: vLLM's max_tokens": Mistake(
+        lambda: weft.SamplingParams(max_tokens=5),
+        ArgumentError,
+        "SamplingParams(..., max_tokens=...)",
+        "'max_tokens', which is no argument of it",
+        "generate(..., max_tokens=...), or engine.add(..., max_tokens=...)",
+    ),
+    "sampling: a token that is none": Mistake(
+        lambda: weft.generate(model(), ["A"], max_tokens=1, sampling=weft.SamplingParams(bad_token_ids=[999])),
+        RequestError,
+        "SamplingParams(bad_token_ids=(999,))",
+        "bad_token_ids holds 999",
+        "token ids of this model go from 0 to 256",
+    ),
+}

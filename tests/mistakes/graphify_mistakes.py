@@ -1,0 +1,137 @@
+"""Mistakes with a function of one's own that is graphified, whole or in pieces."""
+
+from collections.abc import Callable
+
+import attrs
+import torch
+from answers import Mistake, X, f, g
+from refusal import REMEDY
+from torch import Tensor
+
+import weft
+from weft.errors import ArgumentError, CacheMissError, CaptureError, DeviceError, TooManyCapturesError
+
+
+@attrs.frozen(eq=False)
+class NoPytree:
+    """A class that forgot `@weft.pytree`."""
+
+    x: Tensor
+
+
+def collects(kept: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x + 1
+
+    return keep
+
+
+def frozen_miss() -> None:
+    step = weft.graphify(f)
+    step(X)
+    step.freeze()
+    step(torch.ones(4))
+
+
+def one_capture_too_many() -> None:
+    step = weft.graphify(f)
+    with weft.assert_max_captures(1):
+        step(X)
+        step(torch.ones(4))
+
+
+MISTAKES = {
+    "graphify: an option of jit": Mistake(
+        lambda: weft.graphify(g, donate_argnums=(0,)),
+        ArgumentError,
+        "graphify(..., donate_argnums=...)",
+        "'donate_argnums', which is no argument of it",
+        "donate_argnames=[...], by name",
+    ),
+    "graphify: an argument that is none": Mistake(
+        lambda: weft.graphify(f, donate_argnames=["state"]),
+        CaptureError,
+        "graphify(f, ...)",
+        "donate_argnames holds 'state', which is no argument of it",
+        "one of x",
+    ),
+    "graphify: a back end that is none": Mistake(
+        lambda: weft.graphify(f, backend="cudagraph"),
+        DeviceError,
+        "graphify(..., backend='cudagraph')",
+        "no such back end",
+        "backend='tape', 'cuda' or None",
+    ),
+    "graphify: a call in place of a function": Mistake(
+        lambda: weft.graphify(f(X)),
+        CaptureError,
+        "graphify(<a Tensor>, ...)",
+        "a tensor of shape (3,), the result of a call",
+        "the function itself: graphify(f), and not graphify(f(x))",
+    ),
+    "graphify: a value read on the host": Mistake(
+        lambda: weft.graphify(lambda x: x * x.max().item())(X),
+        CaptureError,
+        "graphify(<lambda>)",
+        "Tensor.item reads a tensor on the host\n       at <line>",
+        REMEDY,
+    ),
+    "graphify: a branch on data": Mistake(
+        lambda: weft.graphify(lambda x: x if x.sum() > 0 else -x)(X),
+        CaptureError,
+        "graphify(<lambda>)",
+        "a branch on a tensor's value\n       at <line>",
+        REMEDY,
+    ),
+    "graphify: a write to an argument": Mistake(
+        lambda: weft.graphify(lambda x: x.add_(1))(X),
+        CaptureError,
+        "graphify(<lambda>)",
+        "aten.add_.Tensor writes to x of shape (3,), which it does not own\n       at <line>",
+        "return a new tensor, or donate the argument (donate_argnames=...)",
+    ),
+    "graphify: a list that collects": Mistake(
+        lambda: weft.graphify(collects([]))(X),
+        CaptureError,
+        "graphify(keep)",
+        "an argument, or a view of one, is kept and not returned (float32[3], float32[3]): in a cache, a global or "
+        "an attribute",
+        "keep a clone of it outside the function",
+    ),
+    "graphify: an array of numpy": Mistake(
+        lambda: weft.graphify(f)(X.numpy()),
+        CaptureError,
+        "f(...)",
+        "x is no tensor and cannot be hashed (unhashable type: 'numpy.ndarray')",
+        "torch.from_numpy(array)",
+    ),
+    "graphify: a class that is no pytree": Mistake(
+        lambda: weft.graphify(lambda b: b.x)(NoPytree(X)),
+        CaptureError,
+        "<lambda>(...)",
+        "b is a NoPytree, which is neither a tensor, a plain value nor a pytree",
+        "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes",
+    ),
+    "graphify: a new shape after freeze": Mistake(
+        frozen_miss,
+        CacheMissError,
+        "f(...)",
+        "a miss after freeze(): x: shape (4,), captured (3,)",
+        "capture this signature before freeze(), or call with arguments like the captured ones",
+    ),
+    "graphify: a capture too many": Mistake(
+        one_capture_too_many,
+        TooManyCapturesError,
+        "with weft.assert_max_captures(1): f",
+        "one capture more (x: shape (4,), captured (3,)), after: f",
+        "call with arguments like the captured ones, or allow more captures",
+    ),
+    "piecewise: an operator that is not called": Mistake(
+        lambda: weft.piecewise(f, split_at="aten::sort")(X),
+        CaptureError,
+        "graphify(f)",
+        "no call of aten::sort, where it was to be cut into pieces",
+        "name an operator that it calls: aten::add",
+    ),
+}

@@ -1,0 +1,31 @@
+"""Mistakes in a shell: the arguments of `weft`, and what is in the error."""
+
+from weft.stages import DEMO
+
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "a command that is none": (["generat"], "argument COMMAND: invalid choice: 'generat' (choose from"),
+    "no model": (["generate", "--prompt", "A"], "weft generate: error: the following arguments are required: --model"),
+    "no prompt": (
+        ["generate", "--model", str(DEMO)],
+        "no prompt: give at least one --prompt TEXT or --prompt-ids 1,2,3",
+    ),
+    "an option of another name": (
+        ["generate", "--model", str(DEMO), "--prompt", "A", "--speculation", "3"],
+        "weft generate: error: unrecognized arguments: --speculation 3 "
+        "(instead: --speculate, or see weft generate --help)",
+    ),
+    "an option that is none": (
+        ["doctor", "--tensor-parallel-size=2"],
+        "weft doctor: error: unrecognized arguments: --tensor-parallel-size=2 (instead: see weft doctor --help)",
+    ),
+    "a folder that is not there": (
+        ["generate", "--model", "nowhere", "--prompt", "A"],
+        "saw: there is no folder 'nowhere'\n  instead: pass a local folder; `hf download",
+    ),
+    "more stages than layers": (["plan", "--model", str(DEMO), "--pp", "9"], "instead: from 1 stage to one a layer"),
+    "fewer tokens than requests": (
+        ["bench", "--preset", "tiny", "--max-num-seqs", "4", "--max-num-tokens", "2"],
+        "error: weft bench --max-num-tokens 2\n  saw: 2 tokens a step for 4 requests\n  instead: 4 or more",
+    ),
+    "more tokens than positions": (["demo", "--max-tokens", "9999"], "instead: a number from 1 to 492"),
+}

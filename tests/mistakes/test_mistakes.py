@@ -1,0 +1,81 @@
+"""Deliberate mistakes, one for each step that a new user takes, and what is said of each: the call, what was seen, and
+what to write instead. The texts are whole, so that a change of a message is a change here, to be read as a user would.
+"""
+
+import re
+from typing import Any
+
+import batch_mistakes
+import engine_mistakes
+import generate_mistakes
+import graphify_mistakes
+import pipeline_mistakes
+import pytest
+from answers import Mistake, X, as_written
+from shell_mistakes import COMMANDS
+from torch import Tensor
+
+import weft
+from weft.cli import main
+from weft.errors import WeftError
+
+TABLES = (graphify_mistakes, batch_mistakes, pipeline_mistakes, generate_mistakes, engine_mistakes)
+MISTAKES: dict[str, Mistake] = {name: mistake for table in TABLES for name, mistake in table.MISTAKES.items()}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered(mistake: str) -> None:
+    assert as_written(MISTAKES[mistake].answer()) == str(MISTAKES[mistake])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_it_is_of_the_call_what_was_seen_and_the_remedy(mistake: str) -> None:
+    error = MISTAKES[mistake].answer()
+    assert isinstance(error, WeftError)
+    for part in (error.call, error.seen, error.instead):
+        assert part.strip()
+    assert "object at 0x" not in str(error)
+    assert max(map(len, str(error).splitlines())) < 200
+
+
+def test_a_name_of_jax_is_answered() -> None:
+    with pytest.raises(AttributeError) as error:
+        _ = weft.jit
+    assert str(error.value) == "module 'weft' has no attribute 'jit'; weft.graphify is what does it here"
+
+
+@pytest.mark.parametrize("mistake", COMMANDS)
+def test_a_mistake_in_a_shell_is_answered(mistake: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv, text = COMMANDS[mistake]
+    try:
+        code: object = main(argv)
+    except SystemExit as left:  # argparse
+        code = left.code
+    assert code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert text in err
+
+
+def test_an_error_inside_a_stage_is_the_users_own_and_says_where() -> None:
+    def forgets(params: Any, state: Any, batch: Tensor, x: Any) -> Any:
+        return state, x * params
+
+    with pytest.raises(TypeError, match="unsupported operand") as error:
+        weft.pipeline([forgets, pipeline_mistakes.stage])([X, X], [None, None], X)
+    note = "in stage 0 (forgets); x is None on the first stage, which computes from the batch"
+    assert note in error.value.__notes__
+
+
+def test_there_are_at_least_30_of_every_step() -> None:
+    assert len(MISTAKES) == sum(len(table.MISTAKES) for table in TABLES)
+    assert len(MISTAKES) + len(COMMANDS) >= 30
+    steps = {mistake.partition(":")[0] for mistake in MISTAKES}
+    assert steps >= {"graphify", "ladder", "pad", "donation", "pipeline", "load", "generate", "engine", "sampling"}
+    assert steps >= {"adapter", "speculation"}
+
+
+def test_the_line_that_is_named_is_the_users_own() -> None:
+    with pytest.raises(WeftError) as error:
+        weft.graphify(lambda x: x * x.max().item())(X)
+    assert re.search(rf"at {re.escape(__file__)}:\d+: .*x\.max\(\)\.item\(\)", str(error.value))
