@@ -59,8 +59,9 @@ def _dispatch_without_loras(descriptor: Any, ladder: Any) -> Any:
     return dispatch(descriptor, ladder)
 
 
-def _adapters_of_neighbours(state: State, batch: Batch, owner: Tensor, valid: Tensor) -> Any:
-    return _find_adapters(state, batch, (owner + 1) % len(batch.rows), valid)
+def _adapters_of_neighbours(state: State, batch: Batch) -> Any:
+    adapters, active = _find_adapters(state, batch)
+    return None if adapters is None else adapters.roll(1), active
 
 
 def _lost_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
