@@ -224,7 +224,7 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
     page = state.block_table[row, position // page_size].to(torch.int64)
     kept = valid
     if state.drafting is not None:
-        input_ids = torch.where(input_ids == DRAFT, 0, input_ids)
+        input_ids = torch.where(input_ids == DRAFT, last, input_ids)  # which is read anyway, so that nothing new is NaN
         kept = valid & (position < state.drafting.limits[row] - 1)  # nothing follows a request's last token
     slot = torch.where(kept, page * page_size + position % page_size, -1)
 
