@@ -229,8 +229,8 @@ class ResolvedBatch:
     Args:
         descriptor: the batch's.
         rows: [num_reqs] int64, as in the batch.
-        input_ids: [num_tokens] int64, with the last tokens filled in; -2 where the embedding is given; 0 for padding,
-            and for what was not drafted.
+        input_ids: [num_tokens] int64, with the last tokens filled in, also for what was not drafted; -2 where the
+            embedding is given; 0 for padding.
         positions: [num_tokens] int64, each token's place in its request, whatever its position in a model with mRoPE
             is; 0 for padding.
         query_start_loc: [num_reqs + 1] int32.

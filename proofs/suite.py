@@ -167,8 +167,8 @@ def _paged(data: st.DataObject, device: str) -> None:
     laws.pages_are_read_by_whom_they_were_written_for(trace)
 
 
-def _engine(data: st.DataObject, device: str) -> None:
-    laws.engine_serves_as_alone(data.draw(loads()))
+def _engine(masks: bool) -> Callable[[st.DataObject, str], None]:
+    return lambda data, device: laws.engine_serves_as_alone(data.draw(loads(masks=masks)))
 
 
 def _ahead(data: st.DataObject, device: str) -> None:
@@ -226,7 +226,8 @@ LAWS = (
         _served(embeds=True, drafts=st.one_of(st.none(), lookups())),
     ),
     Law("L11", "hosts agree", _scheduled),
-    Law("L11", "an engine serves each completion as alone", _engine),
+    Law("L11", "an engine serves each completion as alone", _engine(masks=False)),
+    Law("L11", "completions with masks are served as if alone", _engine(masks=True)),
     Law("L12", "speculation changes nothing, by prompt lookup", _drafted(lookups())),
     Law("L12", "speculation changes nothing, by a draft model", _drafted(models())),
     Law("L13", "micro-batches are one", _microbatched),

@@ -94,8 +94,9 @@ def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
     """A model of the same vocabulary, all of whose layers run here, before the stage's own.
 
     It makes drafts one by one, each with the temperature and the noise with which the request draws, so that they are
-    right oftener than what is drawn by itself (Daliri et al., as in `weft.stages.verification`). Then it reads what the
-    stage reads: its cache, in the same pages, holds the same tokens.
+    right oftener than what is drawn by itself (Daliri et al., as in `weft.stages.verification`). Where its logits are
+    NaN it drafts no more in this step. Then it reads what the stage reads: its cache, in the same pages, holds the same
+    tokens.
 
     Args:
         num_drafts: of a request in a batch at most.
@@ -119,17 +120,25 @@ def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
     def draft(params: DecoderParams, state: State, batch: Batch) -> Batch:
         count, rows = (batch.descriptor.query_len or num_drafts + 1) - 1, batch.rows
         temperature, seeds = state.sampling.floats[rows, TEMPERATURE], state.sampling.ints[rows, SEED]
-        single, drafts = _last_tokens(batch), list[Tensor]()
+        single, drafts, logprobs = _last_tokens(batch), list[Tensor](), list[Tensor]()
         for ahead in range(count):
             at = attrs.evolve(state, positions=state.positions + ahead)
             hidden, positions = read(params, at, single)
-            drafts.append(sample(head(config, params, hidden), temperature, seeds, positions)[0])
-            single = attrs.evolve(single, input_ids=drafts[-1])
-        filled = fill_in(state, batch, torch.stack(drafts, 1)) if drafts else batch
+            drawn, logprob = sample(head(config, params, hidden), temperature, seeds, positions)
+            drafts.append(drawn)
+            logprobs.append(logprob)
+            single = attrs.evolve(single, input_ids=drawn)
+        filled = fill_in(state, batch, _numbers(drafts, logprobs)) if drafts else batch
         read(params, state, filled)
         return filled
 
     return draft
+
+
+def _numbers(drafts: list[Tensor], logprobs: list[Tensor]) -> Tensor:
+    """The drafts [num_reqs, k], none from where one was drawn of NaN: a NaN of the draft model says nothing of what
+    the model says, and one that a wrong draft leaves in the model's cache would be in the tokens before it too."""
+    return torch.stack(drafts, 1).masked_fill(torch.stack(logprobs, 1).cumsum(1).isnan(), DRAFT)
 
 
 def _last_tokens(batch: Batch) -> Batch:

@@ -75,7 +75,7 @@ def reference_resolve_tokens(
     page = block_table[row, position // page_size].to(torch.int64)
     kept = valid
     if limits is not None:
-        ids = torch.where(ids == DRAFT, 0, ids)
+        ids = torch.where(ids == DRAFT, last_tokens[row], ids)  # which is read anyway, so that nothing new is NaN
         kept = valid & (position < limits[row] - 1)  # nothing follows a request's last token
     slot = torch.where(kept, page * page_size + position % page_size, -1)
     query_lens = starts[1:] - starts[:-1]

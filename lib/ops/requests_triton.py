@@ -69,7 +69,7 @@ def _resolve_kernel(
         page = tl.load(block_table + row * max_pages + position // PAGE_SIZE, mask=there, other=0).to(tl.int64)
         kept = there
         if LIMITED:
-            token_id = tl.where(token_id == _DRAFT, 0, token_id)
+            token_id = tl.where(token_id == _DRAFT, last, token_id)
             kept = there & (position < tl.load(limits + row, mask=there, other=0) - 1)
         tl.store(ids + token, tl.where(valid & ~there, -1, token_id), mask=inside)
         tl.store(places + token, position, mask=inside)

@@ -2,12 +2,12 @@
 nothing."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 
 from weft.proofs.difference import LawViolation
-from weft.proofs.strategies.engines import Load, small_adapters, small_model
+from weft.proofs.strategies.engines import Half, Load, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.requests import sample_seeds
@@ -20,11 +20,21 @@ Said = Mapping[tuple[int, int], tuple[list[int], str]]
 
 def engine_serves_as_alone(load: Load) -> None:
     """L11: the tokens of each completion are those of running it by itself, eagerly; of an aborted one the first of
-    them; and nothing is left."""
+    them; each is one that its mask allows; and nothing is left."""
     engine = load.engine()
     said = run(load, engine)
     check_nothing_is_left(engine)
     _compare("L11 an engine serves as alone", load, said)
+    for (index, sample), (tokens, _) in said.items():
+        if (mask := load.calls[index].mask) is not None:
+            _check_allowed(f"completion {sample} of call {index}", mask, tokens)
+
+
+def _check_allowed(name: str, mask: Half, tokens: Sequence[int]) -> None:
+    for count, token in enumerate(tokens):
+        allowed = mask.allowed(tokens[:count])
+        if allowed is not None and token not in allowed:
+            raise LawViolation(f"L11 masks hold: {name} is {tokens}, where {allowed} may follow {count} tokens")
 
 
 def run_ahead_is_none(load: Load) -> None:
@@ -55,6 +65,7 @@ def run(load: Load, engine: Engine) -> Said:
                     id=str(index),
                     priority=call.priority,
                     adapter=call.adapter,
+                    mask=call.mask,
                 )
             if call.aborted == step and engine.is_under_way(str(index)):
                 outputs += engine.abort(str(index))
@@ -79,7 +90,7 @@ def _compare(law: str, load: Load, said: Said) -> None:
         for sample, seed in enumerate(seeds):
             tokens, reason = said[index, sample]
             own = attrs.evolve(call.sampling, seed=seed, n=1)
-            expected, ended = alone(call.prompt, own, call.max_tokens, call.adapter)
+            expected, ended = alone(call.prompt, own, call.max_tokens, call.adapter, call.mask)
             whole = reason != "abort" or call.aborted is None
             if tokens != (expected if whole else expected[: len(tokens)]) or (whole and reason != ended):
                 seen = f"{tokens}, {reason}, and alone {expected}, {ended}"
@@ -87,11 +98,16 @@ def _compare(law: str, load: Load, said: Said) -> None:
 
 
 def alone(
-    prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int, adapter: str | None = None
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    max_tokens: int,
+    adapter: str | None = None,
+    mask: Half | None = None,
 ) -> tuple[list[int], str]:
     """What one completion is in an engine of its own, eagerly, in one piece."""
     engine = _engine_for_one(adapter)
-    engine.add(prompt, attrs.evolve(sampling, prompt_logprobs=None), max_tokens=max_tokens, adapter=adapter)
+    own = attrs.evolve(sampling, prompt_logprobs=None)
+    engine.add(prompt, own, max_tokens=max_tokens, adapter=adapter, mask=mask)
     *_, output = engine
     return output.track.token_ids, output.track.reason
 

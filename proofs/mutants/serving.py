@@ -17,11 +17,14 @@ from weft.proofs.suite import find
 from weft.stages.mrope import mrope_positions
 from weft.state import State
 from weft.transforms.engine import admission
+from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.host import HostState, end, preempt
+from weft.transforms.engine.masks import Mask, read_mask
 from weft.transforms.engine.pages import Pages, hash_page
 from weft.transforms.engine.prompts import Given, place_positions
-from weft.transforms.engine.requests import Running
+from weft.transforms.engine.requests import Request, Running
 from weft.transforms.engine.scheduler import observe
+from weft.transforms.engine.work import Work
 
 _SCHEDULER, _REQUESTS = "weft.transforms.engine.scheduler", "weft.transforms.engine.requests"
 _HOST, _ADMISSION = "weft.transforms.engine.host", "weft.transforms.engine.admission"
@@ -138,10 +141,53 @@ def _of_one_seed(seed: int, n: int) -> list[int]:
     return [seed] * n
 
 
+def _of_one_token_less(id: str, mask: Mask, said: Sequence[int], vocab_size: int) -> bytes | None:
+    return read_mask(id, mask, said[:-1], vocab_size)
+
+
+def _of_the_one_before(work: Work, batch: Batch, device: Any) -> Batch:
+    return _MASKED(attrs.evolve(work, masks=(*work.masks[-1:], *work.masks[:-1])), batch, device)
+
+
+_MASKED = Work._masked
+
+
+class _MasksStay(Engine):
+    """A request without a mask has that of the one which had its row before."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._stepper: Any = _Staying(self._stepper)
+
+
+class _Staying:
+    def __init__(self, stepper: Any) -> None:
+        self._stepper = stepper
+        self._masks: dict[int, bytes | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stepper, name)
+
+    def __call__(self, works: Sequence[Work]) -> Any:
+        return self._stepper([self._with_old(work) for work in works])
+
+    def _with_old(self, work: Work) -> Work:
+        if work.masks:
+            self._masks |= {row: mask for row, mask in zip(work.rows, work.masks, strict=True) if mask is not None}
+        masks = tuple(self._masks.get(row) for row in work.rows)
+        return attrs.evolve(work, masks=masks) if any(masks) else work
+
+
+def _free_to_run_ahead(*args: Any) -> Request:
+    """A request with a mask does not wait until what it said has been read."""
+    return attrs.evolve(Request(*args), is_masked=False)
+
+
 _SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L11", "engine")
-_ADAPTED, _EMBEDDED = find("L11", "adapters"), find("L11", "embeddings")
+_ADAPTED, _EMBEDDED, _MASKS = find("L11", "adapters"), find("L11", "embeddings"), find("L11", "masks")
 _PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18"), find("L19")
-_ON_ENGINE = "weft.transforms.engine.engine"
+_ON_ENGINE, _INTAKE = "weft.transforms.engine.engine", "weft.transforms.engine.intake"
+_LOADS = "weft.proofs.strategies.engines"
 
 SERVING = (
     Mutant("a page is freed while another request holds it", _PAGED, replace(_HOST, "Pages", _OwnersForgotten)),
@@ -166,6 +212,14 @@ SERVING = (
     ),
     Mutant("a chunk has the positions of the first", _EMBEDDED, replace(_WORK, "place_positions", _in_their_chunk)),
     Mutant("all completions of a prompt have one seed", _ENGINE, replace(_ON_ENGINE, "sample_seeds", _of_one_seed)),
+    Mutant("a mask is of one token less", _MASKS, replace("weft.transforms.engine.samples", "read_mask", _of_one_token_less)),
+    Mutant(
+        "a mask is of the request before it in the batch",
+        _MASKS,
+        partial(mock.patch.object, Work, "_masked", _of_the_one_before),
+    ),
+    Mutant("a mask stays in the row of its request", _MASKS, replace(_LOADS, "Engine", _MasksStay)),
+    Mutant("a request with a mask runs ahead", _MASKS, replace(_INTAKE, "Request", _free_to_run_ahead)),
     Mutant("who came last goes first", _TURN, _latest_first),
     Mutant("room is made from the first", _TURN, replace(_DECODES, "_make_room", _makes_room_from_the_first)),
     Mutant("a stop is seen late where steps are under way", _AHEAD, replace(_SCHEDULER, "end", _ending_late)),

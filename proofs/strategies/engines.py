@@ -1,12 +1,15 @@
 """Random loads of an engine: a small model, how it runs, and prompts that come, fork and go."""
 
 import functools
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 import torch
 from hypothesis import strategies as st
 
+from weft.ops.logits import pack_bits
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
@@ -66,6 +69,23 @@ def small_speculation(drafts: Drafts) -> Speculation:
 
 
 @attrs.frozen
+class Half:
+    """A mask: half of the tokens, others behind each beginning; in ids or in bits, or now and then anything."""
+
+    seed: int
+
+    def __call__(self, said: Sequence[int]) -> torch.Tensor | list[int] | None:
+        if (ids := self.allowed(said)) is None:
+            return None
+        return pack_bits(ids, VOCABULARY) if len(said) % 2 else ids
+
+    def allowed(self, said: Sequence[int]) -> list[int] | None:
+        """The tokens that may follow; None: any."""
+        chosen = random.Random(f"{self.seed} {list(said)}")
+        return sorted(chosen.sample(range(VOCABULARY), VOCABULARY // 2)) if chosen.random() < 0.8 else None
+
+
+@attrs.frozen
 class Call:
     """What happens before a step of the engine: a prompt comes, with an id that is its place; it is aborted later."""
 
@@ -76,6 +96,7 @@ class Call:
     priority: int
     aborted: int | None
     adapter: str | None
+    mask: Half | None
 
 
 @attrs.frozen
@@ -105,12 +126,18 @@ class Load:
 
 
 @st.composite
-def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES) -> Load:
+def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES, masks: bool = False) -> Load:
     """Up to four prompts, some with the same beginning, with several completions or with adapters, of an engine whose
-    rows, pages and tokens a step are scarce, or not, and that drafts, or not."""
-    page_size, rows, stages = draw(st.sampled_from((2, 4))), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    rows, pages and tokens a step are scarce, or not, and that drafts, or not.
+
+    Args:
+        modes: of graphs.
+        masks: whether most have a mask; then there are more of them, at the same time, so that they meet in a step.
+    """
+    page_size, rows = draw(st.sampled_from((2, 4))), draw(st.integers(3 if masks else 1, 5))
+    stages = draw(st.integers(1, 3))
     adapters = draw(st.sampled_from(((None,), (None,), (None, *small_adapters()))))
-    calls = tuple(draw(_calls(adapters)) for _ in range(draw(st.integers(1, 4))))
+    calls = tuple(draw(_calls(adapters, masks)) for _ in range(draw(st.integers(3 if masks else 1, 4))))
     longest = max(len(call.prompt) + call.max_tokens for call in calls)
     pages = -(-longest // page_size)
     limits = EngineLimits(
@@ -126,14 +153,17 @@ def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES) -> Load:
 
 
 @st.composite
-def _calls(draw: st.DrawFn, adapters: tuple[str | None, ...]) -> Call:
+def _calls(draw: st.DrawFn, adapters: tuple[str | None, ...], masks: bool) -> Call:
     begin = draw(st.sampled_from(((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7))))
     rest = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=0 if begin else 1, max_size=4))
     sampling = draw(sampling_params(VOCABULARY))
     n, told = draw(st.sampled_from((1, 1, 1, 3))), draw(st.sampled_from((None, None, 0)))
     sampling = attrs.evolve(sampling, n=n, prompt_logprobs=told)
-    step = draw(st.integers(0, 8))
+    step = draw(st.integers(0, 2 if masks else 8))
     aborted = draw(st.one_of(st.none(), st.none(), st.integers(step + 1, step + 6)))
-    priority = draw(st.sampled_from((0, 0, 1)))
-    adapter = draw(st.sampled_from(adapters))
-    return Call(step, (*begin, *rest), sampling, draw(st.integers(1, 5)), priority, aborted, adapter)
+    priority, adapter = draw(st.sampled_from((0, 0, 1))), draw(st.sampled_from(adapters))
+    most = draw(st.integers(3 if masks else 1, 5))
+    mask = draw(st.sampled_from((Half(0), Half(1), None))) if masks else None
+    if mask is not None:  # of what it allows, all can be drawn
+        sampling = attrs.evolve(sampling, allowed_token_ids=None, bad_token_ids=(), min_tokens=0)
+    return Call(step, (*begin, *rest), sampling, most, priority, aborted, adapter, mask)

@@ -1,4 +1,5 @@
-"""The laws of steps, on models with mRoPE whose prompts have images and positions."""
+"""The laws of steps, on models with mRoPE whose prompts have images and positions: on the tape everywhere, and on CUDA
+graphs where there is a GPU."""
 
 from typing import Any
 
@@ -16,33 +17,38 @@ WITH_LADDER: dict[str, Any] = {
     "L8": laws.capture_leaves_no_trace,
     "L9": laws.ownership_is_kept,
 }
+SETTINGS = settings(max_examples=25, deadline=None)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # a fixture would be made once for all examples
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("law", WITH_LADDER)
 @given(data=st.data())
-@settings(max_examples=25)
-def test_laws_under_a_ladder(law: str, data: st.DataObject) -> None:
+@SETTINGS
+def test_laws_under_a_ladder(law: str, device: str, data: st.DataObject) -> None:
     scenario = data.draw(strategies.scenarios(min_layers=2, max_layers=2, mrope=True))
     ladder = data.draw(strategies.ladders(scenario.batches(), covered=data.draw(st.booleans())))
-    WITH_LADDER[law](scenario, ladder, "cpu")
+    WITH_LADDER[law](scenario, ladder, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @given(data=st.data())
-@settings(max_examples=25)
-def test_pipelines_and_micro_batches(data: st.DataObject) -> None:
+@SETTINGS
+def test_pipelines_and_micro_batches(device: str, data: st.DataObject) -> None:
     """L3, L4 and L13."""
     scenario = data.draw(strategies.scenarios(max_layers=3, mrope=True))
     ladder = data.draw(strategies.ladders(scenario.batches()))
     num_stages = data.draw(st.integers(1, scenario.config.num_layers))
-    laws.pipeline_is_composition(scenario, num_stages, data.draw(st.integers(1, 3)), ladder, "cpu")
-    laws.transforms_commute(scenario, num_stages, 1, ladder, "cpu")
-    laws.microbatches_are_one(scenario, data.draw(st.integers(1, 4)), "cpu")
+    laws.pipeline_is_composition(scenario, num_stages, data.draw(st.integers(1, 3)), ladder, device)
+    laws.transforms_commute(scenario, num_stages, 1, ladder, device)
+    laws.microbatches_are_one(scenario, data.draw(st.integers(1, 4)), device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @given(data=st.data())
-@settings(max_examples=25)
-def test_order_is_free(data: st.DataObject) -> None:
+@SETTINGS
+def test_order_is_free(device: str, data: st.DataObject) -> None:
     """L17."""
     scenario = data.draw(strategies.scenarios(max_layers=2, mrope=True))
     orders = [data.draw(st.permutations(range(len(step)))) for step in scenario.moves]
-    laws.order_is_free(scenario, orders, data.draw(strategies.ladders(scenario.batches())), "cpu")
+    laws.order_is_free(scenario, orders, data.draw(strategies.ladders(scenario.batches())), device)

@@ -132,7 +132,8 @@ class Engine:
                 completions, which share the pages of the prompt.
             max_tokens: tokens to generate at most; the model's own limit on positions may end it sooner.
             id: a name that no request under way has; None: one is made.
-            priority: the lower goes first; among equals who came first.
+            priority: the lower goes first, however long others wait: while enough requests of lower numbers keep
+                coming, it may get no turn. Among equals who came first, so that each of them has its turn.
             adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
             mask: a function of the tokens that it has said, called before each of its tokens, that returns those that
                 may be next, such as a grammar's (`weft.transforms.engine.masks.Mask`); None: any. What it says next

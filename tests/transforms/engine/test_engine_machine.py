@@ -18,12 +18,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import weft
 from weft.proofs.strategies.drafts import Drafts
+from weft.proofs.strategies.engines import VOCABULARY, Half
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter, adaptable
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.requests import sample_seeds
+from weft.transforms.engine.requests import Running, sample_seeds
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.tracking import Track
@@ -51,6 +52,8 @@ PARAMS = tuple(
         {"temperature": 1.0, "seed": 6, "frequency_penalty": 0.4, "presence_penalty": 0.3, "prompt_logprobs": 0},
     )
 )
+MASKS = (None, None, None, Half(0), Half(1))
+"""Each leaves a token that all of `PARAMS` allow."""
 WAYS = (None, None, Drafts(3, "itself"), Drafts(2, "another"), Drafts(3, (1, 3)))
 SEEDS = st.integers(0, 2**32 - 1)
 """Of what is drawn at random: Hypothesis' own draws of many small things are alike too often."""
@@ -62,8 +65,9 @@ REACHED: Counter[str] = Counter()
 def theirs() -> Any:
     """A small model of transformers', whose weights are large, so that differences show."""
     sizes = {
-        "vocab_size": 12, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 24, "eos_token_id": None,
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 24,
+        "eos_token_id": None,
     }  # fmt: skip
     torch.manual_seed(1)
     model = Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
@@ -97,25 +101,30 @@ def speculation(drafts: Drafts) -> Speculation:
 
 
 @functools.cache
-def expected(prompt: tuple[int, ...], which: int, sample: int, adapter: str | None) -> list[int]:
+def expected(prompt: tuple[int, ...], which: int, sample: int, adapter: str | None, mask: Half | None) -> list[int]:
     """All the tokens of a completion: of a greedy one of the model alone, as transformers says."""
     params = PARAMS[which]
     if params.temperature == 0 and adapter is None:
-        return by_transformers(prompt, params)
+        return by_transformers(prompt, params, mask)
     seed = sample_seeds(params.seed or 0, params.n)[sample]
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
     engine = Engine(ours(), limits, graph="none", run_ahead=0, adapters=adapters() if adapter else None)
     own = attrs.evolve(params, seed=seed, n=1, prompt_logprobs=None)
-    engine.add(prompt, own, max_tokens=MOST, adapter=adapter)
+    engine.add(prompt, own, max_tokens=MOST, adapter=adapter, mask=mask)
     return [token for output in engine for token in output.token_ids]
 
 
-def by_transformers(prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+def by_transformers(prompt: tuple[int, ...], params: SamplingParams, mask: Half | None) -> list[int]:
+    def rule(_: int, ids: torch.Tensor) -> list[int]:
+        allowed = None if mask is None else mask.allowed(ids[len(prompt) :].tolist())
+        return [*range(VOCABULARY)] if allowed is None else allowed
+
     options: dict[str, Any] = {"repetition_penalty": params.repetition_penalty, "min_new_tokens": params.min_tokens}
     if params.logit_bias:
         options["sequence_bias"] = [[[token], bias] for token, bias in params.logit_bias.items()]
     options["suppress_tokens"] = list(params.bad_token_ids) or None
     options["eos_token_id"] = list(params.stop_token_ids) or None
+    options["prefix_allowed_tokens_fn"] = rule
     ids = torch.tensor([prompt])
     made = theirs().generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MOST, pad_token_id=0, **options
@@ -150,10 +159,11 @@ class EngineMachine(RuleBasedStateMachine):
             adapters=named,
             speculation=None if drafts is None else speculation(drafts),
         )
-        self.asked: dict[str, tuple[tuple[int, ...], int, int, str | None]] = {}
+        self.asked: dict[str, tuple[tuple[int, ...], int, int, str | None, Half | None]] = {}
         self.tracks: dict[tuple[str, int], Track] = {}
         self.told: Counter[tuple[str, int]] = Counter()
         self.seen: set[str] = set()
+        self.masked_rows: set[int] = set()
         self._come(draw, 2)
 
     @precondition(lambda self: len(self.asked) < 5)
@@ -165,24 +175,34 @@ class EngineMachine(RuleBasedStateMachine):
     def _come(self, draw: random.Random, count: int) -> None:
         for _ in range(count):
             prompt, which = draw.choice(PROMPTS), draw.randrange(len(PARAMS))
-            most, adapter, priority = (
-                draw.choice((MOST, MOST, 5, 1)),
-                draw.choice(self.adapters),
-                draw.choice((0, 0, 1)),
+            most, priority = draw.choice((MOST, MOST, 5, 1)), draw.choice((0, 0, 1))
+            adapter, mask = draw.choice(self.adapters), draw.choice(MASKS)
+            name = self.engine.add(
+                prompt, PARAMS[which], max_tokens=most, priority=priority, adapter=adapter, mask=mask
             )
-            name = self.engine.add(prompt, PARAMS[which], max_tokens=most, priority=priority, adapter=adapter)
-            self.asked[name] = prompt, which, most, adapter
+            self.asked[name] = prompt, which, most, adapter, mask
 
     @precondition(lambda self: not self.engine.is_idle)
     @rule(count=st.sampled_from((3, 2, 1)))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self._take(self.engine.step())
-            running = self.engine._host.running.values()
-            if len({one.request.adapter for one in running if one.on_device}) > 1:
-                self.seen.add("adapters mixed")
-            if sum(one.on_device for one in running) > 1:
-                self.seen.add("several decode")
+            self._step()
+
+    def _step(self) -> None:
+        self._take(self.engine.step())
+        self._look([one for one in self.engine._host.running.values() if one.on_device])
+
+    def _look(self, decoding: list[Running]) -> None:
+        masked = [one for one in decoding if one.request.is_masked]
+        happens = {
+            "several decode": len(decoding) > 1,
+            "adapters mixed": len({one.request.adapter for one in decoding}) > 1,
+            "a mask beside none": 0 < len(masked) < len(decoding),
+            "several masks": len(masked) > 1,
+            "no mask in a row that had one": self.masked_rows & {one.row for one in decoding if one not in masked},
+        }
+        self.masked_rows |= {one.row for one in masked}
+        self.seen |= {name for name, holds in happens.items() if holds}
 
     @precondition(lambda self: self.engine.num_unfinished > 1)
     @rule(seed=SEEDS)
@@ -201,10 +221,11 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self._take(list(self.engine))
-        for name, (prompt, which, most, adapter) in self.asked.items():
+        while not self.engine.is_idle:
+            self._step()
+        for name, (prompt, which, most, adapter, mask) in self.asked.items():
             for sample in range(PARAMS[which].n):
-                self._compare(self.tracks[name, sample], expected(prompt, which, sample, adapter), most)
+                self._compare(self.tracks[name, sample], expected(prompt, which, sample, adapter, mask), most)
                 assert self.told[name, sample] == len(self.tracks[name, sample].token_ids), "each was told once"
         self._count()
 
@@ -225,6 +246,8 @@ class EngineMachine(RuleBasedStateMachine):
             "drafts right": stats.accepted,
             "drafts wrong": stats.drafted - stats.accepted,
             "drafts and preemption": stats.accepted and stats.preempted,
+            "masks and preemption": self.masked_rows and stats.preempted,
+            "masks and drafts": self.masked_rows and stats.accepted,
             "mixed steps": stats.steps.get("mixed", 0),
         }
         self.seen |= {name for name, times in happened.items() if times}
@@ -242,8 +265,10 @@ def test_each_completion_is_what_it_is_alone(graph: str, stages: int) -> None:
 
 
 LEAST = {
-    "traces": 300, "several decode": 50, "adapters mixed": 7, "aborted with a step under way": 12, "preempted": 50,
+    "traces": 300, "several decode": 75, "adapters mixed": 20, "aborted with a step under way": 12, "preempted": 50,
     "prefixes shared": 90, "drafts right": 40, "drafts wrong": 50, "drafts and preemption": 12, "mixed steps": 15,
+    "a mask beside none": 40, "several masks": 25, "no mask in a row that had one": 8, "masks and preemption": 15,
+    "masks and drafts": 15,
 }  # fmt: skip
 """About a third of what most runs reach: what is drawn differs from run to run."""
 

@@ -78,6 +78,40 @@ def test_tokens_logprobs_and_ends_are_the_same(
             assert ours == pytest.approx(theirs, abs=1e-5)
 
 
+def with_nan(model: Model, name: str, token: int | slice) -> Model:
+    """A row, or all rows, of its embeddings or of its head are NaN."""
+    weights = getattr(model.params, name).clone()
+    weights[token] = torch.nan
+    return attrs.evolve(model, params=attrs.evolve(model.params, **{name: weights}))
+
+
+@pytest.mark.parametrize("graph", ["none", "full"])
+@pytest.mark.parametrize(("name", "token"), [("lm_head", 11), ("embed_tokens", slice(None)), ("embed_tokens", 5)])
+def test_a_draft_model_whose_logits_are_nan_drafts_nothing(graph: str, name: str, token: Any) -> None:
+    """Neither does it say token 11, whose embedding here is NaN too, and which the requests bar: as a draft it would
+    be read, and the tokens before it would attend to it."""
+    model, told = with_nan(small_model(), "embed_tokens", 11), []
+    bars = SamplingParams(temperature=0.0, bad_token_ids=[11])
+    for drafts in (None, Speculation(3, model=with_nan(small_model(), name, token))):
+        engine = Engine(model, SMALL, graph=graph, run_ahead=1, speculation=drafts)
+        for index, prompt in enumerate(([1, 2, 3, 4, 5], [4, 6], [3, 3, 3])):
+            engine.add(prompt, attrs.evolve(bars, temperature=index / 2, seed=index), max_tokens=9, id=str(index))
+        told.append({o.id: (o.track.token_ids, o.finish_reason) for o in engine if o.finish_reason})
+    assert told[0] == told[1]
+    assert {reason for _, reason in told[0].values()} == {"length"}
+    stats = engine.stats()
+    assert (stats.drafted == 0) == (token != 5), "behind another token its logits are numbers"
+
+
+def test_what_is_not_drafted_is_a_token_that_was_read_before() -> None:
+    """Not the first of the vocabulary, whose embedding may be NaN."""
+    model, bars = with_nan(small_model(), "embed_tokens", 0), SamplingParams(temperature=0.0, bad_token_ids=[0])
+    engine = Engine(model, SMALL, graph="full", speculation=Speculation(3))
+    for seed in range(3):
+        engine.add([6, 7, 8 + seed], attrs.evolve(bars, temperature=1.0, seed=seed), max_tokens=9)
+    assert {output.finish_reason for output in engine} == {None, "length"}
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("graph", ["none", "full", "full_and_piecewise"])
 def test_a_model_that_drafts_for_itself_is_always_right(mixed: bool, graph: str) -> None:
