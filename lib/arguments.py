@@ -1,4 +1,4 @@
-"""Keyword arguments that a function does not have: the error says which one was meant."""
+"""Arguments that a function cannot take: what they are, and, of those that it does not have, which one was meant."""
 
 import difflib
 import functools
@@ -57,3 +57,17 @@ def _checked(fn: Callable[..., Any], name: str, meant: dict[str, str]) -> Callab
 def _nearest(strange: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(strange, sorted(known), n=1)
     return f"{near[0]}=..." if near else f"one of {', '.join(sorted(known))}"
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in an error: the name of its class, with an article.
+
+    >>> kind_of(3), kind_of([]), kind_of(None)
+    ('an int', 'a list', 'None')
+    """
+    return "None" if value is None else with_article(type(value).__name__)
+
+
+def with_article(noun: str) -> str:
+    """A noun behind `a` or `an`, as it begins with a vowel or not."""
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.arguments import kind_of
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
 from weft.placing import place
@@ -186,7 +187,7 @@ def _as_list(call: str, name: str, given: Any) -> list[Any]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         instead = "rows of the state, as in [0, 2]" if name == "rows" else "one list of token ids a row"
         instead = f"model.encode({name})" if isinstance(given, str) and name != "rows" else instead
-        raise DescriptorError(call, f"{name} is {given!r:.40}, a {type(given).__name__}", instead)
+        raise DescriptorError(call, f"{name} is {given!r:.40}, {kind_of(given)}", instead)
     return list(given)
 
 

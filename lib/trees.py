@@ -12,6 +12,7 @@ import attrs
 from torch import Tensor
 
 from weft.alike import alike
+from weft.arguments import kind_of
 from weft.errors import DescriptorError, TreeError
 from weft.torchapi import children_of, unnamed_children
 from weft.torchapi import pytree as _pytree
@@ -246,7 +247,7 @@ def _check_field(node: Any, name: str, spec: Axes) -> None:
     if isinstance(value, list | tuple | dict | int | float):
         raise DescriptorError(
             f"{type(node).__name__}({name}={value!r:.60})",
-            f"a {type(value).__name__} in a field with axes({_listed(spec.dims)})",
+            f"{kind_of(value)} in a field with axes({_listed(spec.dims)})",
             "a tensor (torch.tensor), or a field without axes",
         )
 

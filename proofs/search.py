@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.arguments import kind_of
 from weft.errors import CheckError
 from weft.trees import tree_map
 
@@ -138,7 +139,7 @@ def check_arguments(given: Any, call: str, verb: str = "is ") -> Any:
         return given
     instead = "given=(x, y), or given={'x': x, 'y': y}: the arguments of a call, of which each may be a strategy; "
     instead += "or one strategy that draws such a tuple or dict, such as st.tuples(...)"
-    raise CheckError(call, f"given {verb}a {type(given).__name__}", instead)
+    raise CheckError(call, f"given {verb}{kind_of(given)}", instead)
 
 
 def copies(tree: Any, device: torch.device | str | None = None) -> Any:

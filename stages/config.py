@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 
+from weft.arguments import kind_of
 from weft.errors import CheckpointNotFoundError, ConfigError
 from weft.stages.architectures import ARCHITECTURES, NEUTRAL, NEUTRAL_AT, NEUTRAL_AT_IN, USED
 from weft.stages.fields import Fields
@@ -159,7 +160,7 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
     except ValueError as error:
         raise ConfigError(call, f"{path.name} is not JSON: {error}", instead) from error
     if not isinstance(raw, dict):
-        raise ConfigError(call, f"{path.name} holds a {type(raw).__name__}, not an object", instead)
+        raise ConfigError(call, f"{path.name} holds {kind_of(raw)}, not an object", instead)
     return raw
 
 

@@ -8,6 +8,7 @@ import attrs
 import torch
 from tokenizers import Tokenizer
 
+from weft.arguments import kind_of
 from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError
 from weft.stages.adapters import Adapter, with_adapters
 from weft.stages.checkpoint import load_params
@@ -72,7 +73,7 @@ class Model:
             RequestError: what is no list of token ids.
         """
         if not isinstance(token_ids, list | tuple) or not all(hasattr(token, "__index__") for token in token_ids):
-            seen = f"{token_ids!r:.60}, a {type(token_ids).__name__}"
+            seen = f"{token_ids!r:.60}, {kind_of(token_ids)}"
             raise RequestError("model.decode(token_ids)", seen, "a list of ints; of a tensor, its .tolist()")
         return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
@@ -86,7 +87,7 @@ class Model:
 def _check_text(text: Any) -> None:
     if not isinstance(text, str):
         instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
-        raise RequestError(f"model.encode({text!r:.60})", f"a {type(text).__name__}", instead)
+        raise RequestError(f"model.encode({text!r:.60})", kind_of(text), instead)
 
 
 def pick_device(device: torch.device | str | None, *, call: str) -> torch.device:
@@ -156,9 +157,7 @@ def load(
     """
     call = f"weft.load({str(path)!r}, device={device!r}, dtype={dtype!r})"
     if not isinstance(path, str | Path):
-        raise RequestError(
-            call, f"path is a {type(path).__name__}", "the folder of a checkpoint, such as weft.stages.DEMO"
-        )
+        raise RequestError(call, f"path is {kind_of(path)}", "the folder of a checkpoint, such as weft.stages.DEMO")
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
     folder = Path(path)
     config = load_config(folder)

@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from weft.arguments import kind_of
 from weft.donation import donates
 from weft.errors import ProgramError
 
@@ -60,6 +61,6 @@ def from_module(module: nn.Module) -> ModuleStage:
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        seen = f"{getattr(module, '__name__', module)!s:.60}, a {type(module).__name__} and no nn.Module"
+        seen = f"{getattr(module, '__name__', module)!s:.60}, {kind_of(module)} and no nn.Module"
         instead = "a function (params, state, batch, x) -> (state, y) is a stage as it is"
         raise ProgramError("weft.stages.from_module(module)", seen, instead)

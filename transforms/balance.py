@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from weft.arguments import kind_of
 from weft.errors import CostError
 from weft.stages.layout import StageLayout, split_layers
 
@@ -37,7 +38,7 @@ def balance(
     given: Any = layer_costs
     if not isinstance(given, Sequence):
         call = f"balance({given!r:.60}, {num_stages!r})"
-        raise CostError(call, f"a {type(given).__name__}", "a list of the cost of each layer: [1.0] * 30")
+        raise CostError(call, kind_of(given), "a list of the cost of each layer: [1.0] * 30")
     even = split_layers(len(layer_costs), num_stages)
     layers = ((f"layer {index}", cost) for index, cost in enumerate(layer_costs))
     for name, value in (*layers, ("first", first), ("last", last)):

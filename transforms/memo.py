@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from weft.alike import alike
+from weft.arguments import kind_of
 from weft.errors import CaptureError
 from weft.trees import tree_leaves
 
@@ -94,7 +95,7 @@ def check_tensors(leaves: Iterable[Any], call: str, names: Callable[[], Iterable
         if leaf.is_quantized:
             what, instead = "quantized, with scales that are no part of the key", "pass x.int_repr() and the scales"
         else:
-            what = f"a {type(leaf).__name__}, a subclass of Tensor, which may give any operator a meaning of its own"
+            what = f"{kind_of(leaf)}, a subclass of Tensor, which may give any operator a meaning of its own"
             instead = "pass plain tensors: those that it wraps, or x.as_subclass(torch.Tensor)"
         raise CaptureError(call, f"{[*names()][index]} is {what}", instead)
 
@@ -105,7 +106,7 @@ def check_plain(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[s
     if all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
         return
     name, leaf = next(p for p in zip(names(), leaves, strict=True) if not isinstance(p[1], (Tensor, *PLAIN)))
-    seen = f"{name} is a {type(leaf).__name__}, which is neither a tensor, a plain value nor a pytree"
+    seen = f"{name} is {kind_of(leaf)}, which is neither a tensor, a plain value nor a pytree"
     raise CaptureError(call, seen, _instead_of(leaf))
 
 

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.arguments import kind_of
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, donated_argnames
@@ -104,7 +105,7 @@ def _common_length(tree: Any) -> int:
             "split(batch, ...)",
             f"tensors whose first dimensions do not agree: {shapes}"
             if shapes
-            else f"no tensor in {tree!r:.60}, a {type(tree).__name__}",
+            else f"no tensor in {tree!r:.60}, {kind_of(tree)}",
             "pass a weft.Batch, or a tree of tensors with one common first dimension",
         )
     return int(lengths.pop() or 0)
@@ -209,7 +210,7 @@ def microbatch(step: F, parts: int) -> F:
         for part in batches:
             made = step(params, state, part)
             if not isinstance(made, tuple) or len(made) != 2:
-                seen = f"it returned a {type(made).__name__}"
+                seen = f"it returned {kind_of(made)}"
                 raise ProgramError(f"microbatch({name}, {parts})", seen, "return (state, out)")
             state, out = made
             outputs.append(clone(out) if lends(step) else out)  # the next part overwrites what is lent

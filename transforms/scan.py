@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from weft.arguments import kind_of
 from weft.donation import clone, donated_argnames
 from weft.errors import ProgramError
 from weft.transforms.borrowing import lends
@@ -34,9 +35,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ProgramError(call, f"length={length!r}", "an int >= 1")
     if not callable(step):
-        raise ProgramError(
-            call, f"a {type(step).__name__}, no function", "a step (params, state, batch) -> (state, out)"
-        )
+        raise ProgramError(call, f"{kind_of(step)}, no function", "a step (params, state, batch) -> (state, out)")
 
     def run(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
         if isinstance(step, Pipelined):
@@ -45,7 +44,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
         for _ in range(length):
             made = step(params, state, batch)
             if not isinstance(made, tuple) or len(made) != 2:
-                raise ProgramError(call, f"the step returned a {type(made).__name__}", "return (state, out)")
+                raise ProgramError(call, f"the step returned {kind_of(made)}", "return (state, out)")
             state, out = made
             outs.append(clone(out) if lends(step) else out)  # the next step overwrites what is lent
         return state, outs

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor
 
+from weft.arguments import kind_of
 from weft.donation import clone
 from weft.effects import Broadcast, Effect, Fence, Recv, Run, Schema, Send
 from weft.errors import ProgramError
@@ -127,7 +128,7 @@ def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, b
         raise
     if not isinstance(made, tuple) or len(made) != 2:
         name = getattr(stage, "__name__", stage)
-        raise ProgramError(f"stage {index} ({name})", f"it returned a {type(made).__name__}", "return (state, y)")
+        raise ProgramError(f"stage {index} ({name})", f"it returned {kind_of(made)}", "return (state, y)")
     return made
 
 
