@@ -19,7 +19,7 @@ from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY, may_capture
 from weft.torchapi import in_plain_surroundings, uncompiled
 from weft.transforms.borrowing import lend, lending
-from weft.transforms.call import Call, Roles, check_call, hashable_signature, inline_reason, take_apart
+from weft.transforms.call import Call, Roles, check_call, hashable_signature, holds_in_mode, inline_reason, take_apart
 from weft.transforms.capture import Entry
 from weft.transforms.captured import CapturedGraphs, captured_graphs
 from weft.transforms.dispatch import Decision
@@ -108,7 +108,7 @@ class Graphified(Generic[P, R]):
             signature = hashable_signature(call, self._of.name)
             plan = self._plans.get(signature) or self._plan(call, signature)
             if plan.replay and plan.replay.may_run() and in_plain_surroundings() and signature in self._plans:
-                holds = plan.replay.holds()
+                holds = holds_in_mode(call, self._of.roles, plan.replay.holds())
                 remember(self._readers, self._of.roles, self._of.name, args, kwargs, call, plan.replay, holds)
         return self._answer(plan.replay, call, args, kwargs)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypedDict
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.descriptor import Descriptor
 from weft.donation import donated_argnames, donates
@@ -98,7 +98,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     return Graphable(
         fn=donates(*extra)(fn) if extra else fn,
         name=name,
-        roles=Roles(signature, static, donated, by_reference),
+        roles=Roles(signature, static, donated, by_reference, _module_of(fn)),
         ladder=None if ladder is None else as_ladder(ladder),
         split_at=frozenset(operators_in(call, options["split_at"])),
         backend=options["backend"],
@@ -106,6 +106,12 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
         max_captures=options["max_captures"],
         collectives=options["collectives"],
     )
+
+
+def _module_of(fn: Any) -> nn.Module | None:
+    """The module that a function is, is a method of, or says that it calls."""
+    found = (fn, getattr(fn, "__self__", None), getattr(fn, "__weft_module__", None))
+    return next((module for module in found if isinstance(module, nn.Module)), None)
 
 
 def names_in(given: Names) -> tuple[str, ...]:
