@@ -132,7 +132,11 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
         CheckpointNotFoundError: no folder, or no config.json in it.
         ConfigError: what `parse_config` refuses, or a file that is not a JSON object.
     """
-    call, folder = f"load_config({os.fspath(path)!r})", Path(path)
+    return config_in_folder(Path(path), f"load_config({os.fspath(path)!r})")
+
+
+def config_in_folder(folder: Path, call: str) -> ModelConfig:
+    """As `load_config`, whose errors name the call that wanted it."""
     if not folder.is_dir():
         instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
         if folder.is_file():
