@@ -75,6 +75,9 @@ def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
             None: a size of its own.
         pad: what is behind the values of a padded tensor; `"last"`: the last of them, again.
 
+    Raises:
+        DescriptorError: what is no name.
+
     The names are attributes of the class's descriptor, which may be of your own type:
 
     >>> import torch, weft
@@ -92,6 +95,9 @@ def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
     >>> running(Signal(Length(3), torch.ones(3))).x  # runs under Length(4)
     tensor([1., 2., 3.])
     """
+    if strange := [dim for dim in dims if not isinstance(dim, str | None)]:
+        instead = 'names of sizes of the descriptor, as in axes("num_tokens"); None for a size of its own'
+        raise DescriptorError(f"weft.axes({_listed(dims)})", f"{strange[0]!r:.40}, {kind_of(strange[0])}", instead)
     return {_AXES: Axes(dims, pad)}
 
 
@@ -249,6 +255,12 @@ def _check_field(node: Any, name: str, spec: Axes) -> None:
             f"{type(node).__name__}({name}={value!r:.60})",
             f"{kind_of(value)} in a field with axes({_listed(spec.dims)})",
             "a tensor (torch.tensor), or a field without axes",
+        )
+    if isinstance(value, Tensor) and value.dim() < len(spec.dims):
+        raise DescriptorError(
+            f"{type(node).__name__}({name}=<tensor of shape {tuple(value.shape)}>)",
+            f"{value.dim()} dimensions in a field with axes({_listed(spec.dims)})",
+            "a name for each dimension, or for the first ones",
         )
 
 

@@ -91,8 +91,19 @@ def remember(error: Exception, given: Any) -> None:
 
 
 def remembered(error: Exception) -> Any:
-    """What `remember` kept."""
-    return error.__weft_given__  # type: ignore[attr-defined]
+    """What `remember` kept; None if it was not the user's function that raised."""
+    return getattr(error, "__weft_given__", None)
+
+
+def check_numbers(call: str, max_examples: Any, atol: Any, rtol: Any) -> None:
+    """Raise CheckError for a number of examples, or a tolerance, that is none."""
+    if max_examples is not None and (isinstance(max_examples, bool) or not isinstance(max_examples, int)):
+        raise CheckError(call, f"max_examples={max_examples!r:.40}", "a whole number >= 1, or None")
+    if max_examples is not None and max_examples < 1:
+        raise CheckError(call, f"max_examples={max_examples}, which compares nothing", "a whole number >= 1, or None")
+    for name, value in (("atol", atol), ("rtol", rtol)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise CheckError(call, f"{name}={value!r:.40}", "a number >= 0; 0 is bitwise")
 
 
 def is_control(error: BaseException) -> bool:

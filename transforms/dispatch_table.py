@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from weft.errors import DescriptorError
 from weft.markup import COLOURS
 from weft.plots import axes_for, legend
 from weft.table import Table
@@ -108,5 +109,9 @@ def dispatch_table(
     uniform x1, 3 reqs       full  uniform x1, 4 reqs  1 token, 1 req  the least of the ladder that covers it
     ragged 3 tokens, 3 reqs  none                                      no captured class covers it
     """
+    if hasattr(descriptors, "covers") or isinstance(descriptors, Limits | Ladder):
+        kinds = f"{type(ladder).__name__}, {type(descriptors).__name__}"
+        seen = "one class" if hasattr(descriptors, "covers") else "a ladder where the classes of batches should be"
+        raise DescriptorError(f"dispatch_table({kinds})", seen, "dispatch_table(ladder, [descriptor, ...])")
     rungs = make_ladder(mode, ladder) if isinstance(ladder, Limits) else ladder
     return DispatchTable(tuple(Row(own, dispatch(own, rungs)) for own in descriptors))

@@ -74,7 +74,9 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
                 hash(value)
             except TypeError as error:
                 seen = f"{name} is no tensor and cannot be hashed ({error})"
-                instead = "pass a tensor, or a hashable value (a tuple for a list)"
+                is_tree = isinstance(value, tuple) and any(isinstance(part, dict | list) for part in value)
+                way = f", or take {name} out of static_argnames" if is_tree and name in dict(key.statics) else ""
+                instead = f"pass a tensor, or a hashable value (a tuple for a list){way}"
                 numpy = isinstance(value, tuple) and _is_numpy(value[-1])
                 raise CaptureError(call, seen, _instead_of(value[-1]) if numpy else instead) from None
         raise

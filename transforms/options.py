@@ -154,15 +154,31 @@ def _check_function(call: str, fn: Any) -> None:
         raise CaptureError(call, seen, "a function that returns all its results")
 
 
+def _check_names(call: str, option: str, given: Any) -> None:
+    names = (given,) if given is None or isinstance(given, str) else given
+    if isinstance(names, Iterable) and all(name is None or isinstance(name, str) for name in names):
+        return
+    raise CaptureError(call, f"{option}={given!r:.60}", f"{option}=[...], the names of arguments")
+
+
+def _lack_of(rung: Any) -> str:
+    """What a rung of a ladder lacks to be a descriptor; empty if nothing."""
+    kind = type(rung).__name__
+    if not callable(getattr(rung, "covers", None)):
+        return "" if isinstance(rung, str) else f"{kind} has no method covers"
+    return "" if isinstance(rung, Descriptor) else f"{kind} cannot be hashed"
+
+
 def _check(call: str, options: GraphifyOptions) -> None:
+    for option in ("donate_argnames", "static_argnames", "reference_argnames"):
+        _check_names(call, option, options[option])
     ladder, outputs, most = options["ladder"], options["outputs"], options["max_captures"]
     if outputs not in ("safe", "borrow"):
         raise CaptureError(call, f"outputs={outputs!r}", "outputs='safe' or 'borrow'")
-    if ladder is not None and (isinstance(ladder, str) or not all(isinstance(d, Descriptor) for d in ladder)):
+    if ladder is not None and (isinstance(ladder, str) or any(map(_lack_of, ladder))):
         instead = "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable class (such as "
         instead += "an @attrs.frozen one) with a method covers(other)"
-        lacks = [type(d).__name__ for d in ladder if not isinstance(d, str) and not hasattr(d, "covers")]
-        seen = f"ladder={ladder!r}" + (f"; {lacks[0]} has no method covers" if lacks else "")
+        seen = f"ladder={ladder!r}" + next((f"; {lack}" for lack in map(_lack_of, ladder) if lack), "")
         raise CaptureError(call, seen, instead)
     for rung in ladder or ():
         if (covers := rung.covers(rung)) is not True:

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from weft.arguments import names_arguments
+from weft.arguments import kind_of, names_arguments
 from weft.batch import Batch
 from weft.donation import donated_argnames
 from weft.effects import Program, Schema, listing, programs_html
@@ -98,13 +98,14 @@ class Pipelined:
         self._plans: dict[Any, Plan] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
+        self._text = f"pipeline(<{len(self.stages)} stage{'s' * (len(self.stages) > 1)}>)"
         self.programs()
 
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
         """Each rank's program for so many micro-batches (None: the pipeline's own number), checked."""
         microbatches = self.microbatches if microbatches is None else microbatches
         if not is_number(microbatches, least=1):
-            raise ProgramError(f"{self.__name__}.programs({microbatches!r})", "no number of parts", "an int >= 1")
+            raise ProgramError(f"{self._text}.programs({microbatches!r})", "no number of parts", "an int >= 1")
         return self._plan([Job(feeds=self._returns)] * microbatches, ()).programs
 
     def _plan(self, jobs: Sequence[Job], classes: Sequence[str], spans: Spans | None = None) -> Plan:
@@ -138,11 +139,15 @@ class Pipelined:
         Returns:
             The new state, and for each batch the output; None for one whose job does not feed.
         """
+        given: Any = batches
+        if not isinstance(given, Sequence):
+            seen = f"batches is {kind_of(given)}"
+            raise ProgramError(f"{self._text}.stream(params, state, batches)", seen, "a list of batches: [batch]")
         workers = self._workers(params, state)
         found = self._jobs(batches) if jobs is None else jobs
         if len(found) != len(batches):
             seen = f"{len(batches)} batches and {len(found)} jobs"
-            raise ProgramError(f"{self.__name__}.stream(...)", seen, "a job for each batch")
+            raise ProgramError(f"{self._text}.stream(...)", seen, "a job for each batch")
         return self._run(workers, batches, found)
 
     def repeat(self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int) -> tuple[Any, list[Any]]:
@@ -154,7 +159,7 @@ class Pipelined:
         """
         workers = self._workers(params, state)
         if not is_number(length, least=0):
-            raise ProgramError(f"{self.__name__}.repeat(..., {length!r})", "no number of steps", "an int >= 0")
+            raise ProgramError(f"{self._text}.repeat(..., {length!r})", "no number of steps", "an int >= 0")
         cohorts = split(batch, self.microbatches)
         jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
         if self._advance is None:
@@ -200,7 +205,7 @@ class Pipelined:
             ProgramError: a pipeline without `advance`, to whose ranks nothing returns.
         """
         if self._advance is None:
-            call = f"{self.__name__}.session(params, state)"
+            call = f"{self._text}.session(params, state)"
             raise ProgramError(call, "no advance, so that nothing returns", "pipeline(stages, advance=...)")
         workers = self._workers(params, state)
         return Session(len(self.stages), self.transport, workers, self._plan, self._buffers)
@@ -215,7 +220,7 @@ class Pipelined:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
 
 
-@names_arguments(num_microbatches="microbatches=...", chunks="microbatches=...")
+@names_arguments("a list of stages: pipeline([f, g])", num_microbatches="microbatches=...", chunks="microbatches=...")
 def pipeline(
     stages: Sequence[Stage],
     *,

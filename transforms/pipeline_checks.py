@@ -31,7 +31,8 @@ def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
         if hasattr(stage, "named_parameters"):
             raise ProgramError(call, f"stage {index} is an nn.Module", "weft.stages.from_module(module).stage")
         if not callable(stage):
-            raise ProgramError(call, f"stage {index} is {kind_of(stage)}, no function", "its .stage, if it has one")
+            instead = "its .stage" if hasattr(stage, "stage") else f"a stage {_SIGNATURE}"
+            raise ProgramError(call, f"stage {index} is {kind_of(stage)}, no function", instead)
         if hasattr(stage, "programs") and isinstance(inner := getattr(stage, "stages", None), tuple):
             seen = f"stage {index} is itself a {getattr(stage, '__name__', 'pipeline')}, a step (params, state, batch)"
             raise ProgramError(call, seen, f"its {len(inner)} stages in its place: [*step.stages, ...]")
@@ -52,6 +53,13 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def check_step(call: str, step: Callable[..., Any]) -> None:
+    """Raise ProgramError for a function that takes no three arguments, as a step does."""
+    if not _takes(step, 3):
+        seen = f"{getattr(step, '__name__', step)!s:.60}{inspect.signature(step)}"
+        raise ProgramError(call, seen, "a step (params, state, batch) -> (state, out)")
 
 
 def is_number(value: Any, least: int) -> bool:

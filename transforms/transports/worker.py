@@ -128,8 +128,14 @@ def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, b
         raise
     if not isinstance(made, tuple) or len(made) != 2:
         name = getattr(stage, "__name__", stage)
-        raise ProgramError(f"stage {index} ({name})", f"it returned {kind_of(made)}", "return (state, y)")
+        seen = f"it returned {kind_of(made)}{of_length(made)}"
+        raise ProgramError(f"stage {index} ({name})", seen, "return (state, y)")
     return made
+
+
+def of_length(made: Any) -> str:
+    """How long a tuple is, in words; empty for anything else."""
+    return f" of {len(made)}" if isinstance(made, tuple) else ""
 
 
 def match_schema(rank: int, effect: Effect, schema: Schema | None, value: Any) -> None:
