@@ -178,6 +178,6 @@ def name_of(fn: Any, otherwise: str = "f") -> str:
 
 
 def names_of(fns: Sequence[Any]) -> list[str]:
-    """What to call two functions in one message."""
+    """What to call two functions in one message: of one name, as after `functools.wraps`, `f` and `g` in code."""
     names = [name_of(fn, other) for fn, other in zip(fns, "fg", strict=True)]
-    return names if len(set(names)) == len(names) else [f"{name} ({n})" for name, n in zip(names, "12", strict=True)]
+    return names if len(set(names)) == len(names) else [f"{n} ({name})" for name, n in zip(names, "fg", strict=True)]

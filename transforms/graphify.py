@@ -39,6 +39,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MAX_PLANS = 4096
+_BAR_AFTER = 1.0
+"""Seconds of a capture until a progress bar shows: in a notebook a bar stays, so that many short ones are noise."""
 _ALL: "weakref.WeakSet[Graphified[..., Any]]" = weakref.WeakSet()
 
 
@@ -191,7 +193,8 @@ class Graphified(Generic[P, R]):
             seen = f"a ladder of {len(rungs)} classes, and max_captures={most}"
             raise CaptureError(f"{self._of.name}.capture(...)", seen, "call it, so that it captures what is needed")
         with self._lock:
-            for decision in tqdm(rungs, desc=f"capture {self._of.name}", unit="graph", leave=False, disable=None):
+            bar: dict[str, Any] = {"unit": "graph", "leave": False, "disable": None, "delay": _BAR_AFTER}
+            for decision in tqdm(rungs, desc=f"capture {self._of.name}", **bar):
                 if self._graphs.find(call, decision) is None:
                     try:
                         self._graphs.capture(call, decision)
