@@ -162,6 +162,13 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[errors.WeftError], str, str, str]
         "a ladder where the classes of batches should be",
         "dispatch_table(ladder, [descriptor, ...])",
     ),
+    "a size to plot that no class has": (
+        lambda: weft.dispatch_table(LADDER, LADDER).plot("tokens"),
+        errors.DescriptorError,
+        "dispatch_table(...).plot('tokens')",
+        "no size of these classes",
+        "one of num_tokens, num_reqs, query_len, num_active_loras, or None: the first that is padded",
+    ),
     "a token that is half": (
         lambda: weft.Batch.ragged([0], [[5, 1.5]]),
         errors.DescriptorError,

@@ -9,7 +9,7 @@ from weft.errors import DescriptorError
 from weft.markup import COLOURS
 from weft.plots import axes_for, legend
 from weft.table import Table
-from weft.transforms.dispatch import EXACT, LEAST, NONE, Decision, dispatch, in_words
+from weft.transforms.dispatch import EXACT, LEAST, NONE, Decision, dispatch, excess, in_words
 from weft.transforms.ladder import Ladder, Limits, make_ladder
 
 _OWN, _PADDING, _EAGER = COLOURS[0], COLOURS[7], COLOURS[9]
@@ -71,9 +71,12 @@ class DispatchTable:
 
         Raises:
             MissingPackageError: matplotlib is not installed.
+            DescriptorError: none of the classes has such a size.
         """
+        if size is not None:
+            self._check_size(size)
         ax = axes_for("dispatch_table(...).plot()", ax, 8.0, 1.2 + 0.24 * min(len(self.rows), _MOST_NAMED))
-        name, places = size or self._padded_size(), range(len(self.rows))
+        name, places = self._padded_size() if size is None else size, range(len(self.rows))
         own = [getattr(row.batch, name, 0) for row in self.rows]
         more = [dict(row.decision.padding).get(name, 0) for row in self.rows]
         colours = [_EAGER if row.decision.mode == "none" else _OWN for row in self.rows]
@@ -81,11 +84,19 @@ class DispatchTable:
         ax.barh(places, more, left=own, color=_PADDING, edgecolor="#555", linewidth=0.4)
         if len(self.rows) <= _MOST_NAMED:
             ax.set_yticks(places, [str(row.batch) for row in self.rows])
+        else:
+            ax.set_ylabel("batches, in their order")
         ax.set_ylim(len(self.rows) - 0.4, -0.6)
         wasted = sum(more) / max(sum(own) + sum(more), 1)
         ax.set(xlabel=name.removeprefix("num_"), title=f"{wasted:.0%} of what is computed is padding")
         legend(ax, {"the batch's own": _OWN, "padding": _PADDING, "no class covers it": _EAGER})
         return ax
+
+    def _check_size(self, size: str) -> None:
+        if not any(isinstance(getattr(row.batch, size, None), int) for row in self.rows):
+            own = {name: None for row in self.rows for name in excess(row.batch, row.batch)}
+            instead = f"one of {', '.join(own)}, or None: the first that is padded"
+            raise DescriptorError(f"dispatch_table(...).plot({size!r})", "no size of these classes", instead)
 
     def _padded_size(self) -> str:
         names = (name for row in self.rows for name, _ in row.decision.padding)
