@@ -18,7 +18,7 @@ from weft import errors
 from weft.proofs import assert_equivalent, strategies
 from weft.proofs import check as check_laws
 from weft.stages import DEMO, from_module
-from weft.transforms import Costs, balance, make_runner, make_state, plan_cohorts
+from weft.transforms import Costs, Transform, balance, lift, make_runner, make_state, plan_cohorts
 from weft.transforms.graphify import graphify
 
 X = torch.ones(3)
@@ -289,6 +289,20 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[errors.WeftError], str, str, str]
         "Linear, the class",
         "a module of it: Linear(...)",
     ),
+    "a builtin for an operator": (
+        lambda: weft.piecewise(f, split_at=torch.sort),
+        errors.CaptureError,
+        "graphify(f, ...)",
+        "split_at=sort",
+        "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort",
+    ),
+    "a number to lift": (
+        lambda: lift(3),
+        errors.ProgramError,
+        "lift(3)",
+        "an int, no function",
+        "an advance (state, batch, out) -> state",
+    ),
     # models
     "more stages than layers": (
         lambda: make_runner(weft.load(DEMO, "cpu"), weft.Limits(1, 8), num_stages=9),
@@ -383,6 +397,22 @@ def test_what_was_refused_leaves_the_settings_alone() -> None:
         with contextlib.suppress(errors.ArgumentError):
             set_config(name, value)
     assert attrs.asdict(weft.config) == {"explain_cache_misses": False, "log_captures": False}
+
+
+@pytest.mark.parametrize("spans", [weft.pipeline, weft.compose])
+def test_an_advance_that_was_not_lifted_is_noted(spans: Any) -> None:
+    counts = Transform(lambda params, state: 0, lambda stage, own, p, s, batch, x: (own + 1, *stage(p, s, batch, x)))
+
+    def total(state: Tensor, batch: Tensor, out: Tensor) -> Tensor:
+        return state + out.sum()
+
+    step, given = spans([counts(stage)], advance=total), ([X], [counts.carry(X, X)], X)
+    with pytest.raises(TypeError) as error:
+        step(*given)
+    note = "in advance (total) on stage 0's state, a Carried, which a transform made: advance=lift(...)"
+    assert note in error.value.__notes__
+    (state,), _ = spans([counts(stage)], advance=lift(total))(*given)
+    assert (state.own, state.state.tolist()) == (1, [4, 4, 4])
 
 
 def test_a_runner_prints_in_a_line() -> None:

@@ -125,7 +125,7 @@ def operators_in(call: str, given: Operators) -> Iterator[str]:
         name = operator if isinstance(operator, str) else operator_name(operator)
         if name is None or "::" not in name:
             instead = "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort"
-            raise CaptureError(call, f"split_at={operator!r}", instead)
+            raise CaptureError(call, f"split_at={getattr(operator, '__name__', repr(operator))}", instead)
         yield name.partition(".")[0]
 
 

@@ -29,7 +29,7 @@ from weft.transforms.transports import Transport
 from weft.transforms.transports.fingerprint import fingerprint
 from weft.transforms.transports.local import Local
 from weft.transforms.transports.plan import Plan
-from weft.transforms.transports.worker import Worker, call_stage
+from weft.transforms.transports.worker import Worker, call_advance, call_stage
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
@@ -58,7 +58,7 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
             new, x = call_stage(len(states), stage, p, s, later if states else batch, x)
             states.append(new)
         if advance is not None:
-            states = [advance(s, batch, x) for s in states]
+            states = [call_advance(index, advance, s, batch, x) for index, s in enumerate(states)]
         return tuple(states), x
 
     step.__weft_donates__ = _donations(stages, advance)  # type: ignore[attr-defined]

@@ -103,9 +103,16 @@ def lift(advance: F) -> F:
 
     `pipeline(stages, advance=lift(weft.advance))`, where some stages are transformed and others are not.
 
+    Raises:
+        ProgramError: what is no function.
+
     >>> lift(lambda state, batch, out: state + out)(Carried(Carried(1, "a"), "b"), None, 2)
     Carried(state=Carried(state=3, own='a'), own='b')
     """
+    given: Any = advance
+    if not callable(given):
+        instead = "an advance (state, batch, out) -> state"
+        raise ProgramError(f"lift({given!r:.60})", f"{kind_of(given)}, no function", instead)
 
     @functools.wraps(advance)
     def lifted(state: Any, *rest: Any) -> Any:

@@ -78,7 +78,7 @@ class Worker:
         match effect:
             case Run("advance"):
                 assert self.advance is not None, "a program advances only where there is an advance"
-                self.state = self.advance(self.state, self.batches[mb], self.outputs.get(mb))
+                self.state = call_advance(self.rank, self.advance, self.state, self.batches[mb], self.outputs.get(mb))
             case Run():
                 x = self.inputs.pop(mb, None)
                 made = call_stage(self.rank, self.stage, self.params, self.state, self.batches[mb], x)
@@ -131,6 +131,17 @@ def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, b
         seen = f"it returned {kind_of(made)}{of_length(made)}"
         raise ProgramError(f"stage {index} ({name})", seen, "return (state, y)")
     return made
+
+
+def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any, out: Any) -> Any:
+    """The stage's next state; an error from inside it gets a note that says of which stage the state was."""
+    try:
+        return advance(state, batch, out)
+    except Exception as error:
+        made = ", which a transform made: advance=lift(...)" if type(state).__name__ == "Carried" else ""
+        name = getattr(advance, "__name__", advance)
+        error.add_note(f"in advance ({name}) on stage {index}'s state, {kind_of(state)}{made}")
+        raise
 
 
 def of_length(made: Any) -> str:
