@@ -1,4 +1,4 @@
-"""Keyword arguments that a function does not have: the error says which one was meant."""
+"""Arguments that a function cannot take: what they are, and, of those that it does not have, which one was meant."""
 
 import difflib
 import functools
@@ -11,10 +11,12 @@ from weft.errors import ArgumentError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def names_arguments(**meant: str) -> Callable[[F], F]:
-    """Declare a function, or a class, whose error for a keyword that it does not have names what to write.
+def names_arguments(_by_position: str = "", /, **meant: str) -> Callable[[F], F]:
+    """Declare a function, or a class, whose error for an argument that it does not have names what to write.
 
     Args:
+        _by_position: what to write where more arguments are given by position than it takes; empty: the names of those
+            that it takes by name.
         meant: names that other libraries have for the same, and what to write here.
 
     Returns:
@@ -33,20 +35,25 @@ def names_arguments(**meant: str) -> Callable[[F], F]:
     def wrap(fn: F) -> F:
         made: Any = fn
         if not isinstance(fn, type):
-            return cast(F, _checked(made, made.__name__, meant))
-        made.__init__ = _checked(made.__init__, made.__name__, meant)
+            return cast(F, _checked(made, made.__name__, meant, _by_position))
+        made.__init__ = _checked(made.__init__, made.__name__, meant, _by_position)
         return fn
 
     return wrap
 
 
-def _checked(fn: Callable[..., Any], name: str, meant: dict[str, str]) -> Callable[..., Any]:
-    known = frozenset(inspect.signature(fn).parameters) - {"self"}
+def _checked(fn: Callable[..., Any], name: str, meant: dict[str, str], by_position: str) -> Callable[..., Any]:
+    parameters = inspect.signature(fn).parameters
+    known = frozenset(parameters) - {"self"}
+    by_name = [f"{key}=..." for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
+    is_method, most = "self" in parameters, len(parameters) - len(by_name)
 
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.keys() <= known:
+        if kwargs.keys() <= known and len(args) <= most:
             return fn(*args, **kwargs)
+        if len(args) > most:
+            raise _too_many(name, len(args) - is_method, most - is_method, by_position or ", ".join(by_name))
         strange = next(key for key in kwargs if key not in known)
         seen = f"{strange!r}, which is no argument of it"
         raise ArgumentError(f"{name}(..., {strange}=...)", seen, meant.get(strange) or _nearest(strange, known))
@@ -54,6 +61,25 @@ def _checked(fn: Callable[..., Any], name: str, meant: dict[str, str]) -> Callab
     return checked
 
 
+def _too_many(name: str, count: int, most: int, instead: str) -> ArgumentError:
+    seen = f"{count} argument{'s' * (count != 1)} by position, of which it takes {most or 'none'}"
+    return ArgumentError(f"{name}({', '.join(['...'] * count)})", seen, instead)
+
+
 def _nearest(strange: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(strange, sorted(known), n=1)
     return f"{near[0]}=..." if near else f"one of {', '.join(sorted(known))}"
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in an error: the name of its class, with an article.
+
+    >>> kind_of(3), kind_of([]), kind_of(None)
+    ('an int', 'a list', 'None')
+    """
+    return "None" if value is None else with_article(type(value).__name__)
+
+
+def with_article(noun: str) -> str:
+    """A noun behind `a` or `an`, as it begins with a vowel or not."""
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"

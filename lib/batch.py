@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.arguments import kind_of
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
 from weft.placing import place
@@ -133,6 +134,8 @@ class Batch:
         token_ids = [
             _as_list("Batch.ragged(rows, token_ids)", f"token_ids[{i}]", ids) for i, ids in enumerate(token_ids)
         ]
+        for index, ids in enumerate(token_ids):
+            _check_whole("Batch.ragged(rows, token_ids)", f"token_ids[{index}]", ids)
         lengths = [len(ids) for ids in token_ids]
         flags = [True] * len(rows) if samples is None else list(samples)
         call = f"Batch.ragged(rows={rows}, token_ids=<{len(lengths)} of lengths {lengths}>)"
@@ -191,11 +194,23 @@ def _as_list(call: str, name: str, given: Any) -> list[Any]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         instead = "rows of the state, as in [0, 2]" if name == "rows" else "one list of token ids a row"
         instead = f"model.encode({name})" if isinstance(given, str) and name != "rows" else instead
-        raise DescriptorError(call, f"{name} is {given!r:.40}, a {type(given).__name__}", instead)
+        raise DescriptorError(call, f"{name} is {given!r:.40}, {kind_of(given)}", instead)
     return list(given)
 
 
+def _check_whole(call: str, name: str, numbers: Sequence[Any]) -> None:
+    """Refuse what torch would round to a whole number, or not take."""
+    try:
+        if not isinstance(sum(numbers), float):  # of all at once: prompts are long
+            return
+    except TypeError:
+        pass
+    strange = next(number for number in numbers if not hasattr(number, "__index__"))
+    raise DescriptorError(call, f"{name} holds {strange!r:.40}, {kind_of(strange)}", "whole numbers")
+
+
 def _check_rows(call: str, rows: Sequence[int]) -> None:
+    _check_whole(call, "rows", rows)
     if len(set(rows)) != len(rows):
         raise DescriptorError(call, "a row stands twice", "join the request's tokens in one list")
     if rows and min(rows) < 0:

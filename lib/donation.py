@@ -13,7 +13,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import attrs
 from torch import Tensor
 
-from weft.errors import DonatedError
+from weft.errors import ArgumentError, DonatedError
 from weft.trees import tree_leaves, tree_map
 
 C = TypeVar("C", bound=type)
@@ -134,7 +134,7 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         argnames: arguments of the function, by name.
 
     Raises:
-        TypeError: a name that is no argument of it; DonatedError, at a call: a value that was donated before.
+        ArgumentError: a name that is no argument of it; DonatedError, at a call: a value that was donated before.
 
     >>> import torch
     >>> @donates("state")
@@ -150,14 +150,23 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
       instead: use the value that it returned, or pass a copy (weft.clone) to keep the old one
     """
 
+    given: tuple[Any, ...] = argnames
+    call = f"donates({', '.join(getattr(name, '__name__', repr(name)) for name in given)})"
+    if not all(isinstance(name, str) for name in given):
+        raise ArgumentError(call, "what is no name of an argument", '@donates("state"), with its parentheses')
+
     def wrap(fn: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(fn)
         if unknown := [name for name in argnames if name not in signature.parameters]:
-            raise TypeError(f"donates{argnames}: {fn.__name__}{signature} has no argument {unknown[0]!r}")
+            seen = f"{fn.__name__}{signature}, which has no argument {unknown[0]!r}"
+            raise ArgumentError(call, seen, f"one of {', '.join(signature.parameters) or '(), for it has none'}")
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{wrapped.__name__}{signature}: {error}") from None
             for argname in argnames:
                 if argname in bound.arguments:
                     bound.arguments[argname] = donate(bound.arguments[argname], to=f"{wrapped.__name__}({argname})")

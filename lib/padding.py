@@ -57,7 +57,12 @@ def pad(tree: T, descriptor: Any) -> T:
     [4, 7, -1, -1]
     """
 
+    found = find_descriptors(tree)
+
     def grow(value: Tensor, spec: Axes) -> Tensor:
+        if len(found) == 1 and (said := padded_shape(value, spec, found[0])) != tuple(value.shape):
+            seen = f"a tensor of shape {tuple(value.shape)} in a batch of class '{found[0]}', which says {said}"
+            raise DescriptorError(call, seen, "give the batch the descriptor of its tensors")
         shape = padded_shape(value, spec, descriptor)
         if shape == tuple(value.shape):
             return value
@@ -75,7 +80,7 @@ def pad(tree: T, descriptor: Any) -> T:
         )
     call = f"weft.pad({type(tree).__name__}, {descriptor})"
     check_descriptor(descriptor, call)
-    for own in find_descriptors(tree):
+    for own in found:
         check_descriptor(own, call)
         if not descriptor.covers(own):
             raise DescriptorError(

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import attrs
 
-from weft.errors import CaptureError, TooManyCapturesError
+from weft.arguments import kind_of
+from weft.errors import ArgumentError, CaptureError, TooManyCapturesError
 
 
 @attrs.define
@@ -21,11 +23,21 @@ class Config:
     >>> weft.config.log_capture = True
     Traceback (most recent call last):
         ...
-    AttributeError: 'Config' object has no attribute 'log_capture'
+    weft.errors.ArgumentError: weft.config.log_capture = True
+      saw: 'log_capture', which is no setting
+      instead: explain_cache_misses or log_captures
     """
 
     explain_cache_misses: bool = False
     log_captures: bool = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        call, names = f"weft.config.{name} = {value!r:.60}", [field.name for field in attrs.fields(Config)]
+        if name not in names:
+            raise ArgumentError(call, f"{name!r}, which is no setting", " or ".join(names))
+        if not isinstance(value, bool):
+            raise ArgumentError(call, kind_of(value), "True or False")
+        object.__setattr__(self, name, value)
 
 
 config = Config()

@@ -12,6 +12,7 @@ import attrs
 from torch import Tensor
 
 from weft.alike import alike
+from weft.arguments import kind_of
 from weft.errors import DescriptorError, TreeError
 from weft.torchapi import children_of, unnamed_children
 from weft.torchapi import pytree as _pytree
@@ -75,6 +76,9 @@ def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
             None: a size of its own.
         pad: what is behind the values of a padded tensor; `"last"`: the last of them, again.
 
+    Raises:
+        DescriptorError: what is no name.
+
     The names are attributes of the class's descriptor, which may be of your own type:
 
     >>> import torch, weft
@@ -92,6 +96,9 @@ def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
     >>> running(Signal(Length(3), torch.ones(3))).x  # runs under Length(4)
     tensor([1., 2., 3.])
     """
+    if strange := [dim for dim in dims if not isinstance(dim, str | None)]:
+        instead = 'names of sizes of the descriptor, as in axes("num_tokens"); None for a size of its own'
+        raise DescriptorError(f"weft.axes({_listed(dims)})", f"{strange[0]!r:.40}, {kind_of(strange[0])}", instead)
     return {_AXES: Axes(dims, pad)}
 
 
@@ -248,8 +255,14 @@ def _check_field(node: Any, name: str, spec: Axes) -> None:
     if isinstance(value, list | tuple | dict | int | float):
         raise DescriptorError(
             f"{type(node).__name__}({name}={value!r:.60})",
-            f"a {type(value).__name__} in a field with axes({_listed(spec.dims)})",
+            f"{kind_of(value)} in a field with axes({_listed(spec.dims)})",
             "a tensor (torch.tensor), or a field without axes",
+        )
+    if isinstance(value, Tensor) and value.dim() < len(spec.dims):
+        raise DescriptorError(
+            f"{type(node).__name__}({name}=<tensor of shape {tuple(value.shape)}>)",
+            f"{value.dim()} dimensions in a field with axes({_listed(spec.dims)})",
+            "a name for each dimension, or for the first ones",
         )
 
 

@@ -19,6 +19,7 @@ from weft.proofs.equivalence import Counterexample
 from weft.proofs.search import (
     as_given,
     check_arguments,
+    check_numbers,
     copies,
     is_strategy,
     name_of,
@@ -29,6 +30,7 @@ from weft.proofs.search import (
 )
 from weft.proofs.subject import Arguments, Subject
 from weft.proofs.user_laws import LAWS, UserLaw
+from weft.stages.model import pick_device
 from weft.transforms.graphify import Graphified, graphify
 from weft.transforms.options import GraphifyOptions
 
@@ -45,6 +47,7 @@ class Row:
         examples: until the first that broke it, or all.
         compared: results that were compared.
         error: what broke it, or what the function itself raised.
+        note: why there is no evidence.
     """
 
     law: UserLaw
@@ -52,6 +55,7 @@ class Row:
     examples: int = 0
     compared: int = 0
     error: Exception | None = None
+    note: str = ""
 
 
 def check(
@@ -87,6 +91,7 @@ def check(
     Raises:
         Counterexample: a law does not hold: which, what differs, and the smallest calls found, as code to paste.
         CheckError: no such law, no such arguments; or a law that was named and cannot be checked.
+        DeviceError: this machine has no such device.
         Exception: what the function itself raises, with a note of the arguments.
 
     >>> import torch
@@ -98,6 +103,8 @@ def check(
     """
     __tracebackhide__ = True
     call = f"weft.proofs.check({name_of(f)}, ...)"
+    check_numbers(call, max_examples, atol, rtol)
+    device = None if device is None else pick_device(device, call=call)
     graph: Graphified[..., Any] = f if isinstance(f, Graphified) else graphify(f, **options)
     if graph is f and options:
         seen = f"a graphified function, and {', '.join(options)}"
@@ -124,7 +131,8 @@ def _chosen(call: str, subject: Subject, laws: str | Iterable[str] | None) -> li
         return [law for law in LAWS if not law.asked]
     names = (laws,) if isinstance(laws, str) else tuple(laws)
     if unknown := [name for name in names if name not in {law.name for law in LAWS}]:
-        raise CheckError(call, f"laws={unknown[0]!r}", f"some of {', '.join(law.name for law in LAWS)}")
+        known = [law.name + f" ({law.number})" * bool(law.number) for law in LAWS]
+        raise CheckError(call, f"laws={unknown[0]!r}", f"some, by name, of {', '.join(known)}")
     chosen = [law for law in LAWS if law.name in names]
     for law in chosen:
         if needs := law.needs(subject):
@@ -165,11 +173,11 @@ def _row(
         return Row(law, needs)
     if any(row.error is not None and row.law.name == "pure" for row in before):
         return Row(law, "not checked")
-    total = 0
+    total, last = 0, [Arguments()]
 
     def run(drawn: list[Any]) -> None:
-        nonlocal total
-        calls = [prepared(arguments) for arguments in drawn]
+        nonlocal total, last
+        calls = last = [prepared(arguments) for arguments in drawn]
         try:
             total += law.run(subject, calls)
         except LawViolation as error:
@@ -182,7 +190,16 @@ def _row(
     outcome = "holds" if total else "no evidence"
     if found.error is not None:
         outcome = "broken" if isinstance(found.error, _Broken) else "raises"
-    return Row(law, outcome, found.examples, total, found.error)
+    note = _why_no_replay(subject, last[0]) if outcome == "no evidence" else ""
+    return Row(law, outcome, found.examples, total, found.error, note)
+
+
+def _why_no_replay(subject: Subject, call: Arguments) -> str:
+    """Why a call that was captured is not replayed; empty where it is."""
+    graphed = subject.fresh()
+    subject.call(graphed, copies(call))
+    found = subject.call(graphed.explain, copies(call))
+    return "" if found.captured else str(found)
 
 
 class _Broken(LawViolation):
@@ -204,6 +221,8 @@ def _show(subject: Subject, rows: Sequence[Row], console: Console) -> None:
         table.add_row(row.law.name, row.law.number, row.law.promise, escape(row.outcome), *counts)
     console.print(f"{len(rows)} law{'s' * (len(rows) != 1)} of {subject.name}", markup=False)
     console.print(table)
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        console.print(f"no evidence: {subject.name} {note}", markup=False)
 
 
 def _raise_first(f: Callable[..., Any], rows: Sequence[Row], options: Any) -> None:
@@ -221,6 +240,8 @@ def _raise_first(f: Callable[..., Any], rows: Sequence[Row], options: Any) -> No
         text += textwrap.indent(str(error), "  ")
         values = [("calls", error.calls), *own.items()]
         raise Counterexample(text, values, last) from error.__cause__
+    if remembered(error) is None:
+        raise error
     code = Writer({"import weft.proofs"}).block([("calls", remembered(error))])
     error.add_note(f"{name_of(f)} itself raised this, for\n{textwrap.indent(code, '    ')}")
     raise error

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from weft.errors import CheckError
 from weft.proofs.code import Writer
 from weft.proofs.difference import LawViolation, find_difference
 from weft.proofs.elements import Tolerance
@@ -14,6 +15,7 @@ from weft.proofs.search import (
     as_given,
     call_with,
     check_arguments,
+    check_numbers,
     copies,
     is_control,
     is_strategy,
@@ -82,7 +84,7 @@ def assert_equivalent(
     Raises:
         Counterexample: they differ. It shows the first leaf that does by its path, the first element, both values, how
             far they are apart in ULPs, how many elements differ, and the arguments as code to paste.
-        CheckError: `given` is no such thing.
+        CheckError: an argument that is no such thing.
 
     >>> import torch
     >>> assert_equivalent(torch.exp, lambda x: x.exp(), given=(torch.ones(3),))
@@ -103,18 +105,29 @@ def assert_equivalent(
     """
     __tracebackhide__ = True
     names = names_of((f, g))
+    call = f"assert_equivalent({', '.join(names)}, given=...)"
+    check_numbers(call, max_examples, atol, rtol)
+    _check_types(call, raises)
     tolerance = Tolerance(atol, rtol, equal_nan)
     options = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan, "raises": raises}
-    drawn = as_given(given, f"assert_equivalent({', '.join(names)}, given=...)")
+    drawn = as_given(given, call)
     comparison = _Comparison(f, g, names, tolerance, raises, _call(names, options))
     found = search(comparison, drawn, max_examples) if is_strategy(drawn) else once(comparison, drawn)
     if found.error is not None:
         if isinstance(found.error, Counterexample):
             found.error.with_traceback(None)  # where it was raised is of no use to anybody
-        else:
+        elif remembered(found.error) is not None:
             code = Writer().block([("args", remembered(found.error))])
             found.error.add_note(f"Both raised this for\n{textwrap.indent(code, '    ')}")
         raise found.error from found.error.__cause__
+
+
+def _check_types(call: str, raises: Any) -> None:
+    types = raises if isinstance(raises, tuple) else (raises,)
+    if strange := [one for one in types if not isinstance(one, type) or not issubclass(one, Exception)]:
+        raise CheckError(
+            call, f"raises={strange[0]!r:.60}", "a type of exceptions: raises=ValueError, or a tuple of such"
+        )
 
 
 def _call(names: Sequence[str], options: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.arguments import kind_of
 from weft.errors import CheckError
 from weft.trees import tree_map
 
@@ -89,8 +90,19 @@ def remember(error: Exception, given: Any) -> None:
 
 
 def remembered(error: Exception) -> Any:
-    """What `remember` kept."""
-    return vars(error)["__weft_given__"]
+    """What `remember` kept; None if it was not the user's function that raised."""
+    return vars(error).get("__weft_given__")
+
+
+def check_numbers(call: str, max_examples: Any, atol: Any, rtol: Any) -> None:
+    """Raise CheckError for a number of examples, or a tolerance, that is none."""
+    if max_examples is not None and (isinstance(max_examples, bool) or not isinstance(max_examples, int)):
+        raise CheckError(call, f"max_examples={max_examples!r:.40}", "a whole number >= 1, or None")
+    if max_examples is not None and max_examples < 1:
+        raise CheckError(call, f"max_examples={max_examples}, which compares nothing", "a whole number >= 1, or None")
+    for name, value in (("atol", atol), ("rtol", rtol)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise CheckError(call, f"{name}={value!r:.40}", "a number >= 0; 0 is bitwise")
 
 
 def is_control(error: BaseException) -> bool:
@@ -137,7 +149,7 @@ def check_arguments(given: Any, call: str, verb: str = "is ") -> Any:
         return given
     instead = "given=(x, y), or given={'x': x, 'y': y}: the arguments of a call, of which each may be a strategy; "
     instead += "or one strategy that draws such a tuple or dict, such as st.tuples(...)"
-    raise CheckError(call, f"given {verb}a {type(given).__name__}", instead)
+    raise CheckError(call, f"given {verb}{kind_of(given)}", instead)
 
 
 def copies(tree: Any, device: torch.device | str | None = None) -> Any:
@@ -165,6 +177,6 @@ def name_of(fn: Any, otherwise: str = "f") -> str:
 
 
 def names_of(fns: Sequence[Any]) -> list[str]:
-    """What to call two functions in one message."""
+    """What to call two functions in one message: of one name, as after `functools.wraps`, `f` and `g` in code."""
     names = [name_of(fn, other) for fn, other in zip(fns, "fg", strict=True)]
-    return names if len(set(names)) == len(names) else [f"{name} ({n})" for name, n in zip(names, "12", strict=True)]
+    return names if len(set(names)) == len(names) else [f"{n} ({name})" for name, n in zip(names, "fg", strict=True)]

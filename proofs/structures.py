@@ -3,6 +3,7 @@
 from typing import Any
 
 from weft.alike import alike
+from weft.arguments import with_article
 from weft.torchapi import children_of
 from weft.trees import TreeSpec, node_fields
 
@@ -50,9 +51,9 @@ def _words(spec: TreeSpec) -> str:
     if spec.type is None:
         return "a leaf"
     if (keys := _keys(spec)) is not None:
-        return f"a {spec.type.__name__} of {', '.join(map(repr, keys)) or 'nothing'}"
+        return f"{with_article(spec.type.__name__)} of {', '.join(map(repr, keys)) or 'nothing'}"
     if isinstance(spec.type, type) and (fields := node_fields(spec.type)) is not None:
         statics = zip(fields.statics, spec.context.values, strict=True)
-        return f"a {spec.type.__name__}({', '.join(f'{name}={value!r}' for name, value in statics)})"
+        return f"{with_article(spec.type.__name__)}({', '.join(f'{name}={value!r}' for name, value in statics)})"
     kind = spec.context if hasattr(spec.context, "_fields") else spec.type
-    return f"a {kind.__name__} of {len(children_of(spec))}"
+    return f"{with_article(kind.__name__)} of {len(children_of(spec))}"

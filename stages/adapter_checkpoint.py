@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.arguments import kind_of
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, RequestError
 from weft.stages.adapter_config import LoraConfig, parse_lora
 from weft.stages.adapters import Adapter, adaptable
@@ -55,7 +56,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
 
 def _check_arguments(model: Any, folder: Any) -> None:
     if not isinstance(model, Model) or not isinstance(folder, str | os.PathLike):
-        seen = f"a {type(model).__name__} and a {type(folder).__name__}"
+        seen = f"{kind_of(model)} and {kind_of(folder)}"
         raise RequestError(
             "weft.load_adapter(model, folder)", seen, "model = weft.load(folder) first, then the adapter's folder"
         )

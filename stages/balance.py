@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from weft.errors import CostError
+from weft.arguments import kind_of
+from weft.errors import CostError, ProgramError
 from weft.stages.layout import StageLayout, split_layers
 
 
@@ -37,7 +38,11 @@ def balance(
     given: Any = layer_costs
     if not isinstance(given, Sequence):
         call = f"balance({given!r:.60}, {num_stages!r})"
-        raise CostError(call, f"a {type(given).__name__}", "a list of the cost of each layer: [1.0] * 30")
+        raise CostError(call, kind_of(given), "a list of the cost of each layer: [1.0] * 30")
+    if not 1 <= num_stages <= len(layer_costs):
+        seen = f"{len(layer_costs)} layers for {num_stages} stages"
+        instead = f"from 1 to {len(layer_costs)} stages, so that each owns a layer"
+        raise ProgramError(f"balance(<{len(layer_costs)} layers>, {num_stages!r})", seen, instead)
     even = split_layers(len(layer_costs), num_stages)
     layers = ((f"layer {index}", cost) for index, cost in enumerate(layer_costs))
     for name, value in (*layers, ("first", first), ("last", last)):

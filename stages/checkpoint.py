@@ -63,8 +63,22 @@ def load_params(
     """
     call = f"load_params({os.fspath(path)!r}, config, {layout!r})"
     dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
+    return read_params(Path(path), config, layout, device, dtype, call, progress=progress)
+
+
+def read_params(
+    folder: Path,
+    config: ModelConfig,
+    layout: StageLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    call: str,
+    *,
+    progress: bool,
+) -> DecoderParams:
+    """As `load_params`, whose errors name the call that wanted it, and which checks neither device nor dtype."""
     fields = dict(stage_fields(config, layout))
-    files = _tensor_files(Path(path), call)
+    files = _tensor_files(folder, call)
     _check_names(files, tensor_shapes(config, layout), config, call)
     needed = {part.name: files[part.name] for field in fields.values() for part in field.parts}
     with ExitStack() as stack:

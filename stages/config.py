@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 
+from weft.arguments import kind_of
 from weft.errors import CheckpointNotFoundError, ConfigError
 from weft.stages.architectures import ARCHITECTURES, NEUTRAL, NEUTRAL_AT, USED
 from weft.stages.fields import Fields
@@ -131,7 +132,11 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
         CheckpointNotFoundError: no folder, or no config.json in it.
         ConfigError: what `parse_config` refuses, or a file that is not a JSON object.
     """
-    call, folder = f"load_config({os.fspath(path)!r})", Path(path)
+    return config_in_folder(Path(path), f"load_config({os.fspath(path)!r})")
+
+
+def config_in_folder(folder: Path, call: str) -> ModelConfig:
+    """As `load_config`, whose errors name the call that wanted it."""
     if not folder.is_dir():
         instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
         if folder.is_file():
@@ -159,7 +164,7 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
     except ValueError as error:
         raise ConfigError(call, f"{path.name} is not JSON: {error}", instead) from error
     if not isinstance(raw, dict):
-        raise ConfigError(call, f"{path.name} holds a {type(raw).__name__}, not an object", instead)
+        raise ConfigError(call, f"{path.name} holds {kind_of(raw)}, not an object", instead)
     return raw
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.batch import EMBEDDED, Batch, ResolvedBatch
 from weft.donation import donates
+from weft.errors import ProgramError
 from weft.ops.experts import route, run_experts
 from weft.ops.fp8 import Quantized
 from weft.ops.gate import silu_mul, silu_mul_quantized
@@ -69,6 +70,7 @@ def decoder_stage(
     def stage(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
+        _check_part(name, layout, params, x)
         check_positions(name, batch, x, section is not None)
         resolved = _resolved(state, batch)
         hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
@@ -88,6 +90,18 @@ def decoder_stage(
 
     stage.__name__ = stage.__qualname__ = name
     return stage
+
+
+def _check_part(name: str, layout: StageLayout, params: DecoderParams, x: IntermediateTensors | None) -> None:
+    """Raise ProgramError for parameters of another stage, and for a stage that is given nothing to go on from."""
+    call = f"{name}(params, state, batch, x)"
+    if x is None and not layout.first:
+        raise ProgramError(call, "x is None", "what the stage before returned")
+    owned = params.embed_tokens is not None, params.norm is not None, len(params.layers)
+    if owned != (layout.first, layout.last, len(layout.layers)):
+        parts = [*["the embedding"] * owned[0], f"{owned[2]} layers", *["the head"] * owned[1]]
+        instead = f"this stage's own, of layers {layout.start} to {layout.stop - 1}: Runner.params[{layout.index}]"
+        raise ProgramError(call, f"params of {', '.join(parts)}", instead)
 
 
 def _resolved(state: State, batch: Batch) -> ResolvedBatch:

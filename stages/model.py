@@ -8,10 +8,11 @@ import attrs
 import torch
 from tokenizers import Tokenizer
 
+from weft.arguments import kind_of, names_arguments
 from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError
 from weft.stages.adapters import Adapter, with_adapters
-from weft.stages.checkpoint import load_params
-from weft.stages.config import ModelConfig, load_config
+from weft.stages.checkpoint import checked_device, read_params
+from weft.stages.config import ModelConfig, config_in_folder
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams, num_bytes, slice_params
 from weft.stages.split import split_model
@@ -73,7 +74,7 @@ class Model:
             RequestError: what is no list of token ids.
         """
         if not isinstance(token_ids, list | tuple) or not all(hasattr(token, "__index__") for token in token_ids):
-            seen = f"{token_ids!r:.60}, a {type(token_ids).__name__}"
+            seen = f"{token_ids!r:.60}, {kind_of(token_ids)}"
             raise RequestError("model.decode(token_ids)", seen, "a list of ints; of a tensor, its .tolist()")
         return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
@@ -87,7 +88,7 @@ class Model:
 def _check_text(text: Any) -> None:
     if not isinstance(text, str):
         instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
-        raise RequestError(f"model.encode({text!r:.60})", f"a {type(text).__name__}", instead)
+        raise RequestError(f"model.encode({text!r:.60})", kind_of(text), instead)
 
 
 def pick_device(device: torch.device | str | None, *, call: str) -> torch.device:
@@ -126,6 +127,11 @@ def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | N
     return chosen
 
 
+@names_arguments(
+    torch_dtype="dtype=...",
+    device_map="device=...; weft.generate(..., pipeline=N) spans devices",
+    pipeline="stage=(index, num_stages), for a rank of a pipeline; or weft.generate(..., pipeline=N)",
+)
 def load(
     path: str | Path,
     device: torch.device | str | None = None,
@@ -155,18 +161,17 @@ def load(
     >>> load(DEMO, "cpu").config.architecture
     'Qwen3ForCausalLM'
     """
-    call = f"weft.load({str(path)!r}, device={device!r}, dtype={dtype!r})"
+    given = str(path) if isinstance(path, Path) else path
+    call = f"weft.load({given!r:.300}, device={device!r}, dtype={dtype!r})"
     if not isinstance(path, str | Path):
-        raise RequestError(
-            call, f"path is a {type(path).__name__}", "the folder of a checkpoint, such as weft.stages.DEMO"
-        )
+        raise RequestError(call, f"path is {kind_of(path)}", "the folder of a checkpoint, such as weft.stages.DEMO")
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
     folder = Path(path)
-    config = load_config(folder)
-    kind = kind or pick_dtype(config.dtype, call=call)
+    config = config_in_folder(folder, call)
+    kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
     layout = _layout(config, stage, call)
-    tokenizer = _load_tokenizer(folder)
-    params = load_params(folder, config, layout, device=where, dtype=kind, progress=progress)
+    tokenizer = _load_tokenizer(folder, call)
+    params = read_params(folder, config, layout, checked_device(where, call), kind, call, progress=progress)
     return Model(config, params, tokenizer, folder, layout=layout)
 
 
@@ -178,16 +183,14 @@ def _layout(config: ModelConfig, stage: tuple[int, int] | None, call: str) -> St
     return split_model(config, num_stages)[index]
 
 
-def _load_tokenizer(folder: Path) -> Tokenizer | None:
+def _load_tokenizer(folder: Path, call: str) -> Tokenizer | None:
     file = folder / "tokenizer.json"
     if not file.exists():
         return None
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise CheckpointError(
-            f"weft.load({str(folder)!r})", f"{file} cannot be read: {error}", "save it again"
-        ) from error
+        raise CheckpointError(call, f"{file} cannot be read: {error}", "save it again") from error
     # A file may ask for both; a prompt is taken whole, and batches are padded by descriptors.
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from weft.arguments import kind_of
 from weft.donation import donates
 from weft.errors import ProgramError
 
@@ -52,6 +53,7 @@ def from_module(module: nn.Module) -> ModuleStage:
         y = torch.func.functional_call(module, values, (batch if x is None else x,))
         return {name: values[name] for name in state}, y  # a buffer may be another tensor now
 
+    stage.__weft_module__ = module  # type: ignore[attr-defined]  # whose training mode `graphify` asks for
     stage.__name__ = stage.__qualname__ = f"stage {type(module).__name__}"
     params = {name: p.detach() for name, p in module.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
@@ -60,6 +62,9 @@ def from_module(module: nn.Module) -> ModuleStage:
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        seen = f"{getattr(module, '__name__', module)!s:.60}, a {type(module).__name__} and no nn.Module"
+        call = "weft.stages.from_module(module)"
+        seen = f"{getattr(module, '__name__', module)!s:.60}, {kind_of(module)} and no nn.Module"
+        if isinstance(module, type) and issubclass(module, nn.Module):
+            raise ProgramError(call, f"{module.__name__}, the class", f"a module of it: {module.__name__}(...)")
         instead = "a function (params, state, batch, x) -> (state, y) is a stage as it is"
-        raise ProgramError("weft.stages.from_module(module)", seen, instead)
+        raise ProgramError(call, seen, instead)

@@ -196,16 +196,19 @@ def test_08_a_branch_a_mask_or_an_item_on_data_is_refused() -> None:
     assert weft.graphify(lambda x: torch.where(x > 0, x, 0) * x.max())(-ONES).tolist() == [0, 0, 0]
 
 
-def test_09_module_eval_after_the_capture_is_not_seen() -> None:
+def test_09_eval_of_a_module_that_a_function_calls_is_not_seen() -> None:
     """`training` is a Python value of the module: a graph of the training mode goes on in it.
 
-    Around it: `eval()` before the first call; else `cache_clear()`.
+    Around it: graphify the module itself, its method, or its stage (`weft.stages.from_module`), whose mode is part of
+    the key (its own; not that of a part alone); else `eval()` before the first call, or `cache_clear()`.
     """
     module = torch.nn.Dropout(0.5)
-    f = weft.graphify(module)
-    f(torch.ones(64))
+    f, g = weft.graphify(lambda x: module(x)), weft.graphify(module)
+    for made in (f, g):
+        assert made(torch.ones(64)).min() == 0
     module.eval()
     assert f(torch.ones(64)).min() == 0
+    assert g(torch.ones(64)).tolist() == [1] * 64
     f.cache_clear()
     assert f(torch.ones(64)).tolist() == [1] * 64
 

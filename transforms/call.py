@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.alike import alike
 from weft.donation import refuse_donated
@@ -37,12 +37,18 @@ class Roles:
         donated: names whose storage the function takes.
         by_reference: names that are captured where they are: the donated ones, and others such as params. All the rest
             is copied in.
+        module: that the function is, or is a method of; whether it is training is part of the key. None: no module.
     """
 
     signature: inspect.Signature
     static: tuple[str, ...]
     donated: tuple[str, ...]
     by_reference: tuple[str, ...]
+    module: nn.Module | None = None
+
+    def training(self) -> bool | None:
+        """Whether the module is training; None where there is none."""
+        return None if self.module is None else self.module.training
 
 
 @attrs.frozen
@@ -56,6 +62,7 @@ class Call:
     reference_tree: TreeSpec
     copied_leaves: list[Any]
     copied_tree: TreeSpec
+    training: bool | None
 
     def leaf_names(self) -> list[str]:
         """Each leaf's path as the caller would write it, the references first."""
@@ -86,7 +93,9 @@ def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str,
     for leaf in (*reference_leaves, *copied_leaves):
         refuse_donated(leaf, call=f"{name}(...)")
         refuse_stale(leaf, call=f"{name}(...)")
-    call = Call(statics, references, copied, reference_leaves, reference_tree, copied_leaves, copied_tree)
+    call = Call(
+        statics, references, copied, reference_leaves, reference_tree, copied_leaves, copied_tree, roles.training()
+    )
     if roles.donated:
         _refuse_donated_twice(call, roles, name)
     return call
@@ -126,6 +135,13 @@ def num_donated(call: Call, roles: Roles) -> int:
 
 def _shared(name: str, seen: str) -> DonatedError:
     return DonatedError(f"{name}(...)", seen, "pass a copy of it (weft.clone), or do not donate")
+
+
+def holds_in_mode(call: Call, roles: Roles, holds: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """What must go on to hold, and that the module is not switched between training and evaluation."""
+    if roles.module is None:
+        return holds
+    return lambda: roles.training() is call.training and (holds is None or holds())
 
 
 def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any]) -> Any:
@@ -190,7 +206,10 @@ def signature_of(call: Call) -> Key:
     leaves = [leaf_key(x, None, True) for x in call.reference_leaves]
     leaves += [leaf_key(x, None, False) for x in call.copied_leaves]
     statics = tuple((name, alike(value)) for name, value in call.statics.items())
-    return Key(_ambient(), "", _structure(call.reference_tree, call.copied_tree), statics, None, tuple(leaves))
+    training = () if call.training is None else (("module.training", call.training),)
+    return Key(
+        (*_ambient(), *training), "", _structure(call.reference_tree, call.copied_tree), statics, None, tuple(leaves)
+    )
 
 
 def _structure(references: TreeSpec, copied: TreeSpec) -> tuple[TreeSpec, TreeSpec, tuple[Any, ...]]:

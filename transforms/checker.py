@@ -16,6 +16,7 @@ from typing import Literal
 
 import attrs
 
+from weft.arguments import kind_of
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
 from weft.transforms.rank_checks import check_buffers, check_peers, check_values, returned
@@ -186,7 +187,7 @@ def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
         buffers: results that a stage holds before it overwrites the oldest; None: each is a value of its own.
     """
     if not isinstance(programs, list | tuple) or not all(isinstance(program, Program) for program in programs):
-        seen = f"a {type(programs).__name__}" + (" of other things" if isinstance(programs, list | tuple) else "")
+        seen = kind_of(programs) + (" of other things" if isinstance(programs, list | tuple) else "")
         raise ProgramError(
             "check(programs)", seen, "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)"
         )

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import attrs
 
+from weft.arguments import kind_of
 from weft.errors import CostError, ProgramError
 from weft.table import Table, Tabled
 from weft.transforms.events import busy_seconds, duration
@@ -95,7 +96,7 @@ def plan_cohorts(
     """
     seconds, numbers = cast("tuple[Any, Any]", (stage_seconds, cohorts))
     if not callable(seconds) or not (numbers is None or isinstance(numbers, Iterable)):
-        seen = f"stage_seconds is a {type(seconds).__name__}, cohorts a {type(numbers).__name__}"
+        seen = f"cohorts is {kind_of(numbers)}" if callable(seconds) else f"stage_seconds is {kind_of(seconds)}"
         instead = "a function from a cohort's size to the seconds of each stage; cohorts=[1, 2, ...] or None"
         raise ProgramError("plan_cohorts(stage_seconds, ...)", seen, instead)
     tried = range(1, min(2 * num_stages, num_requests) + 1) if cohorts is None else sorted(set(cohorts))

@@ -5,10 +5,11 @@ from typing import Any
 
 import attrs
 
+from weft.errors import DescriptorError
 from weft.markup import COLOURS
 from weft.plots import axes_for, legend, rows
 from weft.table import Table, Tabled
-from weft.transforms.dispatch import EXACT, LEAST, NONE, Decision, dispatch, in_words
+from weft.transforms.dispatch import EXACT, LEAST, NONE, Decision, dispatch, excess, in_words
 from weft.transforms.ladder import Ladder, Limits, make_ladder
 
 _OWN, _PADDING, _EAGER = COLOURS[0], COLOURS[7], COLOURS[9]
@@ -59,18 +60,29 @@ class DispatchTable(Tabled):
 
         Raises:
             MissingPackageError: matplotlib is not installed.
+            DescriptorError: none of the classes has such a size.
         """
+        if size is not None:
+            self._check_size(size)
         ax = axes_for("dispatch_table(...).plot()", ax, 8.0, 1.2 + 0.24 * min(len(self.rows), _MOST_NAMED))
-        name = size or self._padded_size()
+        name = self._padded_size() if size is None else size
         own = [getattr(row.batch, name, 0) for row in self.rows]
         more = [dict(row.decision.padding).get(name, 0) for row in self.rows]
         colours = [_EAGER if row.decision.mode == "none" else _OWN for row in self.rows]
         names = [str(row.batch) for row in self.rows] if len(self.rows) <= _MOST_NAMED else None
         rows(ax, (own, colours, ""), (more, _PADDING, ""), names=names)
+        if names is None:
+            ax.set_ylabel("batches, in their order")
         wasted = sum(more) / max(sum(own) + sum(more), 1)
         ax.set(xlabel=name.removeprefix("num_"), title=f"{wasted:.0%} of what is computed is padding")
         legend(ax, {"the batch's own": _OWN, "padding": _PADDING, "no class covers it": _EAGER})
         return ax
+
+    def _check_size(self, size: str) -> None:
+        if not any(isinstance(getattr(row.batch, size, None), int) for row in self.rows):
+            own = {name: None for row in self.rows for name in excess(row.batch, row.batch)}
+            instead = f"one of {', '.join(own)}, or None: the first that is padded"
+            raise DescriptorError(f"dispatch_table(...).plot({size!r})", "no size of these classes", instead)
 
     def _padded_size(self) -> str:
         names = (name for row in self.rows for name, _ in row.decision.padding)
@@ -94,5 +106,9 @@ def dispatch_table(
     uniform x1, 3 reqs       full  uniform x1, 4 reqs  1 token, 1 req  the least of the ladder that covers it
     ragged 3 tokens, 3 reqs  none                                      no captured class covers it
     """
+    if hasattr(descriptors, "covers") or isinstance(descriptors, Limits | Ladder):
+        kinds = f"{type(ladder).__name__}, {type(descriptors).__name__}"
+        seen = "one class" if hasattr(descriptors, "covers") else "a ladder where the classes of batches should be"
+        raise DescriptorError(f"dispatch_table({kinds})", seen, "dispatch_table(ladder, [descriptor, ...])")
     rungs = make_ladder(mode, ladder) if isinstance(ladder, Limits) else ladder
     return DispatchTable(tuple(Row(own, dispatch(own, rungs)) for own in descriptors))

@@ -8,6 +8,8 @@ from weft.markup import COLOURS
 from weft.transforms.events import ADVANCE, Event, num_ranks, unit_of
 
 _HIGH, _LOW = 0.7, 0.3
+_WAITS = (0.6, 0.6, 0.6, 0.3)
+"""Grey through which the background is seen, light or dark."""
 _LEGEND = "colour and number: the micro-batch; low boxes: advances; grey: waits"
 
 
@@ -18,7 +20,7 @@ def draw_plot(ax: Any, events: Sequence[Event], bubbles: Sequence[float], span: 
     for event in events:
         start, active, wide = event.start / size, event.active / size, event.waited / size
         if wide:
-            ax.broken_barh([(active, wide)], (event.rank - _LOW / 2, _LOW), facecolors="#e2e2e2", zorder=1)
+            ax.broken_barh([(active, wide)], (event.rank - _LOW / 2, _LOW), facecolors=_WAITS, zorder=1)
         if isinstance(event.effect, Run) and active > start:
             _run(ax, event, start, active - start, span / size)
     ax.set_yticks(range(ranks), [f"rank {rank}\nbubble {bubbles[rank]:.0%}" for rank in range(ranks)])

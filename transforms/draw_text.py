@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 
 from weft.effects import Run
+from weft.errors import CostError
 from weft.transforms.events import ADVANCE, Event, last_end, num_ranks, ticks, unit_of
 
 LEAST_WIDTH = 40
@@ -24,7 +25,7 @@ _SHARE = len("  bubble")
 def draw_text(events: Sequence[Event], bubbles: Sequence[float], width: int) -> str:
     """The rows, with a scale above and a legend below, in lines of at most `width` characters."""
     if width < LEAST_WIDTH:
-        raise ValueError(f"as_text(width={width})\n  saw: no room\n  instead: a width >= {LEAST_WIDTH}")
+        raise CostError(f"as_text(width={width})", "no room", f"a width >= {LEAST_WIDTH}")
     names = [f"rank {rank}" for rank in range(num_ranks(events))]
     margin = max(map(len, names), default=0) + 1
     columns, span = width - margin - _SHARE, last_end(events)

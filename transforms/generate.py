@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import attrs
 from tqdm.auto import tqdm
 
-from weft.arguments import names_arguments
+from weft.arguments import kind_of, names_arguments
 from weft.errors import RequestError
 from weft.markup import bars, element, text, titled
 from weft.sampling import SamplingParams
@@ -166,6 +166,9 @@ def generate(
     _check_arguments(call, max_tokens, temperature)
     if (wrong := wrong_transport(transport)) is not None:
         raise RequestError(call, *wrong)
+    drafts: Any = speculation
+    if drafts is not None and not isinstance(drafts, Speculation):
+        raise RequestError(call, f"speculation is {kind_of(drafts)}", "weft.Speculation(num_tokens=...), or None")
     encoded = _encode_prompts(model, prompts, call)
     params = _sampling_of_each(call, model, temperature, sampling, len(encoded))
     adapters = _adapter_of_each(call, adapter, len(encoded))

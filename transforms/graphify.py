@@ -19,7 +19,7 @@ from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY, may_capture
 from weft.torchapi import in_plain_surroundings, uncompiled
 from weft.transforms.borrowing import lend, lending
-from weft.transforms.call import Call, Roles, check_call, hashable_signature, inline_reason, take_apart
+from weft.transforms.call import Call, Roles, check_call, hashable_signature, holds_in_mode, inline_reason, take_apart
 from weft.transforms.capture import Entry
 from weft.transforms.captured import CapturedGraphs, captured_graphs
 from weft.transforms.dispatch import Decision
@@ -39,6 +39,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MAX_PLANS = 4096
+_BAR_AFTER = 1.0
+"""Seconds of a capture until a progress bar shows: in a notebook a bar stays, so that many short ones are noise."""
 _ALL: "weakref.WeakSet[Graphified[..., Any]]" = weakref.WeakSet()
 
 
@@ -109,7 +111,7 @@ class Graphified(Generic[P, R]):
             signature = hashable_signature(call, self._of.name)
             plan = self._plans.get(signature) or self._plan(call, signature)
             if plan.replay and plan.replay.may_run() and in_plain_surroundings() and signature in self._plans:
-                holds = plan.replay.holds()
+                holds = holds_in_mode(call, self._of.roles, plan.replay.holds())
                 remember(self._readers, self._of.roles, self._of.name, args, kwargs, call, plan.replay, holds)
         return self._answer(plan.replay, call, args, kwargs)
 
@@ -192,7 +194,8 @@ class Graphified(Generic[P, R]):
             seen = f"a ladder of {len(rungs)} classes, and max_captures={most}"
             raise CaptureError(f"{self._of.name}.capture(...)", seen, "call it, so that it captures what is needed")
         with self._lock:
-            for decision in tqdm(rungs, desc=f"capture {self._of.name}", unit="graph", leave=False, disable=None):
+            bar: dict[str, Any] = {"unit": "graph", "leave": False, "disable": None, "delay": _BAR_AFTER}
+            for decision in tqdm(rungs, desc=f"capture {self._of.name}", **bar):
                 if self._graphs.find(call, decision) is None:
                     try:
                         self._graphs.capture(call, decision)

@@ -5,6 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
+from weft.arguments import kind_of
 from weft.descriptor import BatchDescriptor, Descriptor
 from weft.errors import DescriptorError
 from weft.table import Table, Tabled
@@ -15,6 +16,10 @@ MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 CAPABILITIES = ("never", "uniform_single_token", "uniform", "always")
 """What an attention back end can do inside a whole graph: nothing, decode of one token a request, uniform decode, any
 batch. Each can do what those before it can."""
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 @attrs.frozen
@@ -33,8 +38,8 @@ class Limits:
 
     max_num_reqs: int
     max_num_tokens: int
-    query_lens: tuple[int, ...] = (1,)
-    active_loras: tuple[int, ...] = (0,)
+    query_lens: tuple[int, ...] = attrs.field(default=(1,), converter=_as_tuple)
+    active_loras: tuple[int, ...] = attrs.field(default=(0,), converter=_as_tuple)
 
     def __attrs_post_init__(self) -> None:
         for name in ("max_num_reqs", "max_num_tokens"):
@@ -42,6 +47,11 @@ class Limits:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 call = f"weft.Limits({self.max_num_reqs!r}, {self.max_num_tokens!r})"
                 raise DescriptorError(call, f"{name}={value!r}", "whole numbers of requests and tokens, at least 1")
+        for name in ("query_lens", "active_loras"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(number, int) for number in value):
+                call = f"weft.Limits({self.max_num_reqs!r}, {self.max_num_tokens!r}, {name}={value!r:.60})"
+                raise DescriptorError(call, kind_of(value), f"a tuple of whole numbers: {name}=(1,)")
 
 
 @attrs.frozen
@@ -195,8 +205,10 @@ def _check(mode: str, limits: Any, sizes: Sequence[int] | None, capability: str)
     if isinstance(sizes, int | str) or (sizes is not None and not all(isinstance(size, int) for size in sizes)):
         raise DescriptorError(call, "sizes that are no list of ints", "sizes=[1, 2, 4], or None for the usual rungs")
     if not limits.query_lens or min(limits.query_lens) < 1 or (sizes is not None and min(sizes, default=1) < 1):
-        seen = "no query length, or a size or query length that is not at least 1"
-        raise DescriptorError(call, seen, "query_lens=(1,) for plain decode; sizes=None for the usual rungs")
+        few = sizes is not None and min(sizes, default=1) < 1
+        seen = f"sizes={list(sizes or ())}" if few else f"query_lens={limits.query_lens}"
+        instead = "sizes of at least 1, or None for the usual rungs" if few else "query_lens=(1,) for plain decode"
+        raise DescriptorError(call, seen, instead)
     if not limits.active_loras or min(limits.active_loras) < 0:
         raise DescriptorError(
             call, "no number of active LoRAs, or a negative one", "active_loras=lora_rungs(max_loras)"

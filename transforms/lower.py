@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.errors import CacheMissError
+from weft.errors import CacheMissError, CaptureError
 from weft.transforms.call import Call
 from weft.transforms.capture import Entry, audit_of, prepare
 from weft.transforms.dispatch import Decision
@@ -47,7 +47,7 @@ class Lowered(Generic[R]):
     def as_text(self, form: str = "text") -> str:
         """The listing of its operators; `form="dot"` as a graph for Graphviz."""
         if form not in ("text", "dot"):
-            raise ValueError(f"as_text({form!r})\n  saw: no such form\n  instead: 'text' or 'dot'")
+            raise CaptureError(f"{self.name}.lower(...).as_text({form!r})", "no such form", "'text' or 'dot'")
         return str(self.listing) if form == "text" else self.listing.as_dot()
 
     def refuse(self, miss: Miss) -> NoReturn:

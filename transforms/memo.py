@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from weft.alike import alike
+from weft.arguments import kind_of
 from weft.errors import CaptureError
 from weft.trees import tree_leaves
 
@@ -73,7 +74,9 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
                 hash(value)
             except TypeError as error:
                 seen = f"{name} is no tensor and cannot be hashed ({error})"
-                instead = "pass a tensor, or a hashable value (a tuple for a list)"
+                is_tree = isinstance(value, tuple) and any(isinstance(part, dict | list) for part in value)
+                way = f", or take {name} out of static_argnames" if is_tree and name in dict(key.statics) else ""
+                instead = f"pass a tensor, or a hashable value (a tuple for a list){way}"
                 numpy = isinstance(value, tuple) and _is_numpy(value[-1])
                 raise CaptureError(call, seen, _instead_of(value[-1]) if numpy else instead) from None
         raise
@@ -94,7 +97,7 @@ def check_tensors(leaves: Iterable[Any], call: str, names: Callable[[], Iterable
         if leaf.is_quantized:
             what, instead = "quantized, with scales that are no part of the key", "pass x.int_repr() and the scales"
         else:
-            what = f"a {type(leaf).__name__}, a subclass of Tensor, which may give any operator a meaning of its own"
+            what = f"{kind_of(leaf)}, a subclass of Tensor, which may give any operator a meaning of its own"
             instead = "pass plain tensors: those that it wraps, or x.as_subclass(torch.Tensor)"
         raise CaptureError(call, f"{[*names()][index]} is {what}", instead)
 
@@ -105,7 +108,7 @@ def check_plain(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[s
     if all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
         return
     name, leaf = next(p for p in zip(names(), leaves, strict=True) if not isinstance(p[1], (Tensor, *PLAIN)))
-    seen = f"{name} is a {type(leaf).__name__}, which is neither a tensor, a plain value nor a pytree"
+    seen = f"{name} is {kind_of(leaf)}, which is neither a tensor, a plain value nor a pytree"
     raise CaptureError(call, seen, _instead_of(leaf))
 
 

@@ -9,12 +9,15 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.arguments import kind_of
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, declare_donated, donated_argnames
 from weft.errors import CaptureError, DescriptorError, ProgramError
 from weft.torchapi import in_dispatch_mode
 from weft.transforms.borrowing import declare_lending, lends
+from weft.transforms.pipeline_checks import check_step
+from weft.transforms.transports.worker import of_length
 from weft.trees import (
     Axes,
     find_descriptors,
@@ -104,7 +107,7 @@ def _common_length(tree: Any) -> int:
             "split(batch, ...)",
             f"tensors whose first dimensions do not agree: {shapes}"
             if shapes
-            else f"no tensor in {tree!r:.60}, a {type(tree).__name__}",
+            else f"no tensor in {tree!r:.60}" + ("" if tree is None else f", {kind_of(tree)}"),
             "pass a weft.Batch, or a tree of tensors with one common first dimension",
         )
     return int(lengths.pop() or 0)
@@ -201,6 +204,7 @@ def microbatch(step: F, parts: int) -> F:
     if not callable(step) or not _is_number(parts):
         seen = "no number of parts" if callable(step) else "no function"
         raise ProgramError(f"microbatch({name!s:.60}, {parts!r})", seen, "a step and an int >= 1")
+    check_step(f"microbatch({name!s:.60}, {parts})", step)
 
     @functools.wraps(step)
     def run(params: Any, state: Any, batch: Any) -> Any:
@@ -209,7 +213,7 @@ def microbatch(step: F, parts: int) -> F:
         for part in batches:
             made = step(params, state, part)
             if not isinstance(made, tuple) or len(made) != 2:
-                seen = f"it returned a {type(made).__name__}"
+                seen = f"it returned {kind_of(made)}{of_length(made)}"
                 raise ProgramError(f"microbatch({name}, {parts})", seen, "return (state, out)")
             state, out = made
             outputs.append(clone(out) if lends(step) else out)  # the next part overwrites what is lent

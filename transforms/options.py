@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypedDict
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.descriptor import Descriptor
 from weft.donation import donated_argnames, donates
@@ -98,7 +98,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     return Graphable(
         fn=donates(*extra)(fn) if extra else fn,
         name=name,
-        roles=Roles(signature, static, donated, by_reference),
+        roles=Roles(signature, static, donated, by_reference, _module_of(fn)),
         ladder=None if ladder is None else as_ladder(ladder),
         split_at=frozenset(operators_in(call, options["split_at"])),
         backend=options["backend"],
@@ -106,6 +106,12 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
         max_captures=options["max_captures"],
         collectives=options["collectives"],
     )
+
+
+def _module_of(fn: Any) -> nn.Module | None:
+    """The module that a function is, is a method of, or says that it calls."""
+    found = (fn, getattr(fn, "__self__", None), getattr(fn, "__weft_module__", None))
+    return next((module for module in found if isinstance(module, nn.Module)), None)
 
 
 def names_in(given: Names) -> tuple[str, ...]:
@@ -119,7 +125,7 @@ def operators_in(call: str, given: Operators) -> Iterator[str]:
         name = operator if isinstance(operator, str) else operator_name(operator)
         if name is None or "::" not in name:
             instead = "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort"
-            raise CaptureError(call, f"split_at={operator!r}", instead)
+            raise CaptureError(call, f"split_at={getattr(operator, '__name__', repr(operator))}", instead)
         yield name.partition(".")[0]
 
 
@@ -148,15 +154,31 @@ def _check_function(call: str, fn: Any) -> None:
         raise CaptureError(call, seen, "a function that returns all its results")
 
 
+def _check_names(call: str, option: str, given: Any) -> None:
+    names = (given,) if given is None or isinstance(given, str) else given
+    if isinstance(names, Iterable) and all(name is None or isinstance(name, str) for name in names):
+        return
+    raise CaptureError(call, f"{option}={given!r:.60}", f"{option}=[...], the names of arguments")
+
+
+def _lack_of(rung: Any) -> str:
+    """What a rung of a ladder lacks to be a descriptor; empty if nothing."""
+    kind = type(rung).__name__
+    if not callable(getattr(rung, "covers", None)):
+        return "" if isinstance(rung, str) else f"{kind} has no method covers"
+    return "" if isinstance(rung, Descriptor) else f"{kind} cannot be hashed"
+
+
 def _check(call: str, options: GraphifyOptions) -> None:
+    for option in ("donate_argnames", "static_argnames", "reference_argnames"):
+        _check_names(call, option, options[option])
     ladder, outputs, most = options["ladder"], options["outputs"], options["max_captures"]
     if outputs not in ("safe", "borrow"):
         raise CaptureError(call, f"outputs={outputs!r}", "outputs='safe' or 'borrow'")
-    if ladder is not None and (isinstance(ladder, str) or not all(isinstance(d, Descriptor) for d in ladder)):
+    if ladder is not None and (isinstance(ladder, str) or any(map(_lack_of, ladder))):
         instead = "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable class (such as "
         instead += "an @attrs.frozen one) with a method covers(other)"
-        lacks = [type(d).__name__ for d in ladder if not isinstance(d, str) and not hasattr(d, "covers")]
-        seen = f"ladder={ladder!r}" + (f"; {lacks[0]} has no method covers" if lacks else "")
+        seen = f"ladder={ladder!r}" + next((f"; {lack}" for lack in map(_lack_of, ladder) if lack), "")
         raise CaptureError(call, seen, instead)
     for rung in ladder or ():
         if (covers := rung.covers(rung)) is not True:

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from weft.arguments import names_arguments
+from weft.arguments import kind_of, names_arguments
 from weft.batch import Batch
 from weft.donation import declare_donated, donated_argnames
 from weft.effects import Program, Schema, listing, programs_html
@@ -29,7 +29,7 @@ from weft.transforms.transports import Transport
 from weft.transforms.transports.fingerprint import fingerprint
 from weft.transforms.transports.local import Local
 from weft.transforms.transports.plan import Plan
-from weft.transforms.transports.worker import Worker, call_stage
+from weft.transforms.transports.worker import Worker, call_advance, call_stage
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
@@ -58,7 +58,7 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
             new, x = call_stage(len(states), stage, p, s, later if states else batch, x)
             states.append(new)
         if advance is not None:
-            states = [advance(s, batch, x) for s in states]
+            states = [call_advance(index, advance, s, batch, x) for index, s in enumerate(states)]
         return tuple(states), x
 
     return declare_lending(declare_donated(step, _donations(stages, advance)), lends(stages[-1]))
@@ -96,13 +96,14 @@ class Pipelined:
         self._plans: dict[Any, Plan] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
+        self._text = f"pipeline(<{len(self.stages)} stage{'s' * (len(self.stages) > 1)}>)"
         self.programs()
 
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
         """Each rank's program for so many micro-batches (None: the pipeline's own number), checked."""
         microbatches = self.microbatches if microbatches is None else microbatches
         if not is_number(microbatches, least=1):
-            raise ProgramError(f"{self.__name__}.programs({microbatches!r})", "no number of parts", "an int >= 1")
+            raise ProgramError(f"{self._text}.programs({microbatches!r})", "no number of parts", "an int >= 1")
         return self._plan([Job(feeds=self._returns)] * microbatches, ()).programs
 
     def _plan(self, jobs: Sequence[Job], classes: Sequence[str], spans: Spans | None = None) -> Plan:
@@ -136,11 +137,15 @@ class Pipelined:
         Returns:
             The new state, and for each batch the output; None for one whose job does not feed.
         """
+        given: Any = batches
+        if not isinstance(given, Sequence):
+            seen = f"batches is {kind_of(given)}"
+            raise ProgramError(f"{self._text}.stream(params, state, batches)", seen, "a list of batches: [batch]")
         workers = self._workers(params, state)
         found = self._jobs(batches) if jobs is None else jobs
         if len(found) != len(batches):
             seen = f"{len(batches)} batches and {len(found)} jobs"
-            raise ProgramError(f"{self.__name__}.stream(...)", seen, "a job for each batch")
+            raise ProgramError(f"{self._text}.stream(...)", seen, "a job for each batch")
         return self._run(workers, batches, found)
 
     def repeat(self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int) -> tuple[Any, list[Any]]:
@@ -152,7 +157,7 @@ class Pipelined:
         """
         workers = self._workers(params, state)
         if not is_number(length, least=0):
-            raise ProgramError(f"{self.__name__}.repeat(..., {length!r})", "no number of steps", "an int >= 0")
+            raise ProgramError(f"{self._text}.repeat(..., {length!r})", "no number of steps", "an int >= 0")
         cohorts = split(batch, self.microbatches)
         jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
         if self._advance is None:
@@ -198,7 +203,7 @@ class Pipelined:
             ProgramError: a pipeline without `advance`, to whose ranks nothing returns.
         """
         if self._advance is None:
-            call = f"{self.__name__}.session(params, state)"
+            call = f"{self._text}.session(params, state)"
             raise ProgramError(call, "no advance, so that nothing returns", "pipeline(stages, advance=...)")
         workers = self._workers(params, state)
         return Session(len(self.stages), self.transport, workers, self._plan, self._buffers)
@@ -213,7 +218,7 @@ class Pipelined:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
 
 
-@names_arguments(num_microbatches="microbatches=...", chunks="microbatches=...")
+@names_arguments("a list of stages: pipeline([f, g])", num_microbatches="microbatches=...", chunks="microbatches=...")
 def pipeline(
     stages: Sequence[Stage],
     *,

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from weft.arguments import kind_of
 from weft.donation import refuse_donated
 from weft.effects import Schema
 from weft.errors import ProgramError
@@ -21,7 +22,7 @@ def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
     if callable(stages):
         raise ProgramError(call, "one function", f"a list of stages: {transform}([stage])")
     if not isinstance(stages, Iterable) or isinstance(stages, str | dict):
-        raise ProgramError(call, f"a {type(stages).__name__}", f"a list of stages, each {_SIGNATURE}")
+        raise ProgramError(call, kind_of(stages), f"a list of stages, each {_SIGNATURE}")
     checked = tuple(stages)
     if not checked:
         raise ProgramError(call, "no stage", f"at least one function {_SIGNATURE}")
@@ -30,9 +31,8 @@ def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
         if hasattr(stage, "named_parameters"):
             raise ProgramError(call, f"stage {index} is an nn.Module", "weft.stages.from_module(module).stage")
         if not callable(stage):
-            raise ProgramError(
-                call, f"stage {index} is a {type(stage).__name__}, no function", "its .stage, if it has one"
-            )
+            instead = "its .stage" if hasattr(stage, "stage") else f"a stage {_SIGNATURE}"
+            raise ProgramError(call, f"stage {index} is {kind_of(stage)}, no function", instead)
         if hasattr(stage, "programs") and isinstance(inner := getattr(stage, "stages", None), tuple):
             seen = f"stage {index} is itself a {getattr(stage, '__name__', 'pipeline')}, a step (params, state, batch)"
             raise ProgramError(call, seen, f"its {len(inner)} stages in its place: [*step.stages, ...]")
@@ -55,6 +55,13 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
+def check_step(call: str, step: Callable[..., Any]) -> None:
+    """Raise ProgramError for a function that takes no three arguments, as a step does."""
+    if not _takes(step, 3):
+        seen = f"{getattr(step, '__name__', step)!s:.60}{inspect.signature(step)}"
+        raise ProgramError(call, seen, "a step (params, state, batch) -> (state, out)")
+
+
 def is_number(value: Any, least: int) -> bool:
     """Whether it is a whole number, and not too small."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -67,13 +74,13 @@ def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any,
         raise ProgramError(f"{call}microbatches={microbatches!r})", "no number of parts", "an int >= 1")
     if advance is not None and not callable(advance):
         instead = "a function (state, batch, out) -> state; for a weft.Batch, weft.advance"
-        raise ProgramError(f"{call}advance={advance!r})", f"a {type(advance).__name__}, no function", instead)
+        raise ProgramError(f"{call}advance={advance!r})", f"{kind_of(advance)}, no function", instead)
     if advance is not None and not _takes(advance, 3):
         seen = f"{getattr(advance, '__name__', advance)!s:.60}{inspect.signature(advance)}"
         raise ProgramError(f"{call}advance=...)", seen, "a function (state, batch, out) -> state")
     if schema is not None and not isinstance(schema, Schema):
         instead = "weft.Schema.parse(text), or weft.Schema.of(value)"
-        raise ProgramError(f"{call}schema={schema!r:.60})", f"a {type(schema).__name__}", instead)
+        raise ProgramError(f"{call}schema={schema!r:.60})", kind_of(schema), instead)
     if (wrong := wrong_transport(transport)) is not None:
         raise ProgramError(f"{call}transport=...)", *wrong)
 
@@ -100,7 +107,7 @@ def check_entries(
         if given is None:
             raise ProgramError(call, f"{name} is None", f"{instead}: {(None,) * len(ranks)} where they have no {name}")
         if not isinstance(given, tuple | list):
-            raise ProgramError(call, f"{name} is a {type(given).__name__}", instead)
+            raise ProgramError(call, f"{name} is {kind_of(given)}", instead)
         if len(given) != len(ranks):
             raise ProgramError(call, f"{name} has {len(given)} entries", instead)
     for leaf in tree_leaves(list(state)):

@@ -21,7 +21,7 @@ from weft.state import State, admit, advance
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Ladder, Limits, make_ladder
 from weft.transforms.pipeline import compose, pipeline
-from weft.transforms.pipeline_checks import wrong_transport
+from weft.transforms.pipeline_checks import is_number, wrong_transport
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 
@@ -31,7 +31,7 @@ SPLIT_AT = ("weft::paged_attention",)
 """Where a decoder is cut into pieces."""
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Runner:
     """A model made ready to step: the step, its parameters a stage, and how to make its state.
 
@@ -48,6 +48,10 @@ class Runner:
     stages: tuple[DecoderStage, ...]
     layouts: tuple[StageLayout, ...]
     graphs: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        of = ", ".join(f"{layout.start} to {layout.stop - 1}" for layout in self.layouts)
+        return f"<Runner of {len(self.stages)} stages: layers {of} here, {len(self.graphs)} graphified>"
 
 
 def make_runner(
@@ -81,6 +85,10 @@ def make_runner(
     ladder = make_ladder(mode, limits)
     if (wrong := wrong_transport(transport)) is not None:
         raise ProgramError(f"make_runner(model, limits, num_stages={num_stages}, transport=...)", *wrong)
+    if not is_number(num_stages, least=1) or num_stages > model.config.num_layers:
+        seen = f"num_stages={num_stages!r}; the model has {model.config.num_layers} layers"
+        call = f"make_runner(model, limits, num_stages={num_stages!r})"
+        raise ProgramError(call, seen, "from 1 stage to one a layer")
     transport = transport or Local()
     every = split_model(model.config, num_stages)
     layouts = tuple(every[rank] for rank in transport.ranks(num_stages))

@@ -4,10 +4,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from weft.arguments import kind_of
 from weft.donation import clone, declare_donated, donated_argnames
 from weft.errors import ProgramError
 from weft.transforms.borrowing import lends
 from weft.transforms.pipeline import Pipelined
+from weft.transforms.pipeline_checks import check_step
+from weft.transforms.transports.worker import of_length
 
 
 def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
@@ -30,13 +33,12 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
     >>> double(None, 1, 10)
     (8, [11, 12, 14])
     """
-    call = f"scan({getattr(step, '__name__', step)}, {length!r})"
+    call = f"scan({getattr(step, '__name__', step)!s:.60}, {getattr(length, '__name__', repr(length))})"
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ProgramError(call, f"length={length!r}", "an int >= 1")
+        raise ProgramError(call, f"length={getattr(length, '__name__', repr(length))}", "an int >= 1")
     if not callable(step):
-        raise ProgramError(
-            call, f"a {type(step).__name__}, no function", "a step (params, state, batch) -> (state, out)"
-        )
+        raise ProgramError(call, f"{kind_of(step)}, no function", "a step (params, state, batch) -> (state, out)")
+    check_step(call, step)
 
     def run(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
         if isinstance(step, Pipelined):
@@ -45,7 +47,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
         for _ in range(length):
             made = step(params, state, batch)
             if not isinstance(made, tuple) or len(made) != 2:
-                raise ProgramError(call, f"the step returned a {type(made).__name__}", "return (state, out)")
+                raise ProgramError(call, f"the step returned {kind_of(made)}{of_length(made)}", "return (state, out)")
             state, out = made
             outs.append(clone(out) if lends(step) else out)  # the next step overwrites what is lent
         return state, outs

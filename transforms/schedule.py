@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import attrs
 
+from weft.arguments import kind_of
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send
 from weft.errors import ProgramError
 
@@ -60,7 +61,7 @@ def make_programs(
       run advance [mb 1]
     """
     if not isinstance(num_stages, int) or not hasattr(jobs, "__len__") or not all(isinstance(job, Job) for job in jobs):
-        call = f"make_programs(<a {type(num_stages).__name__}>, <a {type(jobs).__name__}>)"
+        call = f"make_programs(<{kind_of(num_stages)}>, <{kind_of(jobs)}>)"
         raise ProgramError(
             call, "no number of stages, or no jobs", "make_programs(2, decode_jobs(...)), or [Job(), ...]"
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from weft.arguments import kind_of
 from weft.errors import ProgramError
 from weft.transforms.parts import class_text, put_batches
 from weft.transforms.schedule import Job, count_running
@@ -97,7 +98,7 @@ class Session:
         """Raise ProgramError if these cannot be submitted. All ranks are past what lies before the jobs that are kept:
         who runs after one of those waits for nothing."""
         if not isinstance(batches, list | tuple) or not isinstance(jobs, list | tuple):
-            call = f"session.submit(<a {type(batches).__name__}>, <a {type(jobs).__name__}>)"
+            call = f"session.submit(<{kind_of(batches)}>, <{kind_of(jobs)}>)"
             raise ProgramError(call, "no list of batches, or none of jobs", "submit([batch, ...], [Job(...), ...])")
         call = f"session.submit(<{len(batches)} batches>, <{len(jobs)} jobs>)"
         self._refuse_ended(call)

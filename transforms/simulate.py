@@ -17,6 +17,7 @@ from typing import Any
 
 import attrs
 
+from weft.arguments import kind_of
 from weft.effects import Broadcast, Effect, Fence, Program, Run, Send
 from weft.errors import CostError, ProgramError
 from weft.transforms.checker import Edge, Step, interleave, puts, takes
@@ -68,7 +69,7 @@ class Costs:
         if not callable(stages):
             if not isinstance(stages, Iterable):
                 instead = "seconds of each stage: (1e-3, 2e-3), or a function (stage, microbatch)"
-                raise CostError(f"Costs(stages={stages!r}, …)", f"a {type(stages).__name__}", instead)
+                raise CostError(f"Costs(stages={stages!r}, …)", kind_of(stages), instead)
             for stage, value in enumerate(stages):
                 _checked(value, f"Costs(stages={self.stages!r}, …)", f"stage {stage} costs {value!r} s")
 
@@ -194,7 +195,7 @@ def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) ->
     rank holds: 0
     """
     if not isinstance(programs, list | tuple) or not isinstance(costs, Costs):
-        call = f"simulate(<a {type(programs).__name__}>, <a {type(costs).__name__}>)"
+        call = f"simulate(<{kind_of(programs)}>, <{kind_of(costs)}>)"
         raise ProgramError(call, "no programs, or no Costs", "simulate(step.programs(), Costs(stages=(1e-3, ...)))")
     if not isinstance(capacity, int) or capacity < 1:
         call = f"simulate(<{len(programs)} programs>, costs, capacity={capacity!r})"

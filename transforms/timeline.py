@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from weft.arguments import kind_of
 from weft.effects import Run
 from weft.errors import ProgramError
 from weft.markup import element
@@ -167,7 +168,7 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
     pair: dict[str, Any] = {"simulated": simulated, "measured": measured}
     for name, given in pair.items():
         if not isinstance(given, Timeline):
-            seen, instead = f"{name} is a {type(given).__name__}", "Timelines: of a Recorder, recorder.timeline()"
+            seen, instead = f"{name} is {kind_of(given)}", "Timelines: of a Recorder, recorder.timeline()"
             raise ProgramError("compare(simulated, measured)", seen, instead)
     ran, did = (_runs(timeline) for timeline in (simulated, measured))
     if ran != did:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import attrs
 
+from weft.arguments import kind_of
 from weft.errors import ProgramError
 from weft.trees import pytree
 
@@ -69,7 +70,7 @@ class Transform:
     def __attrs_post_init__(self) -> None:
         for name, part in (("init", self.init), ("apply", self.apply)):
             if not callable(part):
-                raise ProgramError(f"Transform({name}={part!r:.60})", f"a {type(part).__name__}", "a function")
+                raise ProgramError(f"Transform({name}={part!r:.60})", kind_of(part), "a function")
 
     def carry(self, params: Any, state: Any) -> Carried:
         """The state that a transformed step takes first, of the state that the step inside takes first."""
@@ -79,17 +80,17 @@ class Transform:
         """The step, transformed: of the same signature."""
         name = getattr(step, "__name__", step)
         if not callable(step):
-            raise ProgramError(f"Transform(...)({step!r:.60})", f"a {type(step).__name__}, no function", "a step")
+            raise ProgramError(f"Transform(...)({step!r:.60})", f"{kind_of(step)}, no function", "a step")
 
         @functools.wraps(step)
         def run(params: Any, state: Any, *rest: Any) -> Any:
             if not isinstance(state, Carried):
-                seen = f"a state that is a {type(state).__name__}"
+                seen = f"a state that is {kind_of(state)}"
                 raise ProgramError(f"Transform(...)({name})(...)", seen, "transform.carry(params, state) at first")
             made: Any = self.apply(step, state.own, params, state.state, *rest)
             if not isinstance(made, tuple) or len(made) != 3:
                 of = f" of {len(made)}" if isinstance(made, tuple) else ""
-                seen = f"apply returned a {type(made).__name__}{of}"
+                seen = f"apply returned {kind_of(made)}{of}"
                 raise ProgramError(f"Transform(...)({name})(...)", seen, "return (own, state, out)")
             own, new, out = made
             return Carried(new, own), out
@@ -102,9 +103,16 @@ def lift(advance: F) -> F:
 
     `pipeline(stages, advance=lift(weft.advance))`, where some stages are transformed and others are not.
 
+    Raises:
+        ProgramError: what is no function.
+
     >>> lift(lambda state, batch, out: state + out)(Carried(Carried(1, "a"), "b"), None, 2)
     Carried(state=Carried(state=3, own='a'), own='b')
     """
+    given: Any = advance
+    if not callable(given):
+        instead = "an advance (state, batch, out) -> state"
+        raise ProgramError(f"lift({given!r:.60})", f"{kind_of(given)}, no function", instead)
 
     @functools.wraps(advance)
     def lifted(state: Any, *rest: Any) -> Any:

@@ -1,13 +1,14 @@
 """What `weft generate` does, in each process of its pipeline."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import attrs
 
 from weft.cli.drafts import open_drafts
 from weft.cli.ranks import Here, Place, check_stages, in_ranks
 from weft.stages.adapter_checkpoint import load_adapter
-from weft.stages.config import load_config
+from weft.stages.config import config_in_folder
 from weft.stages.model import Model, load
 from weft.transforms.generate import Completion, generate
 
@@ -46,7 +47,7 @@ def complete(wanted: Wanted, *, progress: bool) -> Completed | None:
         Whatever `weft.load` and `weft.generate` raise.
     """
     place = Place("weft generate", wanted.stages, wanted.transport, wanted.device)
-    check_stages(place, load_config(wanted.model).num_layers)
+    check_stages(place, config_in_folder(Path(wanted.model), f"--model {wanted.model}").num_layers)
     return in_ranks(_complete, place, wanted, progress)
 
 

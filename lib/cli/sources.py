@@ -6,7 +6,7 @@ import attrs
 
 from weft.cli.presets import PRESETS
 from weft.cli.ranks import Here
-from weft.stages.config import ModelConfig, load_config, parse_config
+from weft.stages.config import ModelConfig, config_in_folder, parse_config
 from weft.stages.model import Model, load, pick_device, pick_dtype
 from weft.stages.random_weights import random_params
 from weft.stages.split import split_model
@@ -61,5 +61,5 @@ def read_config(model: str | None, preset: str | None) -> ModelConfig:
         CheckpointNotFoundError, ConfigError: there is none, or it has a field that weft does not support.
     """
     if model is not None:
-        return load_config(model)
+        return config_in_folder(Path(model), f"--model {model}")
     return parse_config(PRESETS[str(preset)], source=f"preset {preset!r}")

@@ -187,6 +187,7 @@ _SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L1
 _ADAPTED, _EMBEDDED, _MASKS = find("L11", "adapters"), find("L11", "embeddings"), find("L11", "masks")
 _PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18"), find("L19")
 _ON_ENGINE, _INTAKE = "weft.transforms.engine.engine", "weft.transforms.engine.intake"
+_SAMPLES = "weft.transforms.engine.samples"
 _LOADS = "weft.proofs.strategies.engines"
 
 SERVING = (
@@ -212,7 +213,11 @@ SERVING = (
     ),
     Mutant("a chunk has the positions of the first", _EMBEDDED, replace(_WORK, "place_positions", _in_their_chunk)),
     Mutant("all completions of a prompt have one seed", _ENGINE, replace(_ON_ENGINE, "sample_seeds", _of_one_seed)),
-    Mutant("a mask is of one token less", _MASKS, replace("weft.transforms.engine.samples", "read_mask", _of_one_token_less)),
+    Mutant(
+        "a mask is of one token less",
+        _MASKS,
+        replace(_SAMPLES, "read_mask", _of_one_token_less),
+    ),
     Mutant(
         "a mask is of the request before it in the batch",
         _MASKS,

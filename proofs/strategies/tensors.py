@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
+from weft.arguments import kind_of
+from weft.errors import CheckError
+
 Size = int | st.SearchStrategy[int]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def tensors(
@@ -28,10 +35,20 @@ def tensors(
 
     Two tensors of one size that is drawn: `st.integers(1, 6).flatmap(lambda n: st.tuples(tensors(n, 4), tensors(n)))`.
 
+    Raises:
+        CheckError: what is no size, or no dtype.
+
     >>> from hypothesis import find
     >>> find(tensors(st.integers(1, 3), 2), lambda x: bool((x > 1).all()))
     tensor([[1.2500, 1.2500]])
     """
+    given: tuple[Any, ...] = shape
+    call = f"tensors({', '.join(f'{size!r:.40}' for size in given)}, dtype={dtype!r})"
+    if strange := [size for size in given if not isinstance(size, st.SearchStrategy) and not _is_size(size)]:
+        instead = "each dimension by itself, a whole number or a strategy: tensors(2, 3)"
+        raise CheckError(call, f"{strange[0]!r:.40}, {kind_of(strange[0])}", instead)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckError(call, f"dtype is {kind_of(dtype)}", "a dtype of torch: dtype=torch.float32")
     if elements is None:
         quarters = st.integers(-16, 16).map(lambda n: n / 4)
         elements = st.booleans() if dtype == torch.bool else quarters if dtype.is_floating_point else st.integers(0, 8)

@@ -155,7 +155,9 @@ def test_bad_input_is_an_error_with_its_remedy(run: Weft, case: str) -> None:
 def test_a_missing_folder_is_named(run: Weft, tmp_path: Path) -> None:
     missing = tmp_path / "none"
     result = run(*generate("--prompt", "A", model=missing))
-    assert_refused(result, "error: load_config(", f"saw: there is no folder {str(missing)!r}", "pass a local folder")
+    assert_refused(
+        result, f"error: --model {missing}", f"saw: there is no folder {str(missing)!r}", "pass a local folder"
+    )
 
 
 def test_a_truncated_checkpoint_is_named(run: Weft, ids_only: str, tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from refusal import refused
 from torch import Tensor
 from torch.func import grad, hessian, jvp, vmap
 
 from weft.donation import clone, donatable, donate, donated_argnames, donates, refuse_donated
-from weft.errors import DonatedError
+from weft.errors import ArgumentError, DonatedError
 from weft.proofs.laws import assert_equal
 from weft.state import State
 from weft.trees import pytree, static, tree_leaves, tree_map
@@ -175,13 +176,27 @@ def test_a_default_is_not_donated() -> None:
 
 
 def test_arguments_that_are_not_there_are_refused_at_once() -> None:
-    with pytest.raises(TypeError) as error:
+    seen = "f(state: torch.Tensor) -> torch.Tensor, which has no argument 'stat'"
+    with refused(ArgumentError, "donates('state', 'stat')", seen, "one of state"):
 
         @donates("state", "stat")
         def f(state: Tensor) -> Tensor:
             return state
 
-    assert str(error.value) == "donates('state', 'stat'): f(state: torch.Tensor) -> torch.Tensor has no argument 'stat'"
+    with refused(ArgumentError, "donates(f)", "what is no name of an argument", '@donates("state"), <any>'):
+
+        @donates  # type: ignore[arg-type]
+        def f(state: Tensor) -> Tensor:
+            return state
+
+
+def test_a_call_that_does_not_bind_names_the_function() -> None:
+    @donates("state")
+    def f(state: Tensor, x: Tensor) -> Tensor:
+        return state
+
+    with pytest.raises(TypeError, match=r"^f\(state: .*: missing a required argument: 'x'"):
+        f(torch.zeros(1))  # type: ignore[call-arg]
 
 
 def test_a_wrong_call_donates_nothing() -> None:

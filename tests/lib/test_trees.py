@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
+from weft.arguments import kind_of
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError, TreeError
@@ -215,4 +216,4 @@ def test_a_sized_field_that_holds_no_tensor_is_named(value: Any) -> None:
     with pytest.raises(DescriptorError) as error:
         leaf_axes({"g": wrong})
     assert error.value.call.startswith("Grid(maybe=")
-    assert error.value.seen == f"a {type(value).__name__} in a field with axes('rows')"
+    assert error.value.seen == f"{kind_of(value)} in a field with axes('rows')"

@@ -83,7 +83,7 @@ MISTAKES = {
         lambda: weft.Batch.decode(3),
         DescriptorError,
         "Batch.decode(rows)",
-        "rows is 3, a int",
+        "rows is 3, an int",
         "rows of the state, as in [0, 2]",
     ),
     "batch: texts for token ids": Mistake(

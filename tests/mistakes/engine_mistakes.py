@@ -41,7 +41,7 @@ MISTAKES = {
         lambda: weft.Engine(model(), 4),
         RequestError,
         "weft.Engine(model, pipeline=1, graph='full_and_piecewise', run_ahead=1)",
-        "limits is a int",
+        "limits is an int",
         "weft.EngineLimits(...), or None",
     ),
     "engine: two prompts at once": Mistake(
@@ -90,7 +90,7 @@ MISTAKES = {
         lambda: engine(speculation=3),
         RequestError,
         "weft.Engine(model, pipeline=1, graph='none', run_ahead=1)",
-        "speculation is a int",
+        "speculation is an int",
         "weft.Speculation(...), or None",
     ),
     "speculation: no drafts": Mistake(

@@ -10,14 +10,14 @@ MISTAKES = {
     "load: a name of the hub": Mistake(
         lambda: weft.load("Qwen/Qwen3-0.6B", "cpu"),
         CheckpointNotFoundError,
-        "load_config('Qwen/Qwen3-0.6B')",
+        "weft.load('Qwen/Qwen3-0.6B', device='cpu', dtype=None)",
         "there is no folder 'Qwen/Qwen3-0.6B'",
         "pass a local folder; `hf download <name> --local-dir <folder>` makes one",
     ),
     "load: a file for its folder": Mistake(
         lambda: weft.load(DEMO / "config.json", "cpu"),
         CheckpointNotFoundError,
-        "load_config('<demo>/config.json')",
+        "weft.load('<demo>/config.json', device='cpu', dtype=None)",
         "'<demo>/config.json' is a file",
         "its folder: '<demo>'",
     ),

@@ -220,7 +220,7 @@ def test_a_model_keeps_its_laws() -> None:
         (
             (ROWS,),
             {"laws": "grpah"},
-            ["weft.proofs.check(running, ...)", "saw: laws='grpah'", "instead: some of pure, graph"],
+            ["weft.proofs.check(running, ...)", "saw: laws='grpah'", "instead: some, by name, of pure, graph"],
         ),
         (
             (ROWS,),

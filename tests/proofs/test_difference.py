@@ -30,7 +30,7 @@ SAID: dict[str, tuple[Any, Any, str]] = {
     "lengths": ({"a": [1]}, {"a": [1, 2]}, "['a']: a list of 1 against a list of 2"),
     "keys": ({"a": 1}, {"b": 1}, ": a dict of 'a' against a dict of 'b'"),
     "keys that are equal": ({1: 0}, {True: 0}, ": a dict of 1 against a dict of True"),
-    "kinds of dicts": ({"a": 1}, OrderedDict(a=1), ": a dict of 'a' against a OrderedDict of 'a'"),
+    "kinds of dicts": ({"a": 1}, OrderedDict(a=1), ": a dict of 'a' against an OrderedDict of 'a'"),
     "inside a defaultdict": (
         defaultdict(int, {"a": (1,)}),
         defaultdict(int, {"a": 1}),

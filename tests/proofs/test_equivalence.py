@@ -1,5 +1,6 @@
 """`assert_equivalent`: planted differences are found, made small, and said word for word; equal functions pass."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -183,3 +184,15 @@ def test_large_arguments_are_saved() -> None:
     exec(error.code().rpartition("\n")[0], made)
     assert torch.equal(made["args"]["x"], x)
     assert error.code() is error.code()  # saved once
+
+
+def test_two_functions_of_one_name_are_f_and_g_in_the_code() -> None:
+    """As `functools.wraps` makes them: code that compared `step` with itself would show nothing."""
+
+    @functools.wraps(torch.exp)
+    def wrapped(x: Tensor) -> Tensor:
+        return x.exp() + 1
+
+    with pytest.raises(Counterexample, match=r"^f \(exp\) is not g \(exp\), bitwise") as error:
+        assert_equivalent(wrapped, torch.exp, (torch.zeros(1),))
+    assert error.value.code().endswith("weft.proofs.assert_equivalent(f, g, given=args)")

@@ -9,6 +9,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "proofs" / "notebooks"
 NAMES = ("1-first-steps", "2-a-pipeline-is-a-program", "3-a-real-model", "4-research", "5-proofs")
+BAR = "application/vnd.jupyter.widget-view+json"
 SECONDS = 120
 """For a cell; all notebooks together take about a minute of two idle cores."""
 
@@ -41,4 +42,5 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     ).execute()
     told = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert [output.text for output in told if output.get("name") == "stderr"] == []
+    assert [output for output in told if BAR in output.get("data", {})] == []  # what is short has none
     assert {path.name for path in tmp_path.iterdir()} <= {".hypothesis"}

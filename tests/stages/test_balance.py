@@ -101,4 +101,4 @@ def test_stages_without_layers_are_refused(layers: int, stages: int) -> None:
 def test_a_number_of_layers_is_no_costs() -> None:
     with pytest.raises(CostError) as error:
         balance(28, 4)  # type: ignore[arg-type]
-    assert (error.value.call, error.value.seen) == ("balance(28, 4)", "a int")
+    assert (error.value.call, error.value.seen) == ("balance(28, 4)", "an int")

@@ -16,7 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import weft
-from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError, RequestError, WeftError
+from weft.errors import (
+    ArgumentError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DeviceError,
+    RequestError,
+    WeftError,
+)
 from weft.proofs.laws import assert_equal
 from weft.stages.model import DEMO
 
@@ -142,6 +150,21 @@ def test_cuda_where_there_is_none(device: Any, monkeypatch: pytest.MonkeyPatch) 
     with refused(DeviceError, call, seen, "'cpu', or leave it out"):
         weft.load(DEMO, device=device)
     assert weft.load(DEMO).device.type == "cpu"
+
+
+@pytest.mark.parametrize("damage", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_what_cannot_be_loaded_names_the_call_as_it_was_written(damage: str, folder: Path) -> None:
+    (folder / damage).write_text("{")
+    with pytest.raises(CheckpointError if damage != "config.json" else ConfigError) as error:
+        weft.load(folder, "cpu", "float32")
+    assert error.value.call == f"weft.load({str(folder)!r}, device='cpu', dtype='float32')"
+
+
+def test_no_path_and_arguments_of_transformers() -> None:
+    with refused(RequestError, "weft.load(None, device=None, dtype=None)", "path is None", "<any>weft.stages.DEMO"):
+        weft.load(None)  # type: ignore[arg-type]
+    with refused(ArgumentError, "load(..., torch_dtype=...)", "'torch_dtype', which is no argument of it", "dtype=..."):
+        weft.load(DEMO, torch_dtype=torch.float32)  # type: ignore[call-arg]
 
 
 def test_devices_and_dtypes_that_do_not_exist() -> None:

@@ -166,7 +166,7 @@ FOREIGN: dict[str, tuple[Any, str, str]] = {
     "an array": (np.ones(2), "y is no tensor and cannot be hashed (<any>)", "torch.from_numpy(array)"),
     "a numpy number": (np.float32(3), "y is a float32, <any>", "float(...) or int(...) of it"),
     "a module": (nn.Linear(2, 2), "y is a Linear, <any>", "its parameters, with torch.func.functional_call, <any>"),
-    "an object": (Opaque(1), "y is a Opaque, which is neither a tensor, a plain value nor a pytree", STATIC),
+    "an object": (Opaque(1), "y is an Opaque, which is neither a tensor, a plain value nor a pytree", STATIC),
 }
 
 

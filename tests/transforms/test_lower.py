@@ -82,7 +82,7 @@ def test_dot_is_read_by_graphviz(tmp_path: Any) -> None:
 
 
 def test_there_is_no_other_form() -> None:
-    with pytest.raises(ValueError, match="'text' or 'dot'"):
+    with pytest.raises(CaptureError, match="'text' or 'dot'"):
         graphify(lambda x: x).lower(torch.ones(1)).as_text("json")
 
 

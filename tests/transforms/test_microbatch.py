@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from weft.arguments import kind_of
 from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, donated_argnames, donates
@@ -238,7 +239,7 @@ def test_a_step_that_returns_no_pair_is_refused(made: Any) -> None:
     """A tensor of two rows would unpack as two."""
     with pytest.raises(ProgramError) as error:
         microbatch(lambda params, state, batch: made, 2)(None, None, torch.ones(4, 2))
-    assert error.value.seen == f"it returned a {type(made).__name__}"
+    assert error.value.seen == f"it returned {kind_of(made)}" + " of 3" * isinstance(made, tuple)
     assert error.value.instead == "return (state, out)"
 
 

@@ -19,8 +19,8 @@ OPERATORS = "operators by name, as in 'weft::paged_attention' or 'aten::sort', o
 
 
 def test_operators_that_are_none() -> None:
-    for given in (torch.sort, "torch.sort", "sort", 3):
-        with refused(CaptureError, "graphify(sorts, ...)", f"split_at={given!r}", OPERATORS):
+    for given, written in ((torch.sort, "sort"), ("torch.sort", "'torch.sort'"), ("sort", "'sort'"), (3, "3")):
+        with refused(CaptureError, "graphify(sorts, ...)", f"split_at={written}", OPERATORS):
             weft.piecewise(sorts, split_at=given)
     instead = "the operators to cut at, as in split_at='aten::sort'; or weft.graphify, for one graph"
     with refused(CaptureError, "weft.piecewise(sorts)", "split_at=()", instead):

@@ -56,8 +56,8 @@ def test_compose_names_a_wrong_number_of_entries_too(params: Any, state: Any) ->
         (scale, "one function"),
         ([scale, torch.nn.Linear(1, 1)], "stage 1 is an nn.Module"),
         ([from_module(torch.nn.Linear(1, 1))], "stage 0 is a ModuleStage, no function"),
-        (3, "a int"),
-        (None, "a NoneType"),
+        (3, "an int"),
+        (None, "None"),
         ({"first": scale}, "a dict"),
         ([scale, stepped], "stage 1, stepped(s: torch.Tensor, batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor"),
         ("ab", "a str"),
@@ -103,7 +103,7 @@ def test_programs_of_no_number_of_parts_are_refused(microbatches: Any) -> None:
     assert made.programs() is made.programs(3)
     with pytest.raises(ProgramError) as error:
         made.programs(microbatches)
-    assert error.value.call == f"pipeline of 2 stages.programs({microbatches!r})"
+    assert error.value.call == f"pipeline(<2 stages>).programs({microbatches!r})"
 
 
 def test_params_are_looked_at_before_the_batch() -> None:
@@ -120,4 +120,4 @@ def test_a_batch_without_a_tensor_is_named() -> None:
 def test_a_number_of_steps_that_cannot_be_is_refused() -> None:
     with pytest.raises(ProgramError) as error:
         pipeline([scale]).repeat(PARAMS[:1], STATES[:1], torch.ones(2), -1)
-    assert error.value.call == "pipeline of 1 stages.repeat(..., -1)"
+    assert error.value.call == "pipeline(<1 stage>).repeat(..., -1)"

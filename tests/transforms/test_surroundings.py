@@ -10,9 +10,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from weft.errors import CaptureError
+from weft.errors import CacheMissError, CaptureError
 from weft.proofs.laws import assert_equal
+from weft.stages.module import from_module
 from weft.transforms.graphify import graphify
+from weft.transforms.memo import CacheInfo
 
 LAW = "graphify changes nothing"
 X = torch.arange(4.0)
@@ -180,3 +182,34 @@ def test_a_graph_runs_inside_what_is_compiled() -> None:
         for x in (X, X + 1):
             assert_equal("compile of graphify", compiled(x), fn(x))
     assert g.cache_info().captures == 1
+
+
+MODULES: dict[str, Callable[[nn.Module], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+    "itself": lambda module: (module, (X,)),
+    "its method": lambda module: (module.forward, (X,)),
+    "its stage": lambda module: (from_module(module).stage, ({}, {}, X, None)),
+}
+
+
+@pytest.mark.parametrize("way", MODULES)
+def test_whether_a_module_is_training_is_part_of_the_key(way: str) -> None:
+    module = nn.Dropout(1.0)
+    fn, arguments = MODULES[way](module)
+    g = graphify(fn)
+    for _ in range(3):
+        for training in (True, False):
+            module.train(training)
+            assert_equal(LAW, g(*arguments), fn(*arguments))
+    assert g.cache_info() == CacheInfo(captures=2, replays=6, currsize=2)
+
+
+def test_a_miss_names_the_mode_of_the_module() -> None:
+    module = nn.Dropout(0.5)
+    g = graphify(module)
+    compiled = g.lower(X).compile()
+    g.freeze()
+    g(X)
+    module.eval()
+    for one in (g, compiled):
+        with pytest.raises(CacheMissError, match=r"module\.training: False, captured True"):
+            one(X)

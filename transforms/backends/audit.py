@@ -12,8 +12,9 @@ from torch import Tensor
 
 from weft.errors import CaptureError
 from weft.torchapi import DispatchMode, in_compiled, storage_id, uncompiled
-from weft.transforms.backends.host_reads import REMEDY, HostReads, refusal
+from weft.transforms.backends.host_reads import REMEDY, REMEDY_OF_COPIES, HostReads, refusal
 from weft.transforms.backends.operators import (
+    COPY,
     ONLY_MEMORY,
     PINS,
     data_dependence,
@@ -147,7 +148,7 @@ class Audit(DispatchMode):
 
     def _check_suspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if fault := data_dependence(func, args, kwargs):
-            raise refusal(self.call, fault, REMEDY)
+            raise refusal(self.call, fault, REMEDY_OF_COPIES if fault.startswith(COPY) else REMEDY)
         if func._schema.name in PINS:
             raise self._pinned(func)
         if is_collective(func) and not self.collectives:

@@ -13,6 +13,7 @@ from weft.errors import CaptureError
 from weft.torchapi import READ_BY_PICKLE, FunctionMode, is_higher_order, off_fast_path, uncompiled
 from weft.transforms.backends.operators import tensors_in
 
+REMEDY_OF_COPIES = "copy it before the call, or after it: x.to(device)"
 REMEDY = "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
 _READS = {
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),

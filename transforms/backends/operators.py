@@ -93,6 +93,10 @@ def data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return None
 
 
+COPY = "a copy from"
+"""How a fault begins that is a copy between devices."""
+
+
 def _crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why a copy is between host and device, or None: inside a graph it would move what the host held at capture."""
     if func is torch.ops.aten.copy_.default:
@@ -101,4 +105,4 @@ def _crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str |
         source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
     if source.type == target.type:
         return None
-    return f"a copy from {source.type} to {target.type} inside the function"
+    return f"{COPY} {source.type} to {target.type} inside the function"

@@ -112,6 +112,11 @@ class Engine:
         self._streams = Streams(self, spread)
         self._check = self.transport.check if spread else None
 
+    def __repr__(self) -> str:
+        """What it serves, and how far it is."""
+        name, graphs = self.model.config.architecture, len(self._stepper.graphs)
+        return f"<Engine of {name}, {graphs} graphified steps here, {self.num_unfinished} requests under way>"
+
     def add(
         self,
         prompt: str | Sequence[int] | EmbedsPrompt,

@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from weft.arguments import kind_of
 from weft.batch import EMBEDDED
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
@@ -50,14 +51,14 @@ class Intake:
         given = SamplingParams(temperature=0.0) if sampling is None else sampling
         call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
         if not isinstance(given, SamplingParams):
-            raise RequestError(call, f"sampling is a {type(given).__name__}", "weft.SamplingParams(...), or None")
+            raise RequestError(call, f"sampling is {kind_of(given)}", "weft.SamplingParams(...), or None")
         if not isinstance(name, str) or not name:
             raise RequestError(call, f"id={name!r}", "a string that is not empty, or None: one is made")
         if not isinstance(priority, int):
             raise RequestError(call, f"priority={priority!r}", "a whole number; the lower goes first")
         if mask is not None and not callable(mask):
             instead = "a function from the tokens said so far to the ids of those that may be next"
-            raise RequestError(call, f"mask is a {type(mask).__name__}", instead)
+            raise RequestError(call, f"mask is {kind_of(mask)}", instead)
         if not is_count(max_tokens):
             raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
         check_sampling(call, self.model, given, self.num_logprobs)

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.arguments import kind_of
 from weft.batch import EMBEDDED, IN_ORDER
 from weft.errors import RequestError
 from weft.placing import place
@@ -42,7 +43,7 @@ class EmbedsPrompt:
     def __attrs_post_init__(self) -> None:
         for name in ("inputs_embeds", "positions"):
             if not isinstance(value := getattr(self, name), Tensor | None):
-                seen = f"{name} is a {type(value).__name__}"
+                seen = f"{name} is {kind_of(value)}"
                 raise RequestError("weft.EmbedsPrompt(...)", seen, f"{name}=torch.as_tensor(...)")
         if self.token_ids is None and self.inputs_embeds is None:
             call, instead = "weft.EmbedsPrompt(...)", "EmbedsPrompt(token_ids, inputs_embeds), or embeddings alone"

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import torch
 
-from weft.arguments import names_arguments
+from weft.arguments import kind_of, names_arguments
 from weft.descriptor import BatchDescriptor
 from weft.effects import Schema
 from weft.errors import RequestError
@@ -87,6 +87,10 @@ class EngineLimits:
         Raises:
             RequestError: no room for a request.
         """
+        call = f"weft.EngineLimits(max_num_reqs={self.max_num_reqs}, max_num_tokens={self.max_num_tokens})"
+        if self.max_num_tokens < -(-self.max_num_reqs // (self.num_cohorts or num_stages)):
+            seen = "a step with fewer tokens than requests that decode in it"
+            raise RequestError(call, seen, f"max_num_tokens={self.max_num_reqs} or more, or a lower max_num_reqs")
         length = self.max_model_len or min(model.config.max_position_embeddings, _MAX_CONTEXT)
         max_pages = -(-length // self.page_size)
         lens = (1,) if speculation is None else speculation.query_lens
@@ -201,7 +205,7 @@ def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | Non
     if (wrong := wrong_transport(transport)) is not None:
         raise RequestError(call, *wrong)
     if not isinstance(model, Model):
-        raise RequestError(call, f"model is a {type(model).__name__}", "model = weft.load(folder)")
+        raise RequestError(call, f"model is {kind_of(model)}", "model = weft.load(folder)")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise RequestError(call, f"seed={seed!r}", "a whole number, or None")
     if graph not in MODES:
@@ -226,9 +230,9 @@ def check_options(
     if num_logprobs != 0 and not (is_count(num_logprobs) and num_logprobs <= vocab):
         raise RequestError(call, f"num_logprobs={num_logprobs!r}", f"a whole number from 0 to {vocab}")
     if not isinstance(limits, EngineLimits | None):
-        raise RequestError(call, f"limits is a {type(limits).__name__}", "weft.EngineLimits(...), or None")
+        raise RequestError(call, f"limits is {kind_of(limits)}", "weft.EngineLimits(...), or None")
     if not isinstance(speculation, Speculation | None):
-        raise RequestError(call, f"speculation is a {type(speculation).__name__}", "weft.Speculation(...), or None")
+        raise RequestError(call, f"speculation is {kind_of(speculation)}", "weft.Speculation(...), or None")
     named = isinstance(adapters, Mapping) and all(isinstance(name, str) for name in adapters)
     if adapters is not None and not (named and all(isinstance(each, Adapter) for each in adapters.values())):
         raise RequestError(call, f"adapters={adapters!r:.200}", "{name: weft.load_adapter(model, folder)}, or None")

@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import torch
 
+from weft.arguments import kind_of
 from weft.drafting import Drafting
 from weft.errors import RequestError
 from weft.stages.config import ModelConfig
@@ -48,7 +49,7 @@ class Speculation:
         if self.ngram is not None and self.model is not None:
             raise RequestError(call, "two ways to draft", "ngram=..., or model=...")
         if self.model is not None and not isinstance(self.model, Model | ModelConfig):
-            raise RequestError(call, f"model is a {type(self.model).__name__}", "model = weft.load(folder)")
+            raise RequestError(call, f"model is {kind_of(self.model)}", "model = weft.load(folder)")
         if self.model is None and not _is_range(self.ngram or _NGRAM):
             raise RequestError(call, f"ngram={self.ngram!r}", "the fewest tokens and the most, as in ngram=(1, 3)")
 

@@ -25,8 +25,8 @@ class Track:
     """
 
     request: Request
-    tokenizer: Tokenizer | None
-    special: frozenset[int] = frozenset()
+    tokenizer: Tokenizer | None = attrs.field(repr=False)
+    special: frozenset[int] = attrs.field(default=frozenset(), repr=False)
     token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     top_logprobs: list[TopLogprobs] = attrs.field(factory=list)
@@ -37,7 +37,7 @@ class Track:
     _decoded: str = ""
     _stopped: bool = False
     _searched: int = 0  # so many characters hold no stop text that ends the request
-    _stream: Detokenizer = attrs.field(init=False)
+    _stream: Detokenizer = attrs.field(init=False, repr=False)
 
     @_stream.default
     def _fresh(self) -> Detokenizer:

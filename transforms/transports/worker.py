@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor
 
+from weft.arguments import kind_of
 from weft.donation import clone
 from weft.effects import Broadcast, Effect, Fence, Recv, Run, Schema, Send
 from weft.errors import ProgramError
@@ -77,7 +78,7 @@ class Worker:
         match effect:
             case Run("advance"):
                 assert self.advance is not None, "a program advances only where there is an advance"
-                self.state = self.advance(self.state, self.batches[mb], self.outputs.get(mb))
+                self.state = call_advance(self.rank, self.advance, self.state, self.batches[mb], self.outputs.get(mb))
             case Run():
                 x = self.inputs.pop(mb, None)
                 made = call_stage(self.rank, self.stage, self.params, self.state, self.batches[mb], x)
@@ -127,8 +128,25 @@ def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, b
         raise
     if not isinstance(made, tuple) or len(made) != 2:
         name = getattr(stage, "__name__", stage)
-        raise ProgramError(f"stage {index} ({name})", f"it returned a {type(made).__name__}", "return (state, y)")
+        seen = f"it returned {kind_of(made)}{of_length(made)}"
+        raise ProgramError(f"stage {index} ({name})", seen, "return (state, y)")
     return made
+
+
+def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any, out: Any) -> Any:
+    """The stage's next state; an error from inside it gets a note that says of which stage the state was."""
+    try:
+        return advance(state, batch, out)
+    except Exception as error:
+        made = ", which a transform made: advance=lift(...)" if type(state).__name__ == "Carried" else ""
+        name = getattr(advance, "__name__", advance)
+        error.add_note(f"in advance ({name}) on stage {index}'s state, {kind_of(state)}{made}")
+        raise
+
+
+def of_length(made: Any) -> str:
+    """How long a tuple is, in words; empty for anything else."""
+    return f" of {len(made)}" if isinstance(made, tuple) else ""
 
 
 def match_schema(rank: int, effect: Effect, schema: Schema | None, value: Any) -> None:

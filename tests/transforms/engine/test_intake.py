@@ -59,13 +59,13 @@ def test_limits_that_are_none_are_refused(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "seen"),
     [
-        ("limits", 4, "limits is a int"),
+        ("limits", 4, "limits is an int"),
         ("num_logprobs", 13, "num_logprobs=13"),
         ("num_logprobs", -1, "num_logprobs=-1"),
         ("num_logprobs", 1.5, "num_logprobs=1.5"),
         ("run_ahead", True, "run_ahead=True"),
         ("run_ahead", 0.0, "run_ahead=0.0"),
-        ("speculation", 3, "speculation is a int"),
+        ("speculation", 3, "speculation is an int"),
         ("adapters", {"a": 3}, "adapters={'a': 3}"),
         ("adapters", {1: small_adapters()["of all"]}, "adapters={1: <Adapter 'random 1', 21 layers, rank 2>}"),
     ],

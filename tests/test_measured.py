@@ -1,0 +1,130 @@
+"""Each figure of the README that was measured is that of a file in `proofs/results/` which the README names."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import product
+from typing import Any
+
+from pages import ROOT
+
+RESULTS = ROOT / "proofs" / "results"
+DAY = "2026-11-21"
+TEXT = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+
+
+@cache
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{DAY}-{name}.json").read_text(encoding="utf-8"))
+
+
+def said(text: str) -> None:
+    assert text in TEXT, f"README.md does not say: {text}"
+
+
+def ends(values: Iterable[float], form: str) -> str:
+    """The least and the greatest, `a to b`; one where both read alike."""
+    found = sorted(values)
+    return " to ".join(dict.fromkeys((form.format(found[0]), form.format(found[-1]))))
+
+
+def served(*names: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The rows of serving, by mode and workload."""
+    found = defaultdict(list)
+    for row in (row for name in names for row in read(name)["rows"] if "workload" in row):
+        found[row["mode"], row["workload"]].append(row)
+    return found
+
+
+def serving_rows(*names: str) -> Iterator[str]:
+    rows = served(*names)
+    for mode in dict.fromkeys(mode for mode, _ in rows):
+        decode = rows[mode, "decode"]
+        cells = [f"`{mode}`", ends((row["output_tokens_per_s"] for row in decode), "{:,.0f}")]
+        digits = {True: "{:.2f}", False: "{:.1f}"}[min(row["tpot"]["p50"] for row in decode) < 10]
+        cells.append(f"{ends((row['tpot']['p50'] for row in decode), digits)} ms")
+        for workload in ("mixed", "prefill"):
+            cells.append(ends([row["output_tokens_per_s"] for row in rows.get((mode, workload), ())] or [0], "{:,.0f}"))
+        yield f"| {' | '.join(cells)} |".replace("| 0 |", "| |").replace("| 0 |", "| |")
+
+
+def test_files_that_are_named_are_there() -> None:
+    named = re.findall(rf"`({DAY}[^`]*\.json)`", TEXT)
+    assert len(named) >= 8
+    assert [name for name in named if not list(RESULTS.glob(name))] == []
+
+
+def test_serving() -> None:
+    dense, moe = "h200-serving-dense", "h200x2-serving-moe-peer"
+    many = (dense, f"{dense}-repeated")
+    rows = [*serving_rows(*many), *serving_rows(f"{dense}-1"), *serving_rows(moe, f"{moe}-eager")]
+    assert len(rows) == 5 + 2 + 3
+    for row in (*rows, *serving_rows(f"{moe}-256")):
+        said(row)
+
+
+def test_completions_that_are_equal() -> None:
+    rows = [row for row in read("h200-serving-dense")["rows"] if "equal" in row]
+    equal = {row["mode"]: row["equal"] for row in rows}
+    assert {row["prompts"] for row in rows} == {64} == {n for mode, n in equal.items() if mode != "piecewise"}
+    said("Of 64 greedy completions of 128 tokens")
+    said(f"{equal['piecewise']} in `piecewise`, whose attention")
+    step = read("h200-step-profile-dense")["profiles"][0]
+    said(f"A decode step of {step['requests']} requests is {step['ms']:.2f} ms by the clock")
+    said(f"and {step['busy_ms']:.2f} ms of kernels")
+
+
+def test_the_capture_of_a_ladder() -> None:
+    first, second = read("h200-ladder-capture")["runs"]
+    said(f"A ladder of {first['graphs']} classes")
+    said(f"is captured in {first['seconds']:.1f} s, and takes {first['bytes'] / 2**30:.3f} GiB")
+    said(f"once they are, in {second['seconds']:.1f} s and {second['bytes'] / 2**30:.3f} GiB")
+
+
+def test_kernels() -> None:
+    rows = [row for row in read("h200-kernels")["rows"] if row["model"] == "Qwen3-30B-A3B"]
+    for tokens in (8, 64, 128, 256):
+        layer = [row for row in rows if row["tokens"] == tokens]
+        parts = ([row for row in layer if row["kernel"] == "run_experts"], layer)
+        cells = [sum(row[key] for row in part) for part, key in product(parts, ("us", "floor_us"))]
+        said(f"| {tokens} | {' | '.join(f'{cell:.1f}' for cell in cells)} |")
+
+
+def test_the_host_time_of_a_call() -> None:
+    rows = {
+        (r["what"], r["given"], r["captures"], r["leaves"]): r["us"] for r in read("h200-graphify-overhead")["rows"]
+    }
+
+    def cell(what: str, given: str, captures: int = 1, digits: tuple[int, ...] = (1, 0, 0)) -> str:
+        sizes = zip((3, 30, 300), digits, strict=True)
+        return ", ".join(f"{rows[what, given, captures, leaves]:.{places}f}" for leaves, places in sizes)
+
+    fast, slow, lent = "reference, borrowed", "fresh, safe", "fresh, borrowed"
+    graphed = "make_graphed_callables"
+    said(f"| `graphify` | {cell('graphify', fast)} | {cell('graphify', slow)} |")
+    said(f"1,000 graphs held | {cell('graphify', fast, 1000)} | {cell('graphify', slow, 1000)} |")
+    said(f"`torch.cuda.{graphed}` | {cell(graphed, fast)} | {cell(graphed, lent)} (borrowed) |")
+    said(f"| | {cell('reduce-overhead', lent)} (borrowed; `graphify`'s borrowed: {cell('graphify', lent)}) |")
+    said(f"| a bare replay | {cell('bare replay', 'nothing', digits=(1, 1, 1))} | |")
+
+
+def test_transfers() -> None:
+    rows = [row for run in read("h200x2-transfers")["runs"] for row in run["rows"]]
+    nccl, peer = ([row["graph_us"] for row in rows if row["backend"] == name] for name in ("nccl", "peer"))
+    floor = ends((row["floor_us"] for row in rows), "{:.1f}")
+    said(f"NCCL {ends(nccl, '{:.1f}')} µs, `peer` {ends(peer, '{:.1f}')}; the bytes alone take {floor}.")
+
+
+def test_timelines() -> None:
+    def rows(names: Iterable[str]) -> list[dict[str, Any]]:
+        return [row for name in names for row in read(name)["rows"]]
+
+    def off(found: list[dict[str, Any]]) -> str:
+        return ends((100 * (row["simulated"] / row["measured"] - 1) for row in found), "{:+.1f}")
+
+    gpus = rows(f"h200x{ranks}-timelines-{way}" for ranks, way in product((2, 4), ("nccl", "peer")))
+    said(f"loops of {ends((1e3 * row['measured'] for row in gpus), '{:.0f}')} ms: 2 and 4 H200s")
+    said(f"NCCL and `peer`, {off(gpus)} % of the time")
+    said(f"whose stages wait as for a device, {off(rows(['cpu-timelines-3-gloo']))} %")
