@@ -1,11 +1,13 @@
 """Decode steps in each graph mode: the milliseconds of one, and the floor that the memory sets.
 
-    python -m weft.proofs.bench.decode_modes --out FOLDER [--quick]
+    python -m weft.proofs.bench.decode_modes --out FOLDER [--curves] [--quick]
 
 The model has Qwen3-0.6B's dimensions and random weights, bfloat16, on one GPU: a step embeds, runs all layers, samples
 and advances the state, and is timed by the device's clock over steps issued one after another. The floor is the bytes
 that a step must read (the weights, and the keys and values of the context) over the bandwidth of a large copy, measured
-in the same run. Without a GPU a tiny model runs on the tape, to show that it runs: its figures mean nothing.
+in the same run. With `--curves` there are more cases, and a drawing of them: 1 to 256 requests at a context of 256, and
+64 requests at contexts of 256 to 8,192 tokens. Without a GPU a tiny model runs on the tape, to show that it runs: its
+figures mean nothing.
 """
 
 import argparse
@@ -22,6 +24,9 @@ from weft.proofs.gpu_run import QWEN3_0_6B, copy_bandwidth, random_model, time_d
 MODES = ("none", "piecewise", "full")
 CASES = ((1, 256), (64, 256), (128, 512))
 """Requests, and the context of each."""
+BY_REQUESTS = tuple((2**i, 256) for i in range(9))
+BY_CONTEXT = tuple((64, 256 * 2**i) for i in range(6))
+QUICK = ((2, 8), (2, 16))
 
 TINY = {
     **QWEN3_0_6B, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -33,18 +38,42 @@ def main() -> None:
     """Run everything, write `decode_modes.json`, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--curves", action="store_true", help="more cases, and a drawing of them")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one case, to see that it runs")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quick = given.quick or device == "cpu"
     bandwidth = copy_bandwidth(device)
     model = random_model(TINY if quick else QWEN3_0_6B, device)
-    cases = [(2, 8)] if quick else CASES
+    by_requests, by_context = (QUICK[:1], QUICK) if quick else (BY_REQUESTS, BY_CONTEXT)
+    cases = dict.fromkeys((*by_requests, *by_context)) if given.curves else QUICK[:1] if quick else CASES
     rows = [time_decode(model, *case, 1, mode, bandwidth) for case in cases for mode in MODES]
     report = {"environment": environment(device), "copy_bandwidth": bandwidth, "rows": rows}
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "decode_modes.json").write_text(json.dumps(report, indent=1))
+    if given.curves:
+        draw(rows, by_requests, by_context).savefig(given.out / "decode_modes.svg", bbox_inches="tight")
     show(rows)
+
+
+def draw(rows: Sequence[dict[str, Any]], *curves: Sequence[tuple[int, int]]) -> Any:
+    """A panel for each curve: milliseconds a step, in each mode, and the floor."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for ax, cases, name in zip(figure.subplots(1, len(curves)), curves, ("requests", "context"), strict=True):
+        places, other = [dict(zip(("requests", "context"), case, strict=True)) for case in cases], cases[0]
+        for mode in MODES:
+            own = {(row["reqs"], row["context"]): row for row in rows if row["mode"] == mode}
+            ax.plot([p[name] for p in places], [own[case]["ms"] for case in cases], "o-", label=mode)
+        ax.plot([p[name] for p in places], [own[case]["floor_ms"] for case in cases], "k--", label="floor")
+        ax.set(xscale="log", yscale="log", xlabel=name, ylabel="ms a decode step")
+        ax.set_title(f"context {other[1]}" if name == "requests" else f"{other[0]} requests", fontsize=10)
+        ax.set_xticks([p[name] for p in places], [f"{p[name]}" for p in places], minor=False)
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+        ax.legend(frameon=False)
+    return figure
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

@@ -26,11 +26,12 @@ def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_decode_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["decode_modes", "--out", str(tmp_path), "--quick"])
+    monkeypatch.setattr("sys.argv", ["decode_modes", "--out", str(tmp_path), "--quick", "--curves"])
     decode_modes.main()
     report = json.loads((tmp_path / "decode_modes.json").read_text())
-    assert [row["mode"] for row in report["rows"]] == ["none", "piecewise", "full"]
-    assert [row["captures"] > 0 for row in report["rows"]] == [False, True, True]
+    assert [row["mode"] for row in report["rows"]] == [*decode_modes.MODES] * len(decode_modes.QUICK)
+    assert [row["captures"] > 0 for row in report["rows"]] == [False, True, True] * len(decode_modes.QUICK)
+    assert "floor" in (tmp_path / "decode_modes.svg").read_text()
     for row in report["rows"]:
         assert row["replays"] >= 90 * (row["mode"] != "none")
         assert row["share"] * row["ms"] == pytest.approx(row["floor_ms"])
