@@ -2,21 +2,21 @@
 with the tokens as their left operand, two blocks of the weights' rows to a program, and these fetched by the tensor
 memory accelerator (TMA) of sm_90, which leaves registers and address arithmetic to the rest.
 
-Measured on an H200 at 2,048 tokens of Qwen3-30B-A3B in FP8: 183 and 146 us for the two products, 194 and 164 with loads
-by pointers, 327 and 258 with one block of 128 rows and 8 warps. Import it only where triton is installed.
+Measured on an H200 at 2,048 tokens of Qwen3-30B-A3B in FP8: 177 and 118 us for the two products (280 and 420 TFLOP/s
+with the padding, which is a fifth), 327 and 258 by `weft.ops.experts_triton` before. Import it only where triton is
+installed.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.ops.align_triton import Aligned
-from weft.ops.blocks_triton import TRITON_DTYPES, quantize_rows
+from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.early_triton import begin, early, release
 from weft.ops.tiles import Tile
 
@@ -36,20 +36,12 @@ def _step(acc, a, w, factor, scale, FP8: tl.constexpr):
 
 
 @triton.jit
-def _store_gated(
-    gate, up, out, out_scales, pair, live, first, inner, WIDTH: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr
-):
-    """`silu(gate) * up` to the pairs' rows, from column `first` on; quantised where a tile is a whole block of 128."""
+def _store_gated(gate, up, out, pair, live, first, inner, WIDTH: tl.constexpr, TYPE: tl.constexpr):
+    """`silu(gate) * up` to the pairs' rows, from column `first` on."""
     column = first + tl.arange(0, WIDTH)
     result = (gate / (1 + tl.exp(-gate)) * up).to(TYPE)
-    place = pair.to(tl.int64)
-    if FP8_OUT:
-        values, scale = quantize_rows(result.to(tl.float32))
-        tl.store(out + place[:, None] * inner + column[None, :], values, mask=live[:, None])
-        tl.store(out_scales + place * (inner // 128) + first // 128, scale, mask=live)
-    else:
-        mask = live[:, None] & (column < inner)[None, :]
-        tl.store(out + place[:, None] * inner + column[None, :], result, mask=mask)
+    mask = live[:, None] & (column < inner)[None, :]
+    tl.store(out + pair.to(tl.int64)[:, None] * inner + column[None, :], result, mask=mask)
 
 
 @triton.jit
@@ -65,9 +57,9 @@ def _store_weighted(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _many_kernel(
-    x, x_scales, weight, scale, weights, order, owners, out, out_scales, tokens, columns, inner,
+    x, x_scales, weight, scale, weights, order, owners, out, tokens, columns, inner,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """A tile of an expert's pairs with two blocks of its rows: gates and the ups with them, or neighbours.
 
@@ -101,7 +93,7 @@ def _many_kernel(
             right = _step(right, a, weight.load([expert * height + second, k]), factor, second_scale + k // 128, FP8)
         release()
         if GATED:
-            _store_gated(left, right, out, out_scales, pair, live, first, inner, WIDTH, FP8_OUT, TYPE)
+            _store_gated(left, right, out, pair, live, first, inner, WIDTH, TYPE)
         else:
             by = tl.load(weights + pair, mask=live, other=0.0)
             _store_weighted(left, out, by, pair, live, first, inner, tokens, TOP_K, WIDTH, TYPE)
@@ -110,7 +102,7 @@ def _many_kernel(
 
 def takes(tile: Tile, weight: Tensor) -> bool:
     """Whether a product with this tile is one for `launch`."""
-    return tile.tokens >= 64 and weight.shape[-1] * weight.itemsize % _LINE == 0
+    return tile.sort and tile.tokens >= 64 and weight.shape[-1] * weight.itemsize % _LINE == 0
 
 
 def launch(
@@ -122,9 +114,7 @@ def launch(
     experts: Tensor,
     aligned: Aligned,
     out: Tensor,
-    out_scales: Tensor | None,
     tile: Tile,
-    dtype: torch.dtype,
 ) -> None:
     """One product of sorted pairs: without `weights` of tokens with gates and ups, else of pairs with the way down.
 
@@ -137,9 +127,8 @@ def launch(
     grid = aligned.owners.shape[0], triton.cdiv(inner, width if weights is None else tile.rows)
     _many_kernel[grid](
         x, absent if x_scales is None else x_scales, rows, absent if scale is None else scale,
-        absent if weights is None else weights, aligned.order, aligned.owners, out,
-        absent if out_scales is None else out_scales, experts.shape[0], columns, inner,
+        absent if weights is None else weights, aligned.order, aligned.owners, out, experts.shape[0], columns, inner,
         TOP_K=experts.shape[1], GATED=weights is None, FP8=scale is not None, EVEN=columns % tile.columns == 0,
-        WIDTH=width, TOKENS=tile.tokens, COLUMNS=tile.columns, FP8_OUT=out_scales is not None,
-        TYPE=TRITON_DTYPES[dtype], num_warps=tile.warps, num_stages=tile.stages, **early(x),
+        WIDTH=width, TOKENS=tile.tokens, COLUMNS=tile.columns,
+        TYPE=TRITON_DTYPES[out.dtype], num_warps=tile.warps, num_stages=tile.stages, **early(x),
     )  # fmt: skip

@@ -183,7 +183,7 @@ def launch_gate_up(
 ) -> tuple[Tensor, Tensor | None]:
     """`silu(gate) * up` of all pairs; quantised, with its scales, where a tile holds a whole block of columns."""
     inner, pairs = weight.shape[1] // 2, experts.numel()
-    fp8_out = scale is not None and tile.rows == 256
+    fp8_out = scale is not None and tile.rows == 256 and not experts_many_triton.takes(tile, weight)
     out = x.new_empty((pairs, inner), dtype=torch.float8_e4m3fn if fp8_out else dtype)
     out_scales = x.new_empty((pairs, inner // 128), dtype=torch.float32) if fp8_out else None
     _launch(x, x_scales, weight, scale, None, experts, aligned, out, out_scales, tile, dtype)
@@ -219,8 +219,9 @@ def _launch(
     dtype: torch.dtype,
 ) -> None:
     """One product: without `weights` of tokens with gates and ups, else of pairs with the way down."""
-    if aligned is not None and experts_many_triton.takes(tile, weight):
-        experts_many_triton.launch(x, x_scales, weight, scale, weights, experts, aligned, out, out_scales, tile, dtype)
+    if experts_many_triton.takes(tile, weight):
+        assert aligned is not None, "a tile that sorts"
+        experts_many_triton.launch(x, x_scales, weight, scale, weights, experts, aligned, out, tile)
         return
     (num_experts, _, columns), inner, pairs = weight.shape, out.shape[-1], experts.numel()
     programs = min(pairs, num_experts) if aligned is None else aligned.owners.shape[0]

@@ -103,7 +103,7 @@ def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: i
             return tile
     each, sort, across = -(-tokens * top_k // num_experts), tokens * top_k > SCAN_PAIRS, 128 // itemsize
     if sort and each > 16:
-        return Tile(256, 64 if each <= 64 else 128, across, 8, 4, sort=True)
+        return Tile(128, 64, across, 4, 3, sort=True)
     return Tile(128, 16, across, 4, 3, sort=sort)
 
 

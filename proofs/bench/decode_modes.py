@@ -46,7 +46,9 @@ def main() -> None:
     bandwidth = copy_bandwidth(device)
     model = random_model(TINY if quick else QWEN3_0_6B, device)
     by_requests, by_context = (QUICK[:1], QUICK) if quick else (BY_REQUESTS, BY_CONTEXT)
-    cases = dict.fromkeys((*by_requests, *by_context)) if given.curves else QUICK[:1] if quick else CASES
+    cases: Sequence[tuple[int, int]] = QUICK[:1] if quick else CASES
+    if given.curves:
+        cases = [*dict.fromkeys((*by_requests, *by_context))]
     rows = [time_decode(model, *case, 1, mode, bandwidth) for case in cases for mode in MODES]
     report = {"environment": environment(device), "copy_bandwidth": bandwidth, "rows": rows}
     given.out.mkdir(parents=True, exist_ok=True)

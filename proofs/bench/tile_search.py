@@ -59,7 +59,7 @@ def _expert_candidates(product: Product, many: bool) -> Iterator[Tile]:
     pairs, count = product.tokens * product.sizes.top_k, product.tokens
     for sort in (False, True) if pairs <= MOST_SCANNED else (True,):
         for most in (64, 128) if many else (16,) if count <= 64 else (16, 32, 64):
-            for rows in (128, 256) if many else (64, 128, 256):
+            for rows in (128,) if many else (64, 128, 256):
                 for stages in (3, 4):
                     for warps in (4, 8):
                         yield Tile(rows, most, 128, warps, stages, sort=sort)

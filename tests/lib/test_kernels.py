@@ -167,7 +167,7 @@ def experts() -> list[Case]:
         (20, 1, 1, False, (small, attrs.evolve(small, columns=16))),
         (300, 2, 3, True, (attrs.evolve(whole, sort=True), large)),
         (300, 2, 3, True, (attrs.evolve(large, rows=256), attrs.evolve(large, tokens=128))),
-        (300, 2, 3, True, (large, attrs.evolve(large, rows=256))),
+        (300, 2, 3, True, (large, attrs.evolve(large, rows=128))),
         (300, 2, 3, False, (large, attrs.evolve(small, sort=True))),
         (300, 2, 3, False, (attrs.evolve(large, columns=16), large)),
     ):
