@@ -57,22 +57,24 @@ def test_files_that_are_named_are_there() -> None:
 
 
 def test_serving() -> None:
-    dense, moe = "h200-serving-dense", "h200x2-serving-moe-peer"
-    many = (dense, f"{dense}-repeated")
-    rows = [*serving_rows(*many), *serving_rows(f"{dense}-1"), *serving_rows(moe, f"{moe}-eager")]
-    assert len(rows) == 5 + 2 + 3
-    for row in (*rows, *serving_rows(f"{moe}-256")):
+    dense, moe, peer = "h200-serving-dense", "h200-serving-moe", "h200x2-serving-moe-peer"
+    rows = [*serving_rows(dense, f"{dense}-repeated"), *serving_rows(f"{dense}-1")]
+    rows += [*serving_rows(moe), *serving_rows(f"{moe}-1"), *serving_rows(peer), *serving_rows(f"{peer}-256")]
+    rows += serving_rows("h200x4-serving-moe-peer-512")
+    assert len(rows) == 5 + 2 + 1 + 1 + 3 + 1 + 1
+    for row in rows:
         said(row)
 
 
 def test_completions_that_are_equal() -> None:
-    rows = [row for row in read("h200-serving-dense")["rows"] if "equal" in row]
-    equal = {row["mode"]: row["equal"] for row in rows}
-    assert {row["prompts"] for row in rows} == {64} == {n for mode, n in equal.items() if mode != "piecewise"}
+    names = "h200-serving-dense-repeated", "h200x2-serving-moe-peer"
+    dense, moe = ([row for row in read(name)["rows"] if "equal" in row] for name in names)
+    assert [row["mode"] for row in dense] == ["none", "full_and_piecewise"]
+    assert [row["mode"] for row in moe] == ["none", "full_and_piecewise", "piecewise"]
+    assert {(row["prompts"], row["equal"], row["against"]) for row in (*dense, *moe)} == {(64, 64, "none")}
     said("Of 64 greedy completions of 128 tokens")
-    said(f"{equal['piecewise']} in `piecewise`, whose attention")
     step = read("h200-step-profile-dense")["profiles"][0]
-    said(f"A decode step of {step['requests']} requests is {step['ms']:.2f} ms by the clock")
+    said(f"A decode step of {step['requests']} requests of Qwen3-0.6B was {step['ms']:.2f} ms by the clock")
     said(f"and {step['busy_ms']:.2f} ms of kernels")
 
 

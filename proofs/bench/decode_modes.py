@@ -74,7 +74,7 @@ def draw(rows: Sequence[dict[str, Any]], *curves: Sequence[tuple[int, int]]) -> 
         ax.set_xticks([p[name] for p in places], [f"{p[name]}" for p in places], minor=False)
         ax.minorticks_off()
         ax.grid(alpha=0.3)
-        ax.legend(frameon=False)
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False)
     return figure
 
 
