@@ -87,10 +87,6 @@ class EngineLimits:
         Raises:
             RequestError: no room for a request.
         """
-        call = f"weft.EngineLimits(max_num_reqs={self.max_num_reqs}, max_num_tokens={self.max_num_tokens})"
-        if self.max_num_tokens < -(-self.max_num_reqs // (self.num_cohorts or num_stages)):
-            seen = "a step with fewer tokens than requests that decode in it"
-            raise RequestError(call, seen, f"max_num_tokens={self.max_num_reqs} or more, or a lower max_num_reqs")
         length = self.max_model_len or min(model.config.max_position_embeddings, _MAX_CONTEXT)
         max_pages = -(-length // self.page_size)
         lens = (1,) if speculation is None else speculation.query_lens
