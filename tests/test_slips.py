@@ -17,6 +17,7 @@ import weft
 from weft import errors
 from weft.proofs import assert_equivalent, strategies
 from weft.proofs import check as check_laws
+from weft.proofs.strategies.engines import small_model
 from weft.stages import DEMO, from_module
 from weft.transforms import Costs, Transform, balance, lift, make_runner, make_state, plan_cohorts
 from weft.transforms.graphify import graphify
@@ -212,6 +213,28 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[errors.WeftError], str, str, str]
         "2 arguments by position, of which it takes 1",
         "a list of stages: pipeline([f, g])",
     ),
+    # engines
+    "rows for an engine": (
+        lambda: weft.Engine(small_model(), max_num_seqs=4),
+        errors.ArgumentError,
+        "Engine(..., max_num_seqs=...)",
+        "'max_num_seqs', which is no argument of it",
+        "limits=weft.EngineLimits(max_num_reqs=...)",
+    ),
+    "a temperature for a request": (
+        lambda: weft.Engine(small_model(), graph="none").add([1], max_tokens=1, temperature=1.0),
+        errors.ArgumentError,
+        "add(..., temperature=...)",
+        "'temperature', which is no argument of it",
+        "weft.SamplingParams(temperature=...), behind the prompt",
+    ),
+    "n-grams of no tokens": (
+        lambda: weft.Speculation(2, ngram=0),
+        errors.RequestError,
+        "weft.Speculation(num_tokens=2, ngram=0, model=None)",
+        "ngram=0",
+        "the fewest tokens and the most, as in ngram=(1, 3)",
+    ),
     "limits by position": (
         lambda: weft.EngineLimits(4),
         errors.ArgumentError,
@@ -390,6 +413,13 @@ def test_a_slip_is_answered(slip: str) -> None:
     wrong, kind, call, seen, instead = SLIPS[slip]
     with refused(kind, call, seen, instead):
         wrong()
+
+
+def test_an_engine_and_what_it_says_print_in_a_line() -> None:
+    engine = weft.Engine(small_model(), graph="none")
+    engine.add([1], max_tokens=2)
+    assert repr(engine) == "<Engine of Qwen3ForCausalLM; graphified steps here: 0; requests under way: 1>"
+    assert all(len(repr(output)) < 2000 for output in engine)
 
 
 def test_what_was_refused_leaves_the_settings_alone() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from weft.arguments import names_arguments
 from weft.errors import EngineError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
@@ -33,6 +34,15 @@ from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 
 
+@names_arguments(
+    max_num_seqs="limits=weft.EngineLimits(max_num_reqs=...)",
+    max_num_reqs="limits=weft.EngineLimits(max_num_reqs=...)",
+    max_num_batched_tokens="limits=weft.EngineLimits(max_num_tokens=...)",
+    max_model_len="limits=weft.EngineLimits(max_model_len=...)",
+    pipeline_parallel_size="pipeline=...",
+    mode="graph=...",
+    loras="adapters={name: weft.load_adapter(model, folder)}",
+)
 class Engine:
     """Continuous batching of a model: requests come and go at any time, and share every step.
 
@@ -115,8 +125,14 @@ class Engine:
     def __repr__(self) -> str:
         """What it serves, and how far it is."""
         name, graphs = self.model.config.architecture, len(self._stepper.graphs)
-        return f"<Engine of {name}, {graphs} graphified steps here, {self.num_unfinished} requests under way>"
+        return f"<Engine of {name}; graphified steps here: {graphs}; requests under way: {self.num_unfinished}>"
 
+    @names_arguments(
+        temperature="weft.SamplingParams(temperature=...), behind the prompt",
+        max_new_tokens="max_tokens=...",
+        request_id="id=...",
+        lora="adapter=...",
+    )
     def add(
         self,
         prompt: str | Sequence[int] | EmbedsPrompt,

@@ -50,7 +50,7 @@ class Speculation:
             raise RequestError(call, "two ways to draft", "ngram=..., or model=...")
         if self.model is not None and not isinstance(self.model, Model | ModelConfig):
             raise RequestError(call, f"model is {kind_of(self.model)}", "model = weft.load(folder)")
-        if self.model is None and not _is_range(self.ngram or _NGRAM):
+        if self.model is None and not _is_range(_NGRAM if self.ngram is None else self.ngram):
             raise RequestError(call, f"ngram={self.ngram!r}", "the fewest tokens and the most, as in ngram=(1, 3)")
 
     @property
