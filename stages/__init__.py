@@ -12,6 +12,7 @@ from weft.stages.model import DEMO, Model, load
 from weft.stages.module import ModuleStage, from_module
 from weft.stages.params import DecoderParams, LayerParams, slice_params
 from weft.stages.random_weights import random_adapter, random_params
+from weft.stages.split import split_model
 
 __all__ = [
     "DEMO",
@@ -34,6 +35,7 @@ __all__ = [
     "sample",
     "slice_params",
     "split_layers",
+    "split_model",
     "with_adapters",
     "write_slot",
 ]

@@ -49,7 +49,7 @@ def load_params(
     Args:
         path: a folder that transformers' `save_pretrained` wrote.
         config: from `load_config(path)`.
-        layout: the stage, from `split_layers(config.num_layers, num_stages)`.
+        layout: the stage, from `split_model(config, num_stages)` where an engine is to run it, or `split_layers`.
         dtype: what the tensors are cast to, but for those in FP8 and their scales; None: `config.dtype`.
         progress: whether to show a bar, one tick a tensor.
 

@@ -56,6 +56,13 @@ def split_model(config: ModelConfig, num_stages: int) -> tuple[StageLayout, ...]
     Reckoned is a decode step of 64 requests at a context of 512 tokens: weights, of experts those that are chosen, keys
     and values; and on the last stage the head, and the sampler.
 
+    Args:
+        config: of the whole model.
+        num_stages: from one to one a layer.
+
+    Returns:
+        The layout of each stage, in order.
+
     Raises:
         ProgramError: fewer than one stage, or more stages than layers.
     """
