@@ -12,12 +12,13 @@ import weft
 from weft.batch import Batch
 from weft.errors import LogitsError, ProgramError, RequestError
 from weft.proofs.laws.engine import alone
-from weft.proofs.strategies.engines import small_model
+from weft.proofs.strategies.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.tracking import Track
 from weft.transforms.ladder import MODES
 from weft.transforms.transports.threads import Threads
@@ -133,6 +134,28 @@ def test_two_thousand_requests_leave_nothing_behind() -> None:
     assert seen[99] == seen[1999]
 
 
+@pytest.mark.parametrize(("mode", "pipeline"), [("full", 1), ("full_and_piecewise", 2)])
+def test_adapters_and_drafts_leave_nothing_behind(mode: str, pipeline: int) -> None:
+    """The same of requests that have adapters, drafts and stop tokens."""
+    adapters, settings = small_adapters(), {"num_logprobs": 1, "speculation": Speculation(2)}
+    engine = Engine(small_model(), SMALL, pipeline=pipeline, graph=mode, adapters=adapters, **settings)
+    engine.warm_up()
+    seen = {}
+    for index in range(300):
+        stops = [index % 12] if index % 3 == 0 else []
+        params = SamplingParams(temperature=float(index % 2), seed=index, logprobs=1, stop_token_ids=stops)
+        prompt, adapter = (index % 7, index % 11, index % 3, index % 5, 1), (None, *adapters)[index % 3]
+        engine.add(prompt, params, max_tokens=1 + index % 3, adapter=adapter)
+        if index % 25 == 24:
+            list(engine)
+        if index in (99, 299):
+            seen[index] = held(engine)
+    stats = engine.stats()
+    assert min(stats.accepted, stats.drafted - stats.accepted, stats.ended["stop"]) > 0
+    assert seen[299].pop("batches") - seen[99].pop("batches") <= 16, "the last ones that were placed are kept"
+    assert seen[99] == seen[299]
+
+
 def held(engine: Engine) -> dict[str, Any]:
     """All that could pile up."""
     gc.collect()
@@ -140,15 +163,8 @@ def held(engine: Engine) -> dict[str, Any]:
     stats, host = engine.stats(), engine._host
     batches = [x for x in found if isinstance(x, Batch)]
     placed = {id(x) for x in tree_leaves(batches)}
-    tables = (
-        host.requests,
-        host.waiting,
-        host.running,
-        host.unread,
-        engine._samples._found,
-        engine._samples._names,
-        engine._pending,
-    )
+    samples = engine._samples
+    tables = (host.requests, host.waiting, host.running, host.unread, samples._found, samples._names, engine._pending)
     return {
         "batches": len(batches),
         "tensors": sum(isinstance(x, torch.Tensor) and id(x) not in placed for x in found),
