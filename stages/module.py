@@ -53,7 +53,7 @@ def from_module(module: nn.Module) -> ModuleStage:
         y = torch.func.functional_call(module, values, (batch if x is None else x,))
         return {name: values[name] for name in state}, y  # a buffer may be another tensor now
 
-    stage.__weft_module__ = module  # type: ignore[attr-defined]  # whose training mode `graphify` asks for
+    vars(stage)["__weft_module__"] = module  # whose training mode `graphify` asks for
     stage.__name__ = stage.__qualname__ = f"stage {type(module).__name__}"
     params = {name: p.detach() for name, p in module.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}

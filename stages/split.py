@@ -1,5 +1,6 @@
 """Into which stages a model is split where nothing else was said: by what a decode step reads."""
 
+import functools
 import math
 
 import attrs
@@ -7,7 +8,7 @@ import attrs
 from weft.stages.balance import balance
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import layer_fields
-from weft.stages.layout import StageLayout
+from weft.stages.layout import StageLayout, split_layers
 
 _REQUESTS, _CONTEXT = 64, 512
 """Of the step that is reckoned with."""
@@ -34,9 +35,10 @@ class Weights:
         return self.fixed + self.experts * (1 - (1 - self.share) ** size)
 
 
-def layer_weights(config: ModelConfig) -> list[Weights]:
+@functools.lru_cache(maxsize=16)  # half a second where every layer has 128 experts
+def layer_weights(config: ModelConfig) -> tuple[Weights, ...]:
     """Of every layer."""
-    return [_layer_weights(config, index) for index in range(config.num_layers)]
+    return tuple(_layer_weights(config, index) for index in range(config.num_layers))
 
 
 def _layer_weights(config: ModelConfig, index: int) -> Weights:
@@ -66,6 +68,8 @@ def split_model(config: ModelConfig, num_stages: int) -> tuple[StageLayout, ...]
     Raises:
         ProgramError: fewer than one stage, or more stages than layers.
     """
+    if num_stages == 1:
+        return split_layers(config.num_layers, 1)
     kv = 2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize * _REQUESTS * _CONTEXT
     layers = [weights.read(_REQUESTS) + kv for weights in layer_weights(config)]
     last = config.vocab_size * (config.hidden_size * config.dtype.itemsize + _REQUESTS * _BYTES_PER_LOGIT)

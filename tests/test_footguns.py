@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from own_batches import Length, Signal
 from torch import Tensor
 
 import weft
@@ -18,25 +19,6 @@ from weft.errors import CacheMissError, CaptureError, DescriptorError, DonatedEr
 from weft.transforms import Graphified, make_runner, make_state
 
 ONES = torch.ones(3)
-
-
-@attrs.frozen
-class Length:
-    """A class of batches of one's own."""
-
-    steps: int
-
-    def covers(self, other: "Length") -> bool:
-        return self.steps >= other.steps
-
-
-@weft.pytree
-@attrs.frozen(eq=False)
-class Signal:
-    """A batch of one's own: x [steps], with as much behind it as its class has more."""
-
-    length: Length = attrs.field(metadata=weft.descriptor_field())
-    x: Tensor = attrs.field(metadata=weft.axes("steps"))
 
 
 @weft.pytree

@@ -171,7 +171,7 @@ class _Model:
     """Bytes over bandwidth."""
 
     bytes: Bytes
-    weights: list[Weights]
+    weights: tuple[Weights, ...]
     context: int
     wanted: Wanted
 

@@ -2,9 +2,8 @@
 with the tokens as their left operand, two blocks of the weights' rows to a program, and these fetched by the tensor
 memory accelerator (TMA) of sm_90, which leaves registers and address arithmetic to the rest.
 
-Measured on an H200 at 2,048 tokens of Qwen3-30B-A3B in FP8: 177 and 118 us for the two products (280 and 420 TFLOP/s
-with the padding, which is a fifth), 327 and 258 by `weft.ops.experts_triton` before. Import it only where triton is
-installed.
+Measured on an H200 at 2,048 tokens of Qwen3-30B-A3B in FP8: 177 and 118 us for the two products (582 and 437 TFLOP/s,
+padding not counted), 327 and 258 by `weft.ops.experts_triton` before. Import it only where triton is installed.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.

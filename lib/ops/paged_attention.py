@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from weft.errors import DescriptorError, DeviceError
 
@@ -153,15 +153,15 @@ def _on_cuda(
     return attend(q, k, v, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale)
 
 
-# Defined so, a call costs the host a tenth of what one of torch.library.custom_op does.
-torch.library.define(
+# Defined so, a call costs the host a tenth of what one that torch's `custom_op` defines does.
+library.define(
     "weft::paged_attention",
     "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pages, Tensor slot_mapping, Tensor block_table, "
     "Tensor query_start_loc, Tensor seq_lens, SymInt max_query_len, float scale) -> Tensor",
 )
-torch.library.impl("weft::paged_attention", "CPU", _on_cpu)
-torch.library.impl("weft::paged_attention", "CUDA", _on_cuda)
-torch.library.register_fake("weft::paged_attention", _fake)
+library.impl("weft::paged_attention", "CPU", _on_cpu)
+library.impl("weft::paged_attention", "CUDA", _on_cuda)
+library.register_fake("weft::paged_attention", _fake)
 
 
 def triton_version() -> str | None:

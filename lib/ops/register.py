@@ -5,7 +5,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import torch
+from torch import library
 
 from weft.ops.paged_attention import no_triton, triton_version
 
@@ -14,7 +14,7 @@ def register(name: str, signature: str, *, cpu: Callable[..., Any], fake: Callab
     """Define `weft::name`.
 
     Args:
-        signature: as `torch.library.define` takes it, without the name.
+        signature: as torch's `define` takes it, without the name.
         cpu: the reference; also what the op means.
         fake: results of the right shapes, dtypes and devices.
         kernel: `module:function` of the CUDA implementation, imported at its first call: a machine without triton can
@@ -22,10 +22,10 @@ def register(name: str, signature: str, *, cpu: Callable[..., Any], fake: Callab
     """
 
     implementation = cuda_implementation(name, kernel)
-    torch.library.define(f"weft::{name}", signature)
-    torch.library.impl(f"weft::{name}", "CPU", cpu)
-    torch.library.impl(f"weft::{name}", "CUDA", lambda *args: implementation()(*args))
-    torch.library.register_fake(f"weft::{name}", fake)
+    library.define(f"weft::{name}", signature)
+    library.impl(f"weft::{name}", "CPU", cpu)
+    library.impl(f"weft::{name}", "CUDA", lambda *args: implementation()(*args))
+    library.register_fake(f"weft::{name}", fake)
 
 
 def cuda_implementation(name: str, kernel: str) -> Callable[[], Callable[..., Any]]:

@@ -1,7 +1,7 @@
 """Sampling as a pure function: a request's seed and position fix its random numbers, in any batch, order or split."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from weft.ops.logits import scale
 from weft.ops.paged_attention import no_triton, triton_version
@@ -54,9 +54,9 @@ def _fake(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor)
     return torch.empty_like(seeds), torch.empty_like(temperature)
 
 
-torch.library.define(
+library.define(
     "weft::sample", "(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions) -> (Tensor, Tensor)"
 )
-torch.library.impl("weft::sample", "CPU", _on_cpu)
-torch.library.impl("weft::sample", "CUDA", _on_cuda)
-torch.library.register_fake("weft::sample", _fake)
+library.impl("weft::sample", "CPU", _on_cpu)
+library.impl("weft::sample", "CUDA", _on_cuda)
+library.register_fake("weft::sample", _fake)

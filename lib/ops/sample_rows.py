@@ -2,7 +2,7 @@
 generated."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from weft.errors import RequestError
 from weft.ops.logits import FEATURES, IN_PROMPT, MOST_COUNTED, PENALTIES, SEED, TEMPERATURE, process, scale
@@ -97,17 +97,17 @@ def _count_fake(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, k
     return None
 
 
-torch.library.define(
+library.define(
     "weft::sample_rows",
     "(Tensor logits, Tensor rows, Tensor positions, Tensor floats, Tensor ints, Tensor allowed, Tensor stops, "
     "Tensor bias_ids, Tensor bias, Tensor counts, Tensor? token_mask) -> (Tensor, Tensor)",
 )
-torch.library.impl("weft::sample_rows", "CPU", _sample_on_cpu)
-torch.library.impl("weft::sample_rows", "CUDA", _sample_on_cuda)
-torch.library.register_fake("weft::sample_rows", _sample_fake)
-torch.library.define(
+library.impl("weft::sample_rows", "CPU", _sample_on_cpu)
+library.impl("weft::sample_rows", "CUDA", _sample_on_cuda)
+library.register_fake("weft::sample_rows", _sample_fake)
+library.define(
     "weft::count_tokens", "(Tensor(a!) counts, Tensor ints, Tensor rows, Tensor token_ids, Tensor kept) -> ()"
 )
-torch.library.impl("weft::count_tokens", "CPU", _count_on_cpu)
-torch.library.impl("weft::count_tokens", "CUDA", _count_on_cuda)
-torch.library.register_fake("weft::count_tokens", _count_fake)
+library.impl("weft::count_tokens", "CPU", _count_on_cpu)
+library.impl("weft::count_tokens", "CUDA", _count_on_cuda)
+library.register_fake("weft::count_tokens", _count_fake)

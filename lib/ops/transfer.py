@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from weft.errors import ProgramError
 
@@ -28,8 +28,8 @@ class End(Protocol):
 _ENDS: "weakref.WeakValueDictionary[int, End]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
-torch.library.define("weft::send", "(Tensor[] tensors, int end, int peer, int tag) -> ()")
-torch.library.define("weft::recv", "(Tensor(a!)[] tensors, int end, int peer, int tag) -> ()")
+library.define("weft::send", "(Tensor[] tensors, int end, int peer, int tag) -> ()")
+library.define("weft::recv", "(Tensor(a!)[] tensors, int end, int peer, int tag) -> ()")
 
 
 def register(end: End) -> int:
@@ -46,12 +46,12 @@ def _find(number: int) -> End:
     return end
 
 
-@torch.library.impl("weft::send", ("CPU", "CUDA"))
+@library.impl("weft::send", ("CPU", "CUDA"))
 def _send(tensors: Sequence[Tensor], end: int, peer: int, tag: int) -> None:
     _find(end).send(tensors, peer, tag)
 
 
-@torch.library.impl("weft::recv", ("CPU", "CUDA"))
+@library.impl("weft::recv", ("CPU", "CUDA"))
 def _recv(tensors: Sequence[Tensor], end: int, peer: int, tag: int) -> None:
     _find(end).recv(tensors, peer, tag)
 
@@ -60,8 +60,8 @@ def _nothing(tensors: Sequence[Tensor], end: int, peer: int, tag: int) -> None:
     """What they compute, as far as shapes go."""
 
 
-torch.library.register_fake("weft::send", _nothing)
-torch.library.register_fake("weft::recv", _nothing)
+library.register_fake("weft::send", _nothing)
+library.register_fake("weft::recv", _nothing)
 
 
 def send(tensors: Sequence[Tensor], end: int, peer: int, tag: int) -> None:

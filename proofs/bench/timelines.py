@@ -31,7 +31,7 @@ from weft.transforms.pipeline import Pipelined, pipeline
 from weft.transforms.schedule import Job, decode_jobs, make_programs
 from weft.transforms.simulate import Costs, simulate
 from weft.transforms.timeline import Comparison, Timeline, compare
-from weft.transforms.transports.distributed import Distributed
+from weft.transforms.transports.distributed import BackendName, Distributed
 from weft.transforms.transports.launch import launch
 
 ROUNDS = 5
@@ -134,11 +134,11 @@ class Measured:
     events: list[list[Event]]
 
 
-def measure_rank(backend: str | None, timeout: float) -> Measured:
+def measure_rank(backend: BackendName | None, timeout: float) -> Measured:
     """On each rank: its parts alone, and then each case."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    transport = Distributed(backend=backend, timeout=timeout)  # type: ignore[arg-type]
+    transport = Distributed(backend=backend, timeout=timeout)
     device, rank, num_ranks = transport.device, transport.rank, transport.num_ranks
     made = [make_stage(device.type, device if r == rank else torch.device("meta"), r) for r in range(num_ranks)]
     batch, state = torch.randn(_shape(device.type), device=device), torch.zeros(1, device=device)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weft.proofs.environment import environment
-from weft.transforms.transports.distributed import Distributed
+from weft.transforms.transports.distributed import BackendName, Distributed
 from weft.transforms.transports.launch import launch
 from weft.transforms.transports.messages import ProcessEnd
 
@@ -64,9 +64,9 @@ def timed(fn: Callable[[], Any], rounds: int) -> float:
     return float(statistics.median(spans[1:]))
 
 
-def measure(backend: str, timeout: float) -> Row:
+def measure(backend: BackendName, timeout: float) -> Row:
     """On each of two ranks."""
-    transport = Distributed(backend=backend, timeout=timeout)  # type: ignore[arg-type]
+    transport = Distributed(backend=backend, timeout=timeout)
     end, rank = transport.end, transport.rank
     message = torch.randn(SHAPE, dtype=torch.bfloat16, device=transport.device)
     back = torch.zeros_like(message)

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from refusal import ANY
 from torch import Tensor
 
 import weft
@@ -22,7 +23,7 @@ LIMITS = weft.Limits(max_num_reqs=4, max_num_tokens=16)
 class Mistake:
     """What someone wrote, and what is said of it: an error of this kind, with these three parts, whole.
 
-    `<line>` stands for a place in a file, and `<demo>` for the demo's folder.
+    `<line>` stands for a place in a file, `<demo>` for the demo's folder, and `<any>` for anything on one line.
     """
 
     wrong: Callable[[], Any]
@@ -33,6 +34,10 @@ class Mistake:
 
     def __str__(self) -> str:
         return f"{self.kind.__name__}: {self.call}\n  saw: {self.seen}\n  instead: {self.instead}"
+
+    def pattern(self) -> str:
+        """What an error's text has to match."""
+        return re.escape(str(self)).replace(re.escape(ANY), ".*")
 
     def answer(self) -> Exception:
         """The error that it raises."""

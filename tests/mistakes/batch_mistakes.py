@@ -3,7 +3,9 @@
 import attrs
 import torch
 from answers import LIMITS, Mistake, X, f, g, model
+from own_batches import Length, Signal
 from refusal import USE_THE_NEW
+from torch import Tensor
 
 import weft
 from weft.errors import CaptureError, DescriptorError, DonatedError, StaleResultError
@@ -38,6 +40,25 @@ def a_borrowed_result() -> None:
         first = step(X)
         step(X)
         _ = first + 1
+
+
+@attrs.define
+class Unhashable:
+    size: int
+
+    def covers(self, other: "Unhashable") -> bool:
+        return self.size >= other.size
+
+
+@weft.pytree
+@attrs.frozen(eq=False)
+class Picture:
+    length: Length = attrs.field(metadata=weft.descriptor_field())
+    x: Tensor = attrs.field(metadata=weft.axes("steps", "steps"))
+
+
+ONE = weft.BatchDescriptor.uniform(1)
+LADDER = [ONE]
 
 
 MISTAKES = {
@@ -134,5 +155,82 @@ MISTAKES = {
         "add(...)",
         "a borrowed result of f, which 1 later replay has overwritten",
         'use it before the next call, clone it, or write graphify(..., outputs="safe")',
+    ),
+    "batch: a class that cannot be hashed": Mistake(
+        lambda: weft.graphify(f, ladder=[Unhashable(4)]),
+        CaptureError,
+        "graphify(f, ...)",
+        "ladder=[Unhashable(size=4)]; Unhashable cannot be hashed",
+        "<any>(such as an @attrs.frozen one) with a method covers(other)",
+    ),
+    "batch: a query length for several": Mistake(
+        lambda: weft.Limits(4, 16, query_lens=1),
+        DescriptorError,
+        "weft.Limits(4, 16, query_lens=1)",
+        "an int",
+        "a tuple of whole numbers: query_lens=(1,)",
+    ),
+    "batch: a size below one": Mistake(
+        lambda: weft.make_ladder("full", weft.Limits(4, 16), sizes=[-1]),
+        DescriptorError,
+        "make_ladder('full', <any>, sizes=[-1], <any>)",
+        "sizes=[-1]",
+        "sizes of at least 1, or None for the usual rungs",
+    ),
+    "batch: a table of one class": Mistake(
+        lambda: weft.dispatch_table(LADDER, ONE),
+        DescriptorError,
+        "dispatch_table(list, BatchDescriptor)",
+        "one class",
+        "dispatch_table(ladder, [descriptor, ...])",
+    ),
+    "batch: a table the other way round": Mistake(
+        lambda: weft.dispatch_table(LADDER, weft.make_ladder("full", weft.Limits(4, 16))),
+        DescriptorError,
+        "dispatch_table(list, Ladder)",
+        "a ladder where the classes of batches should be",
+        "dispatch_table(ladder, [descriptor, ...])",
+    ),
+    "batch: a size to plot that no class has": Mistake(
+        lambda: weft.dispatch_table(LADDER, LADDER).plot("tokens"),
+        DescriptorError,
+        "dispatch_table(...).plot('tokens')",
+        "no size of these classes",
+        "one of num_tokens, num_reqs, query_len, num_active_loras, or None: the first that is padded",
+    ),
+    "batch: a token that is half": Mistake(
+        lambda: weft.Batch.ragged([0], [[5, 1.5]]),
+        DescriptorError,
+        "Batch.ragged(rows, token_ids)",
+        "token_ids[0] holds 1.5, a float",
+        "whole numbers",
+    ),
+    "batch: a row by name": Mistake(
+        lambda: weft.Batch.decode(["A"]),
+        DescriptorError,
+        "Batch.decode(['A'])",
+        "rows holds 'A', a str",
+        "whole numbers",
+    ),
+    "batch: a number for a name of a size": Mistake(
+        lambda: weft.axes(0),
+        DescriptorError,
+        "weft.axes(0)",
+        "0, an int",
+        'names of sizes of the descriptor, as in axes("num_tokens"); None for a size of its own',
+    ),
+    "batch: more names than dimensions": Mistake(
+        lambda: weft.pad(Picture(Length(3), X), Length(4)),
+        DescriptorError,
+        "Picture(x=<tensor of shape (3,)>)",
+        "1 dimensions in a field with axes('steps', 'steps')",
+        "a name for each dimension, or for the first ones",
+    ),
+    "batch: a class that the tensors contradict": Mistake(
+        lambda: weft.pad(Signal(Length(2), X), Length(4)),
+        DescriptorError,
+        "weft.pad(Signal, Length(steps=4))",
+        "a tensor of shape (3,) in a batch of class 'Length(steps=2)', which says (2,)",
+        "give the batch the descriptor of its tensors",
     ),
 }

@@ -107,4 +107,32 @@ MISTAKES = {
         "lengths=32",
         "a list of whole numbers >= 1, one a request",
     ),
+    "engine: rows for an engine": Mistake(
+        lambda: weft.Engine(model(), max_num_seqs=4),
+        ArgumentError,
+        "Engine(..., max_num_seqs=...)",
+        "'max_num_seqs', which is no argument of it",
+        "limits=weft.EngineLimits(max_num_reqs=...)",
+    ),
+    "engine: a temperature for a request": Mistake(
+        lambda: engine().add([1], max_tokens=1, temperature=1.0),
+        ArgumentError,
+        "add(..., temperature=...)",
+        "'temperature', which is no argument of it",
+        "weft.SamplingParams(temperature=...), behind the prompt",
+    ),
+    "engine: n-grams of no tokens": Mistake(
+        lambda: weft.Speculation(2, ngram=0),
+        RequestError,
+        "weft.Speculation(num_tokens=2, ngram=0, model=None)",
+        "ngram=0",
+        "the fewest tokens and the most, as in ngram=(1, 3)",
+    ),
+    "engine: limits by position": Mistake(
+        lambda: weft.EngineLimits(4),
+        ArgumentError,
+        "EngineLimits(...)",
+        "1 argument by position, of which it takes none",
+        "max_num_reqs=..., <any>",
+    ),
 }

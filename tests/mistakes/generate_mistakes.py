@@ -1,10 +1,21 @@
 """Mistakes with a model, what is generated with it, and how its tokens are drawn."""
 
+from typing import Any
+
 from answers import Mistake, model
 
 import weft
-from weft.errors import ArgumentError, CheckpointNotFoundError, RequestError
+from weft.errors import ArgumentError, CheckpointNotFoundError, ProgramError, RequestError
 from weft.stages import DEMO
+from weft.transforms import make_runner, make_state
+
+
+def stage_of(index: int, params: int, x: Any) -> None:
+    """A stage of the demo, with the parameters of one, and what comes from the stage before."""
+    runner = make_runner(model(), weft.Limits(1, 8), num_stages=2, mode="none")
+    state = make_state(model(), runner.layouts, lengths=[16])
+    runner.stages[index](runner.params[params], state[index], weft.Batch.ragged([0], [[5]]), x)
+
 
 MISTAKES = {
     "load: a name of the hub": Mistake(
@@ -76,5 +87,33 @@ MISTAKES = {
         "SamplingParams(bad_token_ids=(999,))",
         "bad_token_ids holds 999",
         "token ids of this model go from 0 to 256",
+    ),
+    "load: more stages than layers": Mistake(
+        lambda: make_runner(weft.load(DEMO, "cpu"), weft.Limits(1, 8), num_stages=9),
+        ProgramError,
+        "make_runner(model, limits, num_stages=9)",
+        "num_stages=9; the model has 6 layers",
+        "from 1 stage to one a layer",
+    ),
+    "load: parameters of another stage": Mistake(
+        lambda: stage_of(0, 1, None),
+        ProgramError,
+        "stage 0 of 2(params, state, batch, x)",
+        "params of 3 layers, the head",
+        "this stage's own, of layers 0 to 2: Runner.params[0]",
+    ),
+    "load: nothing to go on from": Mistake(
+        lambda: stage_of(1, 1, None),
+        ProgramError,
+        "stage 1 of 2(params, state, batch, x)",
+        "x is None",
+        "what the stage before returned",
+    ),
+    "load: a number for a speculation": Mistake(
+        lambda: weft.generate(weft.load(DEMO, "cpu"), ["A"], max_tokens=1, speculation=3),
+        RequestError,
+        "weft.generate(model, prompts, max_tokens=1, temperature=0.0, pipeline=1)",
+        "speculation is an int",
+        "weft.Speculation(num_tokens=...), or None",
     ),
 }

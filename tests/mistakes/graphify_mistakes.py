@@ -1,6 +1,7 @@
 """Mistakes with a function of one's own that is graphified, whole or in pieces."""
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
@@ -39,6 +40,14 @@ def one_capture_too_many() -> None:
     with weft.assert_max_captures(1):
         step(X)
         step(torch.ones(4))
+
+
+def set_config(name: str, value: Any) -> None:
+    setattr(weft.config, name, value)
+
+
+def dict_for_static() -> None:
+    weft.graphify(lambda x, how: x, static_argnames="how")(X, {"by": 2})
 
 
 MISTAKES = {
@@ -133,5 +142,47 @@ MISTAKES = {
         "graphify(f)",
         "no call of aten::sort, where it was to be cut into pieces",
         "name an operator that it calls: aten::add",
+    ),
+    "graphify: a setting of another name": Mistake(
+        lambda: set_config("log_capture", True),
+        ArgumentError,
+        "weft.config.log_capture = True",
+        "'log_capture', which is no setting",
+        "explain_cache_misses or log_captures",
+    ),
+    "graphify: a setting that is no bool": Mistake(
+        lambda: set_config("log_captures", "yes"),
+        ArgumentError,
+        "weft.config.log_captures = 'yes'",
+        "a str",
+        "True or False",
+    ),
+    "graphify: a number for names": Mistake(
+        lambda: weft.graphify(f, donate_argnames=0),
+        CaptureError,
+        "graphify(f, ...)",
+        "donate_argnames=0",
+        "donate_argnames=[...], the names of arguments",
+    ),
+    "graphify: a dict that is static": Mistake(
+        dict_for_static,
+        CaptureError,
+        "<lambda>(...)",
+        "how is no tensor and cannot be hashed (<any>)",
+        "<any>, or take how out of static_argnames",
+    ),
+    "graphify: a move to another device": Mistake(
+        lambda: weft.graphify(lambda x: x.to("meta"))(X),
+        CaptureError,
+        "graphify(<lambda>)",
+        "a copy from cpu to meta inside the function\n<any>",
+        "copy it before the call, or after it: x.to(device)",
+    ),
+    "graphify: a form of listing": Mistake(
+        lambda: weft.graphify(f).lower(X).as_text("svg"),
+        CaptureError,
+        "f.lower(...).as_text('svg')",
+        "no such form",
+        "'text' or 'dot'",
     ),
 }

@@ -5,20 +5,23 @@ from typing import Any
 
 import torch
 from answers import Mistake, X, f
-from torch import Tensor
+from torch import Tensor, nn
 
 import weft
 from weft.effects import parse_listing
-from weft.errors import CostError, ProgramError, RankError
+from weft.errors import ArgumentError, CaptureError, CostError, ProgramError, RankError
 from weft.stages import from_module
 from weft.transforms import (
     Costs,
     Distributed,
     Threads,
+    balance,
     check,
     decode_jobs,
     launch,
+    lift,
     make_programs,
+    plan_cohorts,
     simulate,
 )
 
@@ -47,6 +50,9 @@ def waits(params: Any, state: Any, batch: Any, x: Any) -> Any:
 
 def stalled() -> None:
     weft.pipeline([stage, waits], transport=Threads(timeout=0.2))([X, X], [None, None], X)
+
+
+THREE = "a step (params, state, batch) -> (state, out)"
 
 
 MISTAKES = {
@@ -154,5 +160,96 @@ MISTAKES = {
         "weft.stages.from_module(module)",
         "f, a function and no nn.Module",
         "a function (params, state, batch, x) -> (state, y) is a stage as it is",
+    ),
+    "pipeline: stages one by one": Mistake(
+        lambda: weft.pipeline(stage, stage),
+        ArgumentError,
+        "pipeline(..., ...)",
+        "2 arguments by position, of which it takes 1",
+        "a list of stages: pipeline([f, g])",
+    ),
+    "pipeline: no stage": Mistake(
+        lambda: weft.pipeline([stage, None]),
+        ProgramError,
+        "pipeline(<2 stages>)",
+        "stage 1 is None, no function",
+        "a stage (params, state, batch, x) -> (state, y)",
+    ),
+    "pipeline: a stage of three results": Mistake(
+        lambda: weft.pipeline([lambda p, s, b, x: (s, b, x)])([X], [None], X),
+        ProgramError,
+        "stage 0 (<lambda>)",
+        "it returned a tuple of 3",
+        "return (state, y)",
+    ),
+    "pipeline: a batch for batches": Mistake(
+        lambda: weft.pipeline([stage]).stream([X], [None], X),
+        ProgramError,
+        "pipeline(<1 stage>).stream(params, state, batches)",
+        "batches is a Tensor",
+        "a list of batches: [batch]",
+    ),
+    "pipeline: micro-batches of another function": Mistake(
+        lambda: weft.microbatch(f, 2),
+        ProgramError,
+        "microbatch(f, 2)",
+        "f(x: torch.Tensor) -> torch.Tensor",
+        THREE,
+    ),
+    "pipeline: a scan of another function": Mistake(
+        lambda: weft.scan(f, 2),
+        ProgramError,
+        "scan(f, 2)",
+        "f(x: torch.Tensor) -> torch.Tensor",
+        THREE,
+    ),
+    "pipeline: a scan the other way round": Mistake(
+        lambda: weft.scan(2, f),
+        ProgramError,
+        "scan(2, f)",
+        "length=f",
+        "an int >= 1",
+    ),
+    "pipeline: more stages than layers to balance": Mistake(
+        lambda: balance([1.0, 2.0, 3.0], 5),
+        ProgramError,
+        "balance(<3 layers>, 5)",
+        "3 layers for 5 stages",
+        "from 1 to 3 stages, so that each owns a layer",
+    ),
+    "pipeline: a number for costs": Mistake(
+        lambda: Costs(stages=3),
+        CostError,
+        "Costs(stages=3, …)",
+        "an int",
+        "seconds of each stage: <any>",
+    ),
+    "pipeline: seconds for a function of them": Mistake(
+        lambda: plan_cohorts([1.0, 2.0], 4, 2),
+        ProgramError,
+        "plan_cohorts(stage_seconds, ...)",
+        "stage_seconds is a list",
+        "a function from a cohort's size to the seconds of each stage; <any>",
+    ),
+    "pipeline: a class for a module": Mistake(
+        lambda: from_module(nn.Linear),
+        ProgramError,
+        "weft.stages.from_module(module)",
+        "Linear, the class",
+        "a module of it: Linear(...)",
+    ),
+    "pipeline: a builtin for an operator": Mistake(
+        lambda: weft.piecewise(f, split_at=torch.sort),
+        CaptureError,
+        "graphify(f, ...)",
+        "split_at=sort",
+        "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort",
+    ),
+    "pipeline: a number to lift": Mistake(
+        lambda: lift(3),
+        ProgramError,
+        "lift(3)",
+        "an int, no function",
+        "an advance (state, batch, out) -> state",
     ),
 }

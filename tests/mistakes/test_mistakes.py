@@ -9,6 +9,7 @@ import batch_mistakes
 import engine_mistakes
 import generate_mistakes
 import graphify_mistakes
+import laws_mistakes
 import pipeline_mistakes
 import pytest
 from answers import Mistake, X, as_written
@@ -19,13 +20,14 @@ import weft
 from weft.cli import main
 from weft.errors import WeftError
 
-TABLES = (graphify_mistakes, batch_mistakes, pipeline_mistakes, generate_mistakes, engine_mistakes)
+TABLES = (graphify_mistakes, batch_mistakes, pipeline_mistakes, generate_mistakes, engine_mistakes, laws_mistakes)
 MISTAKES: dict[str, Mistake] = {name: mistake for table in TABLES for name, mistake in table.MISTAKES.items()}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered(mistake: str) -> None:
-    assert as_written(MISTAKES[mistake].answer()) == str(MISTAKES[mistake])
+    text = as_written(MISTAKES[mistake].answer())
+    assert re.fullmatch(MISTAKES[mistake].pattern(), text), f"{text}\nand not\n{MISTAKES[mistake]}"
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -72,7 +74,7 @@ def test_there_are_at_least_30_of_every_step() -> None:
     assert len(MISTAKES) + len(COMMANDS) >= 30
     steps = {mistake.partition(":")[0] for mistake in MISTAKES}
     assert steps >= {"graphify", "ladder", "pad", "donation", "pipeline", "load", "generate", "engine", "sampling"}
-    assert steps >= {"adapter", "speculation"}
+    assert steps >= {"adapter", "speculation", "laws"}
 
 
 def test_the_line_that_is_named_is_the_users_own() -> None:

@@ -9,8 +9,11 @@ from weft.transforms.engine.work import Growth
 
 def take_decodes(host: HostState, budget: Budget, cohort: int) -> tuple[int, list[Running], tuple[Growth, ...]]:
     """The tokens of each request in a cohort's next decode, the requests, and the pages that they need."""
-    mine = [running for running in host.cohorts[cohort] if running.on_device and not running.is_full]
-    mine = [running for running in mine if not (running.request.is_masked and running.num_unread)]
+    mine = [
+        running
+        for running in host.cohorts[cohort]
+        if running.on_device and not running.is_full and not (running.num_unread and running.request.is_masked)
+    ]
     query_len = choose_query_len(host, budget, mine)
     taken, growths = [], []
     for running in mine:

@@ -93,7 +93,8 @@ class EngineLimits:
         cohorts = self.num_cohorts or num_stages
         budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, cohorts, self.mixed, lens)
         most = max_pages * self.max_num_reqs
-        here = [split_model(model.config, num_stages)[rank] for rank in transport.ranks(num_stages)]
+        every = split_model(model.config, num_stages)
+        here = [every[rank] for rank in transport.ranks(num_stages)]
         drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
         num_pages = self.num_pages or min(most, _pages_in_memory(model, here, self.page_size, drafts))
         return Resolved(budget, transport.share(num_pages), self.page_size, speculation)

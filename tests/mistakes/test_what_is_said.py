@@ -1,0 +1,72 @@
+"""What a new user is told besides errors: in notes, where something is printed, where there is no evidence."""
+
+import contextlib
+from typing import Any
+
+import attrs
+import pytest
+from answers import X, model
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import weft
+from weft import errors
+from weft.proofs import check
+from weft.transforms import Transform, lift, make_runner
+
+
+def stage(params: Any, state: Any, batch: Tensor, x: Tensor | None) -> tuple[Any, Tensor]:
+    return state, batch
+
+
+def test_an_engine_and_what_it_says_print_in_a_line() -> None:
+    engine = weft.Engine(model(), graph="none")
+    engine.add([1], max_tokens=2)
+    assert repr(engine) == "<Engine of Qwen3ForCausalLM; graphified steps here: 0; requests under way: 1>"
+    assert all(len(repr(output)) < 2000 for output in engine)
+
+
+def test_what_was_refused_leaves_the_settings_alone() -> None:
+    for name, value in (("log_capture", True), ("log_captures", "yes")):
+        with contextlib.suppress(errors.ArgumentError):
+            setattr(weft.config, name, value)
+    assert attrs.asdict(weft.config) == {"explain_cache_misses": False, "log_captures": False}
+
+
+@pytest.mark.parametrize("spans", [weft.pipeline, weft.compose])
+def test_an_advance_that_was_not_lifted_is_noted(spans: Any) -> None:
+    counts = Transform(lambda params, state: 0, lambda stage, own, p, s, batch, x: (own + 1, *stage(p, s, batch, x)))
+
+    def total(state: Tensor, batch: Tensor, out: Tensor) -> Tensor:
+        return state + out.sum()
+
+    step, given = spans([counts(stage)], advance=total), ([X], [counts.carry(X, X)], X)
+    with pytest.raises(TypeError) as error:
+        step(*given)
+    note = "in advance (total) on stage 0's state, a Carried, which a transform made: advance=lift(...)"
+    assert note in error.value.__notes__
+    (state,), _ = spans([counts(stage)], advance=lift(total))(*given)
+    assert (state.own, state.state.tolist()) == (1, [4, 4, 4])
+
+
+def test_a_runner_prints_in_a_line() -> None:
+    runner = make_runner(model(), weft.Limits(1, 8), num_stages=2)
+    assert repr(runner) == "<Runner of 2 stages: layers 0 to 2, 3 to 5 here, 2 graphified>"
+
+
+@given(st.lists(st.one_of(st.integers(0, 256), st.floats(), st.booleans(), st.none(), st.text()), min_size=1))
+def test_only_whole_numbers_are_token_ids(ids: list[Any]) -> None:
+    whole = all(isinstance(token, int) for token in ids)
+    with contextlib.nullcontext() if whole else pytest.raises(errors.DescriptorError, match=r"token_ids\[0\] holds"):
+        assert weft.Batch.ragged([0], [ids]).input_ids.tolist() == [int(token) for token in ids]
+
+
+def test_no_evidence_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters that require grad keep a module from being replayed."""
+    check(nn.Linear(3, 3), (X,), laws=("graph", "replay"))
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("no evidence:") == 1
+    assert "runs inline: it reads a tensor from outside that requires grad" in out
+    check(nn.Linear(3, 3).requires_grad_(False), (X,), laws=("graph", "replay"))
+    assert "no evidence" not in capsys.readouterr().out
