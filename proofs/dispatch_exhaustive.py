@@ -9,7 +9,7 @@ import attrs
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
 from weft.transforms.dispatch import Decision, dispatch
-from weft.transforms.ladder import CAPABILITIES, MODES, Ladder, Limits, make_ladder, rungs
+from weft.transforms.ladder import CAPABILITIES, MODES, Ladder, Limits, make_ladder, rungs, token_rungs
 
 QUERY_LENS = ((1,), (2,), (1, 3))
 LORAS = ((0,), (0, 2))
@@ -118,16 +118,23 @@ def check_capabilities(max_reqs: int = 3, max_tokens: int = 9) -> Count:
 
 
 def check_rungs(limit: int = 1500) -> Count:
-    """Sizes rise to the limit, no step over 8 and an eighth of where it starts, nor over the half of where it leads."""
+    """Sizes rise to the limit. Of requests, no step is over 8 and an eighth of where it starts; of tokens, none is over
+    a quarter beyond 128; none of either is over the half of where it leads."""
     for most in range(limit + 1):
-        sizes = rungs(most)
-        steps = [b - a for a, b in zip((0, *sizes), sizes, strict=False)]
-        _require(list(sizes) == sorted(set(sizes)) and sizes[-1:] == ((most,) if most else ()), "sizes rise", most)
-        close = all(
-            step <= max(1, min(max(8, (size - step) // 8), size // 2)) for step, size in zip(steps, sizes, strict=True)
-        )
-        _require(close, "no step is wide", most, sizes)
-    return Count("rungs: they rise to the limit in steps of at most 8 or an eighth, and of half the size", limit + 1)
+        for sizes, widest in ((rungs(most), _step_of_requests), (token_rungs(most), _step_of_tokens)):
+            _require(list(sizes) == sorted(set(sizes)) and sizes[-1:] == ((most,) if most else ()), "sizes rise", most)
+            close = all(b - a <= max(1, min(widest(a), b // 2)) for a, b in zip((0, *sizes), sizes, strict=False))
+            _require(close, "no step is wide", most, sizes)
+    wide = "of 8 or an eighth (of tokens beyond 128: of a quarter), and of half the size"
+    return Count(f"rungs: they rise to the limit in steps of at most {wide}", limit + 1)
+
+
+def _step_of_requests(start: int) -> int:
+    return max(8, start // 8)
+
+
+def _step_of_tokens(start: int) -> int:
+    return start if start < 128 else start // 4
 
 
 def check_all() -> Iterator[Count]:

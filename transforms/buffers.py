@@ -1,7 +1,11 @@
-"""The buffers that a graph reads its copied inputs from, and the padding beside them."""
+"""The buffers that graphs read their copied inputs from, and the padding beside them.
+
+Graphs that replay one at a time share them: a replay fills all of a buffer anew, and no result lies in one.
+"""
 
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -26,8 +30,43 @@ def buffer_like(value: Tensor) -> Tensor:
     return seen_as(buffer, value).copy_(value)
 
 
-def blank_like(buffer: Any, spec: Axes | None) -> Tensor | None:
-    """A tensor of padding of a buffer's size; None if it is not padded with one number, or large."""
-    if spec is None or isinstance(spec.pad, str) or buffer.nbytes > BLANK_BYTES:
-        return None
-    return torch.full_like(buffer, spec.pad)
+@attrs.define
+class Slabs:
+    """Memory for the buffers of graphs that replay one at a time: for each place among their copied inputs as much as
+    the largest buffer there takes, of which the others are the first part.
+
+    Args:
+        nbytes: what was made so far, of buffers and padding.
+    """
+
+    nbytes: int = 0
+    _of: dict[Any, Tensor] = attrs.field(factory=dict, init=False)
+
+    def buffer(self, place: int, value: Tensor) -> Tensor:
+        """`buffer_like(value)`, for the input at `place`; one that is dense is part of a slab."""
+        if is_dense(value):
+            return self._part(("buffer", place), value).copy_(value)
+        self.nbytes += value.nbytes
+        return buffer_like(value)
+
+    def blank(self, place: int, buffer: Any, spec: Axes | None) -> Tensor | None:
+        """A tensor of padding of a buffer's size; None if it is not padded with one number, or large."""
+        if spec is None or isinstance(spec.pad, str) or buffer.nbytes > BLANK_BYTES:
+            return None
+        if is_dense(buffer):
+            return self._part(("blank", place, spec.pad), buffer).fill_(spec.pad)
+        self.nbytes += buffer.nbytes
+        return torch.full_like(buffer, spec.pad)
+
+    def _part(self, key: tuple[Any, ...], like: Tensor) -> Tensor:
+        key = *key, like.dtype, like.device, torch.is_inference_mode_enabled()
+        if (slab := self._of.get(key)) is None or slab.numel() < like.numel():
+            slab = self._of[key] = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+            self.nbytes += slab.nbytes
+        return slab[: like.numel()].view(like.shape)
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether a buffer like it is a run of numbers."""
+    lazy = value.is_meta or value.is_conj() or value.is_neg()
+    return type(value) is Tensor and not lazy and value.is_contiguous() and value.numel() > 0

@@ -1,7 +1,7 @@
 """A call of a graphified function, taken apart by how each argument enters a graph."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -14,7 +14,7 @@ from weft.errors import DescriptorError, DonatedError
 from weft.padding import padded_shape
 from weft.torchapi import children_of, function_modes, in_dispatch_mode, in_functorch_transform, storage_id, switches
 from weft.transforms.borrowing import refuse_stale
-from weft.transforms.memo import Key, check_hashable, check_plain, check_statics, check_tensors, leaf_key
+from weft.transforms.memo import Key, Part, check_hashable, check_plain, check_statics, check_tensors, leaf_key
 from weft.transforms.overlap import overlap, overlaps_itself
 from weft.trees import (
     TreeSpec,
@@ -63,6 +63,14 @@ class Call:
     copied_leaves: list[Any]
     copied_tree: TreeSpec
     training: bool | None
+    _reference_part: list[Part] = attrs.field(factory=list, init=False, eq=False, repr=False)
+
+    def reference_part(self) -> Part:
+        """What keys say of the arguments by reference."""
+        if not self._reference_part:
+            leaves = (leaf_key(x, None, True) for x in self.reference_leaves)
+            self._reference_part.append(_part(self.reference_tree, leaves))
+        return self._reference_part[0]
 
     def leaf_names(self) -> list[str]:
         """Each leaf's path as the caller would write it, the references first."""
@@ -105,17 +113,20 @@ def refuse_shared(call: Call, roles: Roles, name: str) -> None:
     """Raise if a donated argument shares memory with another donated one, or its storage with another argument by
     reference: what it holds after the call would be unsaid. (What is copied in, is so before anything is written.)"""
     count = num_donated(call, roles)
-    leaves = list(zip(call.leaf_names(), call.reference_leaves, strict=False))
-    donated = [(path, x) for path, x in leaves[:count] if isinstance(x, Tensor) and not x.is_meta]
-    for index, (path, leaf) in enumerate(donated):
+    leaves = call.reference_leaves
+    donated = [(i, x) for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and not x.is_meta]
+    for place, (index, leaf) in enumerate(donated):
         if overlaps_itself(leaf):
+            path = call.leaf_names()[index]
             raise _shared(name, f"{path}, which is donated, has elements that share memory, as an expanded tensor has")
-        if other := next((p for p, x in donated[:index] if overlap(x, leaf)), None):
-            raise _shared(name, f"{path} shares memory with {other}, and both are donated")
-    owners = {storage_id(x): path for path, x in leaves[:count] if isinstance(x, Tensor) and x.numel()}
-    for path, leaf in leaves[count:]:
-        if isinstance(leaf, Tensor) and storage_id(leaf) in owners:
-            raise _shared(name, f"{path} shares its storage with {owners[storage_id(leaf)]}, which is donated")
+        if (other := next((i for i, x in donated[:place] if overlap(x, leaf)), None)) is not None:
+            names = call.leaf_names()
+            raise _shared(name, f"{names[index]} shares memory with {names[other]}, and both are donated")
+    owners = {storage_id(x): i for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and x.numel()}
+    for index, leaf in enumerate(leaves[count:], count):
+        if isinstance(leaf, Tensor) and (owner := owners.get(storage_id(leaf))) is not None:
+            names = call.leaf_names()
+            raise _shared(name, f"{names[index]} shares its storage with {names[owner]}, which is donated")
 
 
 def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
@@ -191,9 +202,10 @@ class _Itself:
 
 def check_sizes(call: Call, descriptor: Any, name: str) -> None:
     """Raise DescriptorError for a sized leaf that has not the size that the call's descriptor says."""
-    names = call.leaf_names()[len(call.reference_leaves) :]
-    for path, leaf, spec in zip(names, call.copied_leaves, leaf_axes(call.copied), strict=True):
+    pairs = zip(call.copied_leaves, leaf_axes(call.copied), strict=True)
+    for index, (leaf, spec) in enumerate(pairs, len(call.reference_leaves)):
         if spec is not None and tuple(leaf.shape) != (expected := padded_shape(leaf, spec, descriptor)):
+            path = call.leaf_names()[index]
             raise DescriptorError(
                 f"{name}(...)",
                 f"{path} of shape {tuple(leaf.shape)} in a batch of class '{descriptor}', which says {expected}",
@@ -203,17 +215,14 @@ def check_sizes(call: Call, descriptor: Any, name: str) -> None:
 
 def signature_of(call: Call) -> Key:
     """The key before dispatch: with the batch's own class and sizes."""
-    leaves = [leaf_key(x, None, True) for x in call.reference_leaves]
-    leaves += [leaf_key(x, None, False) for x in call.copied_leaves]
+    copied = _part(call.copied_tree, (leaf_key(x, None, False) for x in call.copied_leaves))
     statics = tuple((name, alike(value)) for name, value in call.statics.items())
     training = () if call.training is None else (("module.training", call.training),)
-    return Key(
-        (*_ambient(), *training), "", _structure(call.reference_tree, call.copied_tree), statics, None, tuple(leaves)
-    )
+    return Key((*_ambient(), *training), "", statics, None, call.reference_part(), copied)
 
 
-def _structure(references: TreeSpec, copied: TreeSpec) -> tuple[TreeSpec, TreeSpec, tuple[Any, ...]]:
-    return references, copied, (*keys_in(references), *keys_in(copied))
+def _part(structure: TreeSpec, leaves: Iterable[Any]) -> Part:
+    return Part(structure, keys_in(structure), tuple(leaves))
 
 
 def hashable_signature(call: Call, name: str) -> Key:
@@ -247,8 +256,6 @@ def key_of(call: Call, mode: str, descriptor: Any) -> Key:
     if descriptor is None:
         return signature
     padded = map_sized(lambda value, _: value, call.copied, descriptor)
-    leaves = list(signature.leaves[: len(call.reference_leaves)])
-    for leaf, spec in zip(call.copied_leaves, leaf_axes(call.copied), strict=True):
-        leaves.append(leaf_key(leaf, padded_shape(leaf, spec, descriptor) if spec else None, False))
-    structure = _structure(call.reference_tree, tree_structure(padded))
-    return attrs.evolve(signature, structure=structure, descriptor=descriptor, leaves=tuple(leaves))
+    pairs = zip(call.copied_leaves, leaf_axes(call.copied), strict=True)
+    leaves = (leaf_key(x, padded_shape(x, spec, descriptor) if spec else None, False) for x, spec in pairs)
+    return attrs.evolve(signature, descriptor=descriptor, copied=_part(tree_structure(padded), leaves))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from weft.errors import CaptureError, WeftError
 from weft.padding import inert, padded_shape
-from weft.torchapi import unseen
+from weft.torchapi import storage_id, unseen
 from weft.transforms.backends import Backend, Recording
 from weft.transforms.backends.audit import Audit, Inputs
-from weft.transforms.buffers import blank_like, buffer_like
+from weft.transforms.buffers import Slabs
 from weft.transforms.call import Call, invoke
 from weft.transforms.options import Graphable
 from weft.transforms.results import Outputs, refuse_opaque, refuse_recorded, settle
@@ -45,6 +45,7 @@ class Entry:
             itself must run under autograd.
         consults_switches: it chose kernels by `weft.torchapi.backend_switches`.
         blanks: for each buffer that is padded with one number, a tensor of padding; None for large ones, and the rest.
+        buffer_bytes: of the input buffers and the padding beside them, what this graph added to what others have.
         operators: that it repeats, and the seconds that its capture took.
         last_use: the number of the replay that used it last, by which the least used is found.
     """
@@ -55,6 +56,7 @@ class Entry:
     external: tuple[Tensor, ...]
     consults_switches: bool
     blanks: tuple[Tensor | None, ...]
+    buffer_bytes: int
     operators: int = 0
     seconds: float = 0.0
     last_use: int = 0
@@ -68,11 +70,6 @@ class Entry:
         """Its outputs, and where each leaf of a result comes from."""
         found: Outputs = self.recording.outputs
         return found
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the input buffers and the padding beside them."""
-        return sum(x.nbytes for x in (*self.buffers, *self.blanks) if isinstance(x, Tensor))
 
 
 @attrs.frozen(eq=False)
@@ -105,8 +102,8 @@ class Prepared:
     rewind: Callable[[], None]
 
 
-def prepare(of: Graphable, call: Call, descriptor: Any, device: torch.device) -> Prepared:
-    """Make input buffers for calls like `call`, padded to `descriptor` (as they are where that is None).
+def prepare(of: Graphable, call: Call, descriptor: Any, slabs: Slabs) -> Prepared:
+    """Make input buffers in `slabs` for calls like `call`, padded to `descriptor` (as they are where that is None).
 
     With a descriptor the buffers hold padding only, which by contract (law L2) changes no state: so a state of over
     `SAVED_BYTES`, such as a KV cache, is not copied to be restored.
@@ -114,7 +111,7 @@ def prepare(of: Graphable, call: Call, descriptor: Any, device: torch.device) ->
     with torch.no_grad():
         example = call.copied if descriptor is None else inert(call.copied, descriptor)
         leaves, tree = tree_flatten(example)
-        buffers = tuple(buffer_like(x) if isinstance(x, Tensor) else x for x in leaves)
+        buffers = tuple(slabs.buffer(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves))
     axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
     donated = _tensors({n: call.references[n] for n in of.roles.donated if n in call.references})
     saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
@@ -176,7 +173,10 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
         torch.OutOfMemoryError: there is no room for it; then nothing is held, and nothing changed.
     """
     start = time.perf_counter()
-    prepared = prepare(of, call, descriptor, backend.device)
+    if backend.enter is not None:
+        backend.enter()  # another graph may still be reading the buffers, in another stream
+    slabs, before = backend.slabs, backend.slabs.nbytes
+    prepared = prepare(of, call, descriptor, slabs)
     split_at = of.split_at if mode == "piecewise" else frozenset()
     audit = audit_of(of, prepared, backend.device)
     with _ONE_AT_A_TIME, prepared.untouched(audit), _noted(of.name, descriptor):
@@ -194,8 +194,11 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
         raise CaptureError(f"graphify({of.name})", seen, f"name an operator that it calls: {shown or 'it calls none'}")
     if descriptor is not None:
         _refuse_unsized(of.name, recording.outputs, descriptor, prepared.axes)
-    blanks = tuple(blank_like(buffer, spec) for buffer, spec in zip(prepared.buffers, prepared.axes, strict=True))
-    took = audit.launches, time.perf_counter() - start
+    if not of.borrow:
+        recording = backend.lend_memory(recording, audit.own - {storage_id(x) for x in prepared.donated})
+    pairs = zip(prepared.buffers, prepared.axes, strict=True)
+    blanks = tuple(slabs.blank(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs))
+    took = slabs.nbytes - before, audit.launches, time.perf_counter() - start
     return Entry(recording, prepared.buffers, prepared.axes, external, audit.consults_switches(), blanks, *took)
 
 

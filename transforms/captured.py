@@ -41,7 +41,7 @@ class CapturedGraph:
     @classmethod
     def make(cls, key: Key, entry: Entry) -> "CapturedGraph":
         """Of an entry of the memo."""
-        of = _shapes(key, entry) if key.descriptor is None else str(key.descriptor)
+        of = _shapes(key) if key.descriptor is None else str(key.descriptor)
         recording, sizes = entry.recording, (entry.buffer_bytes, entry.recording.nbytes)
         return cls(key.mode, of, recording.num_pieces, entry.operators, *sizes, entry.seconds)
 
@@ -51,10 +51,9 @@ class CapturedGraph:
         return self.mode, self.of, *counts, *map(size_text, sizes), f"{self.seconds * 1e3:.1f} ms"
 
 
-def _shapes(key: Key, entry: Entry) -> str:
+def _shapes(key: Key) -> str:
     """The shapes of the tensors that are copied in."""
-    copied = key.leaves[len(key.leaves) - len(entry.buffers) :]
-    found = [leaf for leaf in copied if isinstance(leaf, LeafKey)]
+    found = [leaf for leaf in key.copied.leaves if isinstance(leaf, LeafKey)]
     return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in found) or "nothing copied in"
 
 

@@ -103,8 +103,8 @@ def as_ladder(given: Ladder[D] | Sequence[D]) -> Ladder[D]:
 
 
 def rungs(limit: int) -> tuple[int, ...]:
-    """The sizes 1, 2, 4, 8, then in steps of 8 up to 128, then eight to each doubling, up to and including `limit`: so
-    many that beyond 8 no size is padded by more than 8, or an eighth of itself.
+    """The numbers of requests of uniform classes: 1, 2, 4, 8, then in steps of 8 up to 128, then eight to each
+    doubling, up to and including `limit`. Beyond 8, none is padded by more than 8, or an eighth of itself.
 
     >>> rungs(20), rungs(300)[-4:]
     ((1, 2, 4, 8, 16, 20), (240, 256, 288, 300))
@@ -114,6 +114,20 @@ def rungs(limit: int) -> tuple[int, ...]:
         sizes.append(size)
         size += max(8, 1 << size.bit_length() - 4)
     return (*(s for s in sizes if s < limit), limit) if limit > 0 else ()
+
+
+def token_rungs(limit: int) -> tuple[int, ...]:
+    """The numbers of tokens of ragged classes: powers of two up to 128, where a step is bound by the weights that it
+    reads and padding costs little; then four to each doubling, so that none is padded by more than a quarter of itself.
+
+    >>> token_rungs(20), token_rungs(300)[-5:]
+    ((1, 2, 4, 8, 16, 20), (160, 192, 224, 256, 300))
+    """
+    sizes, size = list[int](), 1
+    while size < limit:
+        sizes.append(size)
+        size += size if size < 128 else 1 << size.bit_length() - 3
+    return (*sizes, limit) if limit > 0 else ()
 
 
 def lora_rungs(max_loras: int, *, specialised: bool = True) -> tuple[int, ...]:
@@ -147,7 +161,7 @@ def make_ladder(
     Args:
         mode: one of `MODES`; `full_and_piecewise` has whole graphs of uniform decode, and pieces for all else.
         limits: what a batch can be.
-        sizes: numbers of requests (uniform) and of tokens (ragged), instead of `rungs`.
+        sizes: numbers of requests (uniform) and of tokens (ragged), instead of `rungs` and `token_rungs`.
         capability: what the attention back end can do inside a whole graph, one of `CAPABILITIES`.
 
     Raises:
@@ -184,7 +198,7 @@ def _uniform(limits: Limits, sizes: Sequence[int] | None) -> list[BatchDescripto
 def _ragged(limits: Limits, most: int, sizes: Sequence[int] | None) -> list[BatchDescriptor]:
     return [
         BatchDescriptor(t, min(t, limits.max_num_reqs), None, loras)
-        for t in (rungs(most) if sizes is None else sizes)
+        for t in (token_rungs(most) if sizes is None else sizes)
         for loras in limits.active_loras
         if t <= most
     ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CacheMissError, CaptureError
+from weft.transforms.buffers import Slabs
 from weft.transforms.call import Call
 from weft.transforms.capture import Entry, audit_of, prepare
 from weft.transforms.dispatch import Decision
@@ -114,7 +115,7 @@ def lower(
     Raises:
         CaptureError: what it does could not be captured.
     """
-    prepared = prepare(of, call, decision.descriptor, device)
+    prepared = prepare(of, call, decision.descriptor, Slabs())
     given = zip(prepared.given, prepared.names, (*prepared.references, *prepared.buffers), strict=True)
     donated = {id(x) for x in prepared.donated}
     own = {id(x) for x in prepared.references}

@@ -31,7 +31,22 @@ class LeafKey:
     """Where the storage must be, for arguments captured by reference; None for those that are copied in."""
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
+class Part:
+    """What a key says of some of the arguments.
+
+    Args:
+        structure: of them, as a tree.
+        keys: of the dicts in it, beyond what `==` says of them.
+        leaves: one `LeafKey` a tensor; for any other leaf what `alike` makes of it.
+    """
+
+    structure: Any
+    keys: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+
+
+@attrs.frozen(cache_hash=True)
 class Key:
     """All that a capture depends on: equal keys may share a graph, and unequal ones may not."""
 
@@ -39,11 +54,17 @@ class Key:
     """What holds around the call, each with its name: autograd's mode, autocast, switches of torch, function modes."""
     mode: str
     """A whole graph, or pieces."""
-    structure: Any
     statics: tuple[tuple[str, Any], ...]
     descriptor: Any
-    leaves: tuple[Any, ...]
-    """One `LeafKey` a tensor; for any other leaf what `alike` makes of it."""
+    references: Part
+    """The arguments captured by reference."""
+    copied: Part
+    """The others, padded to the class."""
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """What it says of each leaf, the references first."""
+        return *self.references.leaves, *self.copied.leaves
 
 
 def but_grad_mode(key: Key) -> Key:
@@ -69,7 +90,8 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
     try:
         hash(key)
     except TypeError:
-        for name, value in [*key.statics, *zip(names(), key.leaves, strict=True), ("tree structure", key.structure)]:
+        parts = [("tree structure", (part.structure, part.keys)) for part in (key.references, key.copied)]
+        for name, value in [*key.statics, *zip(names(), key.leaves, strict=True), *parts]:
             try:
                 hash(value)
             except TypeError as error:

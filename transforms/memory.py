@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.padding import padded_shape
 from weft.transforms.backends import Backend
-from weft.transforms.buffers import BLANK_BYTES
+from weft.transforms.buffers import BLANK_BYTES, is_dense
 from weft.transforms.call import Call
 from weft.transforms.capture import Entry, capture
 from weft.transforms.dispatch import Decision
@@ -115,8 +115,8 @@ def estimate(
         for i, size in enumerate(sizes):
             graph_bytes += found[i].recording.nbytes if i in found else between(points, size)
         driver_bytes += sum(e.recording.driver_bytes for e in found.values()) * len(group) // len(found)
-    buffer_bytes = sum(_with_blanks(call, rung.descriptor) for rung in rungs)
-    return MemoryEstimate(len(rungs), buffer_bytes, graph_bytes, driver_bytes, len(entries))
+    made = buffer_bytes(call, [rung.descriptor for rung in rungs])
+    return MemoryEstimate(len(rungs), made, graph_bytes, driver_bytes, len(entries))
 
 
 def spread(count: int) -> tuple[int, ...]:
@@ -151,21 +151,32 @@ def between(points: Sequence[tuple[int, int]], size: int) -> int:
 
 def input_bytes(call: Call, descriptor: Any) -> int:
     """Bytes of the copied tensors of a call, padded to a class."""
-    return sum(size for size, _ in _padded(call, descriptor))
+    return sum(size for size, _, _ in _padded(call, descriptor))
 
 
-def _with_blanks(call: Call, descriptor: Any) -> int:
-    return sum(size * (1 + blank) for size, blank in _padded(call, descriptor))
+def buffer_bytes(call: Call, descriptors: Iterable[Any]) -> int:
+    """Bytes of the input buffers, and of the padding beside them, of graphs of these classes, captured in this order:
+    those that are part of a slab (`Slabs`) count as far as the slab must grow."""
+    slabs: dict[tuple[int, bool], int] = {}
+    total = 0
+    for descriptor in descriptors:
+        for place, (size, has_blank, dense) in enumerate(_padded(call, descriptor)):
+            for blank in (False, True)[: 1 + has_blank]:
+                if not dense or size > slabs.get((place, blank), 0):
+                    slabs[place, blank] = size
+                    total += size
+    return total
 
 
-def _padded(call: Call, descriptor: Any) -> Iterator[tuple[int, bool]]:
-    """For each buffer its bytes, and whether there is padding for it to copy."""
+def _padded(call: Call, descriptor: Any) -> Iterator[tuple[int, bool, bool]]:
+    """For each buffer its bytes, whether there is padding for it to copy, and whether it is dense."""
     for leaf, spec in zip(call.copied_leaves, leaf_axes(call.copied), strict=True):
         if isinstance(leaf, Tensor):
             padded = spec is not None and descriptor is not None
             shape = padded_shape(leaf, spec, descriptor) if spec is not None and padded else tuple(leaf.shape)
             size = math.prod(shape) * leaf.element_size()
-            yield size, padded and spec is not None and not isinstance(spec.pad, str) and size <= BLANK_BYTES
+            blank = padded and spec is not None and not isinstance(spec.pad, str) and size <= BLANK_BYTES
+            yield size, blank, padded or is_dense(leaf)
 
 
 def size_text(count: int) -> str:

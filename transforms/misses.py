@@ -74,7 +74,7 @@ class Changed:
 
 def changed_between(new: Key, old: Key, names: Iterable[str], donated: Sequence[str]) -> Changed:
     """The fields in which two keys differ, by kind."""
-    same = [attrs.evolve(key, leaves=()) for key in (new, old)]
+    same = [_but_leaves(key) for key in (new, old)]
     if same[0] != same[1]:
         return Changed((), (), {}, True)
     moved: dict[str, None] = {}
@@ -92,6 +92,11 @@ def changed_between(new: Key, old: Key, names: Iterable[str], donated: Sequence[
     return Changed(tuple(n for n in moved if n in donated), tuple(n for n in moved if n not in donated), values, others)
 
 
+def _but_leaves(key: Key) -> Key:
+    bare = [attrs.evolve(part, leaves=()) for part in (key.references, key.copied)]
+    return attrs.evolve(key, references=bare[0], copied=bare[1])
+
+
 def _is_number(key: Any) -> bool:
     return not isinstance(key, LeafKey) and key[0] is not bool and issubclass(key[0], int | float | complex)
 
@@ -106,12 +111,15 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
     for (name, value), (_, captured) in zip(new.ambient, old.ambient, strict=True):
         if value != captured:
             yield f"{name}: {value}, captured {captured}"
-    if new.structure != old.structure:
+    parts = (new.references, old.references), (new.copied, old.copied)
+    structures = [(one.structure, other.structure) for one, other in parts]
+    keys = [(*own.references.keys, *own.copied.keys) for own in (new, old)]
+    if any(one != other for one, other in structures) or keys[0] != keys[1]:
         if new.descriptor == old.descriptor:  # which is part of the structure
-            for one, other in zip(new.structure[:2], old.structure[:2], strict=True):
+            for one, other in structures:
                 yield from _of_arguments(one, other)
-            if new.structure[:2] == old.structure[:2]:
-                yield f"keys of dicts: {brief_all(new.structure[2])}, captured {brief_all(old.structure[2])}"
+            if all(one == other for one, other in structures):
+                yield f"keys of dicts: {brief_all(keys[0])}, captured {brief_all(keys[1])}"
         return
     for name, a, b in zip(names, new.leaves, old.leaves, strict=True):
         if a == b:

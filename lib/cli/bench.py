@@ -1,9 +1,11 @@
 """What `weft bench` measures: an engine that serves many requests at once, timed where the host reads the tokens."""
 
+import gc
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import attrs
 import torch
@@ -98,14 +100,33 @@ def measure(here: Here, wanted: Wanted, progress: bool) -> Figures:
     shows = progress and here.first
     engine, started = start(here, wanted, shows)
     draw = random.Random(wanted.seed)
-    begun = time.perf_counter()
-    few = min(wanted.output_len, _WARM_UP_TOKENS)
-    serve(engine, make_prompts(engine, wanted, draw, wanted.max_num_seqs), wanted.sampling, few, False)
-    own = attrs.evolve(started, warm_up_seconds=_now(engine.model.device) - begun)
-    served = serve(
-        engine, make_prompts(engine, wanted, draw, wanted.num_prompts), wanted.sampling, wanted.output_len, shows
-    )
+    own = warm_up(engine, wanted, draw, started)
+    prompts = make_prompts(engine, wanted, draw, wanted.num_prompts)
+    with evenly():
+        served = serve(engine, prompts, wanted.sampling, wanted.output_len, shows)
     return figures(served, wanted.input_len, here.collect(finish(engine, own)))
+
+
+def warm_up(engine: Engine, wanted: Wanted, draw: random.Random, started: RankFigures) -> RankFigures:
+    """Serve a few tokens of as many requests as run at once; with how long that took, and when the first was read."""
+    prompts = make_prompts(engine, wanted, draw, wanted.max_num_seqs)
+    begun = time.perf_counter()
+    served = serve(engine, prompts, wanted.sampling, min(wanted.output_len, _WARM_UP_TOKENS), False)
+    ready = started.load_seconds + started.engine_seconds + started.capture_seconds
+    first = ready + min(times[0] for times in served.read)
+    return attrs.evolve(started, warm_up_seconds=_now(engine.model.device) - begun, first_token_seconds=first)
+
+
+@contextmanager
+def evenly() -> Iterator[None]:
+    """Inside, the garbage collector leaves alone what there was before: to look through the objects of torch, triton
+    and a model takes it 0.1 s at a time, in the midst of a step."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def start(here: Here, wanted: Wanted, progress: bool, opened: Model | None = None) -> tuple[Engine, RankFigures]:

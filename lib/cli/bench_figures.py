@@ -32,6 +32,7 @@ class RankFigures:
         engine_seconds: the state with its KV cache, and the stages.
         capture_seconds: all graphs.
         warm_up_seconds: a few tokens of as many requests as run at once.
+        first_token_seconds: from the beginning of the load until the first of these tokens was read.
         num_graphs, graph_bytes: captured, with the driver's own.
         peak_bytes: that torch held of the GPU's memory at most; None on a CPU.
     """
@@ -41,6 +42,7 @@ class RankFigures:
     engine_seconds: float
     capture_seconds: float
     warm_up_seconds: float = 0.0
+    first_token_seconds: float = 0.0
     num_graphs: int = 0
     graph_bytes: int = 0
     peak_bytes: int | None = None

@@ -83,11 +83,11 @@ def _drafts(wanted: Wanted, found: Figures) -> Table:
 
 
 def _start(found: Figures) -> Table:
-    names = ("rank", "device", "load, s", "engine, s", "capture, s", "warm-up, s", "graphs", "their MiB")
+    names = ("rank", "device", "load, s", "engine, s", "capture, s", "first token, s", "graphs", "their MiB")
     on_gpu = any(rank.peak_bytes is not None for rank in found.ranks)
     table = _table("start", *names, *(["peak GiB"] if on_gpu else []))
     for index, rank in enumerate(found.ranks):
-        seconds = (rank.load_seconds, rank.engine_seconds, rank.capture_seconds, rank.warm_up_seconds)
+        seconds = (rank.load_seconds, rank.engine_seconds, rank.capture_seconds, rank.first_token_seconds)
         sizes = [str(rank.num_graphs), f"{rank.graph_bytes / 2**20:.1f}"]
         sizes += [] if rank.peak_bytes is None else [f"{rank.peak_bytes / 2**30:.2f}"]
         table.add_row(str(index), rank.device, *(f"{value:.2f}" for value in seconds), *sizes)

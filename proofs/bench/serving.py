@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import attrs
 import torch
 
-from weft.cli.bench import Wanted, finish, make_prompts, serve, start
+from weft.cli.bench import Wanted, evenly, finish, make_prompts, serve, start, warm_up
 from weft.cli.bench_figures import RankFigures, figures
 from weft.cli.bench_options import WORKLOADS
 from weft.cli.choices import MODES
@@ -84,12 +83,11 @@ def run(here: Here, source: Source, place: Place, plan: Plan) -> list[dict[str, 
 def measure(here: Here, engine: Engine, wanted: Wanted, started: RankFigures, repeats: int) -> Iterator[dict[str, Any]]:
     """Serve a workload, after a few tokens that warm it up."""
     draw = random.Random(wanted.seed)
-    begun = time.perf_counter()
-    serve(engine, make_prompts(engine, wanted, draw, wanted.num_prompts), wanted.sampling, 8, False)
-    own = attrs.evolve(started, warm_up_seconds=time.perf_counter() - begun)
+    own = warm_up(engine, wanted, draw, started)
     for index in range(repeats):
         prompts = make_prompts(engine, wanted, draw, wanted.num_prompts)
-        served = serve(engine, prompts, wanted.sampling, wanted.output_len, False)
+        with evenly():
+            served = serve(engine, prompts, wanted.sampling, wanted.output_len, False)
         found = figures(served, wanted.input_len, here.collect(finish(engine, own)))
         yield {"repeat": index, **attrs.asdict(found)}
 
@@ -128,6 +126,7 @@ def show(row: dict[str, Any]) -> str:
         f"{row['output_tokens_per_s']:>9,.0f} out/s {row['total_tokens_per_s']:>9,.0f} all/s",
         f"TTFT {ttft['p50']:>8.2f} TPOT {tpot['p50']:>7.3f} ms",
         f"{shares}; padding {use['padding']:.1%}; captured in {row['ranks'][0]['capture_seconds']:.1f} s",
+        f"first token {row['ranks'][0]['first_token_seconds']:.1f} s from the start",
     )
     return "  ".join(parts)
 

@@ -61,6 +61,7 @@ def test_every_token_is_counted_and_nothing_is_captured_meanwhile(run: Weft, gra
     (rank,) = found["ranks"]
     assert (rank["num_graphs"] > 0, rank["graph_bytes"] > 0) == (graph != "none",) * 2
     assert min(rank["load_seconds"], rank["engine_seconds"], rank["warm_up_seconds"]) > 0
+    assert rank["first_token_seconds"] > sum(rank[f"{part}_seconds"] for part in ("load", "engine", "capture"))
     shares = found["graphs"]["shares"]
     assert sum(shares.values()) == pytest.approx(1)
     none, piecewise, full = shares["none"], shares["piecewise"], shares["full"]

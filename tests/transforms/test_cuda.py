@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,17 @@ def test_a_later_capture_keeps_earlier_results_and_graphs() -> None:
     for seen, expected in (*held, *again):
         torch.testing.assert_close(seen, expected, rtol=0, atol=0)
     assert graph.cache_info().captures == 4
+
+
+@pytest.mark.parametrize("outputs", ["safe", "borrow"])
+def test_results_that_are_copied_share_their_memory(outputs: Any) -> None:
+    graph = graphify(lambda x: x.repeat(1, 256) + x[:, :1], outputs=outputs)
+    inputs = [torch.randn(n, 16, device="cuda") for n in (4096, 3072, 2048)]
+    for x in (*inputs, *reversed(inputs)):
+        assert torch.equal(graph(x), x.repeat(1, 256) + x[:, :1])
+    used = graph.memory_analysis()
+    shared = used.graph_bytes < used.output_bytes
+    assert shared is (outputs == "safe"), used
 
 
 def _check_usable_after(failing: Graphified[..., object]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from weft.descriptor import BatchDescriptor as B
 from weft.errors import DescriptorError
 from weft.transforms.dispatch import dispatch
-from weft.transforms.ladder import CAPABILITIES, MODES, Ladder, Limits, lora_rungs, make_ladder, rungs
+from weft.transforms.ladder import CAPABILITIES, MODES, Ladder, Limits, lora_rungs, make_ladder, rungs, token_rungs
 
 FAST = settings(deadline=None, max_examples=60)
 LIMITS = st.builds(
@@ -145,11 +145,17 @@ def test_rungs_are_increasing_end_at_the_limit_and_stay_close(limit: int) -> Non
     assert sizes[-1] == limit
     assert list(sizes) == sorted(set(sizes))
     assert all(b - a <= max(8, a // 8) for a, b in pairwise(sizes))
+    sizes = token_rungs(limit)
+    assert sizes[-1] == limit
+    assert list(sizes) == sorted(set(sizes))
+    assert all(b - a <= (a if a < 128 else a // 4) for a, b in pairwise(sizes))
 
 
 def test_rungs_by_hand() -> None:
     assert (rungs(0), rungs(1), rungs(3), rungs(9)) == ((), (1,), (1, 2, 3), (1, 2, 4, 8, 9))
     assert rungs(300)[-5:] == (224, 240, 256, 288, 300)
+    assert (token_rungs(0), token_rungs(1), token_rungs(3), token_rungs(9)) == ((), (1,), (1, 2, 3), (1, 2, 4, 8, 9))
+    assert token_rungs(520)[-10:] == (128, 160, 192, 224, 256, 320, 384, 448, 512, 520)
 
 
 def test_none_is_no_graph_and_pure() -> None:

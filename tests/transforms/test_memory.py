@@ -6,6 +6,7 @@ from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
+from weft.errors import CaptureError
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
 from weft.transforms.graphify import graphify
@@ -36,6 +37,30 @@ def test_what_is_by_reference_is_not_counted() -> None:
 
 def rows(n: int) -> Rows:
     return Rows(BatchDescriptor(n, n), torch.ones(n, 8))
+
+
+def test_graphs_read_their_inputs_from_the_same_memory() -> None:
+    g = graphify(lambda batch: batch, ladder=[BatchDescriptor(n, n) for n in (8, 4, 2)])
+    batches = [Rows(BatchDescriptor(n, n), torch.randn(n, 8)) for n in (7, 2, 3, 8, 1, 5)]
+    for batch in (*batches, *reversed(batches)):
+        assert torch.equal(g(batch).x, batch.x)
+    assert g.cache_info().currsize == 3
+    assert g.memory_analysis().buffer_bytes == 2 * (8 * 8 * 4), "of the largest, and as much padding"
+
+
+def test_a_buffer_that_must_grow_leaves_those_before_it_alone() -> None:
+    g = graphify(lambda x: x * 2)
+    inputs = [torch.randn(n) for n in (2, 7, 3, 9)]
+    for x in (*inputs, *reversed(inputs)):
+        assert torch.equal(g(x), x * 2)
+    assert g.memory_analysis().buffer_bytes == 4 * (2 + 7 + 9)
+
+
+def test_as_strided_sees_its_own_argument_and_not_what_lies_behind() -> None:
+    g = graphify(lambda x: x.as_strided((2,), (1,)))
+    assert g(torch.arange(9.0)).tolist() == g(torch.arange(2.0)).tolist() == [0, 1]
+    with pytest.raises(CaptureError, match="as_strided of x"):
+        graphify(lambda x: x.as_strided((2,), (3,)))(torch.arange(4.0)[:3])
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4, 2, 1), tuple(range(64, 0, -2))])

@@ -1,6 +1,6 @@
 """Capture back ends: one small protocol, and the choice by device."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any, Protocol
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from weft.errors import DeviceError
 from weft.transforms.backends.audit import Audit
+from weft.transforms.buffers import Slabs
 
 NAMES = ("tape", "cuda")
 """What `graphify(..., backend=...)` may name."""
@@ -49,6 +50,10 @@ class Backend(Protocol):
         """Where it runs."""
 
     @property
+    def slabs(self) -> Slabs:
+        """Memory for the input buffers of what it records."""
+
+    @property
     def enter(self) -> Callable[[], None] | None:
         """To call before a replay's buffers are filled: makes the current stream wait for the last replay, if that ran
         on another stream. None where there are no streams."""
@@ -65,6 +70,15 @@ class Backend(Protocol):
         Raises:
             CaptureError: the audit refused something that `fn` did.
             torch.OutOfMemoryError: there is no room for it.
+        """
+
+    def lend_memory(self, recording: Any, made: Set[int], /) -> Any:
+        """The recording, with the memory of its outputs free for later captures; for results that are copied before
+        anything else replays.
+
+        Args:
+            recording: of this back end.
+            made: the storages (`storage_id`) that the function made.
         """
 
 

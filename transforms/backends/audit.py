@@ -2,6 +2,7 @@
 to tensors that are not its own. The error names the user's line."""
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -81,7 +82,7 @@ class Audit(DispatchMode):
         self.lent = {storage_id(t) for t in inputs.lent}
         self.names = {storage_id(t): name for name, t in inputs.names}
         self._buffers = {storage_id(t) for t in inputs.buffers}
-        self._with_gaps = {storage_id(t) for t in inputs.buffers if t.nbytes < t.untyped_storage().nbytes()}
+        self._dense = {storage_id(t): _dense_bytes(t) for t in inputs.buffers}
         self._writable = {storage_id(t) for t in inputs.writable}
         self.own = set(self._writable)
         self._arguments = inputs.arguments
@@ -154,7 +155,9 @@ class Audit(DispatchMode):
         if is_collective(func) and not self.collectives:
             instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
             raise refusal(self.call, f"{func} is a collective operation, which waits for other ranks", instead)
-        if func is torch.ops.aten.as_strided.default and storage_id(args[0]) in self._with_gaps:
+        if func is torch.ops.aten.as_strided.default and _end(*args, **kwargs) > self._dense.get(
+            storage_id(args[0]), math.inf
+        ):
             fault = f"as_strided of {self.names[storage_id(args[0])]}, of whose storage a replay has its elements only"
             raise refusal(self.call, fault, "x.contiguous() first, or pass the whole tensor that it is a view of")
         for tensor in written(func, args, kwargs):
@@ -215,6 +218,19 @@ class Audit(DispatchMode):
                 name = self.names.get(place, "a tensor from outside it")
                 fault = f"{name} is on the CPU, in a call with tensors on a GPU, so that its value would be frozen"
                 raise refusal(self.call, fault, f"move {name} to the device before the call")
+
+
+def _dense_bytes(buffer: Tensor) -> int:
+    """How many of the first bytes of its storage hold its elements, and nothing else."""
+    fills = buffer.nbytes == buffer.untyped_storage().nbytes()
+    return buffer.nbytes if fills or (buffer.is_contiguous() and buffer.storage_offset() == 0) else 0
+
+
+def _end(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> int:
+    """The bytes up to the last that `as_strided` would see."""
+    first = x.storage_offset() if storage_offset is None else storage_offset
+    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return int((first + last + 1) * x.element_size()) if all(size) else 0
 
 
 def _default_generators(device: torch.device | None) -> list[torch.Generator]:

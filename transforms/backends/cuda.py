@@ -9,7 +9,7 @@ import functools
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import attrs
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, borrowed, current_stream_id, replayer, stop_allocating_to_pool
+from weft.torchapi import DispatchMode, borrowed, current_stream_id, replayer, stop_allocating_to_pool, storage_id
 from weft.transforms.backends.audit import Audit
 from weft.transforms.backends.operators import tensors_in
+from weft.transforms.buffers import Slabs
+from weft.transforms.results import Outputs
 from weft.trees import tree_map
 
 
@@ -83,7 +85,8 @@ class CudaBackend:
     """Captures on a side stream, the first time after an eager warm-up there (kernels compile, libraries make their
     workspaces).
 
-    The outputs of every capture stay referenced, so that no later capture of the pool reuses their memory.
+    The outputs of a capture stay referenced, so that no later capture of the pool reuses their memory, unless they are
+    copied after every replay (`lend_memory`).
     """
 
     name = "cuda"
@@ -92,6 +95,7 @@ class CudaBackend:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        self.slabs = Slabs()
         self._warm: set[tuple[bool, int]] = set()
         self._generators: dict[torch.Generator, None] = {}
         self._stream_id = current_stream_id(self.stream.device_index)
@@ -108,7 +112,6 @@ class CudaBackend:
         self._last = current
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
-        self.enter()  # pieces run while they are captured, in the pool
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -159,6 +162,14 @@ class CudaBackend:
         pieces = tuple(session.pieces)
         external = tuple(audit.external.values())
         return CudaRecording(pieces, outputs, external, _replay_of(pieces), tensors, driver)
+
+    def lend_memory(self, recording: CudaRecording, made: Set[int]) -> CudaRecording:
+        """With outputs that name their memory, and do not hold it: the graph keeps the pool alive that it is in."""
+        outputs: Outputs = recording.outputs
+        leaves = [
+            borrowed(x) if isinstance(x, Tensor) and x.is_cuda and storage_id(x) in made else x for x in outputs.leaves
+        ]
+        return attrs.evolve(recording, outputs=attrs.evolve(outputs, leaves=tuple(leaves)))
 
 
 @contextlib.contextmanager

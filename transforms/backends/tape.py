@@ -4,7 +4,7 @@ Addresses are fixed, Python values are frozen at capture, a replay overwrites th
 reads are refused. A law that the tape breaks, a graph would break; what holds here can be tested without a GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import attrs
@@ -16,6 +16,7 @@ from weft.torchapi import DispatchMode, borrowed, storage_id
 from weft.transforms.backends.audit import Audit
 from weft.transforms.backends.operators import ONLY_MEMORY, TRANSFERS, tensors_in, written
 from weft.transforms.backends.randomness import UnknownGenerator
+from weft.transforms.buffers import Slabs
 from weft.trees import tree_map
 
 _CPU = torch.device("cpu")
@@ -124,6 +125,7 @@ class TapeBackend:
     name: str = "tape"
     device: torch.device = _CPU
     enter: None = None
+    slabs: Slabs = attrs.field(factory=Slabs)
     _warm: list[bool] = attrs.field(factory=list)
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> TapeRecording:
@@ -137,6 +139,10 @@ class TapeBackend:
                 audit.random.rehearse()
                 _rehearse(fn, audit)
                 return _record(fn, audit, split_at)
+
+    def lend_memory(self, recording: TapeRecording, _: Set[int]) -> TapeRecording:
+        """As it is: a tape's memory is no pool's."""
+        return recording
 
 
 def _rehearse(fn: Callable[[], Any], audit: Audit) -> None:
