@@ -18,6 +18,7 @@ from weft.donation import donate
 from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY, may_capture
 from weft.torchapi import in_plain_surroundings, uncompiled
+from weft.transforms.ahead import compile_ahead
 from weft.transforms.borrowing import lend, lending
 from weft.transforms.call import Call, Roles, check_call, hashable_signature, holds_in_mode, inline_reason, take_apart
 from weft.transforms.capture import Entry
@@ -203,6 +204,17 @@ class Graphified(Generic[P, R]):
                         self._graphs.exhaust(decision)
                         break
         return self.cache_info()
+
+    def compile_ahead(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Compile the kernels that `capture` will launch, several at once, with a progress bar; on a GPU, and for a
+        function of weft's own operators, which are left out while it runs on padding. Nothing is captured, and no
+        state changes. Without it, a capture compiles what it meets, one kernel after the other."""
+        call = self._example(args, kwargs)
+        with self._lock:
+            backend = self._graphs.backend_for(call)
+            rungs = [rung for rung in self._graphs.rungs(call) if self._graphs.find(call, rung) is None]
+            if backend.device.type == "cuda":
+                compile_ahead(self._of, call, rungs, backend)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
         """Run the function once on buffers of its own, without a trace, and write down what it does.

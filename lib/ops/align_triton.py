@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.early_triton import begin, early, release
+from weft.ops.kernel_triton import kernel
 from weft.ops.tiles import power_of_two
 
 _CHUNKS = {512: (512, 4), 4096: (1024, 4)}
@@ -18,7 +19,7 @@ _MANY = (4096, 16)
 """Of more pairs."""
 
 
-@triton.jit(do_not_specialize=["pairs", "num_blocks"])
+@kernel(do_not_specialize=["pairs", "num_blocks"])
 def _align_kernel(
     experts, order, owners, pairs, num_blocks,
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,

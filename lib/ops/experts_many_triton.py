@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.ops.align_triton import Aligned
 from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.early_triton import begin, early, release
+from weft.ops.kernel_triton import kernel
 from weft.ops.tiles import Tile
 
 _LINE = 16
@@ -54,7 +55,7 @@ def _store_weighted(
     tl.store(out + row[:, None] * inner + column[None, :], (acc * by[:, None]).to(TYPE), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def _many_kernel(
     x, x_scales, weight, scale, weights, order, owners, out, tokens, columns, inner,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr,

@@ -25,6 +25,7 @@ from weft.ops import experts_many_triton
 from weft.ops.align_triton import Aligned, align, find_expert, scan
 from weft.ops.blocks_triton import TRITON_DTYPES, quantize_rows
 from weft.ops.early_triton import begin, early, release
+from weft.ops.kernel_triton import kernel
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import multiply
 from weft.ops.tiles import SCAN_PAIRS, Tile, expert_tile, power_of_two
@@ -91,7 +92,7 @@ def _expert_tile(
         _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K, WIDTH, TYPE)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@kernel(do_not_specialize=["pairs"])
 def _expert_kernel(
     x, x_scales, weight, scale, weights, experts, order, owners, out, out_scales, pairs, num_experts, columns, inner,
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,

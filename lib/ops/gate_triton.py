@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
 from weft.ops.early_triton import begin, early, release
 from weft.ops.fp8 import ceil_blocks
+from weft.ops.kernel_triton import kernel
 from weft.ops.parts import num_parts
 from weft.ops.tiles import power_of_two
 
@@ -18,7 +19,7 @@ _MOST_GROUPS = 8
 """Blocks of 128 columns that a program takes at most."""
 
 
-@triton.jit
+@kernel()
 def _gate_kernel(
     x, out, scales, inner, stride,
     PARTS: tl.constexpr, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr,

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.ops.early_triton import begin, early, release
+from weft.ops.kernel_triton import kernel
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import multiply
 from weft.ops.tiles import Tile, linear_tile
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel(do_not_specialize=["tokens"])
 def _linear_kernel(
     x, x_scales, weight, scale, bias, out, tokens, rows, columns, share,
     FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.early_triton import begin, early
+from weft.ops.kernel_triton import kernel
 from weft.ops.parts import num_parts
 from weft.ops.tiles import power_of_two
 
@@ -27,7 +28,7 @@ _SHARE = 1024
 """Columns of x that a program multiplies: more are shared by several, whose sums the second kernel adds."""
 
 
-@triton.jit
+@kernel()
 def _shrink_kernel(
     x, a, slots, active, low, tokens, ranks, columns, share, splits,
     TOKENS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -52,7 +53,7 @@ def _shrink_kernel(
         tl.store(place, acc, mask=mine[:, None] & (r < ranks)[None, :])
 
 
-@triton.jit
+@kernel()
 def _expand_kernel(
     y, low, b, slots, active, out, tokens, rows, rank, pairs, splits, num_active, start1, start2, blocks,
     PARTS: tl.constexpr, TYPE: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,

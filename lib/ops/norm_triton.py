@@ -5,18 +5,18 @@ token, of which an op leaves out what it does not need. Import it only where tri
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
 from weft.ops.early_triton import begin, early, release
 from weft.ops.fp8 import ceil_blocks
+from weft.ops.kernel_triton import kernel
 from weft.ops.parts import num_parts
 from weft.ops.tiles import power_of_two
 
 
-@triton.jit
+@kernel()
 def _norm_kernel(
     x, residual, weight, total, normed, values, scales, columns, stride, eps,
     PARTS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr,

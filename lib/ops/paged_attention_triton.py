@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.early_triton import begin, early, release
+from weft.ops.kernel_triton import kernel
 from weft.ops.paged_attention_launch import plan_launch
 from weft.ops.tiles import power_of_two
 
@@ -168,7 +169,7 @@ def _owner(index, query_start_loc, num_reqs, QUERIES: tl.constexpr, EXTRA: tl.co
     return count
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@kernel(do_not_specialize=["num_reqs"])
 def _write_kernel(
     k,
     v,
@@ -211,7 +212,7 @@ def _zero_tokens(out, first, end, step, head, heads, GROUP: tl.constexpr, ROWS: 
         tl.store(out + place[:, None] + dim[None, :], tl.zeros([ROWS, DIMS], out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+@kernel(do_not_specialize=["num_reqs", "num_tokens"])
 def _attend_kernel(
     q,
     kv_pages,
@@ -342,7 +343,7 @@ def _attend_tiles(
     return m, s, acc
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _combine_kernel(
     shares,
     maxima,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.kernel_triton import kernel
+
 PROGRAMS = 64
 """Programs of a launch at most: shares of a message."""
 REGION = 2048
@@ -24,7 +26,7 @@ _SHARE = 1024
 _WARPS = 8
 
 
-@triton.jit
+@kernel()
 def _send_kernel(
     source, slots, acks, counts, abort, words, share,
     SLOTS: tl.constexpr, REGION: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
@@ -46,7 +48,7 @@ def _send_kernel(
         tl.store(counts + program, number)
 
 
-@triton.jit
+@kernel()
 def _recv_kernel(
     target, slots, acks, counts, abort, words, share,
     SLOTS: tl.constexpr, REGION: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.kernel_triton import kernel
+
 PROGRAMS = 64
 """Programs of a launch at most: shares of a message, flags of an edge."""
 _SHARE = 1024
@@ -22,7 +24,7 @@ _BLOCK = 1024
 _WARPS = 8
 
 
-@triton.jit
+@kernel()
 def _send_kernel(
     source, slots, flags, acks, counts, abort, words, share, region, slot_words,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -46,7 +48,7 @@ def _send_kernel(
         tl.store(counts + program, number)
 
 
-@triton.jit
+@kernel()
 def _recv_kernel(
     target, slots, flags, acks, counts, abort, words, share, region, slot_words,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.batch import DRAFT, LAST_TOKEN
 from weft.ops.early_triton import begin, early
+from weft.ops.kernel_triton import kernel
 
 _LAST_TOKEN, _DRAFT = tl.constexpr(LAST_TOKEN), tl.constexpr(DRAFT)
 _BLOCK = 128
@@ -35,7 +36,7 @@ def _resolve_request(
         tl.store(tables + request.to(tl.int64) * max_pages + page, found, mask=page < max_pages)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_rows"])
+@kernel(do_not_specialize=["num_reqs", "num_tokens", "num_rows"])
 def _resolve_kernel(
     rows, input_ids, starts, positions, last_tokens, block_table, limits,
     ids, places, slots, seq_lens, tables, last_index, num_reqs, num_tokens, num_rows, max_pages,
@@ -102,7 +103,7 @@ def resolve_tokens(
     return ids, places, slots, seq_lens, tables, last_index
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_rows"])
+@kernel(do_not_specialize=["num_reqs", "num_rows"])
 def _move_on_kernel(
     positions, last_tokens, rows, starts, samples, ids, num_reqs, num_rows, SAMPLED: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.early_triton import begin, early
+from weft.ops.kernel_triton import kernel
 
 _BLOCK = 256
 """Angles of a program."""
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _turn_kernel(
     inv_freq, positions, cos, sin, count, pairs, factor, EACH: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr
 ):

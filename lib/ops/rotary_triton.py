@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.early_triton import begin, early, release
+from weft.ops.kernel_triton import kernel
 from weft.ops.parts import num_parts
 from weft.ops.tiles import power_of_two
 
@@ -18,7 +19,7 @@ _HEADS = 8
 """Heads of a program."""
 
 
-@triton.jit
+@kernel()
 def _rotary_kernel(
     qkv, q_norm, k_norm, cos, sin, slots, kv_pages, out, columns, stride, to_values, k_start, v_start, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,

@@ -5,17 +5,17 @@ Import it only where triton is installed."""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.early_triton import begin, early, release
+from weft.ops.kernel_triton import kernel
 from weft.ops.parts import num_parts
 from weft.ops.tiles import power_of_two
 
 
-@triton.jit
+@kernel()
 def _route_kernel(
     logits, weights, experts, num_experts, stride, part_stride,
     PARTS: tl.constexpr, TYPE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,

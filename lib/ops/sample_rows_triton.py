@@ -22,6 +22,7 @@ from torch import Tensor
 
 from weft.ops import logits as names
 from weft.ops.early_triton import begin, early
+from weft.ops.kernel_triton import kernel
 from weft.ops.sample_triton import ADJUSTED, FILTERED, Processed, draw, inverse
 from weft.sampling_table import SamplingTable
 
@@ -126,7 +127,7 @@ def _search(
     return high
 
 
-@triton.jit(do_not_specialize=["num_rows", "biased"])
+@kernel(do_not_specialize=["num_rows", "biased"])
 def _process_kernel(
     logits, rows, positions, floats, ints, allowed, stops, bias_ids, bias, counts, token_mask,
     adjusted, temperatures, seeds, kinds, peaks, bounds, num_rows, vocab, stride, biased,
@@ -235,7 +236,7 @@ def process_rows(
     return temperatures, seeds, processed
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@kernel(do_not_specialize=["num_reqs"])
 def _count_kernel(counts, ints, rows, token_ids, kept, num_reqs, vocab, BLOCK: tl.constexpr):
     begin()
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.early_triton import begin, early
+from weft.ops.kernel_triton import kernel
 from weft.ops.splitmix import GOLDEN, MIX_1, MIX_2
 
 _BLOCK = 1024
@@ -62,7 +63,7 @@ def inverse(t):
     return tl.where(t <= 0, 1.0, 1.0 / tl.maximum(t, 1e-30))
 
 
-@triton.jit
+@kernel()
 def _part_kernel(
     logits, temperature, seeds, positions, best, indices, chosen, maxima, sums, adjusted, kinds, peaks, bounds,
     vocab, stride, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PROCESSED: tl.constexpr,
@@ -123,7 +124,7 @@ def _part_kernel(
     tl.store(sums + out, tl.sum(total, 0))
 
 
-@triton.jit
+@kernel()
 def _combine_kernel(
     temperature, best, indices, chosen, maxima, sums, kinds, token_ids, logprobs,
     SPLITS: tl.constexpr, PROCESSED: tl.constexpr,

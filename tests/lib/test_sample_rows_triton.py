@@ -172,11 +172,11 @@ def build(fn, logits="*bf16", **constants):
     source = ASTSource(fn, {name: known.get(name, "i32") for name in fn.arg_names}, constants)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
 for mask in (False, True):
-    build(ours._process_kernel, HAS_MASK=mask, COLUMNS=2048, BIASED=512)
-build(ours._count_kernel, BLOCK=256)
+    build(ours._process_kernel.jit, HAS_MASK=mask, COLUMNS=2048, BIASED=512)
+build(ours._count_kernel.jit, BLOCK=256)
 for processed in (False, True):
-    build(drawn._part_kernel, "*fp32", SPLITS=4, BLOCK=2048, PROCESSED=processed)
-    build(drawn._combine_kernel, SPLITS=4, PROCESSED=processed)
+    build(drawn._part_kernel.jit, "*fp32", SPLITS=4, BLOCK=2048, PROCESSED=processed)
+    build(drawn._combine_kernel.jit, SPLITS=4, PROCESSED=processed)
 """
 
 

@@ -103,7 +103,9 @@ class Stepped:
 
     def capture(self) -> None:
         for graph in self.graphs:
-            graph.capture(self.params, self.state, Batch.decode([0], device=self._place.device))
+            example = self.params, self.state, Batch.decode([0], device=self._place.device)
+            graph.compile_ahead(*example)
+            graph.capture(*example)
 
 
 class Streamed:
@@ -166,4 +168,5 @@ class Streamed:
         batch = Batch.decode([0], device=self._place.device)
         for graph, *stage in zip(self.graphs, self.params, self.state, self._examples, strict=False):
             params, state, x = stage
+            graph.compile_ahead(params, state, batch, x)
             graph.capture(params, state, batch, x)

@@ -1,0 +1,45 @@
+"""Kernels compiled ahead of the captures that launch them: every class runs once with weft's kernels left out, which
+says what they would be launched with; what is not there yet is compiled meanwhile, several at once."""
+
+from typing import Any
+
+from weft.ops.paged_attention import triton_version
+from weft.torchapi import DispatchMode, storage_id
+from weft.transforms.backends import Backend
+from weft.transforms.backends.operators import tensors_in
+from weft.transforms.call import Call
+from weft.transforms.capture import audit_of, prepare
+from weft.transforms.dispatch import Decision
+from weft.transforms.options import Graphable
+
+
+class _Zeros(DispatchMode):
+    """Lets weft's operators return zeros, since nothing else writes their results: in range, whatever they index."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        if func.namespace == "weft":
+            given = {storage_id(x) for x in tensors_in(args, kwargs or {})}
+            for made in tensors_in(result):
+                if storage_id(made) not in given:
+                    made.zero_()
+        return result
+
+
+def compile_ahead(of: Graphable, call: Call, rungs: list[Decision[Any]], backend: Backend) -> None:
+    """Compile what the captures of these classes will launch; the arguments are as they were after it.
+
+    For functions of weft's own operators: what another one makes of zeros is not known here.
+    """
+    if triton_version() is None:
+        return
+    from weft.ops.kernel_triton import compiling  # not at the top: a machine without triton can still import weft
+
+    with compiling():
+        for rung in rungs:
+            prepared = prepare(of, call, rung.descriptor, backend.slabs)
+            audit = audit_of(of, prepared, backend.device)
+            with prepared.untouched(audit), _Zeros(), audit:
+                prepared.run()
