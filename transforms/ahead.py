@@ -40,6 +40,5 @@ def compile_ahead(of: Graphable, call: Call, rungs: list[Decision[Any]], backend
     with compiling():
         for rung in rungs:
             prepared = prepare(of, call, rung.descriptor, backend.slabs)
-            audit = audit_of(of, prepared, backend.device)
-            with prepared.untouched(audit), _Zeros(), audit:
+            with prepared.untouched(audit_of(of, prepared, backend.device)), _Zeros():
                 prepared.run()

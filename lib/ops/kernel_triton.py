@@ -18,12 +18,16 @@ from contextvars import ContextVar
 from typing import Any
 
 import triton
+from torch import Tensor
 from tqdm.auto import tqdm
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _MOST_THREADS = 8
 _BAR_AFTER = 1.0
 """Seconds until a progress bar shows."""
-_COMPILING: ContextVar[bool] = ContextVar("weft.compiling", default=False)
+_ASKED: ContextVar[set[Any] | None] = ContextVar("weft.asked", default=None)
+"""What was compiled so far, where kernels are compiled instead of launched: triton takes half a millisecond to find
+that it knows a kernel that is still being compiled."""
 
 
 class Kernel:
@@ -37,10 +41,25 @@ class Kernel:
         self.jit = jit
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        if _COMPILING.get():
-            return functools.partial(self.jit.warmup, grid=grid)
+        if (asked := _ASKED.get()) is not None:
+            return functools.partial(self._compile, asked, grid)
         launch: Callable[..., Any] = self.jit[grid]
         return launch
+
+    def _compile(self, asked: set[Any], grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        key = id(self.jit), *map(_kind, args), *((name, _kind(value)) for name, value in options.items())
+        if key not in asked:
+            asked.add(key)
+            self.jit.warmup(*args, grid=grid, **options)
+
+
+def _kind(value: Any) -> Any:
+    """All of a launch's argument that its compilation may depend on."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16
+    if isinstance(value, TensorDescriptor):
+        return _kind(value.base), *value.shape, *value.strides, *value.block_shape
+    return type(value), value
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
@@ -71,7 +90,7 @@ def compiling() -> Iterator[None]:
         Whatever triton's compiler raises, on the way out.
     """
     mode = getattr(triton, "AsyncCompileMode", None)  # an old triton has none, and compiles one after the other
-    token = _COMPILING.set(True)
+    token = _ASKED.set(set())
     try:
         with (
             tqdm(desc="compile", unit="kernel", total=0, leave=False, disable=None, delay=_BAR_AFTER) as bar,
@@ -80,4 +99,4 @@ def compiling() -> Iterator[None]:
         ):
             yield
     finally:
-        _COMPILING.reset(token)
+        _ASKED.reset(token)

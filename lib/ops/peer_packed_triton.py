@@ -23,10 +23,15 @@ MOST = PROGRAMS * REGION
 """Words of a message at most."""
 _SHARE = 1024
 """Words that a program moves, until there are more than all programs move."""
+_ALIGNED = 16
+"""A share is a multiple of so many words."""
+_BLOCKS = (256, 1024, REGION)
+LENGTHS = (_BLOCKS[0], _SHARE, MOST)
+"""Lengths of messages whose kernels are those of all messages."""
 _WARPS = 8
 
 
-@kernel()
+@kernel(do_not_specialize=["words"])
 def _send_kernel(
     source, slots, acks, counts, abort, words, share,
     SLOTS: tl.constexpr, REGION: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
@@ -48,7 +53,7 @@ def _send_kernel(
         tl.store(counts + program, number)
 
 
-@kernel()
+@kernel(do_not_specialize=["words"])
 def _recv_kernel(
     target, slots, acks, counts, abort, words, share,
     SLOTS: tl.constexpr, REGION: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
@@ -86,7 +91,7 @@ def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
     programs, share = _shares(source)
     _send_kernel[(programs,)](
         source, slots, acks, counts, abort, source.numel(), share,
-        SLOTS=slots.shape[0], REGION=REGION, BLOCK=triton.next_power_of_2(share), MOST=MOST, num_warps=_WARPS,
+        SLOTS=slots.shape[0], REGION=REGION, BLOCK=_block(share), MOST=MOST, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -96,8 +101,13 @@ def recv(target: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
     programs, share = _shares(target)
     _recv_kernel[(programs,)](
         target, slots, acks, counts, abort, target.numel(), share,
-        SLOTS=slots.shape[0], REGION=REGION, BLOCK=triton.next_power_of_2(share), MOST=MOST, num_warps=_WARPS,
+        SLOTS=slots.shape[0], REGION=REGION, BLOCK=_block(share), MOST=MOST, num_warps=_WARPS,
     )  # fmt: skip
+
+
+def _block(share: int) -> int:
+    """The words that a program takes at once: one of three, so that there are few kernels to compile."""
+    return next(block for block in _BLOCKS if share <= block)
 
 
 def _shares(message: Tensor) -> tuple[int, int]:
@@ -105,5 +115,5 @@ def _shares(message: Tensor) -> tuple[int, int]:
     words = message.numel()
     assert words <= MOST, "a longer message goes by peer_triton"
     programs = max(1, min(PROGRAMS, triton.cdiv(words, _SHARE)))
-    share = triton.cdiv(triton.cdiv(words, programs), 4) * 4
-    return (triton.cdiv(words, share) if words else 1), max(share, 4)
+    share = max(triton.cdiv(triton.cdiv(words, programs), _ALIGNED), 1) * _ALIGNED
+    return triton.cdiv(words, share) if words else 1, share

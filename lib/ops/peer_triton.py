@@ -21,6 +21,8 @@ PROGRAMS = 64
 _SHARE = 1024
 """Words that a program moves, until there are more than all programs move; a slot has room for so many of each."""
 _BLOCK = 1024
+_ALIGNED = 16
+"""A share is a multiple of so many words."""
 _WARPS = 8
 
 
@@ -73,10 +75,10 @@ def _recv_kernel(
 
 
 def plan(words: int) -> tuple[int, int]:
-    """The programs of a launch, and the words of each one's share (a multiple of 4), for a message of so many words:
+    """The programs of a launch, and the words of each one's share (a multiple of 16), for a message of so many words:
     the same on both ends."""
     programs = max(1, min(PROGRAMS, triton.cdiv(words, _SHARE)))
-    share = triton.cdiv(triton.cdiv(words, programs), 4) * 4
+    share = triton.cdiv(triton.cdiv(words, programs), _ALIGNED) * _ALIGNED
     return triton.cdiv(words, share) if words else 1, share
 
 
@@ -118,6 +120,6 @@ def _shares(message: Tensor, slots: Tensor) -> tuple[int, int, int]:
 
 def capacity(slot_bytes: int, dtype: torch.dtype) -> int:
     """The most elements of a message, for slots of so many bytes: then no share is larger than a slot's region."""
-    region = slot_bytes // dtype.itemsize // PROGRAMS // 4 * 4
+    region = slot_bytes // dtype.itemsize // PROGRAMS // _ALIGNED * _ALIGNED
     assert region >= _SHARE, "a slot holds a share of every program"
     return region * PROGRAMS

@@ -41,12 +41,13 @@ def test_a_kernel_is_launched_or_compiled() -> None:
     kernel = Kernel(jit)
     kernel[(2,)](1, BLOCK=4)
     with compiling():
-        kernel[(3,)](5, BLOCK=8)
+        for size in (5, 5, 5.0):
+            kernel[(3,)](size, BLOCK=8)
     with pytest.raises(ZeroDivisionError), compiling():
         raise ZeroDivisionError
     kernel[(6,)](7)
     assert jit.launched == [((2,), (1,), {"BLOCK": 4}), ((6,), (7,), {})]
-    assert jit.compiled == [((3,), (5,), {"BLOCK": 8})]
+    assert jit.compiled == [((3,), (5,), {"BLOCK": 8}), ((3,), (5.0,), {"BLOCK": 8})], "once for each kind"
 
 
 def test_results_of_our_operators_are_zeros_and_their_arguments_stay() -> None:

@@ -1,5 +1,6 @@
 """The end of a rank's edges in symmetric memory: stores into the neighbour's GPU, and a flag; no multicast."""
 
+import itertools
 from collections.abc import Sequence
 
 import attrs
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from weft.ops import peer_packed_triton as packed
 from weft.ops import peer_triton as bulk
+from weft.ops.kernel_triton import compiling
 from weft.ops.peer_triton import PROGRAMS
 from weft.torchapi import symmetric_memory
 from weft.transforms.transports.messages import Marked, as_bytes
@@ -61,6 +63,15 @@ class PeerEnd:
             if peer != watch.rank:
                 self._sends[peer] = self._channel(watch.rank, peer)
                 self._recvs[peer] = self._channel(peer, watch.rank)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile the kernels of messages of any length, so that none is when the first is sent."""
+        with compiling():
+            for peer, words in itertools.product(self._sends, (*packed.LENGTHS, packed.MOST + 1)):
+                message = torch.empty(words, dtype=torch.int32, device=self.device)
+                self._put(message, self._sends[peer])
+                self._take(message, self._recvs[peer])
 
     def _inbox(self, side: str) -> tuple[int, int, int]:
         """Bytes of the slots, the flags and the slots of small messages from one side."""
@@ -90,12 +101,14 @@ class PeerEnd:
         )
 
     def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
-        to = self._sends[peer]
         for part in self._parts(_joined(tensors)):
-            if _is_small(part):
-                packed.send(part, to.packed_slots, to.packed_acks, to.packed_counts, self._abort)
-            else:
-                bulk.send(part, to.slots.view(part.dtype), to.flags, to.acks, to.counts, self._abort)
+            self._put(part, self._sends[peer])
+
+    def _put(self, part: Tensor, to: Channel) -> None:
+        if _is_small(part):
+            packed.send(part, to.packed_slots, to.packed_acks, to.packed_counts, self._abort)
+        else:
+            bulk.send(part, to.slots.view(part.dtype), to.flags, to.acks, to.counts, self._abort)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
         if len(tensors) != 1 or not _is_aligned(as_bytes(tensors[0])):
@@ -108,10 +121,13 @@ class PeerEnd:
 
     def _fill(self, message: Tensor, source: Channel) -> None:
         for part in self._parts(message):
-            if _is_small(part):
-                packed.recv(part, source.packed_slots, source.packed_acks, source.packed_counts, self._abort)
-            else:
-                bulk.recv(part, source.slots.view(part.dtype), source.flags, source.acks, source.counts, self._abort)
+            self._take(part, source)
+
+    def _take(self, part: Tensor, source: Channel) -> None:
+        if _is_small(part):
+            packed.recv(part, source.packed_slots, source.packed_acks, source.packed_counts, self._abort)
+        else:
+            bulk.recv(part, source.slots.view(part.dtype), source.flags, source.acks, source.counts, self._abort)
 
     def _parts(self, message: Tensor) -> Sequence[Tensor]:
         """A message of bytes as words of 4 bytes (of 1, where it is no multiple), in parts that fit a slot: by its size
