@@ -25,6 +25,7 @@ from torch import Tensor
 
 from weft.errors import DeviceError
 from weft.ops.byte_copies import Copies
+from weft.placing import place
 from weft.torchapi import current_stream_id
 
 ARITIES = (8, 64, 448)
@@ -112,7 +113,7 @@ def plan_launch(copies: Copies) -> Launch:
     if not rows:
         return _nothing
     arity = next(n for n in ARITIES if n >= len(copies.fixed))
-    table = torch.tensor(rows, dtype=torch.int64).to(device)
+    table = place(torch.tensor(rows, dtype=torch.int64), device)
     if device.type != "cuda" or (handle := kernel_handle(device, arity)) is None:
         return functools.partial(_launch_by_triton, table, arity, copies)
     return launch_by_driver(handle, arity, table, copies)
