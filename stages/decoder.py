@@ -15,8 +15,9 @@ from torch import Tensor
 from weft.batch import EMBEDDED, Batch, ResolvedBatch
 from weft.donation import donates
 from weft.errors import ProgramError
+from weft.ops.attention_quantized import paged_attention_quantized
 from weft.ops.experts import route, run_experts
-from weft.ops.fp8 import Quantized
+from weft.ops.fp8 import BLOCK, Quantized
 from weft.ops.gate import silu_mul, silu_mul_quantized
 from weft.ops.linear import fp8_linear, linear
 from weft.ops.norm import add_parts, add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
@@ -217,11 +218,11 @@ def attention(
         config.num_heads, (keys, values),
     )  # fmt: skip
     longest = batch.descriptor.query_len or max(tokens, 1)
-    mixed = paged_attention(
-        q, None, None, kv_pages, batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens,
-        longest, dim**-0.5,
-    )  # fmt: skip
-    mixed = mixed.reshape(tokens, config.num_heads * dim)
+    where = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens, longest, dim**-0.5
+    if layer.o_scale is not None and dim == BLOCK and (layer.lora.o is None or batch.adapters is None):
+        fp8 = paged_attention_quantized(q, None, None, kv_pages, *where)
+        return fp8_linear(fp8, layer.o_proj, layer.o_scale, layer.o_bias, dtype=q.dtype)
+    mixed = paged_attention(q, None, None, kv_pages, *where).reshape(tokens, config.num_heads * dim)
     return adapted(project(Normed(mixed), layer.o_proj, layer.o_scale, layer.o_bias), mixed, layer.lora.o, batch)
 
 

@@ -77,6 +77,25 @@ def paged_attention(
             [0., 0.],
             [0., 0.]])
     """
+    where = slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale
+    check(q, k, v, kv_pages, *where)
+    out: Tensor = torch.ops.weft.paged_attention.default(q, k, v, kv_pages, *where)
+    return out
+
+
+def check(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    _: float,
+) -> None:
+    """Refuse arguments of `paged_attention` that contradict each other."""
     _check_shapes(q, k, v, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens)
     _check_kinds(q, k, v, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens)
     if max_query_len < 1:
@@ -85,13 +104,9 @@ def paged_attention(
             "no request could have a token",
             "pass the query length of the batch descriptor, or num_tokens for a ragged batch",
         )
-    out: Tensor = torch.ops.weft.paged_attention(
-        q, k, v, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale
-    )
-    return out
 
 
-def _on_cpu(
+def attend_on_cpu(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
@@ -159,7 +174,7 @@ library.define(
     "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pages, Tensor slot_mapping, Tensor block_table, "
     "Tensor query_start_loc, Tensor seq_lens, SymInt max_query_len, float scale) -> Tensor",
 )
-library.impl("weft::paged_attention", "CPU", _on_cpu)
+library.impl("weft::paged_attention", "CPU", attend_on_cpu)
 library.impl("weft::paged_attention", "CUDA", _on_cuda)
 library.register_fake("weft::paged_attention", _fake)
 

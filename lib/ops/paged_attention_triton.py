@@ -23,8 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.ops.attention_quantized import empty_quantized
+from weft.ops.blocks_triton import TRITON_DTYPES, quantize_rows
 from weft.ops.early_triton import begin, early, release
 from weft.ops.kernel_triton import kernel
+from weft.ops.norm_triton import quantize
 from weft.ops.paged_attention_launch import plan_launch
 from weft.ops.tiles import power_of_two
 
@@ -49,23 +52,51 @@ def attend(
     scale: float,
 ) -> Tensor:
     """`weft.ops.paged_attention.paged_attention` by the kernels below: its arguments, unchecked, and its result."""
-    if not seq_lens.numel():
-        return torch.zeros_like(q, memory_format=torch.contiguous_format)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if not q.numel():
-        return out
-    q = _packed_heads(q)
+    if not seq_lens.numel():
+        return out.zero_()
     where = (slot_mapping.contiguous(), block_table.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
-    # A launch goes to the current device, which need not be that of the tensors.
-    with torch.cuda.device_of(q):
-        if k is not None and v is not None:
-            _launch_write(_packed_heads(k), _packed_heads(v), kv_pages, where)
-        _launch_attend(q, kv_pages, where, max_query_len, scale, out)
+    _launch(q, k, v, kv_pages, where, max_query_len, scale, out, None)
     return out
+
+
+def attend_quantized(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`weft::paged_attention.quantized`, of heads of 128."""
+    if not seq_lens.numel():
+        return quantize(torch.zeros_like(q).flatten(1))
+    values, scales = empty_quantized(q)
+    where = (slot_mapping.contiguous(), block_table.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
+    _launch(q, k, v, kv_pages, where, max_query_len, scale, values, scales)
+    return values, scales
 
 
 Where = tuple[Tensor, Tensor, Tensor, Tensor]
 """slot_mapping, block_table, query_start_loc and seq_lens, contiguous."""
+
+
+def _launch(
+    q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, where: Where, max_query_len: int, scale: float,
+    out: Tensor, scales: Tensor | None,
+) -> None:  # fmt: skip
+    """Write and attend; the results go to `out` `[T, H, D]`, or in FP8 `[T, H * D]`, with `scales` `[T, H]`."""
+    if not q.numel():
+        return
+    # A launch goes to the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(q):
+        if k is not None and v is not None:
+            _launch_write(_packed_heads(k), _packed_heads(v), kv_pages, where)
+        _launch_attend(_packed_heads(q), kv_pages, where, max_query_len, scale, out, scales)
 
 
 def _packed_heads(x: Tensor) -> Tensor:
@@ -94,7 +125,9 @@ def _launch_write(k: Tensor, v: Tensor, kv_pages: Tensor, where: Where) -> None:
     )
 
 
-def _launch_attend(q: Tensor, kv_pages: Tensor, where: Where, max_query_len: int, scale: float, out: Tensor) -> None:
+def _launch_attend(
+    q: Tensor, kv_pages: Tensor, where: Where, max_query_len: int, scale: float, out: Tensor, scales: Tensor | None
+) -> None:
     slot_mapping, block_table, query_start_loc, seq_lens = where
     (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
     requests, group, context = seq_lens.shape[0], heads // kv_heads, block_table.shape[1] * page_size
@@ -104,6 +137,7 @@ def _launch_attend(q: Tensor, kv_pages: Tensor, where: Where, max_query_len: int
     split = plan.splits > 1
     shares = q.new_empty((tokens, heads, plan.splits, dim), dtype=torch.float32) if split else out
     maxima, sums = q.new_empty((2, tokens, heads, plan.splits), dtype=torch.float32) if split else (out, out)
+    quantized, scales = scales is not None, out if scales is None else scales
     _attend_kernel[(plan.blocks, kv_heads, plan.splits)](
         q,
         kv_pages,
@@ -111,6 +145,7 @@ def _launch_attend(q: Tensor, kv_pages: Tensor, where: Where, max_query_len: int
         shares,
         maxima,
         sums,
+        scales,
         requests,
         tokens,
         kv_pages.stride(0),
@@ -127,6 +162,7 @@ def _launch_attend(q: Tensor, kv_pages: Tensor, where: Where, max_query_len: int
         DIMS=plan.dims,
         SPLITS=plan.splits,
         ONE_BLOCK=plan.one_block,
+        QUANTIZE=quantized and not split,
         BLOCK_R=1 if plan.one_block else _SEARCHED,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -141,10 +177,13 @@ def _launch_attend(q: Tensor, kv_pages: Tensor, where: Where, max_query_len: int
             query_start_loc,
             seq_lens,
             out,
+            scales,
             tokens,
             DIM=dim,
             DIMS=plan.dims,
             SPLITS=plan.splits,
+            QUANTIZE=quantized,
+            TYPE=TRITON_DTYPES[q.dtype],
             **early(q),
         )
 
@@ -202,14 +241,27 @@ def _write_kernel(
 
 
 @triton.jit
-def _zero_tokens(out, first, end, step, head, heads, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-                 DIMS: tl.constexpr):  # fmt: skip
+def _zero_tokens(out, scales, first, end, step, head, heads, GROUP: tl.constexpr, ROWS: tl.constexpr,
+                 DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr):  # fmt: skip
     """Zero GROUP heads from `head` on, of the tokens first:end:step."""
-    row, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
-    mask = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+    row = tl.arange(0, ROWS)
     for token in range(first, end, step):
-        place = (tl.cast(token, tl.int64) * heads + head + row) * DIM
-        tl.store(out + place[:, None] + dim[None, :], tl.zeros([ROWS, DIMS], out.dtype.element_ty), mask=mask)
+        cell = tl.cast(token, tl.int64) * heads + head + row
+        _store(tl.zeros([ROWS, DIMS], tl.float32), out, scales, cell, row < GROUP, DIM, DIMS, QUANTIZE)
+
+
+@triton.jit
+def _store(x, out, scales, cell, inside, DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr):
+    """Store heads `[R, DIMS]` of float32 at `cell` `[R]`; in FP8 each is a block with a scale."""
+    dim = tl.arange(0, DIMS)
+    at = out + (cell * DIM)[:, None] + dim[None, :]
+    mask = inside[:, None] & (dim < DIM)[None, :]
+    if QUANTIZE:
+        values, scale = quantize_rows(x)
+        tl.store(scales + cell, scale, mask=inside)
+        tl.store(at, values, mask=mask)
+    else:
+        tl.store(at, x.to(out.dtype.element_ty), mask=mask)
 
 
 @kernel(do_not_specialize=["num_reqs", "num_tokens"])
@@ -223,6 +275,7 @@ def _attend_kernel(
     shares,
     maxima,
     sums,
+    scales,
     num_reqs,
     num_tokens,
     values,
@@ -239,6 +292,7 @@ def _attend_kernel(
     DIMS: tl.constexpr,
     SPLITS: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Attend with QUERIES queries of one request, and the heads of one key head, to one share of the context.
@@ -252,7 +306,8 @@ def _attend_kernel(
     if SPLITS == 1:
         first = tl.load(query_start_loc + num_reqs) + request
         head = tl.program_id(1) * GROUP
-        _zero_tokens(shares, first, num_tokens, tl.num_programs(0), head, HEADS, GROUP, ROWS, DIM, DIMS)
+        programs = tl.num_programs(0)
+        _zero_tokens(shares, scales, first, num_tokens, programs, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE)
     if not ONE_BLOCK:
         request = _owner(tl.program_id(0), query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
     if request >= num_reqs:
@@ -285,11 +340,11 @@ def _attend_kernel(
     cell = (token * HEADS + head) * SPLITS + tl.program_id(2)
     if SPLITS == 1:
         acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
-        mask = inside[:, None] & (dim < DIM)[None, :]
+        _store(acc.to(q.dtype.element_ty).to(tl.float32), shares, scales, cell, inside, DIM, DIMS, QUANTIZE)
     else:
         tl.store(maxima + cell, m, mask=live)
         tl.store(sums + cell, s, mask=live)
-    tl.store(shares + (cell * DIM)[:, None] + dim[None, :], acc.to(shares.dtype.element_ty), mask=mask)
+        tl.store(shares + (cell * DIM)[:, None] + dim[None, :], acc, mask=mask)
 
 
 @triton.jit
@@ -352,17 +407,20 @@ def _combine_kernel(
     query_start_loc,
     seq_lens,
     out,
+    scales,
     num_tokens,
     DIM: tl.constexpr,
     DIMS: tl.constexpr,
     SPLITS: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """Add the shares of one query and head, each scaled by 2 ** (its maximum - the greatest), over the like sum."""
     begin()
     request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, step = tl.num_programs(2), tl.num_programs(0) * tl.num_programs(1)
     first = tl.load(query_start_loc + tl.num_programs(0)) + request * tl.num_programs(1) + query
-    _zero_tokens(out, first, num_tokens, step, head, heads, 1, 1, DIM, DIMS)
+    _zero_tokens(out, scales, first, num_tokens, step, head, heads, 1, 1, DIM, DIMS, QUANTIZE)
     start = tl.load(query_start_loc + request)
     inside = start + query < tl.load(query_start_loc + request + 1)
     token = (start + query).to(tl.int64)
@@ -370,16 +428,16 @@ def _combine_kernel(
     live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
     release()
     dim = tl.arange(0, DIMS)
-    place = (token * heads + head) * DIM + dim
+    cell = token * heads + head + tl.arange(0, 1)
+    result = tl.zeros([1, DIMS], tl.float32)
     if live:
-        cell = (token * heads + head) * SPLITS + tl.arange(0, SPLITS)
-        m = tl.load(maxima + cell)
+        part = (token * heads + head) * SPLITS + tl.arange(0, SPLITS)
+        m = tl.load(maxima + part)
         base = tl.max(m, axis=0)
         weight = tl.exp2(m - tl.where(base == float("-inf"), 0.0, base))
-        total = tl.sum(weight * tl.load(sums + cell), axis=0)
+        total = tl.sum(weight * tl.load(sums + part), axis=0)
         mask = (weight > 0)[:, None] & (dim < DIM)[None, :]
-        share = tl.load(shares + (cell * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
-        result = tl.sum(share * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=dim < DIM)
-    elif inside:
-        tl.store(out + place, tl.zeros([DIMS], out.dtype.element_ty), mask=dim < DIM)
+        share = tl.load(shares + (part * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+        result = (tl.sum(share * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total))[None, :]
+    if inside:
+        _store(result.to(TYPE).to(tl.float32), out, scales, cell, cell >= 0, DIM, DIMS, QUANTIZE)

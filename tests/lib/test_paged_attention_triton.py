@@ -1,6 +1,7 @@
 """The Triton kernels of `weft::paged_attention`, interpreted on the CPU and on a GPU."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -12,6 +13,8 @@ from interpreting import interpret
 from paged_cases import DECODE, FIXED, TOLERANCE, Case, Request, Shape, assert_matches, bits, draw_case
 from torch import Tensor
 
+from weft.ops.attention_quantized import paged_attention_quantized
+from weft.ops.fp8 import quantize, reference_quantize
 from weft.ops.paged_attention import paged_attention
 from weft.ops.paged_attention_launch import plan_launch
 
@@ -41,6 +44,24 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, Te
 @pytest.mark.parametrize("index", range(len(FIXED)), ids=map(str, FIXED))
 def test_kernels_interpreted_equal_dense_attention(index: int, interpreted: list[tuple[Case, Tensor, Tensor]]) -> None:
     assert_matches(*interpreted[index])
+
+
+_QUANTIZED = """
+import sys, torch
+from weft.ops.paged_attention_triton import attend, attend_quantized
+batches = torch.load(sys.argv[1])
+torch.save([(attend(*args), *attend_quantized(*args)) for args in batches], sys.argv[2])
+"""
+
+
+def test_results_in_fp8_are_those_that_would_be_quantised(tmp_path: Path) -> None:
+    cases = [draw_case(attrs.evolve(shape, dim=128, kv_heads=2, group=2)) for shape in (*FIXED[:9], FIXED[10])]
+    for case, (out, values, scales) in zip(
+        cases, interpret(_QUANTIZED, [case.args for case in cases], tmp_path), strict=True
+    ):
+        wanted, by = reference_quantize(out.flatten(1))
+        assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)), case
+        assert torch.equal(scales, by), case
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 20))
@@ -102,6 +123,15 @@ def test_kernels_on_a_gpu_equal_dense_attention_and_the_reference(shape: Shape) 
     assert_matches(case, out, args[3])
     reference = paged_attention(*case.args)
     torch.testing.assert_close(out.cpu(), reference, rtol=TOLERANCE[shape.dtype], atol=TOLERANCE[shape.dtype])
+
+
+@pytest.mark.parametrize("shape", [attrs.evolve(s, dim=128, group=8) for s in GPU_SHAPES[: 2 * len(FIXED)]], ids=str)
+@pytest.mark.gpu
+def test_results_in_fp8_on_a_gpu_are_those_that_would_be_quantised(shape: Shape) -> None:
+    args = on_cuda(draw_case(shape))
+    found, wanted = paged_attention_quantized(*args), quantize(paged_attention(*args).flatten(1))
+    assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
+    assert torch.equal(found.scales, wanted.scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

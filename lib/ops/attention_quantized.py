@@ -1,0 +1,51 @@
+"""Attention over a paged KV cache whose result is in FP8, for an output projection in FP8: an overload of the op
+`weft::paged_attention`, for heads as wide as a block of FP8."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import DescriptorError
+from weft.ops.fp8 import BLOCK, Quantized, reference_quantize
+from weft.ops.paged_attention import attend_on_cpu, check
+from weft.ops.register import register
+
+
+def paged_attention_quantized(q: Tensor, *where: Any) -> Quantized:
+    """`weft.ops.fp8.quantize` of what `paged_attention` returns, bit for bit, without a launch of its own.
+
+    Args:
+        q, where: the arguments of `weft.ops.paged_attention.paged_attention`, in order; heads of 128.
+
+    Returns:
+        `[T, H * 128]`: each head is a block.
+
+    Raises:
+        DescriptorError: heads of another width. Whatever `paged_attention` raises.
+    """
+    check(q, *where)
+    if q.shape[2] != BLOCK:
+        seen = f"heads of {q.shape[2]}, which are no blocks of {BLOCK}"
+        raise DescriptorError("paged_attention_quantized(q, …)", seen, "quantize(paged_attention(q, …).flatten(1))")
+    return Quantized(*torch.ops.weft.paged_attention.quantized(q, *where))
+
+
+def reference(q: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+    """`weft::paged_attention.quantized` on the CPU."""
+    return reference_quantize(attend_on_cpu(q, *where).flatten(1))
+
+
+def empty_quantized(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Room for the values and the scales of a result like `q`."""
+    tokens, heads, dim = q.shape
+    values = q.new_empty((tokens, heads * dim), dtype=torch.float8_e4m3fn)
+    return values, q.new_empty((tokens, heads), dtype=torch.float32)
+
+
+register(
+    "paged_attention.quantized",
+    "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pages, Tensor slot_mapping, Tensor block_table, "
+    "Tensor query_start_loc, Tensor seq_lens, SymInt max_query_len, float scale) -> (Tensor, Tensor)",
+    cpu=reference, fake=empty_quantized, kernel="weft.ops.paged_attention_triton:attend_quantized",
+)  # fmt: skip
