@@ -7,6 +7,7 @@ from weft.ops.paged_attention import triton_version
 from weft.torchapi import DispatchMode, storage_id
 from weft.transforms.backends import Backend
 from weft.transforms.backends.operators import tensors_in
+from weft.transforms.buffers import Slabs
 from weft.transforms.call import Call
 from weft.transforms.capture import audit_of, prepare
 from weft.transforms.dispatch import Decision
@@ -37,8 +38,9 @@ def compile_ahead(of: Graphable, call: Call, rungs: list[Decision[Any]], backend
         return
     from weft.ops.kernel_triton import compiling  # not at the top: a machine without triton can still import weft
 
+    slabs = Slabs()  # of its own: graphs that there are may still be reading theirs, and count what theirs take
     with compiling():
         for rung in rungs:
-            prepared = prepare(of, call, rung.descriptor, backend.slabs)
+            prepared = prepare(of, call, rung.descriptor, slabs)
             with prepared.untouched(audit_of(of, prepared, backend.device)), _Zeros():
                 prepared.run()

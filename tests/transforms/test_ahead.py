@@ -69,6 +69,12 @@ def test_it_leaves_no_trace() -> None:
     compile_ahead(graph._of, call, graph._graphs.rungs(call), graph._graphs.backend_for(call))
     assert_equal("no trace", state, before)
     assert graph.cache_info().captures == captures
+    graph.cache_clear()
+    example = runner.params, state, Batch.decode([0])
+    call = graph._example(example, {})
+    compile_ahead(graph._of, call, graph._graphs.rungs(call), graph._graphs.backend_for(call))
+    graph.capture(*example)
+    assert graph.memory_analysis().buffer_bytes == graph.memory_estimate(*example).buffer_bytes
 
 
 _COUNTS = """
