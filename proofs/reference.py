@@ -22,10 +22,24 @@ FACES = (
     "weft.proofs.laws",
 )
 """The modules whose names are public: those in `__all__`, or, of errors, all that are defined there."""
+USED = (
+    "Batch",
+    "BatchDescriptor",
+    "Engine",
+    "Model",
+    "State",
+    "Compiled",
+    "Graphified",
+    "Pipelined",
+    "Session",
+    "Timeline",
+)
+"""Classes that are used by their methods, which the page lists too."""
 PAGE = Path(__file__).parent / "pages" / "reference.md"
 _TITLE = """# Reference
 
-Every public name, and the first sentence of what `help(name)` says of it: shapes, dtypes, units, errors and an example.
+Every public name, the methods of those that are used by them, and the first sentence of what `help(name)` says of each:
+it goes on with shapes, dtypes, units, errors and an example.
 Written by `python -m weft.proofs.reference`.
 """
 
@@ -67,6 +81,20 @@ def call_of(name: str, value: Any) -> str:
     return f"{name}({', '.join(names)})"
 
 
+def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties of a class, each with how it is called.
+
+    >>> from weft.descriptor import BatchDescriptor
+    >>> [call for call, _ in methods_of(BatchDescriptor)]
+    ['uniform(num_reqs, query_len, num_active_loras)', 'is_uniform', 'covers(other)']
+    """
+    for name, member in vars(cls).items():
+        own = inspect.isfunction(member) or isinstance(member, classmethod | staticmethod | property)
+        if own and not name.startswith("_"):
+            call = call_of(name, getattr(cls, name)).replace("(self, ", "(").replace("(self)", "()")
+            yield call, member
+
+
 def _constant(value: Any) -> str:
     """What a value is that is no function and no class."""
     plain = isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(item, str) for item in value))
@@ -76,6 +104,10 @@ def _constant(value: Any) -> str:
 def _is_made(cls: type) -> bool:
     """Whether a class's signature says nothing: protocols, and exceptions, which all take the same."""
     return issubclass(cls, BaseException) or bool(getattr(cls, "_is_protocol", False))
+
+
+def _row(call: str, said: str) -> str:
+    return f"| `{call}` | {said.replace('|', '&#124;')} |"
 
 
 def lines() -> Iterator[str]:
@@ -88,7 +120,9 @@ def lines() -> Iterator[str]:
             value = getattr(import_module(face), name)
             said = first_sentence(value.__doc__) if callable(value) else _constant(value)
             if not callable(value) or id(value) not in seen:
-                rows.append(f"| `{call_of(name, value)}` | {said.replace('|', '&#124;')} |")
+                rows.append(_row(call_of(name, value), said))
+                members = methods_of(value) if name in USED else ()
+                rows += [_row(f"{name}.{call}", first_sentence(member.__doc__)) for call, member in members]
             seen.add(id(value))
         if rows:
             yield "\n".join((f"## {face}\n", "| | |", "|---|---|", *rows, ""))

@@ -12,7 +12,7 @@ import torch
 
 import weft
 from weft import transforms
-from weft.proofs.reference import FACES, PAGE, call_of, first_sentence, names_of, page
+from weft.proofs.reference import FACES, PAGE, USED, call_of, first_sentence, methods_of, names_of, page
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -54,6 +54,15 @@ def test_it_is_documented(face: str, name: str) -> None:
     assert len(first_sentence(doc)) >= 15
     # A dataclass or an attrs class without a docstring would have been given its signature.
     assert not doc.startswith(f"{name}(")
+
+
+@pytest.mark.parametrize("name", USED)
+def test_its_methods_are_listed(name: str) -> None:
+    cls = getattr(transforms, name, None) or getattr(weft, name)
+    methods = dict(methods_of(cls))
+    assert methods
+    assert [call for call, member in methods.items() if len(first_sentence(inspect.getdoc(member))) < 15] == []
+    assert all(f"| `{name}.{call}` |" in PAGE.read_text(encoding="utf-8") for call in methods)
 
 
 @pytest.mark.parametrize(("face", "name"), OWN)

@@ -1,12 +1,16 @@
 """Kernels compiled ahead of the captures that launch them: every class runs once with weft's kernels left out, which
 says what they would be launched with; what is not there yet is compiled meanwhile, several at once."""
 
+import contextlib
 from typing import Any
+
+import torch
 
 from weft.ops.paged_attention import triton_version
 from weft.torchapi import DispatchMode, storage_id
 from weft.transforms.backends import Backend
 from weft.transforms.backends.operators import tensors_in
+from weft.transforms.buffers import Slabs
 from weft.transforms.call import Call
 from weft.transforms.capture import audit_of, prepare
 from weft.transforms.dispatch import Decision
@@ -37,8 +41,10 @@ def compile_ahead(of: Graphable, call: Call, rungs: list[Decision[Any]], backend
         return
     from weft.ops.kernel_triton import compiling  # not at the top: a machine without triton can still import weft
 
+    slabs = Slabs()  # of its own: graphs that there are may still be reading theirs, and count what theirs take
     with compiling():
         for rung in rungs:
-            prepared = prepare(of, call, rung.descriptor, backend.slabs)
-            with prepared.untouched(audit_of(of, prepared, backend.device)), _Zeros():
-                prepared.run()
+            with contextlib.suppress(torch.OutOfMemoryError):  # the capture tells of it, and goes on with what it has
+                prepared = prepare(of, call, rung.descriptor, slabs)
+                with prepared.untouched(audit_of(of, prepared, backend.device)), _Zeros():
+                    prepared.run()

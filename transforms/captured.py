@@ -25,7 +25,8 @@ class CapturedGraph:
         of: the class that it is for; without a ladder, the shapes of what is copied in.
         pieces: that it is in.
         operators: that it repeats: those that compute or write. On a GPU each is a kernel, or a few.
-        buffer_bytes: its input buffers.
+        buffer_bytes: its input buffers and the padding beside them, what this one added: those of a class lie in the
+            larger ones of another.
         graph_bytes: its outputs and intermediate tensors; of graphs that share a pool, what this one added.
         seconds: that its capture took.
     """

@@ -206,9 +206,12 @@ class Graphified(Generic[P, R]):
         return self.cache_info()
 
     def compile_ahead(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Compile the kernels that `capture` will launch, several at once, with a progress bar; on a GPU, and for a
-        function of weft's own operators, which are left out while it runs on padding. Nothing is captured, and no
-        state changes. Without it, a capture compiles what it meets, one kernel after the other."""
+        """Compile the kernels that `capture` will launch, several at once, with a progress bar.
+
+        The arguments serve as examples: nothing is captured, and no state changes. The function runs once a class,
+        while weft's own operators give zeros: it is for functions of these. Without it, a capture compiles what it
+        meets, one kernel after the other. On a CPU there is nothing to compile.
+        """
         call = self._example(args, kwargs)
         with self._lock:
             backend = self._graphs.backend_for(call)

@@ -28,7 +28,7 @@ class MemoryAnalysis:
 
     Args:
         num_graphs: how many they are.
-        buffer_bytes: their input buffers.
+        buffer_bytes: their input buffers, which they share, and the padding beside these.
         graph_bytes: outputs and intermediate tensors: on a GPU the pool that the graphs share, on the CPU what tapes
             hold.
         output_bytes: the part of that which is outputs.
@@ -61,7 +61,7 @@ class MemoryEstimate:
 
     Args:
         num_graphs: how many there will be.
-        buffer_bytes: their input buffers, which follow from the classes alone.
+        buffer_bytes: their input buffers and the padding beside these, which follow from the classes alone.
         graph_bytes: their outputs and intermediate tensors.
         driver_bytes: what a GPU's driver takes for them; estimated well only where no graph was dropped before.
         num_measured: classes that were captured, and dropped, to know.
@@ -103,6 +103,8 @@ def estimate(
     A class between two that were captured takes what lies between theirs, by the size of its inputs. The first capture
     of a process also loads kernels, which stay: so the first class is captured twice, and the second time counts.
     """
+    if not rungs:
+        return MemoryEstimate(0, 0, 0, 0, 0)
     capture(of, call, rungs[0].mode, rungs[0].descriptor, new_backend())
     backend, graph_bytes, driver_bytes = new_backend(), 0, 0
     entries: list[Entry] = []  # kept until the end: what one leaves in the pool the next may use, as in the ladder

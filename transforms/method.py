@@ -4,7 +4,7 @@ import functools
 import inspect
 from typing import Any
 
-_TAKE_CALLS = ("capture", "explain", "lower", "memory_estimate")
+_TAKE_CALLS = ("capture", "compile_ahead", "explain", "lower", "memory_estimate")
 
 
 class Method:

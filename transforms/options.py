@@ -186,7 +186,8 @@ def _check(call: str, options: GraphifyOptions) -> None:
             raise CaptureError(call, seen, instead)
     if isinstance(ladder, Ladder) and ladder.piecewise and not options["split_at"]:
         seen = "a ladder with classes for pieces, and no split_at"
-        raise CaptureError(call, seen, "split_at='weft::paged_attention'")
+        instead = "split_at='weft::paged_attention', or a ladder of whole graphs: weft.make_ladder('full', limits)"
+        raise CaptureError(call, seen, instead)
     if options["backend"] not in (None, *NAMES):
         raise no_backend(options["backend"])
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):

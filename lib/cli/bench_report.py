@@ -83,9 +83,9 @@ def _drafts(wanted: Wanted, found: Figures) -> Table:
 
 
 def _start(found: Figures) -> Table:
-    names = ("rank", "device", "load, s", "engine, s", "capture, s", "first token, s", "graphs", "their MiB")
+    names = ("rank", "device", "load", "engine", "capture", "first\ntoken", "graphs", "their\nMiB")
     on_gpu = any(rank.peak_bytes is not None for rank in found.ranks)
-    table = _table("start", *names, *(["peak GiB"] if on_gpu else []))
+    table = _table("start: seconds of each part, and of all until the first token", *names, *(["peak\nGiB"] * on_gpu))
     for index, rank in enumerate(found.ranks):
         seconds = (rank.load_seconds, rank.engine_seconds, rank.capture_seconds, rank.first_token_seconds)
         sizes = [str(rank.num_graphs), f"{rank.graph_bytes / 2**20:.1f}"]
@@ -97,5 +97,5 @@ def _start(found: Figures) -> Table:
 def _table(title: str | None, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, no_wrap=True, justify="left" if index == 0 else "right")
+        table.add_column(column, no_wrap=True, vertical="bottom", justify="left" if index == 0 else "right")
     return table

@@ -3,7 +3,7 @@
     python -m weft.proofs.bench.ladder_capture --out FOLDER [--quick]
 
 The model has Qwen3-0.6B's dimensions and random weights, bfloat16, on one GPU, in mode full_and_piecewise with 128
-requests: 54 classes, 19 whole decode graphs and 35 in pieces of up to 256 tokens. The ladder is captured twice: the
+requests: 31 classes, 19 whole decode graphs and 12 in pieces of up to 256 tokens. The ladder is captured twice: the
 first time also compiles the kernels that no earlier process left in triton's cache on disk. Memory is what the GPU's
 free memory falls by at the captures, the driver's own included, and the input buffers. Without a GPU a tiny model runs
 on the tape, to show that it runs: its figures mean nothing.

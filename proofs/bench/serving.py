@@ -133,18 +133,26 @@ def show(row: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run, print, and write `serving-NAME.json`."""
-    parser = argparse.ArgumentParser(prog="python -m weft.proofs.bench.serving", description=str(__doc__))
-    parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
-    parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--check", type=int, nargs="?", const=128, default=0, metavar="TOKENS")
-    parser.add_argument("--scale", type=int, default=1, help="divide the lengths of the workloads by it")
-    parser.add_argument("--pp", type=int)
-    parser.add_argument("--transport")
+    parser = argparse.ArgumentParser(
+        prog="python -m weft.proofs.bench.serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b", help="of `weft bench` (qwen3-0.6b)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of graphs, one by one (all)")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="one by one (all)")
+    parser.add_argument("--requests", type=int, default=128, metavar="N", help="all there from the start (128)")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of each workload, in each mode (1)")
+    parser.add_argument(
+        "--check", type=int, nargs="?", const=128, default=0, metavar="TOKENS", help="compare the modes' completions"
+    )
+    parser.add_argument("--scale", type=int, default=1, metavar="N", help="divide the lengths of the workloads by it")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages, a process for each (1)")
+    parser.add_argument("--transport", help="what carries messages between stages, as in `weft bench`")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)  # before the run, which may be long
     place = Place("python -m weft.proofs.bench.serving", given.pp, given.transport, None)
     lengths = {name: (max(1, a // given.scale), max(1, b // given.scale)) for name, (a, b) in WORKLOADS.items()}
     plan = Plan(given.modes, given.workloads, given.requests, lengths, given.repeats, given.check)
@@ -152,8 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     compared_rows = [row for row in rows if "equal" in row]
     for row in compared_rows:
         print(f"{row['mode']}: {row['equal']} of {row['prompts']} greedy completions are those of {row['against']}")
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
+    if given.out is not None and rows:  # of torchrun's ranks the first alone has them
         record = {"rows": rows, "environment": environment("cuda" if torch.cuda.is_available() else "cpu")}
         name = f"serving-{given.preset}-{given.requests}-pp{given.pp or 1}{given.transport or ''}.json"
         (given.out / name).write_text(json.dumps(record, indent=1) + "\n")

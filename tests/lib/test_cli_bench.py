@@ -13,12 +13,14 @@ import attrs
 import pytest
 import torch
 from cli_calls import Weft, assert_refused
+from rich.console import Console
 
 from weft import cli
 from weft.cli import evaluate
 from weft.cli.bench import Wanted, serve, start
 from weft.cli.bench_figures import RankFigures, Served, Spread, figures
 from weft.cli.bench_options import WORKLOADS
+from weft.cli.bench_report import show
 from weft.cli.evaluate import Score
 from weft.cli.presets import PRESETS
 from weft.cli.ranks import Here, Place
@@ -124,6 +126,18 @@ def test_the_tables_are_for_reading(run: Weft) -> None:
     assert ["requests", "in", "out", "seconds", "output", "tok/s", "total", "tok/s"] in lines
     assert any(line[:3] == ["7", "6", "5"] for line in lines)
     assert any(line[:2] == ["0", "cpu"] for line in lines)
+
+
+def test_the_start_of_gpus_fits_a_terminal_with_its_headers(capsys: pytest.CaptureFixture[str]) -> None:
+    before = Stats(**NOTHING)
+    rank = RankFigures("cuda:7", 102.34, 11.23, 126.1, 1.0, 528.25, 162, 4700 * 2**20, 137 * 2**30)
+    found = figures(Served([[1.0]], before, attrs.evolve(before, modes={"full": 1})), 10, [rank])
+    show(wanted("full", 1), found, Console(width=80, highlight=False))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = [line.split() for line in lines]
+    assert ["rank", "device", "load", "engine", "capture", "token", "graphs", "MiB", "GiB"] in shown
+    assert ["0", "cuda:7", "102.34", "11.23", "126.10", "528.25", "162", "4700.0", "137.00"] in shown
 
 
 @pytest.mark.parametrize("pp", ["1", "2"])

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.proofs.laws import assert_equal
+from weft.proofs.strategies import Rows
 from weft.stages.model import DEMO, load
 from weft.transforms.ahead import _Zeros, compile_ahead
+from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits
 from weft.transforms.runner import make_runner, make_state
 
@@ -69,6 +72,28 @@ def test_it_leaves_no_trace() -> None:
     compile_ahead(graph._of, call, graph._graphs.rungs(call), graph._graphs.backend_for(call))
     assert_equal("no trace", state, before)
     assert graph.cache_info().captures == captures
+    graph.cache_clear()
+    example = runner.params, state, Batch.decode([0])
+    call = graph._example(example, {})
+    compile_ahead(graph._of, call, graph._graphs.rungs(call), graph._graphs.backend_for(call))
+    graph.capture(*example)
+    assert graph.memory_analysis().buffer_bytes == graph.memory_estimate(*example).buffer_bytes
+
+
+def test_a_class_that_finds_no_memory_is_left_to_the_capture() -> None:
+    pytest.importorskip("triton")
+    ran: list[int] = []
+
+    def step(rows: Rows) -> Rows:
+        ran.append(len(rows.x))
+        if len(rows.x) > 2:
+            raise torch.OutOfMemoryError("full")
+        return Rows(rows.descriptor, rows.x + 1)
+
+    graph = graphify(step, ladder=[BatchDescriptor(n, n) for n in (4, 2)])
+    call = graph._example((Rows(BatchDescriptor(1, 1), torch.ones(1, 3)),), {})
+    compile_ahead(graph._of, call, graph._graphs.rungs(call), graph._graphs.backend_for(call))
+    assert ran == [4, 2]
 
 
 _COUNTS = """

@@ -174,6 +174,8 @@ def test_a_method_is_the_graphified_function_of_its_instance() -> None:
     assert [*inspect.signature(scale.times).parameters] == ["x"]
     assert scale.times.explain(X).captured
     assert_equal(LAW, scale.times.lower(X).compile()(scale, X), X * (X + 1))
+    scale.times.compile_ahead(torch.ones(1))
+    assert scale.times.cache_info().captures == 1
     assert scale.times.capture(torch.ones(1)).captures == 2
     assert repr(scale.times) == f"<<graphify(times), 2 graphs> of {scale!r}>"
     with pytest.raises(AttributeError, match="cach_info"):

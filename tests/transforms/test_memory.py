@@ -11,7 +11,7 @@ from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Ladder
-from weft.transforms.memory import MemoryAnalysis, between, spread
+from weft.transforms.memory import MemoryAnalysis, MemoryEstimate, between, spread
 from weft.transforms.piecewise import piecewise
 
 
@@ -90,6 +90,12 @@ def test_an_estimate_without_a_ladder_is_of_one_graph() -> None:
     estimate = g.memory_estimate(torch.ones(100))
     assert (estimate.num_graphs, estimate.buffer_bytes, estimate.graph_bytes) == (1, 400, 400 + 400 + 800)
     assert str(estimate) == "1 graphs, 1.95 KiB: estimated from 1 of them"
+
+
+def test_an_estimate_of_no_classes_is_nothing() -> None:
+    g = graphify(lambda r: Rows(r.descriptor, r.x + 1), ladder=Ladder())
+    assert g.memory_estimate(rows(2)) == MemoryEstimate(0, 0, 0, 0, 0)
+    assert g.capture(rows(2)).captures == 0
 
 
 def test_which_classes_are_captured_for_an_estimate() -> None:

@@ -235,8 +235,9 @@ class Engine:
 
     def warm_up(self) -> Stats:
         """Capture all graphs of the ladder, largest first, with a progress bar on a terminal; without it they are
-        captured when they are first needed. They run on padding, in rows and pages that no request has. Steps that
-        return logprobs of a prompt have graphs of their own, which are captured when one is first asked for.
+        captured when they are first needed. On a GPU their kernels are compiled before, several at once. They run on
+        padding, in rows and pages that no request has. Steps that return logprobs of a prompt have graphs of their own,
+        which are captured when one is first asked for.
 
         A server that is to answer evenly calls `gc.collect()` and `gc.freeze()` after it: a full collection looks
         through all objects of torch and of the model, which takes 0.1 s, in the midst of a step.
