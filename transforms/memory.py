@@ -10,6 +10,7 @@ import attrs
 from torch import Tensor
 
 from weft.padding import padded_shape
+from weft.torchapi import storage_id
 from weft.transforms.backends import Backend
 from weft.transforms.buffers import BLANK_BYTES, is_dense
 from weft.transforms.call import Call
@@ -88,11 +89,18 @@ def analysis_of(entries: Iterable[Entry]) -> MemoryAnalysis:
     outputs = [x for e in entries for x in e.outputs.leaves if isinstance(x, Tensor)]
     return MemoryAnalysis(
         len(entries),
-        sum(e.buffer_bytes for e in entries),
+        _buffers_held(entries),
         sum(e.recording.nbytes for e in entries),
         sum(x.nbytes for x in outputs),
         sum(e.recording.driver_bytes for e in entries),
     )
+
+
+def _buffers_held(entries: Iterable[Entry]) -> int:
+    """Bytes of the buffers of graphs, and of the padding beside them; what they share, once and whole."""
+    held = [x for e in entries for x in (*e.buffers, *e.blanks) if isinstance(x, Tensor)]
+    sizes = {storage_id(x): x.untyped_storage().nbytes() if x.is_contiguous() else x.nbytes for x in held}
+    return sum(sizes.values())
 
 
 def estimate(

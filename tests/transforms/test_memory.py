@@ -56,6 +56,13 @@ def test_a_buffer_that_must_grow_leaves_those_before_it_alone() -> None:
     assert g.memory_analysis().buffer_bytes == 4 * (2 + 7 + 9)
 
 
+def test_a_buffer_is_counted_as_long_as_a_graph_has_part_of_it() -> None:
+    g = graphify(lambda x: x * 2, max_captures=1)
+    for n in (100, 1):
+        g(torch.ones(n))
+        assert g.memory_analysis().buffer_bytes == 400, "of which the second needs 4"
+
+
 def test_as_strided_sees_its_own_argument_and_not_what_lies_behind() -> None:
     g = graphify(lambda x: x.as_strided((2,), (1,)))
     assert g(torch.arange(9.0)).tolist() == g(torch.arange(2.0)).tolist() == [0, 1]
