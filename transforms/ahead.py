@@ -1,12 +1,16 @@
 """Kernels compiled ahead of the captures that launch them: every class runs once with weft's kernels left out, which
 says what they would be launched with; what is not there yet is compiled meanwhile, several at once."""
 
+import contextlib
 from typing import Any
+
+import torch
 
 from weft.ops.paged_attention import triton_version
 from weft.torchapi import DispatchMode, storage_id
 from weft.transforms.backends import Backend
 from weft.transforms.backends.operators import tensors_in
+from weft.transforms.buffers import Slabs
 from weft.transforms.call import Call
 from weft.transforms.capture import audit_of, prepare
 from weft.transforms.dispatch import Decision
@@ -31,14 +35,16 @@ class _Zeros(DispatchMode):
 def compile_ahead(of: Graphable, call: Call, rungs: list[Decision[Any]], backend: Backend) -> None:
     """Compile what the captures of these classes will launch; the arguments are as they were after it.
 
-    For functions of weft's own operators: what another one makes of zeros is not known here.
+    For functions of weft's own operators: what another one makes of zeros is not known here. Where the memory is full,
+    it ends, and leaves it to the captures to say so.
     """
     if triton_version() is None:
         return
     from weft.ops.kernel_triton import compiling  # not at the top: a machine without triton can still import weft
 
-    with compiling():
+    slabs = Slabs()  # not the back end's, which a replay may be reading in another stream
+    with compiling(), contextlib.suppress(torch.OutOfMemoryError):
         for rung in rungs:
-            prepared = prepare(of, call, rung.descriptor, backend.slabs)
+            prepared = prepare(of, call, rung.descriptor, slabs)
             with prepared.untouched(audit_of(of, prepared, backend.device)), _Zeros():
                 prepared.run()

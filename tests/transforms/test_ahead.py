@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from weft.batch import Batch
 from weft.donation import clone
 from weft.proofs.laws import assert_equal
 from weft.stages.model import DEMO, load
 from weft.transforms.ahead import _Zeros, compile_ahead
+from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits
 from weft.transforms.runner import make_runner, make_state
 
@@ -69,6 +71,23 @@ def test_it_leaves_no_trace() -> None:
     compile_ahead(graph._of, call, graph._graphs.rungs(call), graph._graphs.backend_for(call))
     assert_equal("no trace", state, before)
     assert graph.cache_info().captures == captures
+
+
+def test_it_neither_writes_what_graphs_read_nor_fails_where_the_memory_is_full() -> None:
+    def full(x: Tensor) -> Tensor:
+        if x.numel() > 2:
+            raise torch.OutOfMemoryError
+        return x + 1
+
+    graph = graphify(full)
+    graph(torch.ones(2))
+    for size in (1, 9):
+        call = graph._example((torch.zeros(size),), {})
+        backend = graph._graphs.backend_for(call)
+        compile_ahead(graph._of, call, graph._graphs.rungs(call), backend)
+    assert backend.slabs.nbytes == 8
+    (entry,) = graph._graphs.memo.values()
+    assert entry.buffers[0].tolist() == [1, 1]
 
 
 _COUNTS = """
