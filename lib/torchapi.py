@@ -300,7 +300,7 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     held = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return seen_as(alias.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride()), tensor)
 
 
 def seen_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

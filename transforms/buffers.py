@@ -63,7 +63,7 @@ class Slabs:
         if (slab := self._of.get(key)) is None or slab.numel() < like.numel():
             slab = self._of[key] = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
             self.nbytes += slab.nbytes
-        return slab[: like.numel()].view(like.shape)
+        return slab.as_strided(like.shape, like.stride())
 
 
 def is_dense(value: Tensor) -> bool:

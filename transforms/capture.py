@@ -170,7 +170,7 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
 
     Raises:
         CaptureError: the audit refused what the function did, or a result of a padded call cannot be unpadded.
-        torch.OutOfMemoryError: there is no room for it; then there is no graph, and nothing changed.
+        torch.OutOfMemoryError: there is no room for it; then nothing changed, and nothing but slabs is held.
     """
     start = time.perf_counter()
     if backend.enter is not None:

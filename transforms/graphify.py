@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, Unpack, overload
 
+import attrs
 import torch
 from tqdm.auto import tqdm
 
@@ -171,7 +172,9 @@ class Graphified(Generic[P, R]):
     def _replay_of(self, entry: Entry, call: Call, decision: Decision[Any]) -> Replay:
         padded = decision.descriptor
         own = None if padded is None else self._graphs.descriptor(call)
-        return make_replay(entry, call, padded, own, self._of.borrow, self._graphs.backend_for(call).enter)
+        if (enter := self._graphs.backend_for(call).enter) is not None:
+            enter()  # a plan's tables go to the device in this stream, and a replay in another one waits for it
+        return make_replay(entry, call, padded, own, self._of.borrow, enter)
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call whose arguments serve as examples: nothing in it is donated."""
@@ -209,7 +212,7 @@ class Graphified(Generic[P, R]):
         """Compile the kernels that `capture` will launch, several at once, with a progress bar.
 
         The arguments serve as examples: nothing is captured, and no state changes. The function runs once a class,
-        while weft's own operators give zeros: it is for functions of these. Without it, a capture compiles what it
+        while weft's own operators give zeros: it is for functions of these, transfers excepted. Without it, a capture compiles what it
         meets, one kernel after the other. On a CPU there is nothing to compile.
         """
         call = self._example(args, kwargs)
@@ -234,6 +237,7 @@ class Graphified(Generic[P, R]):
             return lower(self._of, call, decision, backend.device, functools.partial(self._compile, call, decision))
 
     def _compile(self, call: Call, decision: Decision[Any], lowered: "Lowered[R]") -> "Compiled[R]":
+        call = attrs.evolve(call)  # what it says of its keys may have changed: a parameter that was put elsewhere
         with self._lock:
             entry = self._graphs.find(call, decision) or self._graphs.capture(call, decision)
             replay = self._replay_of(entry, call, decision)

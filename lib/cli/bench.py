@@ -100,21 +100,23 @@ def measure(here: Here, wanted: Wanted, progress: bool) -> Figures:
     shows = progress and here.first
     engine, started = start(here, wanted, shows)
     draw = random.Random(wanted.seed)
-    own = warm_up(engine, wanted, draw, started)
+    own, first = warm_up(engine, wanted, draw, started)
+    first += own.load_seconds + own.engine_seconds + own.capture_seconds
+    own = attrs.evolve(own, first_token_seconds=first)
     prompts = make_prompts(engine, wanted, draw, wanted.num_prompts)
     with evenly():
         served = serve(engine, prompts, wanted.sampling, wanted.output_len, shows)
     return figures(served, wanted.input_len, here.collect(finish(engine, own)))
 
 
-def warm_up(engine: Engine, wanted: Wanted, draw: random.Random, started: RankFigures) -> RankFigures:
-    """Serve a few tokens of as many requests as run at once; with how long that took, and when the first was read."""
+def warm_up(engine: Engine, wanted: Wanted, draw: random.Random, started: RankFigures) -> tuple[RankFigures, float]:
+    """Serve a few tokens of as many requests as run at once. Returns the figures with how long that took, and the
+    seconds until the first token was read."""
     prompts = make_prompts(engine, wanted, draw, wanted.max_num_seqs)
     begun = time.perf_counter()
     served = serve(engine, prompts, wanted.sampling, min(wanted.output_len, _WARM_UP_TOKENS), False)
-    ready = started.load_seconds + started.engine_seconds + started.capture_seconds
-    first = ready + min(times[0] for times in served.read)
-    return attrs.evolve(started, warm_up_seconds=_now(engine.model.device) - begun, first_token_seconds=first)
+    took = _now(engine.model.device) - begun
+    return attrs.evolve(started, warm_up_seconds=took), min(times[0] for times in served.read)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ _ALIGNED = 16
 """A share is a multiple of so many words."""
 _BLOCKS = (256, 1024, REGION)
 LENGTHS = (_BLOCKS[0], _SHARE, MOST)
-"""Lengths of messages whose kernels are those of all messages."""
+"""Lengths of messages whose kernels are those of all messages, where these are aligned alike."""
 _WARPS = 8
 
 

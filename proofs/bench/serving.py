@@ -83,7 +83,7 @@ def run(here: Here, source: Source, place: Place, plan: Plan) -> list[dict[str, 
 def measure(here: Here, engine: Engine, wanted: Wanted, started: RankFigures, repeats: int) -> Iterator[dict[str, Any]]:
     """Serve a workload, after a few tokens that warm it up."""
     draw = random.Random(wanted.seed)
-    own = warm_up(engine, wanted, draw, started)
+    own, _ = warm_up(engine, wanted, draw, started)
     for index in range(repeats):
         prompts = make_prompts(engine, wanted, draw, wanted.num_prompts)
         with evenly():
@@ -126,7 +126,6 @@ def show(row: dict[str, Any]) -> str:
         f"{row['output_tokens_per_s']:>9,.0f} out/s {row['total_tokens_per_s']:>9,.0f} all/s",
         f"TTFT {ttft['p50']:>8.2f} TPOT {tpot['p50']:>7.3f} ms",
         f"{shares}; padding {use['padding']:.1%}; captured in {row['ranks'][0]['capture_seconds']:.1f} s",
-        f"first token {row['ranks'][0]['first_token_seconds']:.1f} s from the start",
     )
     return "  ".join(parts)
 

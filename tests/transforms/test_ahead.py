@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
@@ -94,6 +95,23 @@ def test_a_class_that_finds_no_memory_is_left_to_the_capture() -> None:
     call = graph._example((Rows(BatchDescriptor(1, 1), torch.ones(1, 3)),), {})
     compile_ahead(graph._of, call, graph._graphs.rungs(call), graph._graphs.backend_for(call))
     assert ran == [4, 2]
+
+
+def test_it_neither_writes_what_graphs_read_nor_fails_where_the_memory_is_full() -> None:
+    def full(x: Tensor) -> Tensor:
+        if x.numel() > 2:
+            raise torch.OutOfMemoryError
+        return x + 1
+
+    graph = graphify(full)
+    graph(torch.ones(2))
+    for size in (1, 9):
+        call = graph._example((torch.zeros(size),), {})
+        backend = graph._graphs.backend_for(call)
+        compile_ahead(graph._of, call, graph._graphs.rungs(call), backend)
+    assert backend.slabs.nbytes == 8
+    (entry,) = graph._graphs.memo.values()
+    assert entry.buffers[0].tolist() == [1, 1]
 
 
 _COUNTS = """

@@ -145,6 +145,11 @@ def test_a_few_elements_far_apart_are_made_dense(monkeypatch: pytest.MonkeyPatch
     assert_equal(LAW, graphify(lambda x: x * 3)(x), x * 3)
 
 
+def test_a_dimension_of_one_keeps_its_stride() -> None:
+    x = torch.ones(3, 100)[:1, :4]
+    assert graphify(lambda x: x.stride())(x) == x.stride() == (100, 1)
+
+
 def test_memory_between_the_elements_is_no_argument() -> None:
     with pytest.raises(CaptureError, match="saw: as_strided of x, of whose storage a replay has its elements only"):
         graphify(lambda x: x.as_strided((2,), (1,)))(torch.arange(6.0)[::2])

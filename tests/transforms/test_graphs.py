@@ -4,6 +4,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from weft.proofs.strategies import Rows
 from weft.transforms.backends.tape import TapeBackend
 from weft.transforms.graphify import Graphified, clear_caches, graphify
 from weft.transforms.ladder import Ladder
+from weft.transforms.replay import make_replay
 
 LADDER = [BatchDescriptor(n, n) for n in (8, 4, 2)]
 
@@ -351,3 +353,21 @@ def test_threads_get_right_answers(most: int | None) -> None:
     info = g.cache_info()
     assert info.replays == 360
     assert info.captures == 4 if most is None else info.captures >= 4
+
+
+def test_a_plan_is_made_behind_the_last_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it puts on the device goes there in the stream that the next replay waits for, if that is in another."""
+    events: list[str] = []
+
+    def planned(*args: Any) -> Any:
+        events.append("plan")
+        return make_replay(*args)
+
+    backend = TapeBackend(enter=lambda: events.append("enter"))
+    monkeypatch.setattr("weft.transforms.graphs.make_backend", lambda *_: backend)
+    monkeypatch.setattr(import_module("weft.transforms.graphify"), "make_replay", planned)
+    g = graphify(lambda x: x * 2)
+    g(torch.ones(2))
+    events.clear()
+    g.lower(torch.ones(2)).compile()
+    assert events == ["enter", "plan"]

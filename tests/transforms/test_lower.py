@@ -200,3 +200,13 @@ def test_what_cannot_be_captured_cannot_be_lowered() -> None:
     g = graphify(step, ladder=[BatchDescriptor(1, 1)], donate_argnames="state")
     with pytest.raises(CaptureError, match="no captured class covers 'ragged 2 tokens, 2 reqs'"):
         g.lower(*arguments())
+
+
+def test_a_parameter_that_was_put_elsewhere_before_the_capture_is_no_other() -> None:
+    g = graphify(lambda params, x: params + x)
+    params, x = torch.zeros(2), torch.ones(2)
+    before, lowered = params.detach(), g.lower(params, x)
+    params.data = torch.full((2,), 5.0)
+    compiled = lowered.compile()
+    for _ in range(2):
+        assert_equal("g is the function", [compiled(params, x), g(before, x), g(params, x)], [x * 6, x, x * 6])

@@ -1,5 +1,8 @@
 """Memory: what graphs take is counted, and estimated before they are captured."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +12,13 @@ from weft.donation import clone
 from weft.errors import CaptureError
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
+from weft.transforms.backends.cuda import CudaBackend
+from weft.transforms.backends.tape import TapeBackend
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Ladder
 from weft.transforms.memory import MemoryAnalysis, MemoryEstimate, between, spread
 from weft.transforms.piecewise import piecewise
+from weft.trees import tree_leaves
 
 
 def test_a_tape_takes_what_its_tensors_take() -> None:
@@ -40,10 +46,13 @@ def rows(n: int) -> Rows:
 
 
 def test_graphs_read_their_inputs_from_the_same_memory() -> None:
-    g = graphify(lambda batch: batch, ladder=[BatchDescriptor(n, n) for n in (8, 4, 2)])
-    batches = [Rows(BatchDescriptor(n, n), torch.randn(n, 8)) for n in (7, 2, 3, 8, 1, 5)]
+    def f(batch: Rows) -> Rows:
+        return Rows(batch.descriptor, batch.x + batch.x.sum(0))  # which a row left behind by another graph would change
+
+    g = graphify(f, ladder=[BatchDescriptor(n, n) for n in (8, 4, 2)])
+    batches = [Rows(BatchDescriptor(n, n), torch.randint(9, (n, 8)).float()) for n in (7, 2, 3, 8, 1, 5)]
     for batch in (*batches, *reversed(batches)):
-        assert torch.equal(g(batch).x, batch.x)
+        assert torch.equal(g(batch).x, f(batch).x)
     assert g.cache_info().currsize == 3
     assert g.memory_analysis().buffer_bytes == 2 * (8 * 8 * 4), "of the largest, and as much padding"
 
@@ -68,6 +77,45 @@ def test_as_strided_sees_its_own_argument_and_not_what_lies_behind() -> None:
     assert g(torch.arange(9.0)).tolist() == g(torch.arange(2.0)).tolist() == [0, 1]
     with pytest.raises(CaptureError, match="as_strided of x"):
         graphify(lambda x: x.as_strided((2,), (3,)))(torch.arange(4.0)[:3])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.as_strided_copy(x, (4,), (1,)),
+        lambda x: torch.as_strided_scatter(x, torch.ones(1), (1,), (1,), 3),
+        lambda x: torch.empty(0).set_(x.untyped_storage()) * 2,
+        lambda x: torch.empty(0).set_(x.untyped_storage(), 1, (3,), (1,)) * 2,
+        lambda x: torch.empty(0).set_(x.untyped_storage(), 0, (3,)) * 2,
+    ],
+)
+def test_nothing_sees_what_a_larger_argument_left_behind_a_smaller_one(fn: Callable[[Tensor], Tensor]) -> None:
+    g, x = graphify(fn), torch.arange(9.0)
+    assert torch.equal(g(x), fn(x))
+    with pytest.raises(CaptureError, match="of x, of whose storage a replay has its elements only"):
+        g(torch.arange(2.0))
+
+
+TURNED = torch.tensor([1 + 2j, 3 - 4j])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: (x * 2).conj(),
+        lambda x: (x * 2).conj().imag,
+        lambda x: torch.quantize_per_tensor(x.real * 2, 0.5, 0, torch.quint8).int_repr(),
+        lambda x: torch.quantize_per_tensor(x.real * 2, 0.5, 0, torch.quint8),
+        lambda x: [y := x * 2, y[1:], y[:0], y.expand(3, 2), x, x[1:]],
+    ],
+    ids=["conjugate", "negative", "integers", "quantized", "views"],
+)
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_outputs_whose_memory_is_lent_are_the_same(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TapeBackend, "lend_memory", CudaBackend.lend_memory)  # a tape holds the memory anyway
+    g = graphify(fn)
+    for x in (TURNED, TURNED + 1):
+        assert all(torch.equal(a, b) for a, b in zip(tree_leaves(g(x)), tree_leaves(fn(x)), strict=True))
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4, 2, 1), tuple(range(64, 0, -2))])

@@ -22,6 +22,7 @@ from weft.transforms.backends.operators import (
     flat_tensors,
     is_collective,
     is_harmless,
+    reach,
     tensors_in,
     written,
 )
@@ -155,10 +156,9 @@ class Audit(DispatchMode):
         if is_collective(func) and not self.collectives:
             instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
             raise refusal(self.call, f"{func} is a collective operation, which waits for other ranks", instead)
-        if func is torch.ops.aten.as_strided.default and _end(*args, **kwargs) > self._dense.get(
-            storage_id(args[0]), math.inf
-        ):
-            fault = f"as_strided of {self.names[storage_id(args[0])]}, of whose storage a replay has its elements only"
+        if (seen := reach(func, args, kwargs)) and seen[1] > self._dense.get(seen[0], math.inf):
+            does = func._schema.name.removeprefix("aten::")
+            fault = f"{does} of {self.names[seen[0]]}, of whose storage a replay has its elements only"
             raise refusal(self.call, fault, "x.contiguous() first, or pass the whole tensor that it is a view of")
         for tensor in written(func, args, kwargs):
             if (place := storage_id(tensor)) not in self.own:
@@ -224,13 +224,6 @@ def _dense_bytes(buffer: Tensor) -> int:
     """How many of the first bytes of its storage hold its elements, and nothing else."""
     fills = buffer.nbytes == buffer.untyped_storage().nbytes()
     return buffer.nbytes if fills or (buffer.is_contiguous() and buffer.storage_offset() == 0) else 0
-
-
-def _end(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> int:
-    """The bytes up to the last that `as_strided` would see."""
-    first = x.storage_offset() if storage_offset is None else storage_offset
-    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    return int((first + last + 1) * x.element_size()) if all(size) else 0
 
 
 def _default_generators(device: torch.device | None) -> list[torch.Generator]:

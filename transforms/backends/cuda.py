@@ -166,10 +166,12 @@ class CudaBackend:
     def lend_memory(self, recording: CudaRecording, made: Set[int]) -> CudaRecording:
         """With outputs that name their memory, and do not hold it: the graph keeps the pool alive that it is in."""
         outputs: Outputs = recording.outputs
-        leaves = [
-            borrowed(x) if isinstance(x, Tensor) and x.is_cuda and storage_id(x) in made else x for x in outputs.leaves
-        ]
+        leaves = (borrowed(x) if _is_on(self.device, x) and storage_id(x) in made else x for x in outputs.leaves)
         return attrs.evolve(recording, outputs=attrs.evolve(outputs, leaves=tuple(leaves)))
+
+
+def _is_on(device: torch.device, x: Any) -> bool:
+    return isinstance(x, Tensor) and x.device == device and not x.is_quantized
 
 
 @contextlib.contextmanager

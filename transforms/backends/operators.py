@@ -1,6 +1,7 @@
 """What operators read and write, by their schemas and by what is known of them beside."""
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ TRANSFERS = {"weft::send", "weft::recv"}
 _aten = torch.ops.aten
 ONLY_MEMORY = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.resize_}
 """What they leave behind at capture is what a replay needs: memory, and its size."""
+_STRIDED = {_aten.as_strided, _aten.as_strided_copy, _aten.as_strided_scatter}
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 
 
@@ -63,12 +65,31 @@ def is_harmless(func: Any) -> bool:
     data, and is neither collective nor makes pinned memory."""
     aten = torch.ops.aten
     indexing = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
-    watched = (*indexing, aten._local_scalar_dense, aten.as_strided)
+    watched = (*indexing, aten._local_scalar_dense, *_STRIDED)
     copies = (aten._to_copy.default, aten.copy_.default)
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     suspect = func.overloadpacket in (*watched, *_BATCH_NORMS) or func in copies or any(t in func.tags for t in tags)
     suspect = suspect or func._schema.name in PINS or is_collective(func)
     return not suspect and not _written_arguments(func)
+
+
+def reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """For an operator that sees a storage apart from the tensor that it was taken from: the storage, as `storage_id`
+    names it, and the bytes up to the last that it sees. None for others."""
+    if func.overloadpacket not in (*_STRIDED, _aten.set_):
+        return None
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    x, source = named["self"], named.get("source")
+    if func.overloadpacket in _STRIDED:
+        source = x.untyped_storage()
+    elif source is None or isinstance(source, Tensor):
+        return None
+    if (size := named.get("size")) is None:
+        return int(source._cdata), source.nbytes()
+    first, strides = named.get("storage_offset"), named.get("stride")  # none: dense
+    last = sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if strides else math.prod(size) - 1
+    last += x.storage_offset() if first is None else first
+    return int(source._cdata), (last + 1) * x.element_size() if all(size) else 0
 
 
 def is_collective(func: Any) -> bool:

@@ -66,9 +66,10 @@ class PeerEnd:
         self._compile()
 
     def _compile(self) -> None:
-        """Compile the kernels of messages of any length, so that none is when the first is sent."""
+        """Compile the kernels of messages of any number of words, 16 bytes aligned, so that none is when the first is
+        sent. Long ones have two: for multiples of 16 words, and for the rest."""
         with compiling():
-            for peer, words in itertools.product(self._sends, (*packed.LENGTHS, packed.MOST + 1)):
+            for peer, words in itertools.product(self._sends, (*packed.LENGTHS, packed.MOST + 1, packed.MOST + 16)):
                 message = torch.empty(words, dtype=torch.int32, device=self.device)
                 self._put(message, self._sends[peer])
                 self._take(message, self._recvs[peer])
