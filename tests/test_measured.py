@@ -82,7 +82,15 @@ def test_the_capture_of_a_ladder() -> None:
     first, second = read("h200-ladder-capture")["runs"]
     said(f"A ladder of {first['graphs']} classes")
     said(f"is captured in {first['seconds']:.1f} s, and takes {first['bytes'] / 2**30:.3f} GiB")
-    said(f"once they are, in {second['seconds']:.1f} s and {second['bytes'] / 2**30:.3f} GiB")
+    said(f"the second time in {second['seconds']:.1f} s and {second['bytes'] / 2**30:.3f} GiB")
+
+
+def test_the_start() -> None:
+    cold, warm = (read("h200x2-start-moe-peer")[which]["ranks"] for which in ("cold", "warm"))
+    seconds = [max(rank["first_token_seconds"] for rank in ranks) for ranks in (cold, warm)]
+    said(f"{seconds[0]:.1f} s with no kernel compiled before, {seconds[1]:.1f} s with all of them")
+    one, other = (f"{rank['graph_bytes'] / 2**30:.3f} GiB" for rank in warm)
+    said(f"its {warm[0]['num_graphs']} graphs take {one} on the one and {other} on the other")
 
 
 def test_kernels() -> None:

@@ -212,8 +212,8 @@ class Graphified(Generic[P, R]):
         """Compile the kernels that `capture` will launch, several at once, with a progress bar.
 
         The arguments serve as examples: nothing is captured, and no state changes. The function runs once a class,
-        while weft's own operators give zeros: it is for functions of these, transfers excepted. Without it, a capture compiles what it
-        meets, one kernel after the other. On a CPU there is nothing to compile.
+        while weft's own operators give zeros: it is for functions of these, transfers excepted. Without it, a capture
+        compiles what it meets, one kernel after the other. On a CPU there is nothing to compile.
         """
         call = self._example(args, kwargs)
         with self._lock:

@@ -32,8 +32,8 @@ class RankFigures:
         engine_seconds: the state with its KV cache, and the stages.
         capture_seconds: all graphs.
         warm_up_seconds: a few tokens of as many requests as run at once.
-        first_token_seconds: from the beginning of the load until the first of these tokens was read; 0 where the model was
-            loaded before.
+        first_token_seconds: from the beginning of the load until the first of these tokens was read; 0 where the model
+            was loaded before.
         num_graphs, graph_bytes: captured, with the driver's own.
         peak_bytes: that torch held of the GPU's memory at most; None on a CPU.
     """

@@ -91,6 +91,14 @@ def test_results_that_are_copied_share_their_memory(outputs: Any) -> None:
     assert shared is (outputs == "safe"), used
 
 
+def test_a_lazy_result_keeps_its_bits() -> None:
+    graph = graphify(lambda x: ((x * 2).conj(), (x * 3).conj().imag))
+    for seed in range(2):
+        x = torch.randn(5, dtype=torch.complex64, device="cuda") + seed
+        for seen, expected in zip(graph(x), ((x * 2).conj(), (x * 3).conj().imag), strict=True):
+            assert torch.equal(seen, expected)
+
+
 def _check_usable_after(failing: Graphified[..., object]) -> None:
     state = torch.arange(4.0, device="cuda")
     before = clone(state)
