@@ -125,8 +125,8 @@ def check_rungs(limit: int = 1500) -> Count:
             _require(list(sizes) == sorted(set(sizes)) and sizes[-1:] == ((most,) if most else ()), "sizes rise", most)
             close = all(b - a <= max(1, min(widest(a), b // 2)) for a, b in zip((0, *sizes), sizes, strict=False))
             _require(close, "no step is wide", most, sizes)
-    wide = "of 8 or an eighth (of tokens beyond 128: of a quarter), and of half the size"
-    return Count(f"rungs: they rise to the limit in steps of at most {wide}", limit + 1)
+    wide = "8 or an eighth (of tokens a quarter), and half the size"
+    return Count(f"rungs: they rise in steps of at most {wide}", limit + 1)
 
 
 def _step_of_requests(start: int) -> int:
