@@ -35,8 +35,8 @@ class _Zeros(DispatchMode):
 def compile_ahead(of: Graphable, call: Call, rungs: list[Decision[Any]], backend: Backend) -> None:
     """Compile what the captures of these classes will launch; the arguments are as they were after it.
 
-    For functions of weft's own operators: what another one makes of zeros is not known here. Where the memory is full,
-    it ends, and leaves it to the captures to say so.
+    For functions of weft's own operators: what another one makes of zeros is not known here. A class that finds no
+    memory is left to its capture, which says so.
     """
     if triton_version() is None:
         return

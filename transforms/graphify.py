@@ -209,11 +209,10 @@ class Graphified(Generic[P, R]):
         return self.cache_info()
 
     def compile_ahead(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Compile the kernels that `capture` will launch, several at once, with a progress bar.
+        """Compile the kernels that `capture` will launch, several at once, with a progress bar; on a CPU there are none.
 
-        The arguments serve as examples: nothing is captured, and no state changes. The function runs once a class,
-        while weft's own operators give zeros: it is for functions of these, transfers excepted. Without it, a capture
-        compiles what it meets, one kernel after the other. On a CPU there is nothing to compile.
+        Nothing is captured, and no state changes. The function runs once a class, while weft's own operators give
+        zeros: it is for functions of these, transfers excepted. Without it, a capture compiles one after the other.
         """
         call = self._example(args, kwargs)
         with self._lock:

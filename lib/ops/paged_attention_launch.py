@@ -13,7 +13,7 @@ _MAX_SPLITS = 64
 
 @attrs.frozen
 class Launch:
-    """How `_attend_kernel` is launched.
+    """How `attend_kernel` is launched.
 
     Args:
         rows: rows of the query matrix of a program, a power of two: queries * group of them are used.
