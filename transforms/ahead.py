@@ -8,12 +8,11 @@ import torch
 
 from weft.ops.paged_attention import triton_version
 from weft.torchapi import DispatchMode, storage_id
-from weft.transforms.backends import Backend
 from weft.transforms.backends.operators import tensors_in
 from weft.transforms.buffers import Slabs
 from weft.transforms.call import Call
-from weft.transforms.capture import audit_of, prepare
-from weft.transforms.dispatch import Decision
+from weft.transforms.capture import ONE_AT_A_TIME, audit_of, prepare
+from weft.transforms.graphs import Graphs
 from weft.transforms.options import Graphable
 
 
@@ -32,8 +31,8 @@ class _Zeros(DispatchMode):
         return result
 
 
-def compile_ahead(of: Graphable, call: Call, rungs: list[Decision[Any]], backend: Backend) -> None:
-    """Compile what the captures of these classes will launch; the arguments are as they were after it.
+def compile_ahead(of: Graphable, call: Call, graphs: Graphs) -> None:
+    """Compile what the captures of classes that have no graph yet will launch; the arguments are as they were after it.
 
     For functions of weft's own operators: what another one makes of zeros is not known here. A class that finds no
     memory is left to its capture, which says so.
@@ -42,10 +41,12 @@ def compile_ahead(of: Graphable, call: Call, rungs: list[Decision[Any]], backend
         return
     from weft.ops.kernel_triton import compiling  # not at the top: a machine without triton can still import weft
 
+    device = graphs.backend_for(call).device
     slabs = Slabs()  # of its own: graphs that there are may still be reading theirs, and count what theirs take
-    with compiling():
-        for rung in rungs:
-            with contextlib.suppress(torch.OutOfMemoryError):  # the capture tells of it, and goes on with what it has
+    missing = [rung for rung in graphs.rungs(call) if graphs.find(call, rung) is None]
+    with compiling(), ONE_AT_A_TIME:
+        for rung in missing:
+            with contextlib.suppress(torch.OutOfMemoryError):
                 prepared = prepare(of, call, rung.descriptor, slabs)
-                with prepared.untouched(audit_of(of, prepared, backend.device)), _Zeros():
+                with prepared.untouched(audit_of(of, prepared, device)), _Zeros():
                     prepared.run()

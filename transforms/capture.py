@@ -22,7 +22,7 @@ from weft.transforms.options import Graphable
 from weft.transforms.results import Outputs, refuse_opaque, refuse_recorded, settle
 from weft.trees import Axes, leaf_axes, leaves_with_names, tree_flatten, tree_leaves, tree_unflatten
 
-_ONE_AT_A_TIME = threading.RLock()
+ONE_AT_A_TIME = threading.RLock()
 """Captures of other threads set the same random generators."""
 
 SAVED_BYTES = 2**26
@@ -179,7 +179,7 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
     prepared = prepare(of, call, descriptor, slabs)
     split_at = of.split_at if mode == "piecewise" else frozenset()
     audit = audit_of(of, prepared, backend.device)
-    with _ONE_AT_A_TIME, prepared.untouched(audit), _noted(of.name, descriptor):
+    with ONE_AT_A_TIME, prepared.untouched(audit), _noted(of.name, descriptor):
         recording = backend.capture(prepared.run, audit, split_at)
         prepared.given.clear()
         external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())

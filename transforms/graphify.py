@@ -209,17 +209,15 @@ class Graphified(Generic[P, R]):
         return self.cache_info()
 
     def compile_ahead(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Compile the kernels that `capture` will launch, several at once, with a progress bar; on a CPU there are none.
+        """Compile the kernels that `capture` will launch, several at once, with a progress bar. A CPU has none.
 
         Nothing is captured, and no state changes. The function runs once a class, while weft's own operators give
         zeros: it is for functions of these, transfers excepted. Without it, a capture compiles one after the other.
         """
         call = self._example(args, kwargs)
         with self._lock:
-            backend = self._graphs.backend_for(call)
-            rungs = [rung for rung in self._graphs.rungs(call) if self._graphs.find(call, rung) is None]
-            if backend.device.type == "cuda":
-                compile_ahead(self._of, call, rungs, backend)
+            if self._graphs.backend_for(call).device.type == "cuda":
+                compile_ahead(self._of, call, self._graphs)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
         """Run the function once on buffers of its own, without a trace, and write down what it does.
