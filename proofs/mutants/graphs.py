@@ -19,7 +19,7 @@ from weft.transforms.capture import Before, Entry
 from weft.transforms.graphs import Graphs
 from weft.transforms.memo import LeafKey, leaf_key
 from weft.transforms.results import Outputs
-from weft.transforms.transfer import CopyIn, Handover, hand_over, tails
+from weft.transforms.transfer import CopyIn, Handover, Together, hand_over, tails
 from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
 _GRAPHS, _REPLAY, _MEMORY = "weft.transforms.graphs", "weft.transforms.replay", "weft.transforms.memory"
@@ -172,6 +172,21 @@ def _blind_to_func() -> Iterator[None]:
 _FILL_NOTHING = partial(mock.patch.object, CopyIn, "fill", _nothing)
 _CALLS, _IMAGES = find("L1", "calls"), find("L1", "images")
 
+
+@attrs.frozen(eq=False)
+class _PadsOnce(Together):
+    """Writes padding at the first call of a plan alone."""
+
+    _calls: list[None] = attrs.field(factory=list, init=False)
+
+    def copy(self, leaves: Sequence[Any]) -> None:
+        if not self._calls:
+            Together.copy(self, leaves)
+        for target, value in zip(self.targets, self.pick(leaves) if self._calls else (), strict=False):
+            target.copy_(value)
+        self._calls.append(None)
+
+
 GRAPHS = (
     Mutant("a replay reads its capture's inputs", find("L1", "models"), _FILL_NOTHING),
     Mutant("a larger batch's tail stays", find("L1", "models"), replace(_TRANSFER, "tails", _stale_tail)),
@@ -179,6 +194,7 @@ GRAPHS = (
     Mutant("new state is not written", find("L1", "pure"), replace(_RESULTS, "_write_back", _home_without_writing)),
     Mutant("two results change places", find("L1", "pure"), replace(_REPLAY, "hand_over", _swapped)),
     Mutant("the key forgets addresses", find("L1", "pure"), _forgetting("address")),
+    Mutant("padding is written once", find("L1", "under a ladder"), replace(_TRANSFER, "Together", _PadsOnce)),
     Mutant("a capture counts as a step", find("L1", "under a ladder"), replace(_CAPTURE, "Before", _Unrestored)),
     Mutant("the key forgets shapes", _CALLS, _forgetting("shape")),
     Mutant("the key forgets strides", _CALLS, _forgetting("stride")),
