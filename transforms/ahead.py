@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weft.ops.paged_attention import triton_version
+from weft.ops.presence import triton_version
 from weft.torchapi import DispatchMode, storage_id
 from weft.transforms.backends.operators import tensors_in
 from weft.transforms.buffers import Slabs

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.fp8 import BLOCK, Quantized, reference_quantize
+from weft.ops.fp8 import BLOCK, Quantized, empty_quantized, reference_quantize
 from weft.ops.paged_attention import attend_on_cpu, check
 from weft.ops.register import register
 
@@ -36,16 +36,13 @@ def reference(q: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
     return reference_quantize(attend_on_cpu(q, *where).flatten(1))
 
 
-def empty_quantized(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Room for the values and the scales of a result like `q`."""
-    tokens, heads, dim = q.shape
-    values = q.new_empty((tokens, heads * dim), dtype=torch.float8_e4m3fn)
-    return values, q.new_empty((tokens, heads), dtype=torch.float32)
+def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_quantized(q, q.shape[0], q.shape[1] * q.shape[2])
 
 
 register(
     "paged_attention.quantized",
     "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pages, Tensor slot_mapping, Tensor block_table, "
     "Tensor query_start_loc, Tensor seq_lens, SymInt max_query_len, float scale) -> (Tensor, Tensor)",
-    cpu=reference, fake=empty_quantized, kernel="weft.ops.paged_attention_triton:attend_quantized",
+    cpu=reference, fake=_fake, kernel="weft.ops.paged_attention_triton:attend_quantized",
 )  # fmt: skip

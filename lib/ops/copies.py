@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.byte_copies import Copies
-from weft.ops.paged_attention import triton_version
+from weft.ops.presence import triton_version
 from weft.torchapi import current_device, empty_strided_on
 
 T = TypeVar("T")

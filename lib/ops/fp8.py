@@ -85,9 +85,14 @@ def quantize(x: Tensor) -> Quantized:
     return Quantized(*torch.ops.weft.quantize(x))
 
 
+def empty_quantized(like: Tensor, tokens: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Room for values and scales, on a tensor's device."""
+    scales = like.new_empty((tokens, ceil_blocks(columns)), dtype=torch.float32)
+    return like.new_empty((tokens, columns), dtype=torch.float8_e4m3fn), scales
+
+
 def _fake_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    scales = x.new_empty((x.shape[0], ceil_blocks(x.shape[1])), dtype=torch.float32)
-    return x.new_empty(tuple(x.shape), dtype=torch.float8_e4m3fn), scales
+    return empty_quantized(x, *x.shape)
 
 
 register(

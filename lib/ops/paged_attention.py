@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, library
 
 from weft.errors import DescriptorError, DeviceError
+from weft.ops.presence import no_triton, triton_version
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SLOT_DTYPES = (torch.int32, torch.int64)
@@ -177,20 +178,6 @@ library.define(
 library.impl("weft::paged_attention", "CPU", attend_on_cpu)
 library.impl("weft::paged_attention", "CUDA", _on_cuda)
 library.register_fake("weft::paged_attention", _fake)
-
-
-def triton_version() -> str | None:
-    """The version of the triton that the CUDA kernel would use, or None where there is none."""
-    try:
-        import triton
-    except ImportError:
-        return None
-    return str(triton.__version__)
-
-
-def no_triton(call: str) -> DeviceError:
-    """The error of `call` on a CUDA device without triton."""
-    return DeviceError(call, "triton cannot be imported, and CUDA has no other kernel", "pip install 'weft[cuda]'")
 
 
 @attrs.frozen

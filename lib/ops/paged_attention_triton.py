@@ -18,9 +18,9 @@ bfloat16, whose products triton's interpreter gets wrong.
 import torch
 from torch import Tensor
 
-from weft.ops.attention_quantized import empty_quantized
 from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.early_triton import early
+from weft.ops.fp8 import empty_quantized
 from weft.ops.norm_triton import quantize
 from weft.ops.paged_attention_kernels_triton import attend_kernel, combine_kernel, write_kernel
 from weft.ops.paged_attention_launch import plan_launch
@@ -70,7 +70,7 @@ def attend_quantized(
     """`weft::paged_attention.quantized`, of heads of 128."""
     if not seq_lens.numel():
         return quantize(torch.zeros_like(q).flatten(1))
-    values, scales = empty_quantized(q)
+    values, scales = empty_quantized(q, q.shape[0], q.shape[1] * q.shape[2])
     where = (slot_mapping.contiguous(), block_table.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
     _launch(q, k, v, kv_pages, where, max_query_len, scale, values, scales)
     return values, scales

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import library
 
-from weft.ops.paged_attention import no_triton, triton_version
+from weft.ops.presence import no_triton, triton_version
 
 
 def register(name: str, signature: str, *, cpu: Callable[..., Any], fake: Callable[..., Any], kernel: str) -> None:

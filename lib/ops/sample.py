@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, library
 
 from weft.ops.logits import scale
-from weft.ops.paged_attention import no_triton, triton_version
+from weft.ops.presence import no_triton, triton_version
 from weft.ops.splitmix import exponential, random_bits
 
 

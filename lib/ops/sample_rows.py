@@ -6,7 +6,7 @@ from torch import Tensor, library
 
 from weft.errors import RequestError
 from weft.ops.logits import FEATURES, IN_PROMPT, MOST_COUNTED, PENALTIES, SEED, TEMPERATURE, process, scale
-from weft.ops.paged_attention import no_triton, triton_version
+from weft.ops.presence import no_triton, triton_version
 from weft.ops.sample import choose
 from weft.sampling_table import SamplingTable
 from weft.trees import tree_leaves

@@ -7,7 +7,7 @@ import torch
 
 from weft.errors import DeviceError
 from weft.ops.copies import how_launched, no_kernel
-from weft.ops.paged_attention import no_triton, triton_version
+from weft.ops.presence import no_triton, triton_version
 from weft.ops.tiles import measured
 
 

@@ -154,7 +154,7 @@ def test_without_triton_the_cpu_works_and_cuda_says_what_to_install() -> None:
 import sys
 sys.modules["triton"] = None  # every import of it fails
 import torch
-from weft.ops.paged_attention import no_triton, triton_version
+from weft.ops.presence import no_triton, triton_version
 from weft.ops.table import backends
 assert triton_version() is None
 print(backends("cuda")[0].implementation, "|", backends("cuda")[0].reason, "|", no_triton("f()"))
