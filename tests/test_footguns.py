@@ -1,11 +1,10 @@
 """Footguns: what surprises people, the likeliest first, and the way around each.
 
-A page to read from the top. Each function is a surprise (its docstring), shown to be real, and then its workaround,
-shown to work. What raises says so itself; what does not raise is what to remember.
+A page to read from the top; it goes on in `test_more_footguns.py`. Each function is a surprise (its docstring), shown
+to be real, and then its workaround, shown to work. What raises says so itself; what does not raise is what to remember.
 """
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -15,7 +14,7 @@ from own_batches import Length, Signal
 from torch import Tensor
 
 import weft
-from weft.errors import CacheMissError, CaptureError, DescriptorError, DonatedError
+from weft.errors import CaptureError, DonatedError
 from weft.transforms import Graphified, make_runner, make_state
 
 ONES = torch.ones(3)
@@ -295,199 +294,3 @@ def test_16_rows_beyond_the_state_are_found_on_the_device() -> None:
     (state,) = make_state(model, runner.layouts, lengths=[16])
     _, out = runner.stages[0](runner.params[0], state, weft.Batch.ragged([0], [[5, 6]]), None)
     assert out.token_ids.shape == (1,)
-
-
-# With graphs that are almost alike -----------------------------------------------------------------------------------
-
-
-def test_17_the_order_of_a_dict_and_the_layout_of_a_tensor_are_part_of_the_key() -> None:
-    """So are strides, and 1, 1.0 and True: what is equal may have several graphs.
-
-    Around it: make arguments in one place; `.contiguous()`; `explain` names the difference.
-    """
-    f = weft.graphify(lambda d: d["a"] + d["b"])
-    f({"a": ONES, "b": ONES})
-    f({"b": ONES, "a": ONES})
-    assert captures(f) == 2
-    g = weft.graphify(lambda x: x + 1)
-    g(torch.zeros(2, 3))
-    turned = torch.zeros(3, 2).T
-    assert "stride" in str(g.explain(turned))
-    g(turned.contiguous())
-    assert captures(g) == 1
-
-
-def test_18_grad_mode_is_part_of_the_key() -> None:
-    """What was captured and frozen outside `no_grad` is missed inside it.
-
-    Around it: capture in the mode that you run in.
-    """
-    f = weft.graphify(lambda x: x + 1)
-    f(ONES)
-    f.freeze()
-    with torch.no_grad(), pytest.raises(CacheMissError, match="grad mode: False, captured True"):
-        f(ONES)
-    f.cache_clear()
-    with torch.no_grad():
-        f(ONES)
-        f.freeze()
-        f(ONES)
-
-
-def test_19_the_next_state_comes_first_among_results_of_its_shape() -> None:
-    """A donated argument stays in place as the first result of its structure: behind another one the state moves, and
-    each call is a capture.
-
-    Around it: return the state first.
-    """
-
-    def advance(f: Graphified[..., Any], state_of: Callable[[Any], Any]) -> int:
-        state = torch.zeros(3)
-        for _ in range(3):
-            state = state_of(f(state, ONES))
-        assert state.tolist() == [3, 3, 3]
-        return captures(f)
-
-    last = weft.graphify(lambda state, x: (x * 2, state + x), donate_argnames="state")
-    first = weft.graphify(lambda state, x: (state + x, x * 2), donate_argnames="state")
-    assert advance(last, lambda made: made[1]) == 3
-    assert advance(first, lambda made: made[0]) == 1
-
-
-def test_20_a_pipelines_state_comes_back_as_a_tuple() -> None:
-    """A list is another structure than a tuple: given a list first, a graphified pipeline captures once more.
-
-    Around it: pass tuples.
-    """
-    params = [torch.ones(())] * 2
-    for given, expected in (([None, None], 2), ((None, None), 1)):
-        f = weft.graphify(weft.pipeline([stage, stage]))
-        state: Any = given
-        for _ in range(3):
-            state, _ = f(params, state, torch.ones(2))
-        assert captures(f) == expected
-
-
-def test_21_a_borrowed_result_is_overwritten() -> None:
-    """`outputs="borrow"` returns the graph's own buffers: the next replay writes there.
-
-    Around it: `weft.clone` what is kept, or leave `outputs="safe"`, the default; `weft.check_borrowed()` finds it.
-    """
-    f = weft.graphify(lambda x: x + 1, outputs="borrow")
-    f(ONES)
-    first = f(ONES)
-    kept = weft.clone(first)
-    f(ONES * 9)
-    assert first.tolist() == [10, 10, 10]
-    assert kept.tolist() == [2, 2, 2]
-
-
-# With pipelines ------------------------------------------------------------------------------------------------------
-
-
-def test_22_a_sum_over_the_batch_may_pass_for_rows() -> None:
-    """Micro-batches are joined by rows; sizes are checked, meaning cannot be: `sum(0)` of as many columns as a part has
-    rows is joined, and wrong.
-
-    Around it: stages that are separable by rows; reduce what the step returns.
-    """
-
-    def total(params: Any, state: Any, batch: Tensor) -> tuple[Any, Tensor]:
-        return state, batch.sum(0)
-
-    batch = torch.arange(8.0).reshape(4, 2)
-    _, whole = total(None, None, batch)
-    _, wrong = weft.microbatch(total, 2)(None, None, batch)
-    assert (whole.shape, wrong.shape) == ((2,), (4,))
-    _, rows = weft.microbatch(lambda params, state, batch: (state, batch * 1), 2)(None, None, batch)
-    assert rows.sum(0).tolist() == whole.tolist()
-
-
-def test_23_a_scalar_of_a_micro_batch_is_refused() -> None:
-    """A loss is one number a part, and nobody knows how to join two.
-
-    Around it: return it for each row, and take the mean outside.
-    """
-
-    def loss(params: Any, state: Any, batch: Tensor) -> tuple[Any, Tensor]:
-        return state, (batch**2).mean()
-
-    with pytest.raises(DescriptorError, match="not one entry a request or a token of its part"):
-        weft.microbatch(loss, 2)(None, None, torch.arange(4.0))
-    _, rows = weft.microbatch(lambda params, state, batch: (state, batch**2), 2)(None, None, torch.arange(4.0))
-    assert rows.mean() == 3.5
-
-
-def test_24_fewer_micro_batches_than_asked_for() -> None:
-    """`microbatches=4` is the most: a batch of three requests goes in three, and other programs run.
-
-    Around it: `programs(m)` prints those of any number; batch as many requests as there are parts.
-    """
-    step = weft.pipeline([stage, stage], microbatches=4)
-    assert "[mb 3]" in str(step)
-    _, y = step([torch.ones(())] * 2, (None, None), ONES)
-    assert y.tolist() == [1, 1, 1]
-    assert "[mb 3]" not in str(step.programs(3)[0])
-
-
-def test_25_scan_unrolls_and_does_not_stack() -> None:
-    """`weft.scan(step, k)` returns a list of k outputs, and a graph of it holds the step k times.
-
-    Around it: `torch.stack` where all outputs are of one shape; graphify the step, and scan that.
-    """
-    step = weft.scan(lambda params, state, batch: (state + batch, state * 2), 3)
-    f = weft.graphify(step)
-    _, outs = f(None, torch.zeros(3), ONES)
-    assert isinstance(outs, list)
-    assert torch.stack(outs).shape == (3, 3)
-    assert str(f.lower(None, torch.zeros(3), ONES)).count("aten::add") == 3
-
-
-# With models ---------------------------------------------------------------------------------------------------------
-
-
-def test_26_generate_is_greedy_and_sampling_params_are_not() -> None:
-    """`generate` has temperature 0 and `SamplingParams()` has 1, as vLLM's: to pass it for another field makes it draw.
-
-    Around it: say the temperature.
-    """
-    model = weft.load(weft.stages.DEMO, "cpu")
-
-    def tokens(sampling: weft.SamplingParams | None) -> list[int]:
-        [made] = weft.generate(model, ["A list"], max_tokens=8, sampling=sampling, seed=3, graph="none")
-        return made.token_ids
-
-    assert weft.SamplingParams(min_tokens=2).temperature == 1
-    assert tokens(weft.SamplingParams(min_tokens=2)) != tokens(None)
-    assert tokens(weft.SamplingParams(min_tokens=2, temperature=0)) == tokens(None)
-
-
-def test_27_a_seed_of_generate_goes_with_a_prompts_place() -> None:
-    """With `seed=` a prompt's completion is fixed by the seed and its place in the list: moved, it draws anew.
-
-    Around it: `SamplingParams(seed=...)`, which is that prompt's wherever it stands.
-    """
-    model = weft.load(weft.stages.DEMO, "cpu")
-    hot = weft.SamplingParams(temperature=2.0)
-    own = weft.SamplingParams(temperature=2.0, seed=5)
-
-    def tokens(prompts: list[str], sampling: weft.SamplingParams) -> list[int]:
-        made = weft.generate(model, prompts, max_tokens=8, sampling=sampling, seed=3, graph="none")
-        return made[prompts.index("A list")].token_ids
-
-    assert tokens(["A list", "B"], hot) != tokens(["B", "A list"], hot)
-    assert tokens(["A list", "B"], own) == tokens(["B", "A list"], own)
-
-
-def test_28_an_engine_of_default_limits_captures_many_graphs() -> None:
-    """64 requests and 2,048 tokens a step, in 35 classes: `warm_up()` captures for seconds on a GPU, and for long on a
-    CPU, where large tapes take memory too.
-
-    Around it: limits of what you serve; `graph="none"` on a CPU, where graphs save no time.
-    """
-    default = weft.EngineLimits()
-    many = weft.make_ladder("full_and_piecewise", weft.Limits(default.max_num_reqs, default.max_num_tokens))
-    few = weft.make_ladder("full_and_piecewise", weft.Limits(4, 64))
-    assert len(many) > 30
-    assert len(few) < 12
-    assert len(weft.make_ladder("none", weft.Limits(64, 2048))) == 0

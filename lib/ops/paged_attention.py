@@ -5,6 +5,7 @@ CUDA Triton kernels run (`weft.ops.paged_attention_triton`, imported at the firs
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import torch
@@ -84,21 +85,11 @@ def paged_attention(
     return out
 
 
-def check(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    kv_pages: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    _: float,
-) -> None:
+def check(q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *where: Any) -> None:
     """Refuse arguments of `paged_attention` that contradict each other."""
-    _check_shapes(q, k, v, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens)
-    _check_kinds(q, k, v, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens)
+    *tensors, max_query_len, _ = where
+    _check_shapes(q, k, v, kv_pages, *tensors)
+    _check_kinds(q, k, v, kv_pages, *tensors)
     if max_query_len < 1:
         raise DescriptorError(
             f"paged_attention(…, max_query_len={max_query_len})",

@@ -15,6 +15,8 @@ Import it only where triton is installed. With TRITON_INTERPRET=1 set before, it
 bfloat16, whose products triton's interpreter gets wrong.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,64 +36,52 @@ _SEARCHED = 128
 compiled kernel."""
 
 
-def attend(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    kv_pages: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    scale: float,
-) -> Tensor:
-    """`weft.ops.paged_attention.paged_attention` by the kernels below: its arguments, unchecked, and its result."""
+def attend(q: Tensor, *rest: Any) -> Tensor:
+    """`weft.ops.paged_attention.paged_attention` by three kernels: its arguments, unchecked, and its result."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if not seq_lens.numel():
-        return out.zero_()
-    where = (slot_mapping.contiguous(), block_table.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
-    _launch(q, k, v, kv_pages, where, max_query_len, scale, out, None)
-    return out
+    return out if _attend_into(out, None, q, *rest) else out.zero_()
 
 
-def attend_quantized(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    kv_pages: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def attend_quantized(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """`weft::paged_attention.quantized`, of heads of 128."""
-    if not seq_lens.numel():
-        return quantize(torch.zeros_like(q).flatten(1))
     values, scales = empty_quantized(q, q.shape[0], q.shape[1] * q.shape[2])
-    where = (slot_mapping.contiguous(), block_table.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
-    _launch(q, k, v, kv_pages, where, max_query_len, scale, values, scales)
-    return values, scales
+    return (values, scales) if _attend_into(values, scales, q, *rest) else quantize(torch.zeros_like(q).flatten(1))
 
 
 Where = tuple[Tensor, Tensor, Tensor, Tensor]
 """slot_mapping, block_table, query_start_loc and seq_lens, contiguous."""
 
 
-def _launch(
-    q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, where: Where, max_query_len: int, scale: float,
-    out: Tensor, scales: Tensor | None,
-) -> None:  # fmt: skip
-    """Write and attend; the results go to `out` `[T, H, D]`, or in FP8 `[T, H * D]`, with `scales` `[T, H]`."""
+def _attend_into(
+    out: Tensor,
+    scales: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> bool:
+    """Write and attend; the results go to `out` `[T, H, D]`, or in FP8 `[T, H * D]`, with `scales` `[T, H]`.
+
+    Returns:
+        False where there is no request: then nothing is written.
+    """
+    if not seq_lens.numel():
+        return False
     if not q.numel():
-        return
+        return True
+    where = (slot_mapping.contiguous(), block_table.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
     # A launch goes to the current device, which need not be that of the tensors.
     with torch.cuda.device_of(q):
         if k is not None and v is not None:
             _launch_write(_packed_heads(k), _packed_heads(v), kv_pages, where)
         _launch_attend(_packed_heads(q), kv_pages, where, max_query_len, scale, out, scales)
+    return True
 
 
 def _packed_heads(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from paged_cases import DECODE, FIXED, RAGGED, Case, Request, Shape, assert_matches, bits, draw_case, shapes
-from torch import Tensor
+from torch import Tensor, library
 
 from weft.errors import DescriptorError, DeviceError
 from weft.ops import paged_attention as module
@@ -79,7 +79,7 @@ def test_the_op_declares_what_it_does(shape: Shape) -> None:
     case = draw_case(shape)
     # opcheck compares the arguments before and after by value, so no NaN here.
     args = tuple(x.nan_to_num() if isinstance(x, Tensor) else x for x in case.args)
-    torch.library.opcheck(torch.ops.weft.paged_attention.default, args)
+    library.opcheck(torch.ops.weft.paged_attention.default, args)
 
 
 @pytest.mark.parametrize("shape", FIXED, ids=map(str, FIXED))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreting import interpret
-from torch import Tensor
+from torch import Tensor, library
 
 from weft.errors import DeviceError
 from weft.ops.sample import sample
@@ -252,7 +252,7 @@ def test_the_kernel_interpreted_draws_what_the_reference_draws(index: int, inter
 
 def test_sample_is_an_operator() -> None:
     for case in _cases()[:4]:
-        torch.library.opcheck(torch.ops.weft.sample.default, case)
+        library.opcheck(torch.ops.weft.sample.default, case)
 
 
 def test_the_cuda_kernel_raises_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from interpreting import interpret
 from sample_cases import VOCAB, Case, make_case, random_logits
-from torch import Tensor
+from torch import Tensor, library
 
 from weft.errors import DeviceError
 from weft.ops.logits import FEATURES, MARGIN, STOPS, TEMPERATURE, TOP_K, TOP_P, adjust, keep_min_p, keep_top_k, process
@@ -194,8 +194,8 @@ def _flat(case: Case) -> tuple[Tensor | None, ...]:
 
 def test_they_are_operators() -> None:
     for case in (_cases()[0], _cases()[5]):
-        torch.library.opcheck(torch.ops.weft.sample_rows.default, _flat(case))
-    torch.library.opcheck(torch.ops.weft.count_tokens.default, _count_cases()[0])
+        library.opcheck(torch.ops.weft.sample_rows.default, _flat(case))
+    library.opcheck(torch.ops.weft.count_tokens.default, _count_cases()[0])
 
 
 def test_captured_they_follow_the_table() -> None:

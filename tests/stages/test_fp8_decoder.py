@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from weft.batch import Batch
 from weft.cli.presets import PRESETS
@@ -73,7 +73,7 @@ def test_the_op_is_attention_and_quantises_its_result() -> None:
     found, wanted = paged_attention_quantized(*arguments(128)), quantize(paged_attention(*arguments(128)).flatten(1))
     assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
     assert torch.equal(found.scales, wanted.scales)
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.weft.paged_attention.quantized, arguments(128), test_utils=("test_schema", "test_faketensor")
     )
 

@@ -13,7 +13,7 @@ import attrs
 import pytest
 import torch
 from graphified import refusal
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import weft
@@ -85,7 +85,7 @@ def test_copies_that_keep_the_storage_are_no_pickle() -> None:
         assert_equal("a copy", g(x), (x * 2, x * 3))
 
 
-@torch.library.custom_op("weft_tests::as_many", mutates_args=())
+@library.custom_op("weft_tests::as_many", mutates_args=())
 def as_many(x: Tensor) -> Tensor:
     """As many ones as the first element says, of which its schema says nothing."""
     return torch.ones(int(x.numpy()[0]))
