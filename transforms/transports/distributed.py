@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from weft.errors import DeviceError, ProgramError, RankError
-from weft.torchapi import rendezvous_store, root_store
+from weft.torchdist import rendezvous_store, root_store
 from weft.transforms.transports.board import START, Board, Heart
 from weft.transforms.transports.failures import check_timeout
 from weft.transforms.transports.gloo import GlooEnd

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ProgramError, RankError
-from weft.torchapi import process_group
+from weft.torchdist import process_group
 from weft.transforms.transports.messages import as_bytes
 from weft.transforms.transports.watch import CAPACITY, Watch
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import attrs
 
 from weft.errors import ProgramError, RankError
-from weft.torchapi import host_store
+from weft.torchdist import host_store
 from weft.transforms.transports.board import Exit, Store, note_exit
 from weft.transforms.transports.failures import Failure, described
 

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.torchapi import process_group
+from weft.torchdist import process_group
 from weft.transforms.transports.messages import Marked, as_bytes
 from weft.transforms.transports.watch import Watch
 

@@ -11,7 +11,7 @@ from weft.ops import peer_packed_triton as packed
 from weft.ops import peer_triton as bulk
 from weft.ops.kernel_triton import compiling
 from weft.ops.peer_triton import PROGRAMS
-from weft.torchapi import symmetric_memory
+from weft.torchdist import symmetric_memory
 from weft.transforms.transports.messages import Marked, as_bytes
 from weft.transforms.transports.watch import CAPACITY, Watch
 
