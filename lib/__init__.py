@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from weft.transforms.engine.setup import EngineLimits
     from weft.transforms.engine.speculation import Speculation
     from weft.transforms.generate import Completion, generate
-    from weft.transforms.graphify import clear_caches, graphify
+    from weft.transforms.graphified import clear_caches
+    from weft.transforms.graphify import graphify
     from weft.transforms.ladder import Ladder, Limits, make_ladder
     from weft.transforms.microbatch import microbatch
     from weft.transforms.piecewise import piecewise
@@ -63,7 +64,8 @@ _HOMES = {
     "weft.transforms.engine.setup": ("EngineLimits",),
     "weft.transforms.engine.speculation": ("Speculation",),
     "weft.transforms.generate": ("Completion", "generate"),
-    "weft.transforms.graphify": ("clear_caches", "graphify"),
+    "weft.transforms.graphified": ("clear_caches",),
+    "weft.transforms.graphify": ("graphify",),
     "weft.transforms.ladder": ("Ladder", "Limits", "make_ladder"),
     "weft.transforms.microbatch": ("microbatch",),
     "weft.transforms.piecewise": ("piecewise",),

@@ -31,7 +31,8 @@ from weft.proofs.search import (
 from weft.proofs.subject import Arguments, Subject
 from weft.proofs.user_laws import LAWS, UserLaw
 from weft.stages.model import pick_device
-from weft.transforms.graphify import Graphified, graphify
+from weft.transforms.graphified import Graphified
+from weft.transforms.graphify import graphify
 from weft.transforms.options import GraphifyOptions
 
 MOST_CALLS = 4

@@ -29,7 +29,8 @@ from weft.proofs.serving import serve
 from weft.proofs.strategies.traces import Trace, traces
 from weft.state import advance
 from weft.transforms.engine.steppers import Stepped, Streamed
-from weft.transforms.graphify import Graphified, graphify
+from weft.transforms.graphified import Graphified
+from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Limits, make_ladder
 from weft.transforms.pipeline import pipeline
 from weft.transforms.transports import Transport

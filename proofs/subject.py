@@ -14,7 +14,7 @@ from weft.proofs.difference import LawViolation, find_difference
 from weft.proofs.elements import Tolerance
 from weft.proofs.search import copies
 from weft.transforms.call import invoke
-from weft.transforms.graphify import Graphified
+from weft.transforms.graphified import Graphified
 from weft.transforms.results import find_next_value
 from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 

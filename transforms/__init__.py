@@ -15,7 +15,8 @@ from weft.transforms.cohorts import CohortPlan, CohortRow, plan_cohorts
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.dispatch_table import DispatchTable, dispatch_table
 from weft.transforms.events import Event
-from weft.transforms.graphify import Graphified, graphify
+from weft.transforms.graphified import Graphified
+from weft.transforms.graphify import graphify
 from weft.transforms.graphs import Explanation
 from weft.transforms.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
 from weft.transforms.lower import Compiled, Lowered

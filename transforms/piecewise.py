@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from weft.errors import CaptureError
-from weft.transforms.graphify import Graphified, graphify
+from weft.transforms.graphified import Graphified
+from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Ladder
 from weft.transforms.options import CommonOptions, Operators
 

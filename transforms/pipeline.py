@@ -13,7 +13,7 @@ from weft.errors import ProgramError
 from weft.markup import text, titled
 from weft.torchapi import in_dispatch_mode
 from weft.transforms.borrowing import declare_lending, lends
-from weft.transforms.graphify import Graphified
+from weft.transforms.graphified import Graphified
 from weft.transforms.microbatch import join, split
 from weft.transforms.parts import after_first, class_text, put_batches
 from weft.transforms.pipeline_checks import (

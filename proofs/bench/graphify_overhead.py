@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from weft.proofs.environment import environment
-from weft.transforms.graphify import Graphified, graphify
+from weft.transforms.graphified import Graphified
+from weft.transforms.graphify import graphify
 
 Step = Callable[..., tuple[Tensor, ...]]
 

@@ -23,7 +23,7 @@ from weft.transforms.transfer import CopyIn, Handover, Together, hand_over, tail
 from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
 _GRAPHS, _REPLAY, _MEMORY = "weft.transforms.graphs", "weft.transforms.replay", "weft.transforms.memory"
-_GRAPHIFY, _CAPTURE, _CALL = "weft.transforms.graphify", "weft.transforms.capture", "weft.transforms.call"
+_GRAPHIFIED, _CAPTURE, _CALL = "weft.transforms.graphified", "weft.transforms.capture", "weft.transforms.call"
 _TRANSFER, _RESULTS, _READY = "weft.transforms.transfer", "weft.transforms.results", "weft.transforms.ready"
 _READER, _TAPE, _PADDING = "weft.transforms.reader", "weft.transforms.backends.tape", "weft.padding"
 
@@ -64,7 +64,7 @@ def _no_statics() -> Iterator[None]:
     def blind(make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: attrs.evolve(make(*args), statics=())
 
-    signed = replace(_GRAPHIFY, "hashable_signature", blind(hashable_signature))
+    signed = replace(_GRAPHIFIED, "hashable_signature", blind(hashable_signature))
     with signed(), replace(_GRAPHS, "key_of", blind(key_of))():
         yield
 
@@ -163,7 +163,7 @@ def _blind_to_func() -> Iterator[None]:
     with ExitStack() as stack:
         for home, name, value in (
             (_CALL, "in_functorch_transform", False),
-            (_GRAPHIFY, "in_plain_surroundings", True),
+            (_GRAPHIFIED, "in_plain_surroundings", True),
         ):
             stack.enter_context(replace(home, name, lambda value=value: value)())
         yield
@@ -216,7 +216,7 @@ GRAPHS = (
     Mutant(
         "donation leaves the old value alive",
         find("L9", "ownership"),
-        replace(_GRAPHIFY, "donate", lambda tree, to: tree),
+        replace(_GRAPHIFIED, "donate", lambda tree, to: tree),
     ),
     Mutant("input buffers are lent", find("L9", "borrowed"), replace(_REPLAY, "hand_over", _lending_inputs)),
     Mutant("a live input is held weakly", find("L9", "keeps"), _held_weakly),

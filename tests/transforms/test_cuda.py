@@ -15,7 +15,8 @@ from weft.proofs.strategies import Rows
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.generate import generate
-from weft.transforms.graphify import Graphified, graphify
+from weft.transforms.graphified import Graphified
+from weft.transforms.graphify import graphify
 from weft.transforms.ladder import MODES, Limits
 from weft.transforms.runner import make_runner, make_state
 from weft.trees import tree_leaves

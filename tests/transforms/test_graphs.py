@@ -16,7 +16,8 @@ from weft.descriptor import BatchDescriptor
 from weft.errors import CacheMissError, CaptureError, DonatedError, TooManyCapturesError
 from weft.proofs.strategies import Rows
 from weft.transforms.backends.tape import TapeBackend
-from weft.transforms.graphify import Graphified, clear_caches, graphify
+from weft.transforms.graphified import Graphified, clear_caches
+from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Ladder
 from weft.transforms.replay import make_replay
 
@@ -365,7 +366,7 @@ def test_a_plan_is_made_behind_the_last_replay(monkeypatch: pytest.MonkeyPatch) 
 
     backend = TapeBackend(enter=lambda: events.append("enter"))
     monkeypatch.setattr("weft.transforms.graphs.make_backend", lambda *_: backend)
-    monkeypatch.setattr(import_module("weft.transforms.graphify"), "make_replay", planned)
+    monkeypatch.setattr(import_module("weft.transforms.graphified"), "make_replay", planned)
     g = graphify(lambda x: x * 2)
     g(torch.ones(2))
     events.clear()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import weft
 from weft.errors import CacheMissError, TooManyCapturesError
-from weft.transforms.graphify import Graphified, graphify
+from weft.transforms.graphified import Graphified
+from weft.transforms.graphify import graphify
 from weft.transforms.misses import ENDLESS
 from weft.transforms.structures import structure_text
 from weft.trees import tree_structure

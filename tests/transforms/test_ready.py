@@ -16,7 +16,8 @@ from weft.batch import Batch
 from weft.donation import donate
 from weft.errors import DonatedError
 from weft.proofs.laws import assert_equal
-from weft.transforms.graphify import Graphified, graphify
+from weft.transforms.graphified import Graphified
+from weft.transforms.graphify import graphify
 from weft.trees import pytree
 
 TREES: dict[str, Callable[[], Any]] = {

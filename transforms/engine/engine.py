@@ -29,7 +29,7 @@ from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.steppers import Done
 from weft.transforms.engine.streaming import Streams
 from weft.transforms.engine.work import Work
-from weft.transforms.graphify import Graphified
+from weft.transforms.graphified import Graphified
 from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 

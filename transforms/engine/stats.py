@@ -10,7 +10,7 @@ from weft.transforms.dispatch import dispatch
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.reading import Told
 from weft.transforms.engine.work import Work
-from weft.transforms.graphify import Graphified
+from weft.transforms.graphified import Graphified
 from weft.transforms.ladder import Ladder
 
 

@@ -10,7 +10,7 @@ import torch
 from weft.batch import Batch
 from weft.outputs import Output
 from weft.transforms.engine.work import PlacedWork, Work, apply_edits
-from weft.transforms.graphify import Graphified
+from weft.transforms.graphified import Graphified
 from weft.transforms.pipeline import Pipelined
 from weft.transforms.schedule import Job
 from weft.transforms.session import Session
