@@ -1,7 +1,7 @@
 """A call of a graphified function, taken apart by how each argument enters a graph."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -63,14 +63,21 @@ class Call:
     copied_leaves: list[Any]
     copied_tree: TreeSpec
     training: bool | None
+    recalled: "Recalled | None" = None
     _reference_part: list[Part] = attrs.field(factory=list, init=False, eq=False, repr=False)
 
     def reference_part(self) -> Part:
         """What keys say of the arguments by reference."""
+        if self.recalled is not None:
+            return self.recalled.part
         if not self._reference_part:
             leaves = (leaf_key(x, None, True) for x in self.reference_leaves)
             self._reference_part.append(_part(self.reference_tree, leaves))
         return self._reference_part[0]
+
+    def new_leaves(self) -> tuple[Any, ...]:
+        """The leaves that no call before was asked about."""
+        return (*(() if self.recalled else self.reference_leaves), *self.copied_leaves)
 
     def leaf_names(self) -> list[str]:
         """Each leaf's path as the caller would write it, the references first."""
@@ -78,6 +85,23 @@ class Call:
         for name, value in (*self.references.items(), *self.copied.items()):
             names += [name + path for path, _ in leaves_with_names(value)]
         return names
+
+    def new_names(self) -> list[str]:
+        """The paths of `new_leaves`."""
+        return self.leaf_names()[-len(self.new_leaves()) :]
+
+
+@attrs.frozen
+class Recalled:
+    """What is known of a call's arguments by reference, and of its static ones, since they are those of one before.
+
+    Args:
+        tree: the structure of those by reference.
+        part: what keys say of them.
+    """
+
+    tree: TreeSpec
+    part: Part
 
 
 def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -87,15 +111,7 @@ def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str,
         DonatedError: one of them was donated before, or stands twice in the call and is donated.
         StaleResultError: one of them is a borrowed result that was overwritten (inside `weft.check_borrowed()`).
     """
-    try:
-        bound = roles.signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}{roles.signature}: {error}") from None
-    bound.apply_defaults()
-    values = bound.arguments
-    statics = {key: values.pop(key) for key in roles.static if key in values}
-    references = {key: values.pop(key) for key in roles.by_reference if key in values}
-    copied = dict(values)
+    statics, references, copied = _bind(roles, name, args, kwargs)
     reference_leaves, reference_tree = tree_flatten(references)
     copied_leaves, copied_tree = tree_flatten(copied)
     for leaf in (*reference_leaves, *copied_leaves):
@@ -107,6 +123,36 @@ def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str,
     if roles.donated:
         _refuse_donated_twice(call, roles, name)
     return call
+
+
+def take_apart_again(
+    roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], recalled: Recalled, leaves: Sequence[Any]
+) -> Call:
+    """`take_apart` for a call with the static arguments and the `leaves` by reference of one before, of whose tensors
+    none was donated since."""
+    statics, references, copied = _bind(roles, name, args, kwargs)
+    copied_leaves, copied_tree = tree_flatten(copied)
+    call = Call(
+        statics, references, copied, list(leaves), recalled.tree, copied_leaves, copied_tree, roles.training(), recalled
+    )
+    if roles.donated:
+        _refuse_donated_twice(call, roles, name)
+    return call
+
+
+def _bind(
+    roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Arguments by name: static ones, those by reference, and those that are copied in."""
+    try:
+        bound = roles.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}{roles.signature}: {error}") from None
+    bound.apply_defaults()
+    values = bound.arguments
+    statics = {key: values.pop(key) for key in roles.static if key in values}
+    references = {key: values.pop(key) for key in roles.by_reference if key in values}
+    return statics, references, dict(values)
 
 
 def refuse_shared(call: Call, roles: Roles, name: str) -> None:
@@ -132,7 +178,8 @@ def refuse_shared(call: Call, roles: Roles, name: str) -> None:
 def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
     count = num_donated(call, roles)
     donated = {id(x) for x in call.reference_leaves[:count] if isinstance(x, Tensor)}
-    if donated and any(id(x) in donated for x in (*call.reference_leaves[count:], *call.copied_leaves)):
+    others = call.copied_leaves if call.recalled else (*call.reference_leaves[count:], *call.copied_leaves)
+    if donated and any(id(x) in donated for x in others):
         leaves = (*call.reference_leaves, *call.copied_leaves)
         path = next(n for n, x in list(zip(call.leaf_names(), leaves, strict=True))[count:] if id(x) in donated)
         raise _shared(name, f"{path} is a tensor that the same call donates")
@@ -169,7 +216,7 @@ def inline_reason(call: Call) -> str | None:
     if in_dispatch_mode() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return "inside another capture, or a trace"
     grad = torch.is_grad_enabled()
-    for leaf in (*call.reference_leaves, *call.copied_leaves):
+    for leaf in call.new_leaves():
         if isinstance(leaf, Tensor) and grad and leaf.requires_grad:
             return "an argument requires grad, and autograd must see the operators; torch.no_grad() lifts this"
         if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
@@ -243,11 +290,11 @@ def check_call(call: Call, roles: Roles, name: str) -> None:
         CaptureError: an argument that is neither tensors nor plain values, or a static one that holds a tensor.
         DonatedError: a donated argument shares its storage with another.
     """
-    leaves = (*call.reference_leaves, *call.copied_leaves)
-    check_plain(leaves, f"{name}(...)", call.leaf_names)
-    check_tensors(leaves, f"{name}(...)", call.leaf_names)
-    check_statics(call.statics, f"{name}(...)")
-    refuse_shared(call, roles, name)
+    check_plain(call.new_leaves(), f"{name}(...)", call.new_names)
+    check_tensors(call.new_leaves(), f"{name}(...)", call.new_names)
+    if call.recalled is None:
+        check_statics(call.statics, f"{name}(...)")
+        refuse_shared(call, roles, name)
 
 
 def key_of(call: Call, mode: str, descriptor: Any) -> Key:

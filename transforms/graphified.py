@@ -16,7 +16,16 @@ from weft.settings import MAY_REPLAY, may_capture
 from weft.torchapi import in_plain_surroundings, uncompiled
 from weft.transforms.ahead import compile_ahead
 from weft.transforms.borrowing import lend, lending
-from weft.transforms.call import Call, Roles, check_call, hashable_signature, holds_in_mode, inline_reason, take_apart
+from weft.transforms.call import (
+    Call,
+    Roles,
+    check_call,
+    hashable_signature,
+    holds_in_mode,
+    inline_reason,
+    num_donated,
+    take_apart,
+)
 from weft.transforms.capture import Entry
 from weft.transforms.captured import CapturedGraphs, captured_graphs
 from weft.transforms.dispatch import Decision
@@ -30,7 +39,7 @@ from weft.transforms.misses import miss_between
 from weft.transforms.options import Graphable
 from weft.transforms.ready import Reader, remember
 from weft.transforms.replay import Plan, Replay, keep_in_place, make_replay
-from weft.trees import tree_leaves
+from weft.trees import find_descriptors, tree_leaves
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,13 +85,17 @@ class Graphified(Generic[P, R]):
     @uncompiled
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The fast path: a call like an earlier one is answered as that one was; any other by `_call`."""
+        call = None
         if in_plain_surroundings() and MAY_REPLAY.get():
-            for reader in self._readers.get((len(args), *kwargs), ()):
+            readers = self._readers.get((len(args), *kwargs), ())
+            for reader in readers:
                 if (found := reader.find(args, kwargs)) is not None:
                     seen, replay = found
                     with self._lock:
                         return self._replay(replay, reader.move(seen) if reader.donates else seen[1])
-        return self._call(args, kwargs)
+            recalled = (reader.recall(self._of.roles, self._of.name, args, kwargs) for reader in readers)
+            call = next((call for call in recalled if call is not None), None)
+        return self._call(args, kwargs, call)
 
     def _replay(self, replay: Replay, leaves: Sequence[Any]) -> R:
         """Fill the buffers from the leaves of a call (after the donated ones changed hands), replay, hand over."""
@@ -99,9 +112,9 @@ class Graphified(Generic[P, R]):
         result: R = handover.build(handover.copies(handover.made), leaves)
         return result
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """The general path: any call, the first of its kind included."""
-        call = take_apart(self._of.roles, self._of.name, args, kwargs)
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], recalled: Call | None = None) -> R:
+        """The general path: any call, the first of its kind included; `recalled` is it, taken apart."""
+        call = recalled or take_apart(self._of.roles, self._of.name, args, kwargs)
         if inline_reason(call):
             return self._fn(*args, **kwargs)
         with self._lock:
@@ -133,13 +146,10 @@ class Graphified(Generic[P, R]):
 
     def _moved(self, call: Call) -> list[Any]:
         """The leaves by reference, after the donated ones changed hands."""
-        donated = self._of.roles.donated
-        return tree_leaves(
-            {
-                name: donate(value, to=f"{self._of.name}({name})") if name in donated else value
-                for name, value in call.references.items()
-            }
-        )
+        roles, count = self._of.roles, num_donated(call, self._of.roles)
+        taken = {name: call.references[name] for name in roles.donated if name in call.references}
+        moved = [donate(value, to=f"{self._of.name}({name})") for name, value in taken.items()]
+        return [*tree_leaves(moved), *call.reference_leaves[count:]]
 
     def _forget(self, entry: Entry) -> None:
         """Answer no call by this graph any more."""
@@ -166,7 +176,7 @@ class Graphified(Generic[P, R]):
 
     def _replay_of(self, entry: Entry, call: Call, decision: Decision[Any]) -> Replay:
         padded = decision.descriptor
-        own = None if padded is None else self._graphs.descriptor(call)
+        own = None if padded is None else find_descriptors(call.copied)[0]
         if (enter := self._graphs.backend_for(call).enter) is not None:
             enter()  # a plan's tables go to the device in this stream, and a replay in another one waits for it
         return make_replay(entry, call, padded, own, self._of.borrow, enter)

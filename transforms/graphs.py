@@ -3,7 +3,8 @@
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -242,5 +243,5 @@ class Graphs:
         return make_backend(self.of.backend, _tensors(call))
 
 
-def _tensors(call: Call) -> list[Tensor]:
-    return [x for x in (*call.reference_leaves, *call.copied_leaves) if isinstance(x, Tensor)]
+def _tensors(call: Call) -> Iterator[Tensor]:
+    return (x for x in chain(call.reference_leaves, call.copied_leaves) if isinstance(x, Tensor))

@@ -9,9 +9,8 @@ from weft.transforms.transports.worker import Worker
 from weft.trees import find_descriptors, tree_map
 
 
-def put_batches(workers: Sequence[Worker], batches: Sequence[Any], first: int = 0) -> None:
-    """Give workers the micro-batches of a run: to those behind the first stage not what only that one takes."""
-    later = [after_first(batch) for batch in batches]
+def put_batches(workers: Sequence[Worker], batches: Sequence[Any], later: Sequence[Any], first: int = 0) -> None:
+    """Give workers the micro-batches of a run: to those behind the first stage `later`, what `after_first` leaves."""
     for worker in workers:
         worker.batches, worker.first = (later if worker.rank else batches), first
 

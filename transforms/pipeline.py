@@ -175,7 +175,7 @@ class Pipelined:
         self, workers: Sequence[Worker], batches: Sequence[Any], jobs: Sequence[Job]
     ) -> tuple[tuple[Any, ...], list[Any]]:
         plan = self._plan(jobs, [class_text(batch) for batch in batches])
-        put_batches(workers, batches)
+        put_batches(workers, batches, [after_first(batch) for batch in batches])
         self.transport.run(plan, workers, self.transport.mail(len(self.stages)))
         returned = workers[0].outputs if self._returns else workers[-1].results | workers[-1].outputs
         return tuple(worker.state for worker in workers), [returned.get(mb) for mb in range(len(batches))]

@@ -8,6 +8,8 @@ no more than `tree_flatten` and `alike` do: whatever they do not expect, they le
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import attrs
@@ -24,10 +26,10 @@ class ForeignError(Exception):
     """A node of a class that generated code does not know: a user's own, registered with torch's pytree."""
 
 
-Seen = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Tensor, ...], tuple[Any, ...]]
-"""One call, taken apart: its key (values that are no tensors, shapes of copied tensors, addresses of those captured by
-reference), its leaves in flattening order (of the arguments by reference, then of the copied ones), those of them that
-are tensors, and the donatable nodes among the donated arguments."""
+Seen = tuple[tuple[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...], tuple[Tensor, ...], tuple[Any, ...]]
+"""One call, taken apart: its key in two parts (static values, and of arguments by reference the values that are no
+tensors and the addresses of tensors; of the copied ones values and shapes), its leaves in flattening order (those by
+reference first), those of them that are tensors, each once, and the donatable nodes among the donated arguments."""
 
 
 @attrs.frozen
@@ -51,11 +53,13 @@ class Layout:
         read: takes a call's arguments apart; None if they have another structure, or a donated tensor among them.
         nodes: for each donatable node among the donated arguments, who takes it.
         aliased: the leaves (by index) that are donated tensors of their own, and who takes each.
+        num_references: of the leaves, and of the tensors, how many are of the arguments by reference. They stand first.
     """
 
     read: Read
     nodes: tuple[str, ...]
     aliased: tuple[tuple[int, str], ...]
+    num_references: tuple[int, int]
 
 
 @attrs.define
@@ -72,6 +76,7 @@ class _Writer:
     first: dict[int, str] = attrs.field(factory=dict)
     stands: Counter[int] = attrs.field(factory=Counter)
     num_leaves: int = 0
+    num_tensors: int = 0
     count: int = 0
 
     def name(self) -> str:
@@ -103,13 +108,15 @@ def write_reader(
         _write_value(writer, argument.place, argument.value)
     for argument in references:
         _write(writer, argument.place, argument.value, True, argument.taker)
+    own, num_references = len(writer.key), (writer.num_leaves, writer.num_tensors)
     for argument in copied:
         _write(writer, argument.place, argument.value, False, None)
-    found = (_tuple(writer.key), _tuple(writer.leaves), _tuple(writer.tensors), _tuple(n for n, _ in writer.nodes))
+    key = f"({_tuple(writer.key[:own])}, {_tuple(writer.key[own:])})"
+    found = (key, _tuple(writer.leaves), _tuple(writer.tensors), _tuple(n for n, _ in writer.nodes))
     body = "\n    ".join((*writer.lines, f"return {', '.join(found)}"))
     names = {**writer.constants, "Tensor": Tensor, "alike": alike, "parameters": signature.parameters}
     read = _compiled(f"def made(args, kwargs):\n    {body}\n", names)
-    return Layout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased))
+    return Layout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased), num_references)
 
 
 def places(signature: inspect.Signature, num_args: int, keywords: Sequence[str]) -> dict[str, str]:
@@ -167,6 +174,7 @@ def _write_held(writer: _Writer, name: str, value: Any) -> None:
     writer.leaves.append(f"*{name}[1]")
     writer.tensors.append(f"*{name}[2]")
     writer.num_leaves += own.num_leaves
+    writer.num_tensors += own.num_tensors
 
 
 def _write_node(writer: _Writer, name: str, value: Any, by_reference: bool, taker: str | None) -> None:
@@ -212,6 +220,7 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
     if taker is not None:
         writer.aliased.append((writer.num_leaves - 1, taker))
     writer.tensors.append(name)
+    writer.num_tensors += 1
 
 
 def _write_value(writer: _Writer, expression: str, value: Any) -> None:
@@ -246,8 +255,14 @@ def _tuple(expressions: Any) -> str:
 
 def _compiled(source: str, names: dict[str, Any]) -> Any:
     """The function `made` that `source` defines."""
-    exec(compile(source, "<weft.transforms.reader>", "exec"), names)
+    exec(_code(source), names)
     return names["made"]
+
+
+@lru_cache(maxsize=64)
+def _code(source: str) -> CodeType:
+    """The same lines are written for each size of a batch: what differs are the constants."""
+    return compile(source, "<weft.transforms.reader>", "exec")
 
 
 class _Slot:

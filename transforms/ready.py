@@ -3,6 +3,9 @@
 The general path asks torch for each property of each argument, and hashes all of them. A call that it answered by a
 replay leaves behind a short key and two checks in C++ that say at least as much. Whatever fails them takes the general
 path again, so that a check may be too strict, but never too lax.
+
+A call that differs from an earlier one in what is copied alone, as a batch of another size does, takes the general path
+with what was found out about its arguments by reference: a model's parameters are a thousand tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +16,7 @@ from torch import is_inference_mode_enabled as is_inference_mode
 
 from weft.donation import refuse_donated, take_node, take_tensor
 from weft.torchapi import global_state_check, is_capturing, tensors_check
-from weft.transforms.call import Call, Roles
+from weft.transforms.call import Call, Recalled, Roles, take_apart_again
 from weft.transforms.reader import Argument, ForeignError, Layout, Seen, places, write_reader
 
 T = TypeVar("T")
@@ -21,6 +24,7 @@ T = TypeVar("T")
 MAX_READERS = 8
 """Structures with a fast path, for each way to write a call; others take the general path."""
 MAX_KEYS = 4096
+MAX_RECALLED = 64
 MAX_ALIKE = 8
 
 
@@ -35,13 +39,48 @@ class Ready(Generic[T]):
     in_capture: Callable[[], bool]
 
 
+def _make_ready(plan: T, tensors: Sequence[Any], holds: Callable[[], bool] | None) -> Ready[T] | None:
+    """`plan`, ready for such tensors, here, as long as `holds()`; None if a tensor is in two places."""
+    check = tensors_check(tensors)
+    if not check(*tensors):
+        return None
+    state = global_state_check()
+    state_holds = state if holds is None else lambda: state() and holds()
+    return Ready(plan, state_holds, check, is_inference_mode(), is_capturing())
+
+
+def _first_ready(candidates: Sequence[Ready[T]], tensors: Sequence[Any]) -> T | None:
+    """The first plan whose checks such tensors pass, here and now."""
+    for ready in candidates:
+        if (
+            ready.tensors_hold(*tensors)
+            and ready.state_holds()
+            and is_inference_mode() is ready.inference
+            and not ready.in_capture()
+        ):
+            return ready.plan
+    return None
+
+
+def _keep_ready(among: dict[Any, tuple[Ready[T], ...]], key: Any, made: Ready[T], most: int) -> None:
+    if len(among) >= most:
+        among.clear()
+    among[key] = (made, *among.get(key, ()))[:MAX_ALIKE]
+
+
 @attrs.frozen(eq=False)
 class Reader(Generic[T]):
-    """Calls of one structure: how to take them apart, and what is ready for them."""
+    """Calls of one structure: how to take them apart, and what is ready for them.
+
+    Args:
+        ready: by the key of a call.
+        recalled: by the first part of a key: what is known of the arguments by reference, and of the static ones.
+    """
 
     layout: Layout
     donates: bool
     ready: dict[tuple[Any, ...], tuple[Ready[T], ...]] = attrs.field(factory=dict)
+    recalled: dict[tuple[Any, ...], tuple[Ready[Recalled], ...]] = attrs.field(factory=dict)
 
     def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Seen, T] | None:
         """The call's parts and its plan, or None if no earlier call was like it."""
@@ -51,15 +90,20 @@ class Reader(Generic[T]):
             candidates = self.ready.get(seen[0], ())
         except TypeError:  # a value that cannot be hashed, which the general path names
             return None
-        for ready in candidates:
-            if (
-                ready.tensors_hold(*seen[2])
-                and ready.state_holds()
-                and is_inference_mode() is ready.inference
-                and not ready.in_capture()
-            ):
-                return seen, ready.plan
-        return None
+        found = _first_ready(candidates, seen[2])
+        return None if found is None else (seen, found)
+
+    def recall(self, roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """The call, taken apart; None if no earlier one was like it in all but what is copied."""
+        if (seen := self.layout.read(args, kwargs)) is None:
+            return None
+        leaves, tensors = self.layout.num_references
+        try:
+            candidates = self.recalled.get(seen[0][0], ())
+        except TypeError:
+            return None
+        found = _first_ready(candidates, seen[2][:tensors])
+        return None if found is None else take_apart_again(roles, name, args, kwargs, found, seen[1][:leaves])
 
     def move(self, seen: Seen) -> Sequence[Any]:
         """The leaves, after the donated ones changed hands."""
@@ -80,16 +124,17 @@ class Reader(Generic[T]):
     def remember(self, seen: Seen, plan: T, holds: Callable[[], bool] | None = None) -> bool:
         """From now on `plan` is ready for calls like this one, as long as `holds()`. False for a call with a tensor in
         two places that the call which this reader was made for had two tensors in."""
-        check = tensors_check(seen[2])
-        if not check(*seen[2]):
+        if (made := _make_ready(plan, seen[2], holds)) is None:
             return False
-        state = global_state_check()
-        state_holds = state if holds is None else lambda: state() and holds()
-        made = Ready(plan, state_holds, check, is_inference_mode(), is_capturing())
-        if len(self.ready) >= MAX_KEYS:
-            self.ready.clear()
-        self.ready[seen[0]] = (made, *self.ready.get(seen[0], ()))[:MAX_ALIKE]
+        _keep_ready(self.ready, seen[0], made, MAX_KEYS)
         return True
+
+    def know(self, seen: Seen, call: Call) -> None:
+        """From now on calls with these static arguments and these by reference are recalled."""
+        _, tensors = self.layout.num_references
+        known = Recalled(call.reference_tree, call.reference_part())
+        if (made := _make_ready(known, seen[2][:tensors], None)) is not None:
+            _keep_ready(self.recalled, seen[0][0], made, MAX_RECALLED)
 
 
 def remember(
@@ -107,13 +152,28 @@ def remember(
     form = (len(args), *kwargs)
     found = readers.get(form, ())
     for reader in found:
-        if (seen := reader.layout.read(args, kwargs)) is not None and reader.remember(seen, plan, holds):
+        if _remember_in(reader, args, kwargs, call, plan, holds):
             return
     made = make_reader(roles, name, args, kwargs, call) if len(found) < MAX_READERS else None
     if made is not None:
         readers[form] = (*found, made)
-        if (seen := made.layout.read(args, kwargs)) is not None:
-            made.remember(seen, plan, holds)
+        _remember_in(made, args, kwargs, call, plan, holds)
+
+
+def _remember_in(
+    reader: Reader[T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: Call,
+    plan: T,
+    holds: Callable[[], bool] | None,
+) -> bool:
+    """`remember` by one reader; False if it cannot."""
+    if (seen := reader.layout.read(args, kwargs)) is None or not reader.remember(seen, plan, holds):
+        return False
+    if call.recalled is None:
+        reader.know(seen, call)
+    return True
 
 
 def make_reader(

@@ -7,7 +7,7 @@ import attrs
 
 from weft.arguments import kind_of
 from weft.errors import ProgramError
-from weft.transforms.parts import class_text, put_batches
+from weft.transforms.parts import after_first, class_text, put_batches
 from weft.transforms.schedule import Job, count_running
 from weft.transforms.transports import Transport
 from weft.transforms.transports.failures import described
@@ -49,6 +49,8 @@ class Session:
         self._mail = transport.mail(num_stages)
         self._jobs: list[Job] = []  # those from `_first` on: what some rank is to take in, and all behind it
         self._batches: list[Any] = []
+        self._later: list[Any] = []
+        self._texts: list[str] = []
         self._first = 0
         self._done = (0,) * num_stages  # effects performed, of the programs of `_jobs`
         self._ended = ""
@@ -75,7 +77,9 @@ class Session:
         """
         self._check(batches, jobs)
         self._jobs += [attrs.evolve(job, after=_shifted(job.after, self._first)) for job in jobs]
-        self._batches += batches
+        later, texts = [after_first(batch) for batch in batches], [class_text(batch) for batch in batches]
+        self._batches, self._texts = [*self._batches, *batches], [*self._texts, *texts]
+        self._later = [*self._later, *later]
         return self._advance_to(*self._count())
 
     def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
@@ -117,12 +121,12 @@ class Session:
         return count_running(self._num_stages, self._jobs, advances=True, buffers=self._buffers)
 
     def _plan(self, spans: Spans | None) -> Plan:
-        return self._make_plan(self._jobs, [class_text(batch) for batch in self._batches], spans)
+        return self._make_plan(self._jobs, self._texts, spans)
 
     def _advance_to(self, ends: tuple[int, ...], taken: int) -> list[tuple[int, Any]]:
         """Perform each rank's effects up to `ends`; the jobs before `taken` are over then."""
         if ends != self._done:
-            put_batches(self._workers, self._batches, self._first)
+            put_batches(self._workers, self._batches, self._later, self._first)
             try:
                 self._transport.run(self._plan(tuple(zip(self._done, ends, strict=True))), self._workers, self._mail)
             except BaseException as error:  # some ranks are further than others, and messages are left
@@ -132,7 +136,7 @@ class Session:
         for worker in self._workers:
             worker.forget(taken)
         self._jobs = [attrs.evolve(j, after=_shifted(j.after, taken)) for j in self._jobs[taken:]]
-        self._batches = self._batches[taken:]
+        self._batches, self._later, self._texts = self._batches[taken:], self._later[taken:], self._texts[taken:]
         self._first += taken
         self._done = self._count()[0]
         return outputs

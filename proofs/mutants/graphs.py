@@ -14,10 +14,11 @@ from weft.padding import inert, pad
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
 from weft.transforms.backends.tape import Operation, TapeBackend, TapeRecording
-from weft.transforms.call import hashable_signature, key_of
+from weft.transforms.call import hashable_signature, key_of, take_apart_again
 from weft.transforms.capture import Before, Entry
 from weft.transforms.graphs import Graphs
 from weft.transforms.memo import LeafKey, leaf_key
+from weft.transforms.ready import Reader
 from weft.transforms.results import Outputs
 from weft.transforms.transfer import CopyIn, Handover, Together, hand_over, tails
 from weft.trees import find_descriptors, tree_flatten, tree_unflatten
@@ -79,6 +80,15 @@ def _no_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 def _write_no_value(writer: Any, expression: str, value: Any) -> None:
     pass
+
+
+def _recalled_blindly(self: Reader[Any], roles: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What was known of one call's arguments by reference is taken for those of any other of its structure."""
+    seen = self.layout.read(args, kwargs)
+    known = [ready.plan for found in self.recalled.values() for ready in found]
+    if seen is None or not known:
+        return None
+    return take_apart_again(roles, name, args, kwargs, known[0], seen[1][: self.layout.num_references[0]])
 
 
 class _Idle(Operation):
@@ -205,6 +215,7 @@ GRAPHS = (
     Mutant("the key takes 1, 1.0 and True for one", _CALLS, replace(_CALL, "alike", lambda value: value)),
     Mutant("the fast path checks no tensor", _CALLS, replace(_READY, "tensors_check", _no_check)),
     Mutant("the fast path forgets static values", _CALLS, replace(_READER, "_write_value", _write_no_value)),
+    Mutant("any parameters are recalled", _CALLS, partial(mock.patch.object, Reader, "recall", _recalled_blindly)),
     Mutant("only one side of an image is padded anew", _IMAGES, replace(_TRANSFER, "tails", _first_side)),
     Mutant("padding counts as pixels", find("L2", "images"), replace(_PADDING, "write_padded", _padding_of_ones)),
     Mutant("attention is not run again", find("L5", "models"), replace(_TAPE, "Operation", _Idle)),
