@@ -4,9 +4,11 @@
     python -m weft.proofs.bench.serving --preset qwen3-30b-a3b-fp8 --pp 2 --transport peer --modes full_decode_only
 
 Random weights of the preset's dimensions are drawn once; each mode has an engine of its own, which serves the
-workloads one after the other, every one `--repeats` times. With `--check` it also completes 64 prompts greedily, whose
-batches have the sizes of graphs, so that no mode pads and all compute the same shapes: then all must say the same
-tokens, to the last one, and the command ends with 1 if they do not.
+workloads one after the other, every one `--repeats` times. With `--check` it then completes prompts of each workload's
+length greedily, 64 of them, or four if requests come one by one, and an engine without graphs does so first: all must
+say the same tokens, to the last one, and the command ends with 1 if they do not. Completions go on for tokens that are
+not compared: there requests end one after the other, so that graphs pad where eager steps do not, and sums may be made
+in another order.
 """
 
 import argparse
@@ -31,8 +33,11 @@ from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
 
-_PROMPTS, _PROMPT_LEN = 64, 4
+_PROMPTS, _MORE = 64, 64
 _MAX_NUM_TOKENS = 2048
+
+Said = dict[int, list[list[int]]]
+"""Completions, by the length of the prompts."""
 
 
 @attrs.frozen
@@ -44,7 +49,7 @@ class Plan:
         requests: all there from the start, and under way at once.
         lengths: of the prompts and completions of each workload.
         repeats: of each workload, in each mode.
-        check: tokens that each prompt is completed by, to compare the modes; 0: they are not compared.
+        check: tokens that prompts are completed by, to compare the modes with `none`; 0: they are not compared.
     """
 
     modes: Sequence[str]
@@ -54,6 +59,10 @@ class Plan:
     repeats: int
     check: int
 
+    def input_lens(self) -> list[int]:
+        """The lengths of prompts, each once."""
+        return list(dict.fromkeys(self.lengths[name][0] for name in self.workloads))
+
     def wanted(self, source: Source, place: Place, mode: str, input_len: int, output_len: int) -> Wanted:
         """The options of `weft bench`."""
         count, tokens = self.requests, max(_MAX_NUM_TOKENS, self.requests)
@@ -62,18 +71,19 @@ class Plan:
 
 def run(here: Here, source: Source, place: Place, plan: Plan) -> list[dict[str, Any]]:
     """The rows of this process's run; the first one prints them as they come."""
-    model, rows, said = source.open(here, progress=here.first), list[dict[str, Any]](), dict[str, list[list[int]]]()
-    longest = max((plan.lengths[name] for name in plan.workloads), key=sum)
-    for mode in plan.modes:
+    model, rows, said = source.open(here, progress=here.first), list[dict[str, Any]](), dict[str, Said]()
+    checked = [(length, plan.check + _MORE) for length in plan.input_lens() if plan.check]
+    longest = max((*(plan.lengths[name] for name in plan.workloads), *checked), key=sum)
+    for mode in dict.fromkeys((*(["none"] if plan.check else []), *plan.modes)):
         engine, started = start(here, plan.wanted(source, place, mode, *longest), here.first, model)
-        if plan.check:
-            said[mode] = complete(engine, plan.check)
-        for name in plan.workloads:
+        for name in plan.workloads if mode in plan.modes else ():
             wanted = plan.wanted(source, place, mode, *plan.lengths[name])
             for row in measure(here, engine, wanted, started, plan.repeats):
                 rows.append({"workload": name, "mode": mode, **row})
                 if here.first:
                     print(show(rows[-1]), flush=True)
+        if plan.check:
+            said[mode] = {length: complete(engine, plan, length) for length in plan.input_lens()}
         del engine
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -92,29 +102,41 @@ def measure(here: Here, engine: Engine, wanted: Wanted, started: RankFigures, re
         yield {"repeat": index, **attrs.asdict(found)}
 
 
-def complete(engine: Engine, max_tokens: int) -> list[list[int]]:
-    """Greedy completions of 64 prompts, by all of them at once."""
+def complete(engine: Engine, plan: Plan, input_len: int) -> list[list[int]]:
+    """Greedy completions of prompts, as many at once as there is room for; without their ends."""
     draw, vocabulary = random.Random(1), range(engine.model.config.vocab_size)
-    sampling = SamplingParams(ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     said: dict[str, list[int]] = {}
-    for _ in range(_PROMPTS):
-        said[engine.add(draw.choices(vocabulary, k=_PROMPT_LEN), sampling, max_tokens=max_tokens)] = []
+    for _ in range(min(_PROMPTS, 4 * plan.requests)):
+        said[engine.add(draw.choices(vocabulary, k=input_len), sampling, max_tokens=plan.check + _MORE)] = []
     for output in engine:
         said[output.id] += output.token_ids
-    return [*said.values()]
+    return [tokens[: plan.check] for tokens in said.values()]
 
 
-def compared(said: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
-    """How many of the completions of each mode are those of the first, token by token.
+def compared(said: dict[str, Said]) -> list[dict[str, Any]]:
+    """How many of the completions of each mode are those of `none`, and how many tokens before they differ.
 
-    >>> compared({"none": [[1, 2], [3, 4]], "full": [[1, 2], [3, 5]]})[1]
-    {'mode': 'full', 'against': 'none', 'prompts': 2, 'equal': 1}
+    >>> compared({"none": {2: [[1, 2], [3, 4]]}, "full": {2: [[1, 2], [3, 5]]}})
+    [{'mode': 'full', 'against': 'none', 'input_len': 2, 'prompts': 2, 'equal': 1, 'tokens': 4, 'same': 3}]
     """
-    first = next(iter(said), "")
+    names = "mode", "against", "input_len", "prompts", "equal", "tokens", "same"
     return [
-        {"mode": mode, "against": first, "prompts": len(own), "equal": sum(map(list.__eq__, own, said[first]))}
-        for mode, own in said.items()
+        dict(zip(names, (mode, "none", length, len(own), *_agreement(own, said["none"][length])), strict=True))
+        for mode, completions in said.items()
+        for length, own in completions.items()
+        if mode != "none"
     ]
+
+
+def _agreement(own: list[list[int]], eager: list[list[int]]) -> tuple[int, int, int]:
+    """The completions that are equal, the tokens of all, and those of them before they differ."""
+    return sum(map(list.__eq__, own, eager)), sum(map(len, eager)), sum(map(_agreeing, own, eager))
+
+
+def _agreeing(own: list[int], other: list[int]) -> int:
+    """How many tokens they begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
 
 
 def show(row: dict[str, Any]) -> str:
@@ -158,7 +180,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = in_ranks(run, place, Source(None, given.preset, True, None), place, plan) or []
     compared_rows = [row for row in rows if "equal" in row]
     for row in compared_rows:
-        print(f"{row['mode']}: {row['equal']} of {row['prompts']} greedy completions are those of {row['against']}")
+        seen = f"{row['equal']} of {row['prompts']} greedy completions are those of {row['against']}"
+        tokens = f"{row['same']:,} of {row['tokens']:,} tokens before they differ"
+        print(f"{row['mode']}, prompts of {row['input_len']}: {seen}; {tokens}")
     if given.out is not None and rows:  # of torchrun's ranks the first alone has them
         record = {"rows": rows, "environment": environment("cuda" if torch.cuda.is_available() else "cpu")}
         name = f"serving-{given.preset}-{given.requests}-pp{given.pp or 1}{given.transport or ''}.json"
