@@ -18,7 +18,7 @@ from weft.ops.align_triton import Aligned
 from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.early_triton import begin, early, release
 from weft.ops.kernel_triton import kernel
-from weft.ops.tiles import Tile
+from weft.ops.tiles import Tile, cdiv
 
 _LINE = 16
 """Bytes in which the TMA wants rows to start."""
@@ -124,7 +124,7 @@ def launch(
     (num_experts, height, columns), inner, width = weight.shape, out.shape[-1], tile.rows // 2
     rows = TensorDescriptor(weight, [num_experts * height, columns], [columns, 1], [width, tile.columns])
     absent = experts
-    grid = aligned.owners.shape[0], triton.cdiv(inner, width if weights is None else tile.rows)
+    grid = aligned.owners.shape[0], cdiv(inner, width if weights is None else tile.rows)
     _many_kernel[grid](
         x, absent if x_scales is None else x_scales, rows, absent if scale is None else scale,
         absent if weights is None else weights, aligned.order, aligned.owners, out, experts.shape[0], columns, inner,

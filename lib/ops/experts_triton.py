@@ -28,7 +28,7 @@ from weft.ops.early_triton import begin, early, release
 from weft.ops.kernel_triton import kernel
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import multiply
-from weft.ops.tiles import SCAN_PAIRS, Tile, expert_tile, power_of_two
+from weft.ops.tiles import SCAN_PAIRS, Tile, cdiv, expert_tile, power_of_two
 
 
 @triton.jit
@@ -229,7 +229,7 @@ def _launch(
     width = tile.rows if weights is not None else tile.rows // 2
     order, owners = (experts, experts) if aligned is None else (aligned.order, aligned.owners)
     absent = experts
-    _expert_kernel[(programs, triton.cdiv(inner, width))](
+    _expert_kernel[(programs, cdiv(inner, width))](
         x, absent if x_scales is None else x_scales, weight, absent if scale is None else scale,
         absent if weights is None else weights, experts, order, owners, out,
         absent if out_scales is None else out_scales, pairs, num_experts, columns, inner,

@@ -4,7 +4,6 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from weft.ops.early_triton import begin, early, release
 from weft.ops.fp8 import ceil_blocks
 from weft.ops.kernel_triton import kernel
 from weft.ops.parts import num_parts
-from weft.ops.tiles import power_of_two
+from weft.ops.tiles import cdiv, power_of_two
 
 _MOST_GROUPS = 8
 """Blocks of 128 columns that a program takes at most."""
@@ -62,7 +61,7 @@ def _run(x: Tensor, dtype: torch.dtype, quantized: bool) -> tuple[Tensor, Tensor
     groups = min(_MOST_GROUPS, power_of_two(ceil_blocks(inner)))
     with torch.cuda.device_of(x):
         if tokens:
-            _gate_kernel[(tokens, triton.cdiv(ceil_blocks(inner), groups))](
+            _gate_kernel[(tokens, cdiv(ceil_blocks(inner), groups))](
                 x, out, scales, inner, 2 * tokens * inner,
                 PARTS=num_parts(x), QUANTIZE=quantized, GROUPS=groups, TYPE=TRITON_DTYPES[dtype],
                 num_warps=max(1, groups // 2), **early(x),

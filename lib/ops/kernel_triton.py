@@ -1,10 +1,14 @@
-"""Triton kernels that can be compiled before they are launched, several at once. Import it only where triton is
-installed.
+"""Triton kernels that can be compiled before they are launched, several at once, and that are launched again in a few
+microseconds. Import it only where triton is installed.
 
 A kernel is compiled when it is first launched with arguments of its kinds, one after the other: half a second each, for
 some 70 of a model's. LLVM and the assembler leave the interpreter's lock, so that threads compile them side by side: 25
 seconds of compilation took 6.7 with 8 threads, on 16 cores beside an H200. What launches a kernel is C that triton has
 compiled for each list of types of arguments, 0.26 s for each of 16: it is made here too.
+
+At each launch triton asks of every argument all that a compilation may depend on, and holds every constant against what
+it was: half of the time of an eager step of 537 launches. Arguments of the kinds of an earlier launch get what that one
+had compiled.
 """
 
 # Triton's decorators have no types.
@@ -20,13 +24,19 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from tqdm.auto import tqdm
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.torchapi import current_device
+
 _MOST_THREADS = 8
+_MOST_KNOWN = 4096
 _BAR_AFTER = 1.0
 """Seconds until a progress bar shows."""
+_PLAIN = (bool, int, float, str, type(None), tl.dtype)
+"""Options that are no tensors: they stand in the key by their value."""
 _ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None)
 """Where kernels are compiled instead of launched, those so far, by kind: triton takes half a millisecond to find that
 it knows one that is still being compiled."""
@@ -41,12 +51,27 @@ class Kernel:
 
     def __init__(self, jit: Any) -> None:
         self.jit = jit
+        self._known: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         if (asked := _ASKED.get()) is not None:
             return functools.partial(self._compile, asked, grid)
-        launch: Callable[..., Any] = self.jit[grid]
-        return launch
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        key = current_device(), *map(_kind, args), *((name, _kind(value)) for name, value in options.items())
+        if (known := self._known.get(key)) is not None:
+            compiled, constants = known
+            compiled[*grid, *(1,) * (3 - len(grid))](*args, *constants)
+            return
+        compiled = self.jit[grid](*args, **options)
+        if not hasattr(compiled, "run"):  # triton's interpreter gives nothing back
+            return
+        rest = self.jit.arg_names[len(args) :]
+        if all(name in options and isinstance(options[name], _PLAIN) for name in rest):
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = compiled, tuple(options[name] for name in rest)
 
     def _compile(self, asked: dict[Any, Any], grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         key = id(self.jit), *map(_kind, args), *((name, _kind(value)) for name, value in options.items())

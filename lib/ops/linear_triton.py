@@ -5,7 +5,6 @@ installed."""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,7 +13,7 @@ from weft.ops.early_triton import begin, early, release
 from weft.ops.kernel_triton import kernel
 from weft.ops.norm_triton import quantize
 from weft.ops.product_triton import multiply
-from weft.ops.tiles import Tile, linear_tile
+from weft.ops.tiles import Tile, cdiv, linear_tile
 
 
 @kernel(do_not_specialize=["tokens"])
@@ -73,13 +72,13 @@ def run_tile(
 ) -> Tensor:
     """A linear layer with this tile, in FP8 if the weights and x have scales."""
     (tokens, columns), rows, fp8 = x.shape, weight.shape[0], scale is not None
-    share = triton.cdiv(triton.cdiv(columns, tile.columns), tile.parts) * tile.columns
-    parts = triton.cdiv(columns, share)
+    share = cdiv(cdiv(columns, tile.columns), tile.parts) * tile.columns
+    parts = cdiv(columns, share)
     shape = (tokens, rows) if parts == 1 else (parts, tokens, rows)
     out = x.new_empty(shape, dtype=dtype if parts == 1 else torch.float32)
     with torch.cuda.device_of(x):
         if tokens:
-            _linear_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(tokens, tile.tokens), parts)](
+            _linear_kernel[(cdiv(rows, tile.rows), cdiv(tokens, tile.tokens), parts)](
                 x.contiguous(), out if x_scales is None else x_scales, weight, out if scale is None else scale,
                 out if bias is None else bias, out, tokens, rows, columns, share,
                 FP8=fp8, BIAS=bias is not None, EVEN=columns % tile.columns == 0,

@@ -11,7 +11,6 @@ writer, and sums have one order, so that a token's result does not depend on wha
 from itertools import pairwise
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.early_triton import begin, early
 from weft.ops.kernel_triton import kernel
 from weft.ops.parts import num_parts
-from weft.ops.tiles import power_of_two
+from weft.ops.tiles import cdiv, power_of_two
 
 _TOKENS, _ROWS, _COLUMNS = 16, 64, 128
 _MOST_RANK = 64
@@ -91,14 +90,14 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: 
     (tokens, columns), (_, pairs, rank, _), rows = x.shape, a.shape, b.shape[1]
     assert pairs <= 3, "no more linear layers than three are one product"
     out = x.new_empty((tokens, rows))
-    share = triton.cdiv(min(_SHARE, columns), _COLUMNS) * _COLUMNS
-    splits, num_active = triton.cdiv(columns, share), active.shape[0]
+    share = cdiv(min(_SHARE, columns), _COLUMNS) * _COLUMNS
+    splits, num_active = cdiv(columns, share), active.shape[0]
     low = x.new_empty((splits, tokens, pairs * rank), dtype=torch.float32)
-    token_blocks, ranks = triton.cdiv(tokens, _TOKENS), max(16, min(power_of_two(rank), _MOST_RANK))
-    blocks = triton.cdiv(max(end - start for start, end in pairwise(starts)), _ROWS)
+    token_blocks, ranks = cdiv(tokens, _TOKENS), max(16, min(power_of_two(rank), _MOST_RANK))
+    blocks = cdiv(max(end - start for start, end in pairwise(starts)), _ROWS)
     with torch.cuda.device_of(x):
         if tokens and num_active:
-            _shrink_kernel[(token_blocks, triton.cdiv(pairs * rank, ranks), num_active * splits)](
+            _shrink_kernel[(token_blocks, cdiv(pairs * rank, ranks), num_active * splits)](
                 x.contiguous(), a, slots, active, low, tokens, pairs * rank, columns, share, splits,
                 TOKENS=_TOKENS, RANKS=ranks, COLUMNS=_COLUMNS, num_warps=4, **early(x),
             )  # fmt: skip

@@ -9,11 +9,11 @@ aborted stores nothing.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.kernel_triton import kernel
+from weft.ops.tiles import cdiv
 
 PROGRAMS = 64
 """Programs of a launch at most: shares of a message."""
@@ -114,6 +114,6 @@ def _shares(message: Tensor) -> tuple[int, int]:
     """The programs of a launch, and the words of each one's share: the same on both ends."""
     words = message.numel()
     assert words <= MOST, "a longer message goes by peer_triton"
-    programs = max(1, min(PROGRAMS, triton.cdiv(words, _SHARE)))
-    share = max(triton.cdiv(triton.cdiv(words, programs), _ALIGNED), 1) * _ALIGNED
-    return triton.cdiv(words, share) if words else 1, share
+    programs = max(1, min(PROGRAMS, cdiv(words, _SHARE)))
+    share = max(cdiv(cdiv(words, programs), _ALIGNED), 1) * _ALIGNED
+    return cdiv(words, share) if words else 1, share

@@ -10,11 +10,11 @@ Stores before a release at system scope are seen after the acquire that reads it
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.kernel_triton import kernel
+from weft.ops.tiles import cdiv
 
 PROGRAMS = 64
 """Programs of a launch at most: shares of a message, flags of an edge."""
@@ -77,9 +77,9 @@ def _recv_kernel(
 def plan(words: int) -> tuple[int, int]:
     """The programs of a launch, and the words of each one's share (a multiple of 16), for a message of so many words:
     the same on both ends."""
-    programs = max(1, min(PROGRAMS, triton.cdiv(words, _SHARE)))
-    share = triton.cdiv(triton.cdiv(words, programs), _ALIGNED) * _ALIGNED
-    return triton.cdiv(words, share) if words else 1, share
+    programs = max(1, min(PROGRAMS, cdiv(words, _SHARE)))
+    share = cdiv(cdiv(words, programs), _ALIGNED) * _ALIGNED
+    return cdiv(words, share) if words else 1, share
 
 
 def send(source: Tensor, slots: Tensor, flags: Tensor, acks: Tensor, counts: Tensor, abort: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from weft.batch import DRAFT, LAST_TOKEN
 from weft.ops.early_triton import begin, early
 from weft.ops.kernel_triton import kernel
+from weft.ops.tiles import cdiv
 
 _LAST_TOKEN, _DRAFT = tl.constexpr(LAST_TOKEN), tl.constexpr(DRAFT)
 _BLOCK = 128
@@ -94,7 +95,7 @@ def resolve_tokens(
     tables = block_table.new_empty((num_reqs, max_pages))
     with torch.cuda.device_of(rows):
         if num_reqs:
-            _resolve_kernel[(num_reqs + triton.cdiv(num_tokens, _BLOCK),)](
+            _resolve_kernel[(num_reqs + cdiv(num_tokens, _BLOCK),)](
                 rows.contiguous(), input_ids.contiguous(), query_start_loc.contiguous(), positions, last_tokens,
                 block_table.contiguous(), positions if limits is None else limits,
                 ids, places, slots, seq_lens, tables, last_index, num_reqs, num_tokens, len(positions), max_pages,
@@ -125,7 +126,7 @@ def move_on(
     """`weft::move_on`."""
     with torch.cuda.device_of(positions):
         if num_reqs := len(rows):
-            _move_on_kernel[(triton.cdiv(num_reqs, _BLOCK),)](
+            _move_on_kernel[(cdiv(num_reqs, _BLOCK),)](
                 positions, last_tokens, rows.contiguous(), query_start_loc.contiguous(), samples.contiguous(),
                 rows if ids is None else ids.contiguous(), num_reqs, len(positions),
                 SAMPLED=ids is not None, BLOCK=_BLOCK, **early(positions),

@@ -4,13 +4,13 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.early_triton import begin, early
 from weft.ops.kernel_triton import kernel
+from weft.ops.tiles import cdiv
 
 _BLOCK = 256
 """Angles of a program."""
@@ -37,7 +37,7 @@ def turn_tables(
     cos, sin = inv_freq.new_empty((2, positions.shape[0], inv_freq.shape[0]), dtype=dtype)
     with torch.cuda.device_of(inv_freq):
         if count := cos.numel():
-            _turn_kernel[(triton.cdiv(count, _BLOCK),)](
+            _turn_kernel[(cdiv(count, _BLOCK),)](
                 inv_freq.contiguous(), positions.contiguous(), cos, sin, count, inv_freq.shape[0], attention_factor,
                 EACH=positions.dim() == 2, BLOCK=_BLOCK, TYPE=TRITON_DTYPES[dtype], **early(inv_freq),
             )  # fmt: skip

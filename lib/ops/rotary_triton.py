@@ -5,7 +5,6 @@ where triton is installed."""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.early_triton import begin, early, release
 from weft.ops.kernel_triton import kernel
 from weft.ops.parts import num_parts
-from weft.ops.tiles import power_of_two
+from weft.ops.tiles import cdiv, power_of_two
 
 _HEADS = 8
 """Heads of a program."""
@@ -77,7 +76,7 @@ def rotate_and_keep(
     qkv, (tokens, columns) = qkv.contiguous(), qkv.shape[-2:]
     kv_heads, dim = kv_pages.shape[-2:]
     out = kv_pages.new_empty((tokens, num_heads, dim))
-    blocks = triton.cdiv(num_heads + 2 * kv_heads, _HEADS)
+    blocks = cdiv(num_heads + 2 * kv_heads, _HEADS)
     with torch.cuda.device_of(qkv):
         if tokens:
             _rotary_kernel[(tokens, blocks)](

@@ -24,6 +24,7 @@ from weft.ops import logits as names
 from weft.ops.early_triton import begin, early
 from weft.ops.kernel_triton import kernel
 from weft.ops.sample_triton import ADJUSTED, FILTERED, Processed, draw, inverse
+from weft.ops.tiles import cdiv, power_of_two
 from weft.sampling_table import SamplingTable
 
 _COLUMNS = 2048
@@ -230,7 +231,7 @@ def process_rows(
         table.counts, table.allowed if token_mask is None else token_mask.contiguous(),
         adjusted, temperatures, seeds, kinds, peaks, bounds,
         table.floats.shape[0], vocab, logits.stride(0), biased,
-        HAS_MASK=token_mask is not None, COLUMNS=_COLUMNS, BIASED=triton.next_power_of_2(max(biased, 1)),
+        HAS_MASK=token_mask is not None, COLUMNS=_COLUMNS, BIASED=power_of_two(max(biased, 1)),
         num_warps=16, enable_fp_fusion=False, **early(logits),
     )  # fmt: skip
     return temperatures, seeds, processed
@@ -253,6 +254,6 @@ def _count_kernel(counts, ints, rows, token_ids, kept, num_reqs, vocab, BLOCK: t
 def count(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor) -> None:
     """`weft::count_tokens` on the GPU; see `weft.ops.sample_rows.count_tokens`."""
     if num_reqs := rows.shape[0]:
-        _count_kernel[(triton.cdiv(num_reqs, 256),)](
+        _count_kernel[(cdiv(num_reqs, 256),)](
             counts, ints, rows, token_ids, kept, num_reqs, counts.shape[1], BLOCK=256, **early(counts)
         )

@@ -22,6 +22,7 @@ from torch import Tensor
 from weft.ops.early_triton import begin, early
 from weft.ops.kernel_triton import kernel
 from weft.ops.splitmix import GOLDEN, MIX_1, MIX_2
+from weft.ops.tiles import cdiv, power_of_two
 
 _BLOCK = 1024
 _PROGRAMS = 1024
@@ -150,9 +151,9 @@ def _combine_kernel(
 
 def plan_splits(num_reqs: int, vocab: int) -> tuple[int, int]:
     """The shares of a row, a power of two, and the columns of each, whole blocks: together at least `vocab`."""
-    blocks = triton.cdiv(vocab, _BLOCK)
-    splits = min(triton.next_power_of_2(max(1, _PROGRAMS // max(num_reqs, 1))), triton.next_power_of_2(blocks))
-    return splits, triton.cdiv(blocks, splits) * _BLOCK
+    blocks = cdiv(vocab, _BLOCK)
+    splits = min(power_of_two(max(1, _PROGRAMS // max(num_reqs, 1))), power_of_two(blocks))
+    return splits, cdiv(blocks, splits) * _BLOCK
 
 
 @attrs.frozen(eq=False)

@@ -1,0 +1,108 @@
+"""Launches of kernels: one like an earlier one gets what that had compiled, and never what was compiled for others."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
+
+from weft.ops.kernel_triton import Kernel
+
+PARAMS = ("x", "y", "size", "BLOCK", "EVEN")
+
+
+def kinds(args: Sequence[Any]) -> tuple[Any, ...]:
+    """What triton compiles for such arguments, by its own word: x, y and size are asked, the others are constants."""
+    own = [native_specialize_impl(CUDABackend, arg, False, True, True) for arg in args[:3]]
+    return *own, *((type(arg), arg) for arg in args[3:])
+
+
+@attrs.define(eq=False)
+class Compiled:
+    """What is compiled for arguments of some kinds: launched with others, it would be wrong."""
+
+    of: tuple[Any, ...]
+    launched: list[Any]
+
+    def run(self) -> None:
+        raise AssertionError("launched by its grid")
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def launch(*args: Any) -> None:
+            assert kinds(args) == self.of
+            self.launched.append((grid, args))
+
+        return launch
+
+
+@attrs.define(eq=False)
+class Jit:
+    """Stands for `triton.jit(kernel)`: compiles for each kind of arguments, and launches."""
+
+    arg_names: tuple[str, ...] = PARAMS
+    launched: list[Any] = attrs.field(factory=list)
+    slow: int = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
+            self.slow += 1
+            given = (*args, *(options[name] for name in PARAMS[len(args) :]))
+            compiled = Compiled(kinds(given), self.launched)
+            compiled[*grid, *(1,) * (3 - len(grid))](*given)
+            return compiled
+
+        return launch
+
+
+STORAGE = torch.zeros(64)
+TENSORS = (STORAGE, STORAGE[1:], STORAGE[4:], STORAGE.int(), STORAGE[::2], torch.zeros(3, dtype=torch.float16))
+SIZES = (0, 1, 2, 15, 16, 17, 32, -16, 2**31 - 1, 2**31, 2**63, True, False, 1.0, 16.0, None)
+CALLS = st.tuples(
+    st.tuples(st.sampled_from(TENSORS), st.sampled_from(TENSORS), st.sampled_from(SIZES)),
+    st.fixed_dictionaries({"EVEN": st.sampled_from((True, False, 1, 0)), "BLOCK": st.sampled_from((1, 1.0, True, 16))}),
+    st.sampled_from(((1,), (2, 3), (4, 5, 6))),
+)
+
+
+@given(st.lists(CALLS, max_size=20))
+def test_what_is_launched_was_compiled_for_such_arguments(calls: Sequence[Any]) -> None:
+    jit = Jit()
+    kernel = Kernel(jit)
+    for args, options, grid in [*calls, *calls]:
+        kernel[grid](*args, **options, num_warps=4)
+        seen, given = jit.launched[-1]
+        assert seen == (*grid, 1, 1)[:3]
+        assert [id(x) for x in given[:3]] == [id(x) for x in args]
+        assert given[3:] == (options["BLOCK"], options["EVEN"])
+    assert len(jit.launched) == 2 * len(calls)
+    assert jit.slow <= len(calls), "the second time all are known"
+
+
+def test_a_tensor_that_is_named_is_not_kept() -> None:
+    jit = Jit()
+    kernel = Kernel(jit)
+    for x in (TENSORS[0], TENSORS[0].clone()):
+        kernel[(1,)](x, size=3, y=x, BLOCK=1, EVEN=True)
+        assert jit.launched[-1][1][1] is x
+    assert jit.slow == 2
+
+
+def test_what_gives_nothing_back_is_launched_each_time() -> None:
+    """As triton's interpreter does."""
+    launched: list[Any] = []
+
+    class Interpreted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: launched.append((grid, args, options))
+
+    for _ in range(3):
+        Kernel(Interpreted())[(2,)](1, BLOCK=4)
+    assert launched == [((2,), (1,), {"BLOCK": 4})] * 3
