@@ -17,9 +17,11 @@ def take_decodes(host: HostState, budget: Budget, cohort: int) -> tuple[int, lis
     query_len = choose_query_len(host, budget, mine)
     taken, growths = [], []
     for running in mine:
-        if running.row < 0 or not _make_room(host, running, need := _need(host, running, query_len)):
-            continue
-        if need:
+        if running.row < 0:
+            continue  # it made room for another
+        if need := _need(host, running, query_len):
+            if not _make_room(host, running, need):
+                continue
             growths.append(Growth(running.row, len(running.pages), tuple(more := host.pages.take(need))))
             running.pages += more
         taken.append(running)
@@ -30,7 +32,7 @@ def choose_query_len(host: HostState, budget: Budget, mine: Sequence[Running]) -
     """Tokens of each request: as many, of those that there are graphs for, as one of the requests has use for; and for
     which there is room in a step, and free pages: for drafts nobody has to make room. One whose mask is known only for
     its next token keeps all from having drafts."""
-    if any(running.request.is_masked for running in mine):
+    if max(budget.query_lens) == 1 or any(running.request.is_masked for running in mine):
         return 1
     useful = max((running.most_useful for running in mine), default=1)
     wanted = min((n for n in budget.query_lens if n >= useful), default=max(budget.query_lens))
@@ -44,8 +46,9 @@ def choose_query_len(host: HostState, budget: Budget, mine: Sequence[Running]) -
 def _need(host: HostState, running: Running, query_len: int) -> int:
     """Pages that a request lacks for a step of so many tokens, wherever those under way leave it: what was not drafted
     is read, and written, too. Its last token of all is never read."""
-    reach = min(running.computed + query_len, running.limit - 1)
-    return max(0, host.pages.pages_for(reach) - len(running.pages))
+    reach, page_size = min(running.computed + query_len, running.limit - 1), host.pages.page_size
+    has = len(running.pages)
+    return host.pages.pages_for(reach) - has if reach > has * page_size else 0
 
 
 def _make_room(host: HostState, running: Running, count: int) -> bool:

@@ -108,6 +108,8 @@ key = operator.attrgetter("key")
 
 def keep_pages(host: HostState, running: Running) -> None:
     """Have pages found by their content that are full of tokens which are known, and computed by steps before."""
+    if len(running.tokens) < (running.kept + 1) * host.pages.page_size:
+        return  # as after most tokens: no page more is full
     running.name_pages(host.pages.page_size)
     full = min(len(running.tokens), running.computed) // host.pages.page_size
     for index in range(running.kept, full):

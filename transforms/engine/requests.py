@@ -59,6 +59,7 @@ class Running:
         leader: a request with the same prompt, for whose pages it waits.
         followers: those that wait for its own.
         drafts: whether several of its tokens may be sampled in a step.
+        limit: tokens that it has at most, those of its prompt included.
     """
 
     request: Request
@@ -78,8 +79,10 @@ class Running:
     leader: "Running | None" = attrs.field(default=None, repr=False)
     followers: list["Running"] = attrs.field(factory=list, repr=False)
     drafts: bool = attrs.field(init=False)
+    limit: int = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.limit = len(self.request.prompt) + self.request.max_tokens
         # Each token changes the penalties of the next, or its mask, so that several cannot be drawn at once.
         self.drafts = not (features(self.request.sampling) & PENALTIES or self.request.is_masked)
 
@@ -87,11 +90,6 @@ class Running:
     def key(self) -> tuple[int, int]:
         """Whose turn it is: the least."""
         return self.request.priority, self.arrival
-
-    @property
-    def limit(self) -> int:
-        """Tokens that it has at most, those of its prompt included."""
-        return len(self.request.prompt) + self.request.max_tokens
 
     @property
     def length(self) -> int:
@@ -111,7 +109,7 @@ class Running:
     @property
     def is_full(self) -> bool:
         """Whether all its tokens are sampled, or will be."""
-        return self.num_left <= 0
+        return len(self.tokens) + self.num_unread >= self.limit
 
     @property
     def most_useful(self) -> int:

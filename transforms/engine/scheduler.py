@@ -149,31 +149,34 @@ def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]], q
     """A step: of each request so many tokens of its prompt, or 0: the one sampled last, and drafts."""
     job, uniform = host.num_jobs, not any(count for _, count in parts)
     host.num_jobs += 1
+    starts = tuple([running.computed for running, _ in parts])
+    ends = [start + (count or 1) for start, (_, count) in zip(starts, parts, strict=True)]
     work = Work(
         job,
         edits,
-        tuple(running.request.id for running, _ in parts),
-        tuple(running.row for running, _ in parts),
-        () if uniform else tuple(_next_tokens(running, count) for running, count in parts),
-        tuple(running.computed + max(count, 1) == running.length for running, count in parts),
-        max((r.last_job for r, _ in parts if r.last_job is not None), default=None),
+        tuple([running.request.id for running, _ in parts]),
+        tuple([running.row for running, _ in parts]),
+        () if uniform else tuple([_next_tokens(running, count) for running, count in parts]),
+        tuple([end == running.length for end, (running, _) in zip(ends, parts, strict=True)]),
+        max([r.last_job for r, _ in parts if r.last_job is not None], default=None),
         _targets(parts),
-        tuple(running.computed for running, _ in parts),
-        count_adapters(running.request.adapter for running, _ in parts),
+        starts,
+        count_adapters([running.request.adapter for running, _ in parts]),
         query_len,
-        _given(parts),
+        () if uniform else _given(parts),
     )
-    unread = []
-    for index, (running, count) in enumerate(parts):
+    unread, feeds = [], work.feeds
+    for index, ((running, count), sampled) in enumerate(zip(parts, work.samples, strict=True)):
         running.filled += count
-        if work.samples[index]:
-            unread.append((index, running, running.most(query_len)))
+        if sampled:
+            most = running.most(query_len)
+            unread.append((index, running, most))
             running.on_device = True
             running.num_unread += 1
-            running.most_unread += unread[-1][2]
-        if work.feeds:
+            running.most_unread += most
+        if feeds:
             running.last_job = host.row_jobs[running.row] = job
-    if work.feeds:
+    if feeds:
         host.unread[job] = tuple(unread)
     return work
 
@@ -195,8 +198,8 @@ def _targets(parts: Sequence[tuple[Running, int]]) -> tuple[tuple[int, ...], ...
 
 
 def _given(parts: Sequence[tuple[Running, int]]) -> tuple[Given | None, ...]:
-    found = tuple(running.request.given if count else None for running, count in parts)
-    return () if all(given is None for given in found) else found
+    found = tuple([running.request.given if count else None for running, count in parts])
+    return () if found.count(None) == len(found) else found
 
 
 def _next_tokens(running: Running, count: int) -> tuple[int, ...]:
