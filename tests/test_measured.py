@@ -11,13 +11,15 @@ from typing import Any
 from pages import ROOT
 
 RESULTS = ROOT / "proofs" / "results"
-DAY = "2026-11-21"
+DAY = r"\d{4}-\d\d-\d\d"
 TEXT = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
 @cache
 def read(name: str) -> Any:
-    return json.loads((RESULTS / f"{DAY}-{name}.json").read_text(encoding="utf-8"))
+    newest = max(RESULTS.glob(f"????-??-??-{name}.json"))
+    assert re.search(rf"{newest.name[:10]}-\S*|{name}", TEXT), f"README.md does not name {newest.name}"
+    return json.loads(newest.read_text(encoding="utf-8"))
 
 
 def said(text: str) -> None:
@@ -38,9 +40,9 @@ def served(*names: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
     return found
 
 
-def serving_rows(*names: str) -> Iterator[str]:
+def serving_rows(*names: str, without: str = "") -> Iterator[str]:
     rows = served(*names)
-    for mode in dict.fromkeys(mode for mode, _ in rows):
+    for mode in dict.fromkeys(mode for mode, _ in rows if mode != without):
         decode = rows[mode, "decode"]
         cells = [f"`{mode}`", ends((row["output_tokens_per_s"] for row in decode), "{:,.0f}")]
         digits = {True: "{:.2f}", False: "{:.1f}"}[min(row["tpot"]["p50"] for row in decode) < 10]
@@ -58,21 +60,25 @@ def test_files_that_are_named_are_there() -> None:
 
 def test_serving() -> None:
     dense, moe, peer = "h200-serving-dense", "h200-serving-moe", "h200x2-serving-moe-peer"
-    rows = [*serving_rows(dense, f"{dense}-repeated"), *serving_rows(f"{dense}-1")]
-    rows += [*serving_rows(moe), *serving_rows(f"{moe}-1"), *serving_rows(peer), *serving_rows(f"{peer}-256")]
-    rows += serving_rows("h200x4-serving-moe-peer-512")
-    assert len(rows) == 5 + 2 + 1 + 1 + 3 + 1 + 1
+    rows = [*serving_rows(f"{dense}-modes", without="full_and_piecewise"), *serving_rows(dense)]
+    rows += [*serving_rows(f"{dense}-slow-host"), *serving_rows(f"{dense}-1"), *serving_rows(moe)]
+    rows += [*serving_rows(f"{moe}-1"), *serving_rows(f"{peer}-modes", f"{peer}-eager"), *serving_rows(peer)]
+    rows += [*serving_rows(f"{peer}-256"), *serving_rows("h200x4-serving-moe-peer-512")]
+    assert len(rows) == 4 + 1 + 1 + 1 + 1 + 1 + 2 + 1 + 1 + 1
     for row in rows:
         said(row)
 
 
 def test_completions_that_are_equal() -> None:
-    names = "h200-serving-dense-repeated", "h200x2-serving-moe-peer"
-    dense, moe = ([row for row in read(name)["rows"] if "equal" in row] for name in names)
-    assert [row["mode"] for row in dense] == ["none", "full_and_piecewise"]
-    assert [row["mode"] for row in moe] == ["none", "full_and_piecewise", "piecewise"]
-    assert {(row["prompts"], row["equal"], row["against"]) for row in (*dense, *moe)} == {(64, 64, "none")}
-    said("Of 64 greedy completions of 128 tokens")
+    dense, moe, peer = "h200-serving-dense", "h200-serving-moe", "h200x2-serving-moe-peer"
+    both, decode = (dense, moe, peer), (f"{dense}-1", f"{moe}-1", f"{peer}-modes")
+    for name, lengths in (*((name, [2, 512]) for name in both), *((name, [2]) for name in decode)):
+        rows = [row for row in read(name)["rows"] if "equal" in row]
+        assert [row["input_len"] for row in rows] == lengths
+        prompts = 4 if name.endswith("-1") else 64
+        found = {(row["prompts"], row["equal"], row["tokens"], row["same"], row["against"]) for row in rows}
+        assert found == {(prompts, prompts, 128 * prompts, 128 * prompts, "none")}
+    said("Of 64 greedy completions of 128 tokens, of prompts of 2 and of 512 tokens, all are those of `none`")
     step = read("h200-step-profile-dense")["profiles"][0]
     said(f"A decode step of {step['requests']} requests of Qwen3-0.6B was {step['ms']:.2f} ms by the clock")
     said(f"and {step['busy_ms']:.2f} ms of kernels")
