@@ -93,7 +93,7 @@ class Call:
 
 @attrs.frozen
 class Recalled:
-    """What is known of a call's arguments by reference, and of its static ones, since they are those of one before.
+    """What is known of a call's arguments by reference: they lie where those of one before did, in the same shapes.
 
     Args:
         tree: the structure of those by reference.
@@ -129,9 +129,16 @@ def take_apart_again(
     roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], recalled: Recalled, leaves: Sequence[Any]
 ) -> Call:
     """`take_apart` for a call with the static arguments and the `leaves` by reference of one before, of whose tensors
-    none was donated since."""
+    none was donated since.
+
+    Raises:
+        DonatedError: one of those stands in what is copied, and is donated.
+        StaleResultError: as `take_apart`.
+    """
     statics, references, copied = _bind(roles, name, args, kwargs)
     copied_leaves, copied_tree = tree_flatten(copied)
+    for leaf in (*leaves, *copied_leaves):
+        refuse_stale(leaf, call=f"{name}(...)")
     call = Call(
         statics, references, copied, list(leaves), recalled.tree, copied_leaves, copied_tree, roles.training(), recalled
     )
@@ -292,8 +299,8 @@ def check_call(call: Call, roles: Roles, name: str) -> None:
     """
     check_plain(call.new_leaves(), f"{name}(...)", call.new_names)
     check_tensors(call.new_leaves(), f"{name}(...)", call.new_names)
+    check_statics(call.statics, f"{name}(...)")
     if call.recalled is None:
-        check_statics(call.statics, f"{name}(...)")
         refuse_shared(call, roles, name)
 
 

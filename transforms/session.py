@@ -76,8 +76,8 @@ class Session:
                 before it: then nothing ran. Or the session was closed, or failed before: its state is lost.
         """
         self._check(batches, jobs)
-        self._jobs += [attrs.evolve(job, after=_shifted(job.after, self._first)) for job in jobs]
         later, texts = [after_first(batch) for batch in batches], [class_text(batch) for batch in batches]
+        self._jobs += [attrs.evolve(job, after=_shifted(job.after, self._first)) for job in jobs]
         self._batches, self._texts = [*self._batches, *batches], [*self._texts, *texts]
         self._later = [*self._later, *later]
         return self._advance_to(*self._count())

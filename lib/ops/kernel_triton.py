@@ -8,7 +8,7 @@ compiled for each list of types of arguments, 0.26 s for each of 16: it is made 
 
 At each launch triton asks of every argument all that a compilation may depend on, and holds every constant against what
 it was: half of the time of an eager step of 537 launches. Arguments of the kinds of an earlier launch get what that one
-had compiled.
+had compiled; triton's hooks on launches are called, and its settings of compilation count when a kind is new.
 """
 
 # Triton's decorators have no types.
@@ -35,8 +35,8 @@ _MOST_THREADS = 8
 _MOST_KNOWN = 4096
 _BAR_AFTER = 1.0
 """Seconds until a progress bar shows."""
-_PLAIN = (bool, int, float, str, type(None), tl.dtype)
-"""Options that are no tensors: they stand in the key by their value."""
+_PLAIN = (bool, int, str, type(None), tl.dtype)
+"""Options that are equal only if they are the same: no tensors, and no -0.0."""
 _ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None)
 """Where kernels are compiled instead of launched, those so far, by kind: triton takes half a millisecond to find that
 it knows one that is still being compiled."""
@@ -64,7 +64,7 @@ class Kernel:
             compiled, constants = known
             compiled[*grid, *(1,) * (3 - len(grid))](*args, *constants)
             return
-        compiled = self.jit[grid](*args, **options)
+        compiled = _finished(self.jit[grid](*args, **options))
         if not hasattr(compiled, "run"):  # triton's interpreter gives nothing back
             return
         rest = self.jit.arg_names[len(args) :]
@@ -137,5 +137,9 @@ def compiling() -> Iterator[None]:
 
 def _make_launcher(compiled: Any) -> None:
     """Make what launches a kernel, which reading its attribute `run` does, and load it onto the device."""
-    compiled = compiled.result() if hasattr(compiled, "future") else compiled
-    getattr(compiled, "run", None)
+    getattr(_finished(compiled), "run", None)
+
+
+def _finished(compiled: Any) -> Any:
+    """What is compiled; while another thread compiles ahead, triton may give a promise of it."""
+    return compiled.result() if hasattr(compiled, "future") else compiled

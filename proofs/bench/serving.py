@@ -6,9 +6,9 @@
 Random weights of the preset's dimensions are drawn once; each mode has an engine of its own, which serves the
 workloads one after the other, every one `--repeats` times. With `--check` it then completes prompts of each workload's
 length greedily, 64 of them, or four if requests come one by one, and an engine without graphs does so first: all must
-say the same tokens, to the last one, and the command ends with 1 if they do not. Completions go on for tokens that are
-not compared: there requests end one after the other, so that graphs pad where eager steps do not, and sums may be made
-in another order.
+say the same tokens, to the last one, and the command ends with 1 if they do not. Where graphs pad and eager steps do
+not, sums may be made in another order: so completions go on for tokens that are not compared, while requests end one
+after the other. (The last chunk of prompts may be padded all the same.)
 """
 
 import argparse
@@ -172,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--transport", help="what carries messages between stages, as in `weft bench`")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
+    if given.check and {*given.modes} == {"none"}:
+        parser.error("--check compares other modes with none: add one to --modes")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)  # before the run, which may be long
     place = Place("python -m weft.proofs.bench.serving", given.pp, given.transport, None)

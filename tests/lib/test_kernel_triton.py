@@ -67,7 +67,9 @@ TENSORS = (STORAGE, STORAGE[1:], STORAGE[4:], STORAGE.int(), STORAGE[::2], torch
 SIZES = (0, 1, 2, 15, 16, 17, 32, -16, 2**31 - 1, 2**31, 2**63, True, False, 1.0, 16.0, None)
 CALLS = st.tuples(
     st.tuples(st.sampled_from(TENSORS), st.sampled_from(TENSORS), st.sampled_from(SIZES)),
-    st.fixed_dictionaries({"EVEN": st.sampled_from((True, False, 1, 0)), "BLOCK": st.sampled_from((1, 1.0, True, 16))}),
+    st.fixed_dictionaries(
+        {"EVEN": st.sampled_from((True, False, 1, 0)), "BLOCK": st.sampled_from((1, True, 16, None))}
+    ),
     st.sampled_from(((1,), (2, 3), (4, 5, 6))),
 )
 
@@ -93,6 +95,40 @@ def test_a_tensor_that_is_named_is_not_kept() -> None:
         kernel[(1,)](x, size=3, y=x, BLOCK=1, EVEN=True)
         assert jit.launched[-1][1][1] is x
     assert jit.slow == 2
+
+
+class Promised:
+    """As triton's `FutureKernel`: it has all attributes of what is compiled, and cannot be launched."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.future, self._compiled = None, compiled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+    def result(self) -> Compiled:
+        return self._compiled
+
+
+def test_what_another_thread_compiles_is_waited_for() -> None:
+    class Early(Jit):
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            launch = super().__getitem__(grid)
+            return lambda *args, **options: Promised(launch(*args, **options))
+
+    jit = Early()
+    kernel = Kernel(jit)
+    for _ in range(3):
+        kernel[(2,)](*TENSORS[:2], 5, BLOCK=16, EVEN=True)
+    assert (len(jit.launched), jit.slow) == (3, 1)
+
+
+def test_a_number_of_another_sign_is_not_taken_for_its_equal() -> None:
+    jit = Jit()
+    kernel = Kernel(jit)
+    for size in (0.0, -0.0):
+        kernel[(1,)](*TENSORS[:2], size=size, BLOCK=1, EVEN=True)
+        assert str(jit.launched[-1][1][2]) == str(size)
 
 
 def test_what_gives_nothing_back_is_launched_each_time() -> None:

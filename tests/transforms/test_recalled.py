@@ -17,9 +17,10 @@ from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
 from weft.donation import donate
-from weft.errors import CacheMissError, DonatedError, WeftError
+from weft.errors import CacheMissError, CaptureError, DonatedError, StaleResultError, WeftError
 from weft.proofs.laws import assert_equal
 from weft.transforms import call as calls
+from weft.transforms.borrowing import check_borrowed
 from weft.transforms.graphified import Graphified
 from weft.transforms.graphify import graphify
 from weft.transforms.ready import MAX_RECALLED, Reader
@@ -127,6 +128,32 @@ def test_a_donated_tensor_that_is_copied_too_is_refused() -> None:
     with pytest.raises(DonatedError, match="x is a tensor that the same call donates"):
         g(state, state)
     assert g(state, torch.ones(3)).tolist() == [5.0] * 4
+
+
+def test_what_was_lent_and_overwritten_is_refused_all_the_same() -> None:
+    lent = graphify(lambda x: x * 2, outputs="borrow")
+    g, params = graphify(lambda params, x: params * x.sum(), reference_argnames="params"), torch.ones(4)
+    with check_borrowed():
+        stale = lent(torch.ones(2))
+        lent(torch.zeros(2))
+    g(params, torch.ones(3))
+    with pytest.raises(StaleResultError):
+        g(params, stale)
+
+
+@pytree
+@attrs.define(eq=False)
+class Options:
+    value: Any
+
+
+def test_a_static_argument_that_came_to_hold_a_tensor_is_refused() -> None:
+    g = graphify(lambda params, x, options: params * x.sum(), reference_argnames="params", static_argnames="options")
+    params, options = torch.ones(4), Options(1)
+    g(params, torch.ones(2), options)
+    options.value = torch.ones(1)
+    with pytest.raises(CaptureError, match="options, a static argument, holds a tensor"):
+        g(params, torch.ones(3), options)
 
 
 def test_no_state_is_kept_alive() -> None:

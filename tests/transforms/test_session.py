@@ -149,3 +149,18 @@ def test_a_session_that_was_closed_is_over() -> None:
     for call in (lambda: session.submit([torch.ones(1)], [Job()]), session.close):
         with pytest.raises(ProgramError, match="a session that is over: it was closed, and its state is the caller's"):
             call()
+
+
+def test_a_batch_that_cannot_be_read_leaves_the_session_as_it_was() -> None:
+    class Odd:
+        @property
+        def batch(self) -> Any:
+            raise RuntimeError("no batch")
+
+    stages = [lambda p, s, batch, x: (s, 10 * batch), lambda p, s, batch, x: (s, x + s)]
+    session = pipeline(stages, advance=lambda s, batch, out: s + 1).session((None, None), (0, 0))
+    with pytest.raises(RuntimeError, match="no batch"):
+        session.submit([Odd()], [Job()])
+    outputs = session.submit([1], [Job()])
+    state, rest = session.close()
+    assert (state, outputs + rest) == ((1, 1), [(0, 10)])
