@@ -78,9 +78,12 @@ def test_completions_that_are_equal() -> None:
         prompts = 4 if name.endswith("-1") else 64
         found = {(row["prompts"], row["equal"], row["tokens"], row["same"], row["against"]) for row in rows}
         assert found == {(prompts, prompts, 128 * prompts, 128 * prompts, "none")}
+    (row,) = (row for row in read(f"{moe}-ends")["rows"] if row.get("input_len") == 512)
+    said(f"{row['equal']} of {row['prompts']} of the MoE on one GPU were equal, behind prompts of 512")
+    said(f"and {row['same']:,} of {row['tokens']:,} tokens up to where they differ")
     said("Of 64 greedy completions of 128 tokens, of prompts of 2 and of 512 tokens, all are those of `none`")
     step = read("h200-step-profile-dense")["profiles"][0]
-    said(f"A decode step of {step['requests']} requests of Qwen3-0.6B was {step['ms']:.2f} ms by the clock")
+    said(f"a decode step of {step['requests']} requests of Qwen3-0.6B was {step['ms']:.2f} ms by the clock")
     said(f"and {step['busy_ms']:.2f} ms of kernels")
 
 
@@ -121,6 +124,8 @@ def test_the_host_time_of_a_call() -> None:
     graphed = "make_graphed_callables"
     said(f"| `graphify` | {cell('graphify', fast)} | {cell('graphify', slow)} |")
     said(f"1,000 graphs held | {cell('graphify', fast, 1000)} | {cell('graphify', slow, 1000)} |")
+    turn = "graphify, in turn"
+    said(f"these called in turn | {cell(turn, fast, 1000)} | {cell(turn, slow, 1000)} |")
     said(f"`torch.cuda.{graphed}` | {cell(graphed, fast)} | {cell(graphed, lent)} (borrowed) |")
     said(f"| | {cell('reduce-overhead', lent)} (borrowed; `graphify`'s borrowed: {cell('graphify', lent)}) |")
     said(f"| a bare replay | {cell('bare replay', 'nothing', digits=(1, 1, 1))} | |")

@@ -216,12 +216,19 @@ def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any]) -> A
     return fn(*bound.args, **bound.kwargs)
 
 
-def inline_reason(call: Call) -> str | None:
-    """Why the function itself must run: inside a capture, a trace or a torch.func transform, or under autograd."""
+def inside_another() -> str | None:
+    """What a call is part of, if it is: a capture, a trace or a torch.func transform."""
     if in_functorch_transform():
         return "inside a torch.func transform"
     if in_dispatch_mode() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return "inside another capture, or a trace"
+    return None
+
+
+def inline_reason(call: Call) -> str | None:
+    """Why the function itself must run: inside a capture, a trace or a torch.func transform, or under autograd."""
+    if (inside := inside_another()) is not None:
+        return inside
     grad = torch.is_grad_enabled()
     for leaf in call.new_leaves():
         if isinstance(leaf, Tensor) and grad and leaf.requires_grad:

@@ -23,6 +23,7 @@ from weft.transforms.call import (
     hashable_signature,
     holds_in_mode,
     inline_reason,
+    inside_another,
     num_donated,
     take_apart,
 )
@@ -116,7 +117,7 @@ class Graphified(Generic[P, R]):
         """The general path: any call, the first of its kind included; `recalled` is it, taken apart."""
         call = recalled or take_apart(self._of.roles, self._of.name, args, kwargs)
         if inline_reason(call):
-            return self._fn(*args, **kwargs)
+            return self._inline(args, kwargs)
         with self._lock:
             signature = hashable_signature(call, self._of.name)
             plan = self._plans.get(signature) or self._plan(call, signature)
@@ -124,6 +125,13 @@ class Graphified(Generic[P, R]):
                 holds = holds_in_mode(call, self._of.roles, plan.replay.holds())
                 remember(self._readers, self._of.roles, self._of.name, args, kwargs, call, plan.replay, holds)
         return self._answer(plan.replay, call, args, kwargs)
+
+    def _inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """Run the function itself; as part of another capture or transform it does not count."""
+        if inside_another() is None:
+            with self._lock:
+                self._graphs.eager += 1
+        return self._fn(*args, **kwargs)
 
     def _answer(self, replay: Replay | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Replay; or run the function itself where there is no graph, or one that may not run here."""
@@ -248,7 +256,7 @@ class Graphified(Generic[P, R]):
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
             given = take_apart(self._of.roles, self._of.name, args, kwargs)
             if inline_reason(given):
-                return self._fn(*args, **kwargs)
+                return self._inline(args, kwargs)
             if (other := hashable_signature(given, self._of.name)) != signature:
                 if but_grad_mode(other) == but_grad_mode(signature):
                     return self._call(args, kwargs)
@@ -268,8 +276,9 @@ class Graphified(Generic[P, R]):
     def freeze(self) -> "Graphified[P, R]":
         """From now on a miss raises CacheMissError, which names the field that differed, instead of capturing.
 
-        A batch that no class of the ladder covers is no miss: it runs eagerly, as before (`cache_info().eager`). Nor is
-        there one inside `weft.no_capture()`, where nothing would be captured anyway."""
+        A batch that no class of the ladder covers is no miss: it runs eagerly, as before (`cache_info().eager`). So
+        does a call that autograd must see, or one with a sparse argument (`explain`). Nor is there a miss inside
+        `weft.no_capture()`, where nothing would be captured anyway."""
         self._graphs.frozen = True
         return self
 

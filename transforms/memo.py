@@ -162,7 +162,8 @@ class CacheInfo:
     Args:
         captures: graphs recorded.
         replays: calls answered by a graph (the call that captures replays too).
-        eager: calls that ran the function itself.
+        eager: calls that ran the function itself, those inside a trace, another capture or a torch.func transform
+            excepted.
         currsize: graphs held now.
     """
 

@@ -5,7 +5,7 @@
 
 Random weights of the preset's dimensions are drawn once; each mode has an engine of its own, which serves the
 workloads one after the other, every one `--repeats` times. With `--check` it then completes prompts of each workload's
-length greedily, 64 of them, or four if requests come one by one, and an engine without graphs does so first: all must
+length greedily, four for each request, 64 at most, and an engine without graphs does so first: all must
 say the same tokens, to the last one, and the command ends with 1 if they do not. Where graphs pad and eager steps do
 not, sums may be made in another order: so completions go on for tokens that are not compared, while requests end one
 after the other. (The last chunk of prompts may be padded all the same.)
@@ -146,7 +146,7 @@ def show(row: dict[str, Any]) -> str:
     parts = (
         f"{row['workload']:<8} {row['mode']:<19} {row['num_requests']:>4} requests",
         f"{row['output_tokens_per_s']:>9,.0f} out/s {row['total_tokens_per_s']:>9,.0f} all/s",
-        f"TTFT {ttft['p50']:>8.2f} TPOT {tpot['p50']:>7.3f} ms",
+        f"TTFT {ttft['p50']:>8.2f} ms  TPOT {tpot['p50']:>7.3f} ms",
         f"{shares}; padding {use['padding']:.1%}; captured in {row['ranks'][0]['capture_seconds']:.1f} s",
     )
     return "  ".join(parts)
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     if given.check and {*given.modes} == {"none"}:
-        parser.error("--check compares other modes with none: add one to --modes")
+        parser.error("--modes none leaves nothing for --check to compare: name another mode")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)  # before the run, which may be long
     place = Place("python -m weft.proofs.bench.serving", given.pp, given.transport, None)
@@ -186,7 +186,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokens = f"{row['same']:,} of {row['tokens']:,} tokens before they differ"
         print(f"{row['mode']}, prompts of {row['input_len']}: {seen}; {tokens}")
     if given.out is not None and rows:  # of torchrun's ranks the first alone has them
-        record = {"rows": rows, "environment": environment("cuda" if torch.cuda.is_available() else "cpu")}
+        source = {"preset": given.preset, "stages": given.pp or 1, "transport": given.transport}
+        record = {
+            **source,
+            "plan": attrs.asdict(plan),
+            "rows": rows,
+            "environment": environment("cuda" if torch.cuda.is_available() else "cpu"),
+        }
         name = f"serving-{given.preset}-{given.requests}-pp{given.pp or 1}{given.transport or ''}.json"
         (given.out / name).write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(any(row["equal"] != row["prompts"] for row in compared_rows))

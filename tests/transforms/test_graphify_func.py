@@ -73,11 +73,12 @@ def test_where_autograd_records_the_function_itself_runs() -> None:
     g, w = graphify(sine), torch.ones(4, requires_grad=True)
     g(X, w).sum().backward()
     assert_equal(LAW, w.grad, torch.sin(X))
-    assert counts(g) == (0, 0, 0)
+    assert counts(g) == (0, 0, 1)
     with torch.no_grad():
         assert_equal(LAW, g(X, w), torch.sin(X))
-    assert counts(g) == (1, 1, 0)
+    assert counts(g) == (1, 1, 1)
     assert g(X, w).requires_grad
+    assert counts(g) == (1, 1, 2)
 
 
 def test_a_closed_over_parameter_keeps_its_gradient() -> None:
