@@ -4,6 +4,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from functools import cache
 from itertools import product
 from typing import Any
@@ -15,10 +16,17 @@ DAY = r"\d{4}-\d\d-\d\d"
 TEXT = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
+def is_named(stem: str) -> bool:
+    """Whether the README names a record: by its file, by a pattern, or as another one's file and an ending."""
+    named = [name.removesuffix(".json") for name in re.findall(rf"`({DAY}[^`]*\.json)`", TEXT)]
+    endings = (name for name in named if stem.startswith(f"{name}-") and f"`{stem.removeprefix(name)}`" in TEXT)
+    return any(fnmatch(stem, name) for name in named) or any(endings)
+
+
 @cache
 def read(name: str) -> Any:
     newest = max(RESULTS.glob(f"????-??-??-{name}.json"))
-    assert re.search(rf"{newest.name[:10]}-\S*|{name}", TEXT), f"README.md does not name {newest.name}"
+    assert is_named(newest.stem), f"README.md does not name {newest.name}"
     return json.loads(newest.read_text(encoding="utf-8"))
 
 
@@ -50,6 +58,12 @@ def serving_rows(*names: str, without: str = "") -> Iterator[str]:
         for workload in ("mixed", "prefill"):
             cells.append(ends([row["output_tokens_per_s"] for row in rows.get((mode, workload), ())] or [0], "{:,.0f}"))
         yield f"| {' | '.join(cells)} |".replace("| 0 |", "| |").replace("| 0 |", "| |")
+
+
+def test_a_record_that_is_not_named_is_found_out() -> None:
+    assert is_named("2026-11-22-h200-serving-dense-1")
+    assert not is_named("2026-11-22-h200-serving-dense-2")
+    assert not is_named("2026-11-20-h200-serving-dense")
 
 
 def test_files_that_are_named_are_there() -> None:

@@ -74,7 +74,7 @@ class Reader(Generic[T]):
 
     Args:
         ready: by the key of a call.
-        recalled: by the first part of a key: what is known of the arguments by reference, and of the static ones.
+        recalled: by the first part of a key: what is known of the arguments by reference.
     """
 
     layout: Layout
@@ -121,20 +121,19 @@ class Reader(Generic[T]):
         for key, ready in list(self.ready.items()):
             self.ready[key] = tuple(r for r in ready if not gone(r.plan))
 
-    def remember(self, seen: Seen, plan: T, holds: Callable[[], bool] | None = None) -> bool:
-        """From now on `plan` is ready for calls like this one, as long as `holds()`. False for a call with a tensor in
-        two places that the call which this reader was made for had two tensors in."""
-        if (made := _make_ready(plan, seen[2], holds)) is None:
+    def remember(self, seen: Seen | None, call: Call, plan: T, holds: Callable[[], bool] | None) -> bool:
+        """From now on `plan` is ready for calls like this one, as long as `holds()`; and what is known of its arguments
+        by reference, for calls that differ in what is copied. False for a call of another structure, or with a tensor
+        in two places that the call which this reader was made for had two tensors in."""
+        if seen is None or (made := _make_ready(plan, seen[2], holds)) is None:
             return False
         _keep_ready(self.ready, seen[0], made, MAX_KEYS)
+        if call.recalled is None:
+            known = Recalled(call.reference_tree, call.reference_part())
+            own = _make_ready(known, seen[2][: self.layout.num_references[1]], None)
+            assert own is not None, "some of tensors that are all in one place"
+            _keep_ready(self.recalled, seen[0][0], own, MAX_RECALLED)
         return True
-
-    def know(self, seen: Seen, call: Call) -> None:
-        """From now on calls with these static arguments and these by reference are recalled."""
-        _, tensors = self.layout.num_references
-        known = Recalled(call.reference_tree, call.reference_part())
-        if (made := _make_ready(known, seen[2][:tensors], None)) is not None:
-            _keep_ready(self.recalled, seen[0][0], made, MAX_RECALLED)
 
 
 def remember(
@@ -152,28 +151,12 @@ def remember(
     form = (len(args), *kwargs)
     found = readers.get(form, ())
     for reader in found:
-        if _remember_in(reader, args, kwargs, call, plan, holds):
+        if reader.remember(reader.layout.read(args, kwargs), call, plan, holds):
             return
     made = make_reader(roles, name, args, kwargs, call) if len(found) < MAX_READERS else None
     if made is not None:
         readers[form] = (*found, made)
-        _remember_in(made, args, kwargs, call, plan, holds)
-
-
-def _remember_in(
-    reader: Reader[T],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    call: Call,
-    plan: T,
-    holds: Callable[[], bool] | None,
-) -> bool:
-    """`remember` by one reader; False if it cannot."""
-    if (seen := reader.layout.read(args, kwargs)) is None or not reader.remember(seen, plan, holds):
-        return False
-    if call.recalled is None:
-        reader.know(seen, call)
-    return True
+        made.remember(made.layout.read(args, kwargs), call, plan, holds)
 
 
 def make_reader(

@@ -18,6 +18,15 @@ Spans = tuple[tuple[int, int], ...]
 """Of each rank, the effects that are performed, from one to before another."""
 
 
+@attrs.frozen(eq=False)
+class _Submitted:
+    """A batch, what stages behind the first one get of it, and what all ranks must agree on of it."""
+
+    batch: Any
+    later: Any
+    text: str
+
+
 class Session:
     """A pipeline under way. Made by `Pipelined.session`.
 
@@ -48,9 +57,7 @@ class Session:
         self._buffers = buffers
         self._mail = transport.mail(num_stages)
         self._jobs: list[Job] = []  # those from `_first` on: what some rank is to take in, and all behind it
-        self._batches: list[Any] = []
-        self._later: list[Any] = []
-        self._texts: list[str] = []
+        self._batches: list[_Submitted] = []
         self._first = 0
         self._done = (0,) * num_stages  # effects performed, of the programs of `_jobs`
         self._ended = ""
@@ -76,10 +83,8 @@ class Session:
                 before it: then nothing ran. Or the session was closed, or failed before: its state is lost.
         """
         self._check(batches, jobs)
-        later, texts = [after_first(batch) for batch in batches], [class_text(batch) for batch in batches]
+        self._batches += [_Submitted(batch, after_first(batch), class_text(batch)) for batch in batches]
         self._jobs += [attrs.evolve(job, after=_shifted(job.after, self._first)) for job in jobs]
-        self._batches, self._texts = [*self._batches, *batches], [*self._texts, *texts]
-        self._later = [*self._later, *later]
         return self._advance_to(*self._count())
 
     def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
@@ -121,12 +126,13 @@ class Session:
         return count_running(self._num_stages, self._jobs, advances=True, buffers=self._buffers)
 
     def _plan(self, spans: Spans | None) -> Plan:
-        return self._make_plan(self._jobs, self._texts, spans)
+        return self._make_plan(self._jobs, [one.text for one in self._batches], spans)
 
     def _advance_to(self, ends: tuple[int, ...], taken: int) -> list[tuple[int, Any]]:
         """Perform each rank's effects up to `ends`; the jobs before `taken` are over then."""
         if ends != self._done:
-            put_batches(self._workers, self._batches, self._later, self._first)
+            whole, later = [one.batch for one in self._batches], [one.later for one in self._batches]
+            put_batches(self._workers, whole, later, self._first)
             try:
                 self._transport.run(self._plan(tuple(zip(self._done, ends, strict=True))), self._workers, self._mail)
             except BaseException as error:  # some ranks are further than others, and messages are left
@@ -136,7 +142,7 @@ class Session:
         for worker in self._workers:
             worker.forget(taken)
         self._jobs = [attrs.evolve(j, after=_shifted(j.after, taken)) for j in self._jobs[taken:]]
-        self._batches, self._later, self._texts = self._batches[taken:], self._later[taken:], self._texts[taken:]
+        self._batches = self._batches[taken:]
         self._first += taken
         self._done = self._count()[0]
         return outputs

@@ -59,7 +59,7 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        key = current_device(), *map(_kind, args), *((name, _kind(value)) for name, value in options.items())
+        key = current_device(), *_kinds(args, options)
         if (known := self._known.get(key)) is not None:
             compiled, constants = known
             compiled[*grid, *(1,) * (3 - len(grid))](*args, *constants)
@@ -74,9 +74,16 @@ class Kernel:
             self._known[key] = compiled, tuple(options[name] for name in rest)
 
     def _compile(self, asked: dict[Any, Any], grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        key = id(self.jit), *map(_kind, args), *((name, _kind(value)) for name, value in options.items())
+        key = id(self.jit), *_kinds(args, options)
         if key not in asked:
             asked[key] = self.jit.warmup(*args, grid=grid, **options)
+
+
+def _kinds(args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Any]:
+    """All of a launch that its compilation may depend on, the device excepted."""
+    yield from map(_kind, args)
+    for name, value in options.items():
+        yield name, _kind(value)
 
 
 def _kind(value: Any) -> Any:

@@ -97,7 +97,7 @@ def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
         return None
     if tokens > 64:
         return Tile(64 if tokens <= 512 else 128, 64, 128, 4, 3)
-    programs, steps = -(-rows // 64), -(-columns // 128)
+    programs, steps = cdiv(rows, 64), cdiv(columns, 128)
     parts = max(1, min(steps // 4, 256 // programs, 8))
     return Tile(64, max(16, power_of_two(tokens)), 128, 4, 4, parts)
 
@@ -110,7 +110,7 @@ def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: i
         _, tile = _is_measured(expert_key(rows, columns, num_experts, itemsize == 1), tokens)
         if tile is not None:
             return tile
-    each, sort, across = -(-tokens * top_k // num_experts), tokens * top_k > SCAN_PAIRS, 128 // itemsize
+    each, sort, across = cdiv(tokens * top_k, num_experts), tokens * top_k > SCAN_PAIRS, 128 // itemsize
     if sort and each > 16:
         return Tile(128, 64, across, 4, 3, sort=True)
     return Tile(128, 16, across, 4, 3, sort=sort)
@@ -122,5 +122,5 @@ def linear_parts(tokens: int, rows: int, columns: int, fp8: bool) -> int:
     if tile is None:
         return 1
     # Each part has columns: the last one is not left without.
-    steps = -(-columns // tile.columns)
-    return -(-steps // -(-steps // tile.parts))
+    steps = cdiv(columns, tile.columns)
+    return cdiv(steps, cdiv(steps, tile.parts))
