@@ -197,7 +197,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         return 0  # a rank that is not the first: that one prints
     prompts, completions = completed
     if arguments.json:
-        print("\n".join(json.dumps(attrs.asdict(completion)) for completion in completions))
+        print("\n".join(json.dumps(attrs.asdict(completion), default=str) for completion in completions))
     else:
         _print_completions(prompts, completions)
     return 0

@@ -19,7 +19,7 @@ from weft.state import State
 from weft.transforms.engine import admission
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.host import HostState, end, preempt
-from weft.transforms.engine.masks import Mask, read_mask
+from weft.transforms.engine.masks import Masked, read_mask
 from weft.transforms.engine.pages import Pages, hash_page
 from weft.transforms.engine.prompts import Given, place_positions
 from weft.transforms.engine.requests import Request, Running
@@ -141,8 +141,8 @@ def _of_one_seed(seed: int, n: int) -> list[int]:
     return [seed] * n
 
 
-def _of_one_token_less(id: str, mask: Mask, said: Sequence[int], vocab_size: int) -> bytes | None:
-    return read_mask(id, mask, said[:-1], vocab_size)
+def _of_one_token_less(id: str, masked: Masked, said: Sequence[int], vocab_size: int) -> bytes | None:
+    return read_mask(id, masked, said[:-1], vocab_size)
 
 
 def _of_the_one_before(work: Work, batch: Batch, device: Any) -> Batch:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from weft.arguments import names_arguments
-from weft.errors import EngineError, RequestError
+from weft.errors import EngineError, RequestError, WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
@@ -117,7 +117,7 @@ class Engine:
         self._pending: deque[Reading] = deque()
         self._failed: list[RequestOutput] = []
         self._count = 0
-        self._broken = ""
+        self._broken, self._stepping = "", False
         spread = len(self.transport.ranks(pipeline)) < pipeline
         self._streams = Streams(self, spread)
         self._check = self.transport.check if spread else None
@@ -276,15 +276,20 @@ class Engine:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """What raises within leaves the host and the device at odds: no step follows it."""
+        """What raises within leaves the host and the device at odds: no step follows it. Nor is there one within."""
+        if self._stepping:
+            raise EngineError("engine.step()", "a call from within a step", "a mask that leaves the engine alone")
         if self._broken:
             seen = f"an earlier step that raised {self._broken}; how far its requests came is not known"
             raise EngineError("engine.step()", seen, "another weft.Engine(...), and its requests again")
+        self._stepping = True
         try:
             yield
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}"
             raise
+        finally:
+            self._stepping = False
 
     def is_ready(self) -> bool:
         """Whether `step()` would not wait for the device."""
@@ -349,8 +354,9 @@ class Engine:
         dropped."""
         work, failed = self._samples.masked(work)
         for name, error in failed.items():
-            self._host = finish(self._host, name, "error")
-            self._failed.append(self._end(name, "error", [], error))
+            if self._host.find(name) is not None:  # which its mask may have aborted
+                self._host = finish(self._host, name, "error")
+                self._failed.append(self._end(name, "error", [], error))
         return work
 
     def _keep(self, done: Sequence[Done]) -> None:
@@ -364,7 +370,7 @@ class Engine:
                 continue
             if work.targets:
                 self._samples.take_prompts(work, told)
-            self._host, got = observe(self._host, work.job, told.token_ids)
+            self._host, got = observe(self._host, work.job, told.token_ids, told.faults)
             self._counts.read(told)
             for row, running, count in got:
                 name = running.request.id
@@ -376,12 +382,15 @@ class Engine:
     def _take(self, name: str, reason: str, told: Told, row: int, count: int) -> RequestOutput:
         """What a request got in a row of a step, the first `count` tokens, which end it if it has a reason; so do an
         error, or a stop text, with the tokens up to there."""
-        own, tokens = self._samples.take(name, told, row, count)
+        own, tokens, error = self._samples.take(name, told, row, count)
         if own and not reason:
             self._host = finish(self._host, name, own)
+        if reason == "error" and not own:
+            error = self._samples.fault(name, told.faults[row])
         reason = own or reason
-        return self._end(name, reason, tokens) if reason else self._samples.output(name, tokens)
+        return self._end(name, reason, tokens, error) if reason else self._samples.output(name, tokens)
 
-    def _end(self, name: str, reason: str, tokens: list[int], error: RequestError | None = None) -> RequestOutput:
-        self._counts.ended[reason] += 1
-        return self._samples.end(name, reason, tokens, error)
+    def _end(self, name: str, reason: str, tokens: list[int], error: WeftError | None = None) -> RequestOutput:
+        output = self._samples.end(name, reason, tokens, error)
+        self._counts.ended[output.track.reason] += 1
+        return output

@@ -1,0 +1,46 @@
+"""Faults of one request: what code of its user's raises, and logits that leave it no token, end it and no other."""
+
+import math
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weft.errors import LogitsError, RequestError, WeftError
+
+
+@contextmanager
+def blamed(call: str, instead: str) -> Iterator[None]:
+    """Whatever is raised inside, a panic of a Rust extension included, becomes a RequestError; a RequestError stays.
+
+    Args:
+        call, instead: of that error.
+    """
+    try:
+        yield
+    except (RequestError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a Rust extension's panic is no Exception
+        # Not str(error), which may raise itself.
+        seen = traceback.format_exception_only(error)[-1].strip()
+        raise RequestError(call, seen, instead) from error
+
+
+def is_fault(logprob: float) -> bool:
+    """Whether a logprob says that no token was drawn: NaN, as the logits were, or -inf."""
+    return not logprob > -math.inf
+
+
+def fault_of(id: str, logprob: float, num_tokens: int) -> WeftError:
+    """The error of a request whose next token has no logprob.
+
+    Args:
+        id: of the request.
+        logprob: that was returned in its place.
+        num_tokens: before it, those of the prompt included.
+    """
+    call = f"request {id!r}"
+    if math.isnan(logprob):
+        instead = "look for weights that are not finite, or for an overflow of the dtype"
+        return LogitsError(call, f"logits that are NaN behind {num_tokens} tokens", instead)
+    seen = f"no token that can be drawn behind {num_tokens} tokens: those that the request allows have logits of -inf"
+    return RequestError(call, seen, "allow another token, or look at the model's logits")
