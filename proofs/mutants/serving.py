@@ -22,7 +22,7 @@ from weft.transforms.engine.host import HostState, end, preempt
 from weft.transforms.engine.masks import Masked, read_mask
 from weft.transforms.engine.pages import Pages, hash_page
 from weft.transforms.engine.prompts import Given, place_positions
-from weft.transforms.engine.requests import Request, Running
+from weft.transforms.engine.requests import Request, Running, salt
 from weft.transforms.engine.scheduler import observe
 from weft.transforms.engine.work import Work
 
@@ -96,8 +96,8 @@ def _in_their_chunk(given: Sequence[Any], starts: Sequence[int], *where: Any) ->
     return place_positions(given, [0] * len(starts), *where)
 
 
-def _salt_of_none(adapter: int) -> bytes:
-    return b""
+def _salt_of_none(adapter: int, version: int) -> bytes:
+    return salt(-1, version)
 
 
 def _makes_room_from_the_first(host: HostState, running: Running, count: int) -> bool:

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from weft.arguments import names_arguments
 from weft.errors import EngineError, RequestError, WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
+from weft.stages.params import DecoderParams
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.intake import Intake
 from weft.transforms.engine.masks import Mask
@@ -22,8 +24,15 @@ from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.reading import Reading, Told
 from weft.transforms.engine.requests import Request, sample_seeds
 from weft.transforms.engine.samples import Samples
-from weft.transforms.engine.scheduler import add, finish, observe, schedule
-from weft.transforms.engine.setup import EngineLimits, check_engine, check_options, engine_ladder, make_stepper
+from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
+from weft.transforms.engine.setup import (
+    EngineLimits,
+    check_engine,
+    check_options,
+    engine_ladder,
+    make_stepper,
+    make_weights,
+)
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.stats import Counts, Stats
 from weft.transforms.engine.steppers import Done
@@ -102,15 +111,15 @@ class Engine:
         given = self.transport.share(secrets.randbits(62)) if seed is None else seed
         self._intake = Intake(model, num_logprobs, given, {name: slot for slot, name in enumerate(named)})
         self._host = HostState.empty(budget, self.limits.num_pages, self.limits.page_size)
+        self._weights = make_weights(model, pipeline, self.transport, named, speculation)
         self._stepper = make_stepper(
-            model,
+            self._weights,
             self.limits,
             pipeline,
             ladder,
             self.transport,
             num_logprobs=num_logprobs,
             backend=backend,
-            adapters=[*named.values()],
         )
         self._counts = Counts(ladder)
         self._samples = Samples(model.tokenizer, model.config.vocab_size)
@@ -118,9 +127,9 @@ class Engine:
         self._failed: list[RequestOutput] = []
         self._count = 0
         self._broken, self._stepping = "", False
-        spread = len(self.transport.ranks(pipeline)) < pipeline
-        self._streams = Streams(self, spread)
-        self._check = self.transport.check if spread else None
+        self._spread = len(self.transport.ranks(pipeline)) < pipeline
+        self._streams = Streams(self, self._spread)
+        self._check = self.transport.check if self._spread else None
 
     def __repr__(self) -> str:
         """What it serves, and how far it is."""
@@ -248,6 +257,50 @@ class Engine:
         self._stepper.capture()
         return self.stats()
 
+    def update(
+        self,
+        params: DecoderParams | Mapping[str, Tensor] | None = None,
+        *,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
+        """Change the parameters: no page of the KV cache that was computed with the old ones is read again. Requests
+        under way keep what they have said, and go on from it with pages that are computed anew.
+
+        Tensors are written in place, into `engine.model` and all that shares its tensors (other engines of it notice
+        by themselves, as below), so that no graph is captured again.
+
+        A change in place that is not announced, as by an optimizer on these tensors, is found out before the next step,
+        and the same is done, as far as torch counts it: operators, and what becomes a tensor's `.data`. It does not
+        count `tensor.data.copy_(...)`, `fused=True` optimizers, arrays that share a tensor's memory, or what other
+        processes and kernels of one's own write; nor does it count for tensors made in inference mode. After those, say
+        `engine.update()`. With stages in other processes all changes are announced, by each rank.
+
+        Args:
+            params: as `weft.load` returns them in a model; or tensors by transformers' names, such as a `state_dict()`,
+                of which those that are not there stay as they are, and other stages' are skipped. Cast to the dtype of
+                the engine's own. None: they were changed in place.
+            adapters: new ones by the names of the engine's own, of no larger rank.
+
+        Raises:
+            RequestError: parameters or adapters that do not fit; nothing is changed.
+
+        >>> from weft.stages.model import DEMO, load
+        >>> engine = Engine(load(DEMO, "cpu"), graph="none")
+        >>> engine.update({"model.norm.weight": torch.ones(engine.model.config.hidden_size)})
+        """
+        call = f"engine.update({'' if params is None else 'params'})"
+        pairs = [] if params is None else self._weights.pairs(call, params)
+        if adapters is not None:
+            self._weights.check_adapters(call, adapters)
+        with self._whole():
+            self._outdate()
+            self._weights.write(pairs, adapters or {})
+
+    def _outdate(self) -> None:
+        self._weights.look()
+        self._keep(self._stepper.flush())
+        self._host = outdate(self._host)
+
     def stats(self) -> Stats:
         """What the engine has done so far, and what it holds."""
         return self._counts.stats(self._host, self._stepper.graphs)
@@ -268,7 +321,13 @@ class Engine:
 
     def launch(self) -> None:
         """Start work as far ahead as is allowed, or as there is any."""
+        changed = self._weights.are_changed
+        if changed and self._spread:
+            seen = "parameters that were changed in place, of which other ranks do not know"
+            raise EngineError("engine.step()", seen, "engine.update() behind the change, on every rank")
         with self._whole():
+            if changed:
+                self._outdate()
             while len(self._pending) <= self.run_ahead:
                 if not self._launch():
                     self._keep(self._stepper.flush())

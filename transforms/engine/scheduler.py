@@ -13,7 +13,7 @@ from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
 from weft.transforms.engine.admission import take_prompts
 from weft.transforms.engine.decodes import take_decodes
-from weft.transforms.engine.host import Budget, HostState, end, keep_pages, lead, wait
+from weft.transforms.engine.host import Budget, HostState, end, keep_pages, lead, preempt, wait
 from weft.transforms.engine.prompts import Given
 from weft.transforms.engine.requests import Request, Running
 from weft.transforms.engine.work import Edits, Work
@@ -42,7 +42,7 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
     if host.pages.pages_for(length) > most:
         seen = f"{length} tokens with those to generate, where {most} pages hold {most * host.pages.page_size}"
         raise RequestError(call, seen, "a shorter prompt, fewer max_tokens, or more pages")
-    running = Running(request, host.num_arrivals, [*request.prompt])
+    running = Running(request, host.num_arrivals, host.version, [*request.prompt])
     leader = None if behind is None else host.find(behind)
     host.requests[request.id] = running
     host.num_arrivals += 1
@@ -70,6 +70,21 @@ def finish(host: HostState, request_id: str, reason: str) -> HostState:
         call = f"finish({request_id!r}, {reason!r})"
         raise RequestError(call, "no request of that id that has not ended", "an id that was added")
     end(host, found, reason)
+    return host
+
+
+def outdate(host: HostState) -> HostState:
+    """The parameters have changed: no page that was computed before is read again. Requests that have pages begin anew
+    with the tokens that they have, those of steps under way included.
+
+    Args:
+        host: taken.
+    """
+    host.version += 1
+    for running in list(host.running.values()):
+        preempt(host, running)
+    for running in host.requests.values():
+        running.version, running.hashes = host.version, []
     return host
 
 

@@ -22,6 +22,7 @@ from weft.transforms.engine.host import Budget
 from weft.transforms.engine.intake import is_count
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
+from weft.transforms.engine.weights import Weights
 from weft.transforms.engine.work import advance_work, edited
 from weft.transforms.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
 from weft.transforms.pipeline import compose, pipeline
@@ -144,8 +145,24 @@ def make_states(model: Model, layouts: Sequence[StageLayout], limits: Resolved) 
     return states if speculation is None else speculation.states(states, layouts)
 
 
-def make_stepper(
+def make_weights(
     model: Model,
+    num_stages: int,
+    transport: Transport,
+    adapters: Mapping[str, Adapter],
+    speculation: Speculation | None,
+) -> Weights:
+    """The parameters of the stages that run here, with the adapters in slots, in this order."""
+    every = split_model(model.config, num_stages)
+    layouts = [every[rank] for rank in transport.ranks(num_stages)]
+    params = stage_params(model, layouts, [*adapters.values()])
+    drafts = None if speculation is None or not layouts[0].first else speculation.params
+    stages = tuple(zip(layouts, params, strict=True))
+    return Weights(model, stages, drafts, {name: slot for slot, name in enumerate(adapters)})
+
+
+def make_stepper(
+    weights: Weights,
     limits: Resolved,
     num_stages: int,
     ladder: Ladder[BatchDescriptor],
@@ -154,32 +171,30 @@ def make_stepper(
     num_logprobs: int = 0,
     keep_logits: bool = False,
     backend: str | None = None,
-    adapters: Sequence[Adapter] = (),
 ) -> Stepper:
     """What does an engine's work: of one stage, its step as one graph; of more, a pipeline of graphified stages.
 
     Args:
         ladder: the classes that are captured; an empty one: everything runs eagerly.
         keep_logits: whether outputs hold logits.
-        adapters: which the slots hold, in this order.
     """
-    every = split_model(model.config, num_stages)
-    here = transport.ranks(num_stages)
-    layouts = [every[rank] for rank in here]
-    speculation = limits.speculation
+    model, speculation = weights.model, limits.speculation
+    layouts = [layout for layout, _ in weights.stages]
     drafts = 0 if speculation is None else speculation.num_tokens
     extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits, "num_drafts": drafts}
+    every = split_model(model.config, num_stages)
     stages: list[Any] = [decoder_stage(model.config, layout, **extras) for layout in every]
-    params: tuple[Any, ...] = stage_params(model, layouts, adapters)
+    params: tuple[Any, ...] = tuple(own for _, own in weights.stages)
     state = make_states(model, layouts, limits)
     if speculation is not None:
         stages = speculation.stages(stages)
-        params = ((params[0], speculation.params), *params[1:]) if layouts[0].first else params
+        params = ((params[0], weights.drafts), *params[1:]) if layouts[0].first else params
     if num_stages == 1:
         return Stepped(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
     x = _example(model, drafts)
     spanned = [graph_step(stage, ladder, backend) for stage in stages]
     step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=Schema.of(x), transport=transport)
+    here = transport.ranks(num_stages)
     graphs = [(spanned[rank], x if rank else None) for rank in here] if len(ladder) else []
     return Streamed(step, params, state, model.device, graphs)
 
