@@ -19,6 +19,8 @@ SAME = "the same code, configuration and batches on every rank: batches by a pur
 _SAME_CALLS = "the same calls with the same arguments, in the same order, on every rank"
 _MAX_ENTRIES = 4096
 """Entries of a journal that are kept to say what differs."""
+_LONGEST = 500
+"""Characters of an entry; of a longer one a digest stands for the rest."""
 _MAX_PLANS = 64
 """Plans that are kept to say what differs."""
 
@@ -47,6 +49,9 @@ class Agreement:
 
     def add(self, subject: str, value: str) -> None:
         """Note what every rank must say alike, at the same place among its notes and steps."""
+        if len(value) > _LONGEST:
+            digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest()
+            value = f"{value[: _LONGEST - 20]}… ({digest})"
         self._count += 1
         self._chain = hashlib.blake2b(f"{self._chain}\n{subject}\n{value}".encode(), digest_size=12).hexdigest()
         self._entries.append((subject, value))
