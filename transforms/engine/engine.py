@@ -126,10 +126,8 @@ class Engine:
         if self._assert_equal is not None:
             said = {f"config.{name}": own for name, own in attrs.asdict(model.config, recurse=False).items()}
             said |= self.limits.options | {"graph": graph, "num_logprobs": num_logprobs, "seed": given}
-            said |= {
-                "weights": model.weights,
-                "adapters": {name: digest_params(own.deltas) for name, own in named.items()},
-            }
+            said |= {f"adapter {name!r}": digest_params(own.deltas) for name, own in named.items()}
+            said["weights"] = model.weights
             for subject, value in said.items():
                 self._assert_equal(subject, str(value))
 

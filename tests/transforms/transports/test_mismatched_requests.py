@@ -140,8 +140,6 @@ def test_what_differs_is_refused_before_a_token_is_returned(what: str, found: di
     assert second.startswith("ProgramError: step 1 of rank 1\n  saw: '")
     assert KINDS[what] in second
     assert ", where rank 0 has '" in second
-    assert (
-        second.splitlines()[2] == "  instead: the same calls with the same arguments, in the same order, on every rank"
-    )
+    assert second.endswith("instead: the same calls with the same arguments, in the same order, on every rank")
     assert first.startswith("RankError: rank 0: ")
     assert second.splitlines()[1] in first
