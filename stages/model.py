@@ -1,6 +1,7 @@
 """`load`: a checkpoint in Hugging Face's format as a value."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError
 from weft.stages.adapters import Adapter, with_adapters
 from weft.stages.checkpoint import checked_device, read_params
 from weft.stages.config import ModelConfig, config_in_folder
+from weft.stages.digest import digest_files, digest_params
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams, num_bytes, slice_params
 from weft.stages.split import split_model
@@ -34,6 +36,7 @@ class Model:
         tokenizer: from tokenizer.json; None where the folder has none (then prompts are token ids).
         path: where it came from.
         layout: which part of the model this is: all of it, or one stage.
+        checkpoint: a digest of the whole checkpoint that it was loaded from; empty where there is none.
     """
 
     config: ModelConfig
@@ -41,6 +44,12 @@ class Model:
     tokenizer: Tokenizer | None
     path: Path
     layout: StageLayout = attrs.field(kw_only=True)
+    checkpoint: str = attrs.field(default="", kw_only=True)
+    _loaded: str = attrs.field(init=False)
+
+    @_loaded.default
+    def _digest(self) -> str:
+        return digest_params(self.params) if self.checkpoint else ""
 
     @layout.default
     def _whole(self) -> StageLayout:
@@ -55,6 +64,15 @@ class Model:
     def dtype(self) -> torch.dtype:
         """Of the weights, and of the KV cache."""
         return self.params.layers[0].input_layernorm.dtype
+
+    @property
+    def weights(self) -> str:
+        """What all ranks of a pipeline must say alike of their weights: the checkpoint, as far as they were loaded from
+        one, or the values of a whole model; and whether they have changed since."""
+        if not self.checkpoint:
+            return f"{self.dtype}, {digest_params(self.params) if self.layout.num_stages == 1 else 'of no checkpoint'}"
+        own = digest_params(self.params)
+        return f"{self.dtype}, checkpoint {self.checkpoint}" + ", changed since it was loaded" * (own != self._loaded)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds.
@@ -171,8 +189,10 @@ def load(
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
     layout = _layout(config, stage, call)
     tokenizer = _load_tokenizer(folder, call)
-    params = read_params(folder, config, layout, checked_device(where, call), kind, call, progress=progress)
-    return Model(config, params, tokenizer, folder, layout=layout)
+    with ThreadPoolExecutor(1) as beside:  # it reads a few pages of each file, and the load all of them
+        digest = beside.submit(digest_files, folder)
+        params = read_params(folder, config, layout, checked_device(where, call), kind, call, progress=progress)
+        return Model(config, params, tokenizer, folder, layout=layout, checkpoint=digest.result())
 
 
 def _layout(config: ModelConfig, stage: tuple[int, int] | None, call: str) -> StageLayout:

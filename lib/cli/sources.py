@@ -51,7 +51,7 @@ class Source:
         index, num_stages = here.stage or (0, 1)
         layout = split_model(config, num_stages)[index]
         params = random_params(config, layout, seed=seed, device=device, dtype=dtype)
-        return Model(config, params, None, Path(self.name), layout=layout)
+        return Model(config, params, None, Path(self.name), layout=layout, checkpoint=f"random {self.name} {seed}")
 
 
 def read_config(model: str | None, preset: str | None) -> ModelConfig:

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
-from torch import Tensor
 
 from weft.arguments import names_arguments
 from weft.errors import EngineError, RequestError, WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
+from weft.stages.digest import digest_params
 from weft.stages.model import Model
-from weft.stages.params import DecoderParams
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.intake import Intake
 from weft.transforms.engine.masks import Mask
@@ -130,6 +129,14 @@ class Engine:
         self._spread = len(self.transport.ranks(pipeline)) < pipeline
         self._streams = Streams(self, self._spread)
         self._check = self.transport.check if self._spread else None
+        self._assert_equal = self.transport.assert_equal if self._spread else None
+        if self._assert_equal is not None:
+            said = {f"config.{name}": own for name, own in attrs.asdict(model.config, recurse=False).items()}
+            said |= self.limits.options | {"graph": graph, "num_logprobs": num_logprobs, "seed": given}
+            said |= {f"adapter {name!r}": digest_params(own.deltas) for name, own in named.items()}
+            said["weights"] = model.weights
+            for subject, value in said.items():
+                self._assert_equal(subject, str(value))
 
     def __repr__(self) -> str:
         """What it serves, and how far it is."""
@@ -184,6 +191,8 @@ class Engine:
         if name in self._samples or any(self._host.find(each) for each in names):
             call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
             raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
+        if self._assert_equal is not None:
+            self._assert_equal("the request", f"{request}, n={request.sampling.n}")
         first_job = self._host.num_jobs
         self._samples.add(name, self._add_to_host(names, request), first_job, mask)
         self._count += 1
@@ -216,6 +225,8 @@ class Engine:
         if not isinstance(id, str) or id not in self._samples:
             call = f"engine.abort({id!r})"
             raise RequestError(call, "no request of that id that has not ended", "an id that add() returned")
+        if self._assert_equal is not None:
+            self._assert_equal("the abort", repr(id))
         names = self._samples.names(id)
         for name in names:
             self._host = finish(self._host, name, "abort")
@@ -292,6 +303,8 @@ class Engine:
         pairs = [] if params is None else self._weights.pairs(call, params)
         if adapters is not None:
             self._weights.check_adapters(call, adapters)
+        if self._assert_equal is not None:
+            self._assert_equal("the update", f"{call}, adapters={sorted(adapters or ())}")
         with self._whole():
             self._outdate()
             self._weights.write(pairs, adapters or {})
@@ -403,6 +416,9 @@ class Engine:
             self._host, more = schedule(self._host, self.limits.budget)
             works += map(self._masked, more)
         if works:
+            if self._assert_equal is not None:
+                for work in works:
+                    self._assert_equal("the work", work.summary)
             self._keep(self._stepper(works))
             for work in works:
                 self._counts.add(work)
