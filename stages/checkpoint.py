@@ -121,7 +121,7 @@ def _place_of(part: Part, whole: Tensor) -> Tensor:
 def places(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> dict[str, Tensor]:
     """Views of a stage's parameters, by transformers' names of the tensors that they hold: what is written there, the
     parameters are."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for path, field in stage_fields(config, layout):
         *layer, name = path.split(".")
         owner = params.layers[int(layer[1]) - layout.start] if layer else params

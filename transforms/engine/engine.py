@@ -4,7 +4,6 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -13,8 +12,8 @@ from weft.arguments import names_arguments
 from weft.errors import EngineError, RequestError, WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
-from weft.stages.digest import digest_params
 from weft.stages.model import Model
+from weft.transforms.engine.faults import Whole
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.intake import Intake
 from weft.transforms.engine.masks import Mask
@@ -26,6 +25,8 @@ from weft.transforms.engine.samples import Samples
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
 from weft.transforms.engine.setup import (
     EngineLimits,
+    Resolved,
+    assert_same_engines,
     check_engine,
     check_options,
     engine_ladder,
@@ -34,8 +35,9 @@ from weft.transforms.engine.setup import (
 )
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.stats import Counts, Stats
-from weft.transforms.engine.steppers import Done
+from weft.transforms.engine.steppers import Done, Stepper
 from weft.transforms.engine.streaming import Streams
+from weft.transforms.engine.weights import Params
 from weft.transforms.engine.work import Work
 from weft.transforms.graphified import Graphified
 from weft.transforms.transports import Transport
@@ -103,40 +105,33 @@ class Engine:
         self.num_logprobs = num_logprobs
         if speculation is not None:
             speculation.check(call, model, 0 in self.transport.ranks(pipeline))
-        self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport, speculation)
-        budget = self.limits.budget
         named = dict(adapters or {})
-        ladder = engine_ladder(graph, budget, len(named))
+        self._weights = make_weights(model, pipeline, self.transport, named, speculation)
+
+        def stepper(limits: Resolved) -> Stepper:
+            ladder = engine_ladder(graph, limits.budget, len(named))
+            own = self._weights, limits, pipeline, ladder, self.transport
+            return make_stepper(*own, num_logprobs=num_logprobs, backend=backend)
+
+        self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport, speculation, stepper)
+        budget = self.limits.budget
         given = self.transport.share(secrets.randbits(62)) if seed is None else seed
         self._intake = Intake(model, num_logprobs, given, {name: slot for slot, name in enumerate(named)})
         self._host = HostState.empty(budget, self.limits.num_pages, self.limits.page_size)
-        self._weights = make_weights(model, pipeline, self.transport, named, speculation)
-        self._stepper = make_stepper(
-            self._weights,
-            self.limits,
-            pipeline,
-            ladder,
-            self.transport,
-            num_logprobs=num_logprobs,
-            backend=backend,
-        )
-        self._counts = Counts(ladder)
+        self._stepper = stepper(self.limits)
+        self._counts = Counts(engine_ladder(graph, budget, len(named)))
         self._samples = Samples(model.tokenizer, model.config.vocab_size)
         self._pending: deque[Reading] = deque()
         self._failed: list[RequestOutput] = []
         self._count = 0
-        self._broken, self._stepping = "", False
+        self._whole = Whole("engine.step()")
         self._spread = len(self.transport.ranks(pipeline)) < pipeline
         self._streams = Streams(self, self._spread)
         self._check = self.transport.check if self._spread else None
         self._assert_equal = self.transport.assert_equal if self._spread else None
         if self._assert_equal is not None:
-            said = {f"config.{name}": own for name, own in attrs.asdict(model.config, recurse=False).items()}
-            said |= self.limits.options | {"graph": graph, "num_logprobs": num_logprobs, "seed": given}
-            said |= {f"adapter {name!r}": digest_params(own.deltas) for name, own in named.items()}
-            said["weights"] = model.weights
-            for subject, value in said.items():
-                self._assert_equal(subject, str(value))
+            options = {"graph": graph, "num_logprobs": num_logprobs, "seed": given}
+            assert_same_engines(self._assert_equal, model, self.limits, options, named)
 
     def __repr__(self) -> str:
         """What it serves, and how far it is."""
@@ -268,28 +263,19 @@ class Engine:
         self._stepper.capture()
         return self.stats()
 
-    def update(
-        self,
-        params: DecoderParams | Mapping[str, Tensor] | None = None,
-        *,
-        adapters: Mapping[str, Adapter] | None = None,
-    ) -> None:
+    def update(self, params: Params | None = None, *, adapters: Mapping[str, Adapter] | None = None) -> None:
         """Change the parameters: no page of the KV cache that was computed with the old ones is read again. Requests
-        under way keep what they have said, and go on from it with pages that are computed anew.
+        under way go on from what they have said, with pages that are computed anew; graphs are not captured again.
 
-        Tensors are written in place, into `engine.model` and all that shares its tensors (other engines of it notice
-        by themselves, as below), so that no graph is captured again.
-
-        A change in place that is not announced, as by an optimizer on these tensors, is found out before the next step,
-        and the same is done, as far as torch counts it: operators, and what becomes a tensor's `.data`. It does not
-        count `tensor.data.copy_(...)`, `fused=True` optimizers, arrays that share a tensor's memory, or what other
-        processes and kernels of one's own write; nor does it count for tensors made in inference mode. After those, say
-        `engine.update()`. With stages in other processes all changes are announced, by each rank.
+        The tensors are those of `engine.model`, written in place. A change in place that is not announced, as an
+        optimizer's, is found out before the next step as far as torch counts it: operators, and what becomes a tensor's
+        `.data`. Not counted are `tensor.data.copy_(...)`, `fused=True` optimizers, what writes through an array, a
+        kernel of one's own or another process, and tensors made in inference mode: then say `engine.update()`. With
+        stages in other processes, say it of every change, on every rank.
 
         Args:
-            params: as `weft.load` returns them in a model; or tensors by transformers' names, such as a `state_dict()`,
-                of which those that are not there stay as they are, and other stages' are skipped. Cast to the dtype of
-                the engine's own. None: they were changed in place.
+            params: as a model of `weft.load` has them; or tensors by transformers' names, such as a `state_dict()`:
+                those that it does not name stay, and another stage's are skipped. None: they were changed in place.
             adapters: new ones by the names of the engine's own, of no larger rank.
 
         Raises:
@@ -297,7 +283,7 @@ class Engine:
 
         >>> from weft.stages.model import DEMO, load
         >>> engine = Engine(load(DEMO, "cpu"), graph="none")
-        >>> engine.update({"model.norm.weight": torch.ones(engine.model.config.hidden_size)})
+        >>> engine.update({"model.norm.weight": 1.01 * engine.model.params.norm})
         """
         call = f"engine.update({'' if params is None else 'params'})"
         pairs = [] if params is None else self._weights.pairs(call, params)
@@ -305,7 +291,7 @@ class Engine:
             self._weights.check_adapters(call, adapters)
         if self._assert_equal is not None:
             self._assert_equal("the update", f"{call}, adapters={sorted(adapters or ())}")
-        with self._whole():
+        with self._whole:
             self._outdate()
             self._weights.write(pairs, adapters or {})
 
@@ -328,7 +314,7 @@ class Engine:
             EngineError: an earlier step raised, and what it did is not known. Whatever a step raises.
         """
         self.launch()
-        with self._whole():
+        with self._whole:
             failed, self._failed = self._failed, []
             return [*failed, *(self._read(self._pending.popleft()) if self._pending else [])]
 
@@ -338,30 +324,13 @@ class Engine:
         if changed and self._spread:
             seen = "parameters that were changed in place, of which other ranks do not know"
             raise EngineError("engine.step()", seen, "engine.update() behind the change, on every rank")
-        with self._whole():
+        with self._whole:
             if changed:
                 self._outdate()
             while len(self._pending) <= self.run_ahead:
                 if not self._launch():
                     self._keep(self._stepper.flush())
                     return
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """What raises within leaves the host and the device at odds: no step follows it. Nor is there one within."""
-        if self._stepping:
-            raise EngineError("engine.step()", "a call from within a step", "a mask that leaves the engine alone")
-        if self._broken:
-            seen = f"an earlier step that raised {self._broken}; how far its requests came is not known"
-            raise EngineError("engine.step()", seen, "another weft.Engine(...), and its requests again")
-        self._stepping = True
-        try:
-            yield
-        except BaseException as error:
-            self._broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}"
-            raise
-        finally:
-            self._stepping = False
 
     def is_ready(self) -> bool:
         """Whether `step()` would not wait for the device."""

@@ -1,11 +1,38 @@
-"""Faults of one request: what code of its user's raises, and logits that leave it no token, end it and no other."""
+"""Faults: what a user's code raises for one request, or logits that leave it no token, ends that request alone; what
+raises in a step itself ends the engine."""
 
 import math
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weft.errors import LogitsError, RequestError, WeftError
+from weft.errors import EngineError, LogitsError, RequestError, WeftError
+
+
+class Whole:
+    """A context that is whole, or never entered again: what raises within leaves the host and the device at odds. It is
+    not entered within itself either.
+
+    Args:
+        call: what runs in it, for errors.
+    """
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        self._broken, self._inside = "", False
+
+    def __enter__(self) -> None:
+        if self._inside:
+            raise EngineError(self.call, "a call from within a step", "a mask that leaves the engine alone")
+        if self._broken:
+            seen = f"an earlier step that raised {self._broken}; how far its requests came is not known"
+            raise EngineError(self.call, seen, "another weft.Engine(...), and its requests again")
+        self._inside = True
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._inside = False
+        if error is not None:
+            self._broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}"
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from weft.torchapi import changes_of
 from weft.trees import leaves_with_names, tree_leaves
 
 Params = DecoderParams | Mapping[str, Tensor]
-"""Parameters as `weft.load` returns them in a model; or tensors by transformers' names, as a `state_dict()` has them."""
+"""Parameters as `weft.load` returns them in a model; or tensors by transformers' names, as in a `state_dict()`."""
 
 
 @attrs.define(eq=False)

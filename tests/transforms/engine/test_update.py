@@ -182,7 +182,7 @@ def test_a_change_that_other_ranks_do_not_know_is_refused_until_it_is_said() -> 
     engine = Engine(model, LIMITS, pipeline=2, graph="none", transport=_Elsewhere())
     model.params.layers[0].qkv_proj.add_(1)
     for _ in range(2):
-        with pytest.raises(EngineError, match="of which other ranks do not know\n  instead: engine.update"):
+        with pytest.raises(EngineError, match=r"of which other ranks do not know\n  instead: engine\.update"):
             engine.step()
     engine.update()
     assert engine.step() == []
