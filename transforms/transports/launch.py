@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import attrs
+import torch
 
 from weft.errors import ProgramError, RankError
 from weft.torchdist import host_store
@@ -123,6 +124,8 @@ def _environment(rank: int, num_ranks: int, port: int, secret: Secret) -> dict[s
 def _run_rank(pipe: Connection, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if "OMP_NUM_THREADS" not in os.environ:  # ranks that each take all cores keep each other waiting
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(environment["LOCAL_WORLD_SIZE"])))
     try:
         message = pickle.dumps(Ended(fn(*args)))
         atexit._run_exitfuncs()  # transports close, once what they sent has left; multiprocessing would not call them
