@@ -371,7 +371,7 @@ class Engine:
 
     def _keep(self, done: Sequence[Done]) -> None:
         if done:
-            self._pending.append(Reading(done))
+            self._pending.append(Reading(done, None if self._check is None else self.transport.received()))
 
     def _read(self, reading: Reading) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
