@@ -131,9 +131,7 @@ class CudaBackend:
                 raise
             except RuntimeError:
                 pass  # a kernel that is not loaded yet, perhaps, a new generator, or what an eager run explains
-        audit.random.rehearse()
-        with audit:
-            fn()
+        audit.rehearse(fn)
         self.stream.synchronize()
         self._generators.update(dict.fromkeys(audit.random.before))
         self._warm.add(kind)
