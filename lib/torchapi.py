@@ -221,7 +221,7 @@ _SIGNALLED: ContextVar[bool] = ContextVar("weft.capture_signalled", default=Fals
 
 @functools.cache
 def _hear_the_signal() -> None:
-    """Let `torch.cuda.is_current_stream_capturing` answer for `signal_capture` too, whoever imported it by what name."""
+    """Let `torch.cuda.is_current_stream_capturing` answer for `signal_capture` too, under whatever name it is known."""
     graphs: Any = torch.cuda.graphs
     asked: Callable[[], bool] = graphs._cuda_isCurrentStreamCapturing
     graphs._cuda_isCurrentStreamCapturing = lambda: _SIGNALLED.get() or asked()

@@ -208,8 +208,8 @@ def closed_over() -> Callable[[Tensor], Tensor]:
 
 REQUIRES = (
     " from outside, which requires grad, and autograd must see the operators; torch.no_grad() around the call, or "
-    "requires_grad_(False) on what is not trained, lets it replay (for gradients inside the graph: torch.func.grad over "
-    "parameters that are passed in)"
+    "requires_grad_(False) on what is not trained, lets it replay (for gradients inside the graph: torch.func.grad "
+    "over parameters that are passed in)"
 )
 ARGUMENT = " requires grad, and autograd must see the operators; torch.no_grad() around the call lifts this"
 INLINE: dict[str, tuple[Callable[[], Graphified[..., Any]], tuple[Any, ...], str]] = {

@@ -1,7 +1,8 @@
 """The CPU back end: a tape of operators with the hazards of a CUDA graph, on purpose.
 
 Addresses are fixed, Python values are frozen at capture, a replay overwrites the outputs of the one before, host reads
-are refused, and code that asks torch whether CUDA is capturing is told so. A law that the tape breaks, a graph would break; what holds here can be tested without a GPU.
+are refused, and whoever asks torch whether CUDA is capturing is told so. A law that the tape breaks, a graph would
+break; what holds here can be tested without a GPU.
 """
 
 from collections.abc import Callable, Set
