@@ -12,7 +12,6 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from weft.torchapi import storage_id
 from weft.transforms.backends.host_reads import user_line
 from weft.transforms.memo import Key, LeafKey
 from weft.transforms.structures import structure_differences
@@ -258,9 +257,8 @@ def outside_name(fn: Callable[..., Any], tensor: Tensor) -> str:
     """What a function calls a tensor that it reads and is not given: `model.lm_head.weight`."""
     for name, value in _read_by(inspect.unwrap(fn)):
         own = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
-        for path, x in own:
-            if isinstance(x, Tensor) and storage_id(x) == storage_id(tensor):
-                return f"{name}.{path}" if path else name
+        if (path := next((path for path, x in own if x is tensor), None)) is not None:
+            return f"{name}.{path}" if path else name
     return f"a tensor of shape {tuple(tensor.shape)}"
 
 

@@ -36,7 +36,7 @@ from weft.proofs.laws import assert_equal
 from weft.torchapi import signal_capture
 from weft.transforms.graphify import graphify
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+PLACES = [("sdpa", "cpu"), ("eager", "cpu"), pytest.param("sdpa", "cuda", marks=pytest.mark.gpu)]
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
 EXPERTS = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -53,7 +53,7 @@ DECODERS: dict[str, Callable[..., nn.Module]] = {
 }
 every_decoder = pytest.mark.parametrize("name", DECODERS)
 every_attention = pytest.mark.parametrize("attention", ["sdpa", "eager"])
-every_device = pytest.mark.parametrize("device", DEVICES)
+everywhere = pytest.mark.parametrize(("attention", "device"), PLACES)
 
 
 def decoder(name: str, attention: str, device: str) -> Any:
@@ -76,8 +76,7 @@ def assert_alike(seen: Tensor, fn: Callable[[], Tensor]) -> None:
     torch.testing.assert_close(seen, fn(), rtol=1e-4, atol=1e-5)
 
 
-@every_device
-@every_attention
+@everywhere
 @every_decoder
 def test_a_decoder_is_itself(name: str, attention: str, device: str) -> None:
     model = decoder(name, attention, device)
@@ -93,8 +92,7 @@ def test_a_decoder_is_itself(name: str, attention: str, device: str) -> None:
     assert counts(g) == (1, 3, 0)
 
 
-@every_device
-@every_attention
+@everywhere
 @every_decoder
 def test_a_decoder_is_itself_under_any_mask(name: str, attention: str, device: str) -> None:
     """Eagerly a mask of ones is left out, which data decide; one graph is right for all."""
@@ -123,8 +121,7 @@ def tensors(cache: Any) -> list[tuple[Tensor, ...]]:
     return [(layer.keys, layer.values, layer.cumulative_length) for layer in cache.layers]
 
 
-@every_device
-@every_attention
+@everywhere
 @every_decoder
 def test_decode_steps_over_a_static_cache_are_themselves(name: str, attention: str, device: str) -> None:
     model = decoder(name, attention, device)

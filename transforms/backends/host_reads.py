@@ -160,14 +160,10 @@ def _known_remedy(at: Frame) -> str:
     """What to write where other people's code, which has another way, reads on the host; empty if that is not known."""
     frame, _ = at
     if frame.f_code.co_name == "_detect_is_causal_mask":
-        return (
-            "is_causal=True or False beside the mask (tgt_is_causal=... in a decoder), so that it need not be compared"
-        )
-    module = frame.f_locals.get("self")
-    experts = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if experts is None or "Experts" not in type(module).__name__:
+        return "is_causal=True or False beside the mask (tgt_is_causal=... in a decoder), so that it is not compared"
+    if "Experts" not in type(module := frame.f_locals.get("self")).__name__:
         return ""
-    instead = "grouped_mm" if experts == "eager" else "batched_mm"
-    return (
-        f"model.set_experts_implementation({instead!r}): {experts!r} has the host know which tokens go to which expert"
-    )
+    if (experts := getattr(getattr(module, "config", None), "_experts_implementation", None)) is None:
+        return ""
+    other = "grouped_mm" if experts == "eager" else "batched_mm"
+    return f"model.set_experts_implementation({other!r}): {experts!r} has the host know which tokens go to which expert"
