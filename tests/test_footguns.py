@@ -63,7 +63,8 @@ def test_01_prints_and_counters_run_at_capture_and_never_again() -> None:
 
 
 def test_02_a_python_value_from_outside_is_frozen() -> None:
-    """A global, an attribute, a closed-over number: read once, at capture; nobody says that it changed.
+    """A global, an attribute, a closed-over number: read once, at capture; nobody says that it changed. So a cache that
+    counts in Python (transformers' `StaticCache`, in its layers with a sliding window) is wrong in a graph.
 
     Around it: make it a tensor, or an argument.
     """
