@@ -67,8 +67,8 @@ class Model:
 
     @property
     def weights(self) -> str:
-        """What all ranks of a pipeline must say alike of their weights: the checkpoint, as far as they were loaded from
-        one, or the values of a whole model; and whether they have changed since."""
+        """The dtype and a digest of the weights, as the ranks of a pipeline compare them: of the whole checkpoint, and
+        whether this part of it has changed since; without a checkpoint, of the values of a whole model."""
         if not self.checkpoint:
             return f"{self.dtype}, {digest_params(self.params) if self.layout.num_stages == 1 else 'of no checkpoint'}"
         own = digest_params(self.params)
