@@ -77,7 +77,9 @@ class Expression:
             raise self._refuse(f"more than {MOST_STEPS} steps to match {name!r}") from None
 
     def _refuse(self, seen: str) -> ConfigError:
-        return ConfigError(f"the regular expression {self.text!r:.60}", seen, "a list of names, or a simpler expression")
+        return ConfigError(
+            f"the regular expression {self.text!r:.60}", seen, "a list of names, or a simpler expression"
+        )
 
 
 def is_plain(text: str) -> bool:

@@ -109,17 +109,50 @@ def config_cases() -> Iterator[Case]:
     for kind, content in JSON_TEXTS.items():
         yield Case(f"config text {kind}", text("config.json", content), PLAN)
     for kind in ("default", "linear", "llama3", "yarn"):
-        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "rope_theta", "rope_type"):
+        for key in (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "rope_theta",
+            "rope_type",
+        ):
             for what, value in VALUES.items():
-                block = {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {"rope_type": kind, "factor": 2.0}
-                yield Case(f"rope {kind} {key} {what}", edit("config.json", rope_parameters={**block, key: value}), GENERATE)
-    for field in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "num_local_experts"):
+                block = (
+                    {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+                    if kind == "llama3"
+                    else {"rope_type": kind, "factor": 2.0}
+                )
+                yield Case(
+                    f"rope {kind} {key} {what}", edit("config.json", rope_parameters={**block, key: value}), GENERATE
+                )
+    for field in (
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "num_local_experts",
+    ):
         for kind, value in VALUES.items():
             fields = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", field: value}
             yield Case(f"moe {field} {kind}", edit("config.json", **fields), GENERATE)
     for field in ("quant_method", "weight_block_size", "modules_to_not_convert", "fmt"):
         fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        for kind, value in (VALUES | {"regex": ["("], "flags": ["(?i)x"], "endless": ["(\\w|\\w\\w|\\.)+!"], "deepre": ["(" * 5000 + ")" * 5000], "rep": ["a{99999999999}"]}).items():
+        for kind, value in (
+            VALUES
+            | {
+                "regex": ["("],
+                "flags": ["(?i)x"],
+                "endless": ["(\\w|\\w\\w|\\.)+!"],
+                "deepre": ["(" * 5000 + ")" * 5000],
+                "rep": ["a{99999999999}"],
+            }
+        ).items():
             yield Case(f"fp8 {field} {kind}", edit("config.json", quantization_config={**fp8, field: value}), GENERATE)
 
 
@@ -137,13 +170,30 @@ def index_cases() -> Iterator[Case]:
             raw = json.loads((folder / INDEX).read_text())
             raw["weight_map"]["model.norm.weight"] = value
             write(folder / INDEX, raw)
+
         return spoil
+
     for kind, value in VALUES.items():
         yield Case(f"index map {kind}", edit(INDEX, weight_map=value), GENERATE)
         yield Case(f"index shard {kind}", shard(value), GENERATE)
     for kind, content in JSON_TEXTS.items():
         yield Case(f"index text {kind}", text(INDEX, content), GENERATE)
-    for name in ("../outside.safetensors", "/etc/passwd", "..", ".", "", "a/../../outside.safetensors", "\0", "a\0b", "x" * 5000, "~/x", "..\\x", "C:\\x", "/dev/zero", "adapter/adapter_model.safetensors"):
+    for name in (
+        "../outside.safetensors",
+        "/etc/passwd",
+        "..",
+        ".",
+        "",
+        "a/../../outside.safetensors",
+        "\0",
+        "a\0b",
+        "x" * 5000,
+        "~/x",
+        "..\\x",
+        "C:\\x",
+        "/dev/zero",
+        "adapter/adapter_model.safetensors",
+    ):
         yield Case(f"index shard {name[:20]!r}", shard(name), GENERATE)
 
 
@@ -175,21 +225,59 @@ FILES: dict[str, bytes] = {
 
 def tensor_cases() -> Iterator[Case]:
     for kind, content in FILES.items():
-        for file, argv in ((SHARDS[0], GENERATE), ("model.safetensors", GENERATE), ("adapter/adapter_model.safetensors", ADAPTED)):
+        for file, argv in (
+            (SHARDS[0], GENERATE),
+            ("model.safetensors", GENERATE),
+            ("adapter/adapter_model.safetensors", ADAPTED),
+        ):
             yield Case(f"{file} {kind}", text(file, content), argv)
     for file, argv in ((SHARDS[0], GENERATE), ("adapter/adapter_model.safetensors", ADAPTED)):
         for keep in (7, 8, 9, 100, 500, -1):
-            yield Case(f"{file} cut at {keep}", lambda folder, file=file, keep=keep: (folder / file).write_bytes((folder / file).read_bytes()[:keep]), argv)
+            yield Case(
+                f"{file} cut at {keep}",
+                lambda folder, file=file, keep=keep: (folder / file).write_bytes((folder / file).read_bytes()[:keep]),
+                argv,
+            )
 
 
 def adapter_cases() -> Iterator[Case]:
     name = "adapter/adapter_config.json"
-    more = {"regex": "(", "endless": r"(model|m|\w|\.|\w\w)+!", "evil": "(.*)*(.*)*(.*)*x!", "poly": ".*" * 30 + "!", "repeat": "a{99999999999}", "deep expression": "(" * 50_000 + ")" * 50_000, "bigrep": "(a{0,60000}){0,60000}b", "flags": "(?i)q_proj", "backref": r"(.)\1+x", "look": "(?!x).*q_proj", "reps": "((((.*)*)*)*)*!"}
-    for field in ("peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "init_lora_weights", "unknown"):
+    more = {
+        "regex": "(",
+        "endless": r"(model|m|\w|\.|\w\w)+!",
+        "evil": "(.*)*(.*)*(.*)*x!",
+        "poly": ".*" * 30 + "!",
+        "repeat": "a{99999999999}",
+        "deep expression": "(" * 50_000 + ")" * 50_000,
+        "bigrep": "(a{0,60000}){0,60000}b",
+        "flags": "(?i)q_proj",
+        "backref": r"(.)\1+x",
+        "look": "(?!x).*q_proj",
+        "reps": "((((.*)*)*)*)*!",
+    }
+    for field in (
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "bias",
+        "init_lora_weights",
+        "unknown",
+    ):
         for kind, value in (VALUES | more).items():
             yield Case(f"adapter {field} {kind}", edit(name, **{field: value}), ADAPTED)
             if "pattern" in field or "modules" in field:
-                yield Case(f"adapter {field} in list {kind}", edit(name, **{field: [value]} | ({"layers_to_transform": [0, 1]} if "layers" in field else {})), ADAPTED)
+                yield Case(
+                    f"adapter {field} in list {kind}",
+                    edit(name, **{field: [value]} | ({"layers_to_transform": [0, 1]} if "layers" in field else {})),
+                    ADAPTED,
+                )
             if field in ("rank_pattern", "alpha_pattern"):
                 if isinstance(value, str):
                     yield Case(f"adapter {field} key {kind}", edit(name, **{field: {value: 2}}), ADAPTED)
@@ -207,23 +295,98 @@ def tokenizer_cases() -> Iterator[Case]:
             yield Case(f"tokenizer {field} {kind}", edit("tokenizer.json", **{field: value}), GENERATE)
     for field in raw["model"]:
         for kind, value in VALUES.items():
-            yield Case(f"tokenizer model {field} {kind}", edit("tokenizer.json", model=raw["model"] | {field: value}), GENERATE)
+            yield Case(
+                f"tokenizer model {field} {kind}", edit("tokenizer.json", model=raw["model"] | {field: value}), GENERATE
+            )
     yield Case("tokenizer no vocab", edit("tokenizer.json", model=raw["model"] | {"vocab": {}}), GENERATE)
-    yield Case("tokenizer big ids", edit("tokenizer.json", model=raw["model"] | {"vocab": {k: v + 1000 for k, v in raw["model"]["vocab"].items()}}), GENERATE)
-    yield Case("tokenizer same ids", edit("tokenizer.json", model=raw["model"] | {"vocab": {k: 0 for k, v in raw["model"]["vocab"].items()}}), GENERATE)
+    yield Case(
+        "tokenizer big ids",
+        edit("tokenizer.json", model=raw["model"] | {"vocab": {k: v + 1000 for k, v in raw["model"]["vocab"].items()}}),
+        GENERATE,
+    )
+    yield Case(
+        "tokenizer same ids",
+        edit("tokenizer.json", model=raw["model"] | {"vocab": {k: 0 for k, v in raw["model"]["vocab"].items()}}),
+        GENERATE,
+    )
     for regex in ("(", "(a+)+$", "(\\w|\\w\\w| )+!", "(.*)*x!", "a{1000000}"):
         pre = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        yield Case(f"tokenizer regex {regex}", edit("tokenizer.json", pre_tokenizer=pre), ("generate", "--model", FOLDER, "--prompt", "a" * 50 + "!", *RUN))
-        yield Case(f"tokenizer norm {regex}", edit("tokenizer.json", normalizer={"type": "Replace", "pattern": {"Regex": regex}, "content": ""}), ("generate", "--model", FOLDER, "--prompt", "a" * 50 + "!", *RUN))
-    yield Case("tokenizer unigram", edit("tokenizer.json", model={"type": "Unigram", "unk_id": 7, "vocab": [["a", -1.0]]}), GENERATE)
-    yield Case("tokenizer unigram none", edit("tokenizer.json", model={"type": "Unigram", "unk_id": None, "vocab": []}), GENERATE)
-    yield Case("tokenizer unigram nan", edit("tokenizer.json", model={"type": "Unigram", "unk_id": None, "vocab": [["A", 1e308], ["b", -1e308]]}), GENERATE)
-    yield Case("tokenizer wordlevel", edit("tokenizer.json", model={"type": "WordLevel", "unk_token": "q", "vocab": {"a": 0}}), GENERATE)
-    yield Case("tokenizer trunc", edit("tokenizer.json", truncation={"max_length": 1, "stride": 5, "strategy": "LongestFirst", "direction": "Right"}), GENERATE)
-    yield Case("tokenizer added", edit("tokenizer.json", added_tokens=[{"id": 2**32 - 1, "content": "A", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}]), GENERATE)
+        yield Case(
+            f"tokenizer regex {regex}",
+            edit("tokenizer.json", pre_tokenizer=pre),
+            ("generate", "--model", FOLDER, "--prompt", "a" * 50 + "!", *RUN),
+        )
+        yield Case(
+            f"tokenizer norm {regex}",
+            edit("tokenizer.json", normalizer={"type": "Replace", "pattern": {"Regex": regex}, "content": ""}),
+            ("generate", "--model", FOLDER, "--prompt", "a" * 50 + "!", *RUN),
+        )
+    yield Case(
+        "tokenizer unigram",
+        edit("tokenizer.json", model={"type": "Unigram", "unk_id": 7, "vocab": [["a", -1.0]]}),
+        GENERATE,
+    )
+    yield Case(
+        "tokenizer unigram none",
+        edit("tokenizer.json", model={"type": "Unigram", "unk_id": None, "vocab": []}),
+        GENERATE,
+    )
+    yield Case(
+        "tokenizer unigram nan",
+        edit("tokenizer.json", model={"type": "Unigram", "unk_id": None, "vocab": [["A", 1e308], ["b", -1e308]]}),
+        GENERATE,
+    )
+    yield Case(
+        "tokenizer wordlevel",
+        edit("tokenizer.json", model={"type": "WordLevel", "unk_token": "q", "vocab": {"a": 0}}),
+        GENERATE,
+    )
+    yield Case(
+        "tokenizer trunc",
+        edit(
+            "tokenizer.json",
+            truncation={"max_length": 1, "stride": 5, "strategy": "LongestFirst", "direction": "Right"},
+        ),
+        GENERATE,
+    )
+    yield Case(
+        "tokenizer added",
+        edit(
+            "tokenizer.json",
+            added_tokens=[
+                {
+                    "id": 2**32 - 1,
+                    "content": "A",
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": True,
+                }
+            ],
+        ),
+        GENERATE,
+    )
 
 
-NUMBERS = ("0", "-1", "1000000", "99999999999999999999", "9" * 400, "9" * 5000, "nan", "inf", "1e308", "5e-324", "1e-310", "x", "", "1_0", "\u0663", "0x10")
+NUMBERS = (
+    "0",
+    "-1",
+    "1000000",
+    "99999999999999999999",
+    "9" * 400,
+    "9" * 5000,
+    "nan",
+    "inf",
+    "1e308",
+    "5e-324",
+    "1e-310",
+    "x",
+    "",
+    "1_0",
+    "\u0663",
+    "0x10",
+)
 
 
 def argument_cases() -> Iterator[Case]:
@@ -232,11 +395,49 @@ def argument_cases() -> Iterator[Case]:
         for value in NUMBERS:
             more = ("--transport", "local") if option == "--pp" else ()
             yield Case(f"generate {option} {value[:30]}", nothing, (*GENERATE, option, value, *more))
-    for option in ("--pp", "--cohorts", "--steps", "--requests", "--context", "--bandwidth", "--link", "--latency", "--capacity"):
+    for option in (
+        "--pp",
+        "--cohorts",
+        "--steps",
+        "--requests",
+        "--context",
+        "--bandwidth",
+        "--link",
+        "--latency",
+        "--capacity",
+    ):
         for value in NUMBERS:
             yield Case(f"plan {option} {value[:30]}", nothing, (*PLAN, option, value))
-    bench = ("bench", "--model", FOLDER, "--device", "cpu", "--input-len", "4", "--output-len", "2", "--num-prompts", "2", "--max-num-seqs", "2", "--max-num-tokens", "8", "--json")
-    for option in ("--input-len", "--output-len", "--num-prompts", "--max-num-seqs", "--max-num-tokens", "--run-ahead", "--temperature", "--seed", "--speculate", "--pp"):
+    bench = (
+        "bench",
+        "--model",
+        FOLDER,
+        "--device",
+        "cpu",
+        "--input-len",
+        "4",
+        "--output-len",
+        "2",
+        "--num-prompts",
+        "2",
+        "--max-num-seqs",
+        "2",
+        "--max-num-tokens",
+        "8",
+        "--json",
+    )
+    for option in (
+        "--input-len",
+        "--output-len",
+        "--num-prompts",
+        "--max-num-seqs",
+        "--max-num-tokens",
+        "--run-ahead",
+        "--temperature",
+        "--seed",
+        "--speculate",
+        "--pp",
+    ):
         for value in NUMBERS:
             if (option, value) in (("--num-prompts", "1000000"),):
                 continue
@@ -245,17 +446,66 @@ def argument_cases() -> Iterator[Case]:
     for value in ("cpu:99", "cuda:99999999999", "cpu:x", "cuda:-1", "", "meta", "\0", "x" * 5000):
         yield Case(f"generate --device {value[:20]!r}", nothing, (*GENERATE, "--device", value))
     for option in ("--model", "--adapter", "--draft"):
-        for value in ("", ".", "..", "/", "\0", "x" * 5000, "/dev/null", "/dev/zero", "/proc/self/mem", "~", "\udcff", "-", "--", f"{FOLDER}/config.json"):
+        for value in (
+            "",
+            ".",
+            "..",
+            "/",
+            "\0",
+            "x" * 5000,
+            "/dev/null",
+            "/dev/zero",
+            "/proc/self/mem",
+            "~",
+            "\udcff",
+            "-",
+            "--",
+            f"{FOLDER}/config.json",
+        ):
             more = ("--speculate", "2") if option == "--draft" else ()
             yield Case(f"generate {option} {value[:20]!r}", nothing, (*GENERATE, option, value, *more))
     for value in ("", ".", "/", "\0", "x" * 5000, "/dev/full", "/nonexistent/x"):
         yield Case(f"bench --out {value[:20]!r}", nothing, (*bench, "--out", value))
         yield Case(f"plan --svg {value[:20]!r}", nothing, (*PLAN, "--svg", value))
         yield Case(f"bench --eval {value[:20]!r}", nothing, ("bench", "--model", FOLDER, "--eval", value))
-    for kind, content in (JSON_TEXTS | {"big": '{"text": ' + "9" * 5000 + "}", "deepl": '{"text": ' + DEEP + "}", "surr": '{"text": "\\ud800"}', "ok": '{"text": "A"}', "nul": '{"text": "\\u0000"}'}).items():
-        yield Case(f"eval text {kind}", text("tasks.jsonl", content), ("bench", "--model", FOLDER, "--eval", f"{FOLDER}/tasks.jsonl", "--max-num-seqs", "2", "--graph", "none", "--device", "cpu", "--json"))
+    for kind, content in (
+        JSON_TEXTS
+        | {
+            "big": '{"text": ' + "9" * 5000 + "}",
+            "deepl": '{"text": ' + DEEP + "}",
+            "surr": '{"text": "\\ud800"}',
+            "ok": '{"text": "A"}',
+            "nul": '{"text": "\\u0000"}',
+        }
+    ).items():
+        yield Case(
+            f"eval text {kind}",
+            text("tasks.jsonl", content),
+            (
+                "bench",
+                "--model",
+                FOLDER,
+                "--eval",
+                f"{FOLDER}/tasks.jsonl",
+                "--max-num-seqs",
+                "2",
+                "--graph",
+                "none",
+                "--device",
+                "cpu",
+                "--json",
+            ),
+        )
 
 
 def cases() -> Iterator[Case]:
-    for each in (config_cases, generation_cases, index_cases, tensor_cases, adapter_cases, tokenizer_cases, argument_cases):
+    for each in (
+        config_cases,
+        generation_cases,
+        index_cases,
+        tensor_cases,
+        adapter_cases,
+        tokenizer_cases,
+        argument_cases,
+    ):
         yield from each()

@@ -151,8 +151,8 @@ QWEN2_VL_2B = {
 }
 
 
-def parse(raw: dict[str, Any]) -> ModelConfig:
-    return parse_config(raw, source="config.json")
+def parse(raw: dict[str, Any], *, strict: bool = False) -> ModelConfig:
+    return parse_config(raw, source="config.json", strict=strict)
 
 
 def assert_agrees(ours: ModelConfig, theirs: Any, architecture: str) -> None:

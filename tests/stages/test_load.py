@@ -102,11 +102,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[WeftError], str, str]] =
         "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
         "Qwen2VLForConditionalGeneration",
     ),
-    "an unknown field": (
+    "a field that changes the computation": (
         lambda f: change_config(f, logit_softcap=30.0),
         ConfigError,
         "config.json has logit_softcap=30.0",
-        "weft does not know what logit_softcap does to Qwen3ForCausalLM; remove it if it does nothing",
+        "weft supports logit_softcap=None in Qwen3ForCausalLM, or no logit_softcap",
     ),
     "a damaged config": (
         lambda f: (f / "config.json").write_text("{"),

@@ -42,9 +42,9 @@ def test_missing_fields_have_transformers_defaults() -> None:
             "text_config.model_type is 'qwen2_vl_text' for Qwen2VLForConditionalGeneration",
         ),
         (
-            {"text_config": {"window": 3}},
-            "config.json has window=3",
-            "weft does not know what window does to Qwen2VLForConditionalGeneration",
+            {"text_config": {"final_logit_softcapping": 30.0}},
+            "config.json has final_logit_softcapping=30.0",
+            "weft supports final_logit_softcapping=None in Qwen2VLForConditionalGeneration",
         ),
         (
             {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 23]}},
