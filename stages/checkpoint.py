@@ -225,7 +225,7 @@ def open_tensors(file: Path, device: str, call: str) -> Any:
     try:
         return safe_open(file, framework="pt", device=device)
     except (SafetensorError, OSError) as error:
-        seen = f"{file.name} ({file.stat().st_size} bytes) is damaged: {error}"
+        seen = f"{file.name} ({file.stat().st_size} bytes) is damaged: {error!s:.300}"
         raise CheckpointError(call, seen, f"copy {file.name} again from where it came from") from error
 
 

@@ -100,7 +100,7 @@ def _tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: st
         yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise kind(call, f"{seen}: {error}", instead) from error
+            raise kind(call, f"{seen}: {error!s:.300}", instead) from error
         raise
 
 
