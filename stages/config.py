@@ -21,7 +21,7 @@ from weft.stages.fields import Fields
 from weft.stages.fp8_config import Fp8Config, parse_fp8
 from weft.stages.moe_config import MoeConfig, parse_moe
 from weft.stages.rope import Rope
-from weft.stages.rope_config import parse_rope
+from weft.stages.rope_config import parse_rope, unknown_keys
 from weft.stages.vl_config import text_part
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -249,19 +249,21 @@ def _architecture(fields: Fields) -> str:
 def _check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
     """Refuse each field that says something which weft does not do, and tell of those that it does not know."""
     known = ARCHITECTURES[architecture]
-    neutral_at, unknown = {**NEUTRAL_AT, **known.neutral_at}, []
+    neutral_at = {**NEUTRAL_AT, **known.neutral_at}
+    unknown: dict[str, Any] = {}
     for name, value in fields.raw.items():
         if name in neutral_at:
             allowed = neutral_at[name]
             if not any(type(value) is type(one) and value == one for one in allowed):
                 raise fields.refuse(name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}")
         elif name not in USED and name not in NEUTRAL and name not in known.fields:
-            unknown.append(f"{name:.60}={value!r:.60}")
+            unknown[name] = value
     _check_attention_is_full(fields, architecture)
+    unknown |= unknown_keys(fields)
     if not unknown:
         return
-    more = len(unknown) - _SHOWN
-    listed = ", ".join(unknown[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    shown, more = list(unknown.items())[:_SHOWN], len(unknown) - _SHOWN
+    listed = ", ".join(f"{name:.60}={value!r:.60}" for name, value in shown) + (f" and {more} more" if more > 0 else "")
     if strict:
         instead = f"weft does not know what that does to {architecture}; remove what does nothing, or leave out strict"
         raise ConfigError(fields.call, f"{fields.source} has {listed}", instead)

@@ -15,7 +15,7 @@ from weft.errors import ConfigError
 MOST_CHARACTERS = 10_000
 """Of an expression."""
 MOST_STEPS = 20_000
-"""Parts of an expression that are tried on one name, in some hundredths of a second. Adapters' own need some hundred."""
+"""Parts of an expression that are tried on one name: some hundredths of a second. Adapters' own take some hundred."""
 
 Ends = Callable[["_Name", frozenset[int]], frozenset[int]]
 """Where matches end in a name that begin at one of these places."""

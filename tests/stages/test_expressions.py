@@ -50,7 +50,10 @@ def test_it_matches_what_re_matches(text: str, name: str) -> None:
         ("model.layers.12.self_attn.q_proj|lm_head", True),
         (r".*\.(q|k|v)_proj", True),
         (r"^(?!.*visual).*(?:q_proj|lm_head).*", True),
-        (r"(?:.*?(?:language|text).*?(?:q_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:q_proj))", True),
+        (
+            r"(?:.*?(?:language|text).*?(?:q_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:q_proj))",
+            True,
+        ),
         (r"(?P<layer>.*\d+).*", True),
     ],
 )
@@ -60,20 +63,20 @@ def test_expressions_of_released_adapters(text: str, matches: bool) -> None:
 
 ENDLESS = [
     r"(\w|\w\w|\.)+!", "(.*)*(.*)*(.*)*x!", ".*" * 30 + "!", "((((((((.*)*)*)*)*)*)*)*)*!", "(a{0,60000}){0,60000}b",
-    "(a|a)" * 40 + "!", "(?:" * 20 + ".?" + "){9}" * 20 + "!", "(?:" + "|" * 5000 + "){60000}!", "(?:.*?(.)*?)*" * 200 + "!",
-    "(?=.*" * 100 + ")" * 100 + "!",
+    "(a|a)" * 40 + "!", "(?:" * 20 + ".?" + "){9}" * 20 + "!", "(?:" + "|" * 5000 + "){60000}!",
+    "(?:.*?(.)*?)*" * 200 + "!", "(?=.*" * 100 + ")" * 100 + "!",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ENDLESS)
 def test_what_re_would_be_busy_with_for_ever(text: str) -> None:
     """It does not match, or it is refused."""
-    begun = time.monotonic()
-    expression = Expression(text)
+    begun, found = time.monotonic(), ""
     try:
-        assert not expression.matches(NAME)
+        found = str(Expression(text).matches(NAME))
     except ConfigError as error:
-        assert error.seen == f"more than {MOST_STEPS} steps to match {NAME!r}"
+        found = error.seen
+    assert found in ("False", f"more than {MOST_STEPS} steps to match {NAME!r}")
     assert time.monotonic() - begun < 5
 
 

@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configs import QWEN2_VL, QWEN2_VL_2B, assert_agrees, parse
+from configs import QWEN2_VL, assert_agrees, parse
+from released import RELEASED
 from transformers import Qwen2VLConfig
 
 from weft.errors import ConfigError
 from weft.stages.config import load_config
 
 (NAME,) = QWEN2_VL["architectures"]
+QWEN2_VL_2B = RELEASED["Qwen2-VL-2B-Instruct"]
 
 
 def test_a_published_file_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
