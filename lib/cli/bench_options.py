@@ -97,7 +97,7 @@ def _splits(text: str) -> list[int]:
 def _bench(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if out is not None and (os.path.isdir(out) or not os.path.isdir(out.parent)):
-        arguments.parser.error(f"--out {str(out):.300}: a file in a folder that is there")
+        arguments.parser.error(f"--out {out!s:.300}: a file in a folder that is there")
     return _eval(arguments) if arguments.eval is not None else _time(arguments)
 
 

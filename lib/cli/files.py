@@ -20,4 +20,4 @@ def write_file(file: str | os.PathLike[str], text: str, call: str) -> None:
     except (OSError, ValueError) as error:
         instead = "a file, in a folder that exists, that may be written"
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ProgramError(f"{call:.300}", f"{reason}: {str(file):.300}", instead) from error
+        raise ProgramError(f"{call:.300}", f"{reason}: {file!s:.300}", instead) from error
