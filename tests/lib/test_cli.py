@@ -267,3 +267,21 @@ def test_under_torchrun_the_first_rank_speaks() -> None:
     assert len(json.loads(line)["token_ids"]) == 5
     wrong = subprocess.run([*command, *options, "--pp", "3"], capture_output=True, text=True, timeout=200)
     assert "saw: --pp 3 under torchrun with 2 processes" in wrong.stderr
+
+
+# what a checkpoint brings along
+
+
+def test_fields_that_weft_does_not_know_are_one_line(run: Weft, tmp_path: Path) -> None:
+    """Not one for each time that a command, or a rank of it, reads them."""
+    folder = shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("__*"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "my_field": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    line = (
+        "warning: weft does not know these fields of config.json, and ignores them: "
+        "auto_map={'AutoModelForCausalLM': 'modeling.Model'}, my_field=3\n"
+    )
+    for more in ((), ("--pp", "2")):
+        code, out, err = run(*generate("--prompt", "A list is", "--json", *more, model=folder))
+        assert (code, len(out.splitlines()), err) == (0, 1, line)
