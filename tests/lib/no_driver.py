@@ -1,4 +1,5 @@
-"""Import it first in a process: torch is then as where it is built for CUDA and there is no driver, if it has no CUDA."""
+"""Import this first in a process: a torch for the CPU alone then looks like one that is built for CUDA and finds no
+driver, which is what people have on laptops and CI does not."""
 
 from typing import Any, NoReturn
 
