@@ -210,8 +210,12 @@ def empty_strided_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[i
     return make
 
 
-current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
-"""The index of the current CUDA device; None in a torch without CUDA."""
+def current_device() -> Callable[[], int | None]:
+    """`torch.cuda.current_device`, without the Python around it; constantly None where there is no CUDA."""
+    if not torch.cuda.is_available():
+        return lambda: None  # a build for CUDA would look for the driver
+    index: Callable[[], int] = torch._C._cuda_getDevice
+    return index
 
 
 def is_capturing() -> Callable[[], bool]:

@@ -179,6 +179,15 @@ def test_cuda_where_there_is_none(run: Weft, monkeypatch: pytest.MonkeyPatch, co
     assert_refused(run(*command, "--device", "cuda"), "device 'cuda', but torch sees 0 CUDA devices", "'cpu'")
 
 
+def test_a_torch_for_cuda_without_a_driver() -> None:
+    commands = ("doctor",), ("generate", "--model", str(DEMO), "--prompt", "A", "--max-tokens", "3", "--pp", "1")
+    look = f"import no_driver, weft.cli; raise SystemExit(any(map(weft.cli.main, {commands})))"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "torch is built for CUDA" in done.stdout
+
+
 # the process
 
 

@@ -154,7 +154,7 @@ def mask_read(x: Tensor) -> Any:
 
 
 def mask_write(x: Tensor) -> Any:
-    (x * 1)[x > 1] = 0
+    (x * 1)[x > 1] = torch.zeros(())  # a number would be a masked_fill_ since torch 2.15
 
 
 def writes_argument(x: Tensor) -> Any:
