@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from weft.proofs import laws, strategies
+from weft.proofs.strategies.agreement import conversations
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engines import loads
 from weft.transforms.ladder import MODES
@@ -162,6 +163,10 @@ def _scheduled(data: st.DataObject, device: str) -> None:
     laws.hosts_agree(data.draw(strategies.traces(max_layers=1)), 2, device)
 
 
+def _asked(data: st.DataObject, device: str) -> None:
+    laws.differences_are_refused(*data.draw(conversations()))
+
+
 def _paged(data: st.DataObject, device: str) -> None:
     trace = data.draw(strategies.traces(max_layers=1, alone=0, page_sizes=(4, 8, 2, 8)))
     laws.pages_are_read_by_whom_they_were_written_for(trace)
@@ -226,6 +231,7 @@ LAWS = (
         _served(embeds=True, drafts=st.one_of(st.none(), lookups())),
     ),
     Law("L11", "hosts agree", _scheduled),
+    Law("L11", "what differs is refused with the first message", _asked),
     Law("L11", "an engine serves each completion as alone", _engine(masks=False)),
     Law("L11", "completions with masks are served as if alone", _engine(masks=True)),
     Law("L12", "speculation changes nothing, by prompt lookup", _drafted(lookups())),

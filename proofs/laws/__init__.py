@@ -6,6 +6,7 @@ is to catch.
 """
 
 from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.laws.agreement import differences_are_refused
 from weft.proofs.laws.dispatch import (
     class_is_kept,
     dispatch_is_least,
@@ -55,6 +56,7 @@ __all__ = [
     "capture_leaves_no_trace_on_functions",
     "checker_is_right",
     "class_is_kept",
+    "differences_are_refused",
     "dispatch_is_least",
     "dropped_graphs_are_not_in_use",
     "engine_serves_as_alone",
