@@ -46,6 +46,7 @@ __all__ = [
     "off_fast_path",
     "operator_name",
     "pytree",
+    "pytree_node",
     "replayer",
     "seen_as",
     "stop_allocating_to_pool",
@@ -128,6 +129,11 @@ def operator_name(operator: Any) -> str | None:
     if isinstance(operator, OpOverload):
         return str(operator.name()).partition(".")[0]
     return str(operator).replace(".", "::", 1) if isinstance(operator, OpOverloadPacket) else None
+
+
+def pytree_node(kind: type) -> Any:
+    """How a class is registered with torch's pytree (`flatten_fn`, `unflatten_fn`); None where it is not."""
+    return pytree.SUPPORTED_NODES.get(kind)
 
 
 def unnamed_children(node: Any) -> list[Any] | None:

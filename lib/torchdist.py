@@ -2,8 +2,10 @@
 groups that nobody else knows of, symmetric memory."""
 
 import contextlib
+import functools
 import itertools
 import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
+    "gloo_group",
     "host_store",
-    "process_group",
+    "listen",
+    "nccl_group",
     "rendezvous_store",
     "root_store",
     "symmetric_memory",
@@ -26,13 +30,31 @@ _DIST: Any = dist  # whose stores are documented, and not exported for type chec
 
 
 def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> Any:
-    """A `torch.distributed.Store` that all processes of a launcher share, and that no earlier call returned; of the
-    default process group where there is one, else found by the launcher's variables (`env://`)."""
+    """A `torch.distributed.Store` shared by all processes of a launcher, under a prefix that no earlier call returned:
+    the default process group's where there is one, else the one at MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ValueError: the environment names no store.
+        RuntimeError: there is none, or rank 0 cannot host it.
+    """
     if dist.is_initialized():
         whole = dist.distributed_c10d._get_default_store()
     else:
-        whole, _, _ = next(_DIST.rendezvous("env://", rank, num_ranks, timeout=timedelta(seconds=timeout)))
-    return _DIST.PrefixStore(f"weft/{next(_RUNS)}", whole)
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            raise ValueError(f"no {' and no '.join(missing)} in the environment")
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        whole = _root(address, port, rank == 0 and not agent, timeout).clone()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives a restart of its ranks
+    return _DIST.PrefixStore(f"weft/{attempt}/{next(_RUNS)}", whole)
+
+
+@functools.cache
+def _root(address: str, port: int, hosts: bool, timeout: float) -> Any:
+    """One connection a process to the store of its launcher, hosted by this process or found."""
+    if hosts:
+        return _hosted(address, port, timeout)
+    return _DIST.TCPStore(address, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
 
 
 def root_store(store: Any) -> Any:
@@ -43,28 +65,67 @@ def root_store(store: Any) -> Any:
 
 
 def host_store(address: str, timeout: float) -> Any:
-    """A store that this process hosts, at a free `port`, for a launcher's ranks to find."""
-    return _DIST.TCPStore(address, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
+    """A store that this process hosts, at a free `port` of one address, for a launcher's ranks to find."""
+    return _hosted(address, 0, timeout)
 
 
-def process_group(backend: str, name: str, store: Any, rank: int, num_ranks: int, timeout: float) -> Any:
-    """A process group of torch.distributed for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else.
+def _hosted(address: str, port: int, timeout: float) -> Any:
+    """A store on a socket of our own: TCPStore itself would listen on every interface, whatever address it is given."""
+    try:
+        socket = listen(address, port)
+    except OSError as error:
+        raise RuntimeError(f"{address}:{port}: {error}") from error
+    port = socket.getsockname()[1]
+    wait = timedelta(seconds=timeout)
+    return _DIST.TCPStore(address, port, None, True, wait, wait_for_workers=False, master_listen_fd=socket.detach())
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A TCP socket that listens at one address alone; `port` 0 takes a free one.
+
+    Raises:
+        OSError: this machine does not have the address, or the port is taken.
+    """
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((address, port), family=family, backlog=512)
+
+
+def gloo_group(name: str, store: Any, rank: int, num_ranks: int, timeout: float, address: str) -> Any:
+    """A gloo process group for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else.
 
     Args:
-        backend: `gloo` or `nccl`; that one's own watchdog, which ends the process without naming a rank, leaves it to
-            the caller's.
-        name: different for each of a store.
-        timeout: seconds; of gloo, for the connections too.
+        name: different for each group of a store.
+        timeout: seconds, for the connections too.
+        address: of this machine, where its connections listen, and nowhere else.
     """
-    apart = store.clone()  # it may wait for as long, and nobody else's wait on the store is cut short
-    apart.set_timeout(timedelta(seconds=timeout))
-    own = _DIST.PrefixStore(name, apart)
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(own, rank, num_ranks, timedelta(seconds=timeout))
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout)
+    return gloo(_apart(name, store, timeout), rank, num_ranks, options)
+
+
+def nccl_group(name: str, store: Any, rank: int, num_ranks: int, timeout: float, interface: str | None) -> Any:
+    """An NCCL process group for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else. NCCL's own watchdog,
+    which ends the process without naming a rank, leaves that to the caller's.
+
+    Args:
+        name, timeout: as for `gloo_group`.
+        interface: the only one that NCCL listens on, unless NCCL_SOCKET_IFNAME says otherwise; None: NCCL chooses.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * timeout + 60)
+    if interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)  # read when the first communicator connects
     with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-        return dist.ProcessGroupNCCL(own, rank, num_ranks, options)
+        return dist.ProcessGroupNCCL(_apart(name, store, timeout), rank, num_ranks, options)
+
+
+def _apart(name: str, store: Any, timeout: float) -> Any:
+    """A connection of its own to a store: it may wait for as long, and nobody else's wait is cut short."""
+    apart = store.clone()
+    apart.set_timeout(timedelta(seconds=timeout))
+    return _DIST.PrefixStore(name, apart)
 
 
 @contextlib.contextmanager
@@ -82,9 +143,10 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def symmetric_memory(
-    name: str, store: Any, rank: int, num_ranks: int, nbytes: int, device: torch.device
+    name: str, store: Any, rank: int, num_ranks: int, nbytes: int, device: torch.device, address: str
 ) -> list[Tensor]:
     """`nbytes` bytes of zeros on every rank's GPU, and a view of each rank's from here: [nbytes] uint8, one a rank.
+    `address` is as for `gloo_group`.
 
     Collective: every rank calls it with the same size. The memory lives as long as the views.
     """
@@ -93,7 +155,7 @@ def symmetric_memory(
     own_store = _DIST.PrefixStore(name, store)
     unique: Any = f"weft/{name}/{next(_RUNS)}"  # the registry is the process's; every rank counts alike
     group = dist.ProcessGroup(own_store, rank, num_ranks)
-    gloo = dist.ProcessGroupGloo(own_store, rank, num_ranks, timedelta(seconds=60))
+    gloo = gloo_group("gloo", own_store, rank, num_ranks, 60.0, address)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     _register_process_group(unique, group)

@@ -20,6 +20,10 @@ class Transport(Protocol):
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank: what all must agree on and one decides. Each calls it, in the same order."""
 
+    def assert_equal(self, subject: str, value: str) -> None:
+        """Note what every rank must say alike, at the same place among its calls: with the next message it is compared,
+        before anything is computed with what one of them says otherwise."""
+
     def check(self) -> None:
         """Raise RankError if a rank is known to have failed, while a device computes for it, or waits."""
 

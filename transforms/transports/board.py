@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import attrs
 
 from weft.errors import RankError
 from weft.transforms.transports.failures import Failure
+from weft.transforms.transports.secret import VARIABLE, Secret, Store
 
 T = TypeVar("T")
 
@@ -23,15 +24,6 @@ _BEAT = 0.2
 """Seconds between two beats."""
 START = "its start"
 """Where a rank is before its first step."""
-
-
-class Store(Protocol):
-    """What is used of `torch.distributed.Store`."""
-
-    def set(self, key: str, value: Any, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 @attrs.frozen
@@ -77,25 +69,27 @@ class Board:
         store: shared by all ranks of a transport.
         rank: whose access.
         exits: where a launcher writes.
+        secret: of the run; every record is sealed with it.
         host: the rank whose process hosts the store; None: a launcher's does.
 
-    Every method raises RankError where the store is gone.
+    Every method raises RankError where the store is gone, or holds a record that no rank of the run wrote.
     """
 
     store: Store
     rank: int
     exits: Store
+    secret: Secret
     host: int | None = None
 
     def has(self, key: str) -> bool:
         return self._reach(lambda: self.store.check([key]))
 
-    def read(self, key: str) -> bytes:
-        """The value of a key that is there."""
-        return self._reach(lambda: self.store.get(key))
+    def read(self, key: str) -> str:
+        """The text of a key that is there."""
+        return self._open(key, self._reach(lambda: self.store.get(key)))
 
-    def write(self, key: str, value: str | bytes) -> None:
-        self._reach(lambda: self.store.set(key, value))
+    def write(self, key: str, text: str) -> None:
+        self._reach(lambda: self.store.set(key, self.secret.seal(key, text)))
 
     def place(self, position: Position) -> None:
         """Say where this rank is."""
@@ -104,7 +98,7 @@ class Board:
     def position(self, rank: int) -> Position:
         """Where a rank last said that it is."""
         key = f"at/{rank}"
-        return Position.parse(self.read(key).decode()) if self.has(key) else Position()
+        return Position.parse(self.read(key)) if self.has(key) else Position()
 
     def beat(self, count: int, position: Position | None) -> None:
         """Say where this rank's device is."""
@@ -115,7 +109,7 @@ class Board:
         key = f"device/{rank}"
         if not self.has(key):
             return None
-        count, _, text = self.read(key).decode().partition("|")
+        count, _, text = self.read(key).partition("|")
         return Beat(int(count), Position.parse(text) if text else None)
 
     def device(self, rank: int) -> Position:
@@ -126,8 +120,9 @@ class Board:
     def post(self, failure: Failure) -> Failure:
         """Write down a failure, unless there is one: the first to write is believed, and returned."""
         record = json.dumps([failure.rank, failure.instruction, failure.cause])
-        found = self._reach(lambda: self.store.compare_set("failure", "", record))
-        return Failure(*json.loads(found))
+        sealed = self.secret.seal("failure", record)
+        found = self._reach(lambda: self.store.compare_set("failure", "", sealed))
+        return Failure(*json.loads(self._open("failure", found)))
 
     def failure(self) -> Failure | None:
         """The failure that is written down."""
@@ -138,7 +133,14 @@ class Board:
         key = _exit_key(rank)
         if not self._reach(lambda: self.exits.check([key])):
             return None
-        return Exit(*json.loads(self._reach(lambda: self.exits.get(key))))
+        return Exit(*json.loads(self._open(key, self._reach(lambda: self.exits.get(key)))))
+
+    def _open(self, key: str, sealed: bytes) -> str:
+        try:
+            return self.secret.open(key, bytes(sealed))
+        except ValueError as error:
+            instead = f"the same {VARIABLE} for all processes of the run, and nobody else who writes to its store"
+            raise RankError(f"rank {self.rank}", f"{error}", instead, None, "its part of the run", f"{error}") from None
 
     def _reach(self, ask: Callable[[], T]) -> T:
         try:
@@ -190,9 +192,10 @@ class Heart:
         self._stopped.set()
 
 
-def note_exit(store: Store, rank: int, ended: Exit) -> None:
+def note_exit(store: Store, rank: int, ended: Exit, *, secret: Secret) -> None:
     """A launcher writes down how a process ended, for all transports that it used."""
-    store.set(_exit_key(rank), json.dumps([ended.clean, ended.text]))
+    key = _exit_key(rank)
+    store.set(key, secret.seal(key, json.dumps([ended.clean, ended.text])))
 
 
 def _exit_key(rank: int) -> str:

@@ -1,20 +1,19 @@
 """The transport `distributed`: a process for each rank, under torchrun or `weft.transforms.launch`."""
 
-import itertools
 import os
-import pickle
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from weft.errors import DeviceError, ProgramError, RankError
 from weft.torchdist import rendezvous_store, root_store
+from weft.transforms.transports import plain
+from weft.transforms.transports.agreement import Agreement
 from weft.transforms.transports.board import START, Board, Heart
 from weft.transforms.transports.failures import check_timeout
 from weft.transforms.transports.gloo import GlooEnd
@@ -22,8 +21,11 @@ from weft.transforms.transports.guard import Guard
 from weft.transforms.transports.meeting import attend, gather
 from weft.transforms.transports.messages import DeviceEnd, ProcessEnd, ProcessLink
 from weft.transforms.transports.nccl import NcclEnd
+from weft.transforms.transports.network import Network
 from weft.transforms.transports.plan import Plan
+from weft.transforms.transports.secret import shared_secret
 from weft.transforms.transports.watch import Watch
+from weft.transforms.transports.wire import Wire
 from weft.transforms.transports.worker import Worker
 
 BackendName = Literal["gloo", "nccl", "peer"]
@@ -41,6 +43,11 @@ class Distributed:
     Made by every rank, in the same order. Under `torchrun`, or a launcher that sets its variables (RANK, WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT), on any number of nodes. It keeps to itself: no default process group is needed, or made.
 
+    On one machine it listens on the loopback interface alone. Across machines each node names the address at which the
+    others reach it (`WEFT_ADDRESS`), and all hold one secret (`WEFT_SECRET`): a process that does not hold it is
+    refused, and nothing that ranks tell each other is ever unpickled or executed. The tensors themselves, by gloo or
+    NCCL, are neither encrypted nor signed: use a network that you trust.
+
     With a GPU a step returns before it is done, and a rank that fails leaves the others' results unfilled: call
     `synchronize()` before results are read on the host. Where nobody asks, the process ends with the named error.
 
@@ -51,7 +58,7 @@ class Distributed:
         timeout: seconds that a rank may keep another one waiting before that raises RankError.
 
     Raises:
-        ProgramError: not under a launcher.
+        ProgramError: not under a launcher; ranks on several nodes without a secret or an address.
         DeviceError: the back end cannot serve the device.
     """
 
@@ -69,22 +76,36 @@ class Distributed:
         self.timeout = timeout
         _check(self.backend, self.device)
         start = max(timeout, _START)
+        network = Network.of(os.environ, self.num_ranks)
         store = _find_store(self.rank, self.num_ranks, start)
-        self.watch = Watch(Board(store, self.rank, root_store(store), _host()), self.num_ranks, timeout)
-        end = _make_end(self.backend, self.watch, self.device)
-        self._link = ProcessLink(end, self.watch, self.device)
-        apart = store.clone()  # a connection is held as long as somebody waits on it
-        self._guard = _make_guard(end, self.watch, Board(apart, self.rank, root_store(apart), _host()))
-        self._close = weakref.finalize(self, _shut, end, self._guard, self.watch)
-        self._shared = itertools.count()
         self._busy = threading.Lock()
         self._open: object = None  # the mail of a session that has messages under way
-        self._connect(start)
+        with shared_secret(network.secret, store, self.rank) as secret:
+            board = Board(store, self.rank, root_store(store), secret, _host())
+            self.watch = Watch(board, self.num_ranks, timeout)
+            end = _make_end(self.backend, self.watch, self.device, network)
+            wire = Wire(self.rank, self.num_ranks, secret, network.address)
+            self._agreement = Agreement(self.rank)
+            self._link = ProcessLink(end, self.watch, wire, self._agreement, self.device)
+            apart = store.clone()  # a connection is held as long as somebody waits on it
+            self._guard = _make_guard(end, self.watch, Board(apart, self.rank, root_store(apart), secret, _host()))
+            self._close = weakref.finalize(self, _shut, end, wire, self._guard, self.watch)
+            self._connect(wire, start)
 
-    def _connect(self, timeout: float) -> None:
+    def _connect(self, wire: Wire, timeout: float) -> None:
+        watch = self.watch
         try:
-            gather(self.watch, timeout)
-            attend(self.watch, partial(self._link.end.connect, timeout), timeout)
+            watch.board.write(f"wire/{self.rank}", wire.address)
+            gather(watch, timeout)
+            found = {peer: watch.board.read(f"wire/{peer}") for peer in range(self.rank)}
+
+            def connect() -> None:
+                for peer, address in found.items():
+                    wire.connect(peer, address, timeout)
+                wire.await_ranks(timeout)
+                self._link.end.connect(timeout)
+
+            attend(watch, connect, timeout)
         except RankError as error:
             if isinstance(self._guard, Guard):
                 self._guard.stand_down(error)
@@ -102,17 +123,42 @@ class Distributed:
         return (self.rank,)
 
     def share(self, value: Any) -> Any:
-        key = f"shared/{next(self._shared)}"
-        if self.rank == 0:
-            self.watch.board.write(key, pickle.dumps(value))
-            return value
-        return pickle.loads(self.watch.wait(key, 0))
+        if self.rank:
+            return self._hear(0)
+        for peer in range(1, self.num_ranks):
+            self._tell(peer, value)
+        return value
 
     def collect(self, value: Any) -> list[Any]:
-        """Every rank's value, in order, on every rank. Each calls it, in the same order."""
-        key = f"collected/{next(self._shared)}"
-        self.watch.board.write(f"{key}/{self.rank}", pickle.dumps(value))
-        return [pickle.loads(self.watch.wait(f"{key}/{rank}", rank)) for rank in range(self.num_ranks)]
+        """Every rank's value, in order, on every rank. Each calls it, in the same order.
+
+        Args:
+            value: numbers, texts, and tuples, lists, dicts, attrs classes and dataclasses of these.
+
+        Raises:
+            ProgramError: a value of another kind.
+        """
+        found = []
+        for peer in range(self.num_ranks):  # of two ranks the lower one speaks first, so that none waits in a circle
+            if self.rank < peer:
+                self._tell(peer, value)
+            found.append(value if peer == self.rank else self._hear(peer))
+            if self.rank > peer:
+                self._tell(peer, value)
+        return found
+
+    def _tell(self, peer: int, value: Any) -> None:
+        self._link.tell(peer, plain.dumps(("value", value), f"{self!r}.collect(value)"))
+
+    def _hear(self, peer: int) -> Any:
+        heard = plain.loads(self._link.hear(peer))
+        if not isinstance(heard, tuple):
+            seen = f"a message of a step from rank {peer}, where its value was to come"
+            raise ProgramError(f"{self!r}.collect(value)", seen, "the same calls in the same order on every rank")
+        return heard[1]
+
+    def assert_equal(self, subject: str, value: str) -> None:
+        self._agreement.add(subject, value)
 
     def mail(self, _: int, /) -> object:
         return object()
@@ -130,6 +176,8 @@ class Distributed:
         try:
             self._run(plan, workers[0])
             self._open = mail if plan.leaves else None
+            if self._open is None:
+                self._agreement.end()
         finally:
             self._busy.release()
 
@@ -150,6 +198,7 @@ class Distributed:
             reason = self._guard.stand_down(error) if isinstance(self._guard, Guard) else error
             self.watch.fail(reason)
             self._link.end.close(failed=True)
+            self._link.wire.close()
             if reason is not error:
                 raise reason from error
             raise
@@ -233,13 +282,14 @@ def _make_guard(end: ProcessEnd, watch: Watch, board: Board) -> Guard | Heart:
     return Guard(watch.beside(board), end) if isinstance(end, DeviceEnd) else Heart(board)
 
 
-def _shut(end: ProcessEnd, guard: Guard | Heart, watch: Watch) -> None:
+def _shut(end: ProcessEnd, wire: Wire, guard: Guard | Heart, watch: Watch) -> None:
     """Close the connections; where a guard knows better, in vain, and then it says so."""
     if isinstance(guard, Guard):
         with suppress(RankError), guard.during(watch.here):
             end.close()
     else:
         end.close()
+    wire.close()
     guard.close()
 
 
@@ -253,12 +303,12 @@ def _check(backend: str, device: torch.device) -> None:
         raise DeviceError(call, f"{torch.cuda.device_count()} GPUs", "a device for each process of the machine")
 
 
-def _make_end(backend: str, watch: Watch, device: torch.device) -> ProcessEnd:
+def _make_end(backend: str, watch: Watch, device: torch.device, network: Network) -> ProcessEnd:
     if backend == "gloo":
-        return GlooEnd(watch)
+        return GlooEnd(watch, network.address)
     torch.cuda.set_device(device)
     if backend == "nccl":
-        return NcclEnd(watch, device)
+        return NcclEnd(watch, device, "lo" if network.one_node else None)
     from weft.transforms.transports.peer import PeerEnd  # it imports triton
 
-    return PeerEnd(watch, device)
+    return PeerEnd(watch, device, network.address)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ProgramError, RankError
-from weft.torchdist import process_group
+from weft.torchdist import gloo_group
 from weft.transforms.transports.messages import as_bytes
 from weft.transforms.transports.watch import CAPACITY, Watch
 
@@ -19,8 +19,9 @@ class GlooEnd:
     """Sends copies in the background, and receives in order. Each message has a head: its number on the edge, and its
     tag."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, address: str) -> None:
         self.watch = watch
+        self._address = address
         self._group: Any = None
         self._under_way: dict[int, deque[tuple[list[Any], Sequence[Tensor]]]] = defaultdict(deque)
         self._sent: dict[int, int] = defaultdict(int)
@@ -28,7 +29,7 @@ class GlooEnd:
 
     def connect(self, timeout: float, /) -> None:
         watch = self.watch
-        self._group = process_group("gloo", "gloo", watch.board.store, watch.rank, watch.num_ranks, timeout)
+        self._group = gloo_group("gloo", watch.board.store, watch.rank, watch.num_ranks, timeout, self._address)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         if len(self._under_way[peer]) >= self._capacity(peer):

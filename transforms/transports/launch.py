@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,10 +22,11 @@ from tqdm import tqdm
 
 from weft.errors import ProgramError, RankError
 from weft.torchdist import host_store
-from weft.transforms.transports.board import Exit, Store, note_exit
+from weft.transforms.transports.board import Exit, note_exit
 from weft.transforms.transports.failures import Failure, described
+from weft.transforms.transports.network import LOOPBACK
+from weft.transforms.transports.secret import VARIABLE, Secret
 
-HOST = "127.0.0.1"
 _GRACE = 5.0
 """Seconds that the other ranks get, beyond the time-out, to end by themselves after one failed."""
 _BLAMED = 2.0
@@ -64,7 +66,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     call = f"launch({getattr(fn, '__name__', fn)!s:.60}, {num_ranks!r:.60})"
     if not callable(fn) or isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
         raise ProgramError(call, "no function, or no number of ranks", "launch(function, 2, *arguments)")
-    store = host_store(HOST, timeout)
+    store, secret = host_store(LOOPBACK, timeout), Secret.fresh()
     context = mp.get_context("forkserver")  # one process imports torch; the ranks are forks of it
     context.set_forkserver_preload(["weft.transforms.transports.distributed", "weft.transforms.generate"])
     started: list[tuple[BaseProcess, Connection]] = []
@@ -72,8 +74,8 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
         with _served(started):
             for rank in range(num_ranks):
                 with _named(call):
-                    started.append(_start(context, _environment(rank, num_ranks, store.port), fn, args))
-        ended = _collect(started, timeout + _GRACE, store)
+                    started.append(_start(context, _environment(rank, num_ranks, store.port, secret), fn, args))
+        ended = _collect(started, timeout + _GRACE, partial(note_exit, store, secret=secret))
     finally:
         _end([process for process, _ in started])
     return _results(ended, started)
@@ -134,16 +136,17 @@ def _start(
     return process, ours
 
 
-def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """torchrun's variables; the store is hosted here, as its agent does."""
+def _environment(rank: int, num_ranks: int, port: int, secret: Secret) -> dict[str, str]:
+    """torchrun's variables, and the run's secret; the store is hosted here, as its agent does."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": HOST,
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        VARIABLE: secret.text,
     }
 
 
@@ -181,8 +184,10 @@ def _pickled_error(error: BaseException) -> bytes:
     return message
 
 
-def _collect(started: list[tuple[BaseProcess, Connection]], grace: float, store: Store) -> dict[int, Ended]:
-    """How each rank ended; after a first failure the others have `grace` seconds. All ranks are told of each."""
+def _collect(
+    started: list[tuple[BaseProcess, Connection]], grace: float, note: Callable[[int, Exit], None]
+) -> dict[int, Ended]:
+    """How each rank ended; after a first failure the others have `grace` seconds. `note` tells all ranks of each."""
     ended: dict[int, Ended] = {}
     deadline = math.inf
     pipes = {ours: rank for rank, (_, ours) in enumerate(started)}
@@ -195,7 +200,7 @@ def _collect(started: list[tuple[BaseProcess, Connection]], grace: float, store:
             assert isinstance(pipe, Connection)
             rank = pipes.pop(pipe)
             ended[rank] = _read(pipe, started[rank][0])
-            note_exit(store, rank, _exit(ended[rank]))
+            note(rank, _exit(ended[rank]))
         if any(found.error or found.exit for found in ended.values()):
             only_blamed = set(pipes.values()) <= {error.rank for error in _rank_errors(ended)}
             deadline = min(deadline, time.monotonic() + (_BLAMED if only_blamed else grace))

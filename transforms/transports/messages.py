@@ -1,7 +1,7 @@
 """What travels between processes: values as tensors, whose layout the receiver learns once."""
 
 import hashlib
-import pickle
+import json
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -13,9 +13,15 @@ from weft.effects import Broadcast, Fence, Recv, Schema, Send
 from weft.errors import ProgramError
 from weft.ops import transfer
 from weft.transforms.checker import Step, puts
+from weft.transforms.transports import plain
+from weft.transforms.transports.agreement import Agreement, dumped
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.watch import Watch
+from weft.transforms.transports.wire import Wire
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
+
+_MAX_LAYOUTS = 1024
+"""Layouts that an edge keeps."""
 
 
 @attrs.frozen
@@ -47,9 +53,16 @@ class Layout:
         told = (Told(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else Constant(x) for x in leaves)
         return cls(structure, tuple(told), Schema.of(value))
 
-    def __reduce__(self) -> Any:
-        """As the value with its leaves told: torch deprecates what pickling a structure does."""
-        return _rebuilt, (tree_unflatten(self.leaves, self.structure), self.schema)
+    def dumps(self, call: str) -> str:
+        """As text. Raises ProgramError for a constant that is no plain value; `call` is how the error names it."""
+        return plain.dumps((tree_unflatten(self.leaves, self.structure), self.schema), call).decode()
+
+    @classmethod
+    def loads(cls, text: str) -> "Layout":
+        """The layout that `dumps` made this text of."""
+        value, schema = plain.loads(text.encode())
+        leaves, structure = tree_flatten(value)
+        return cls(structure, tuple(leaves), schema)
 
     def tensors(self) -> list[Told]:
         """The leaves that are tensors."""
@@ -70,11 +83,6 @@ class Layout:
         return (
             f"{self.schema}, of shapes {[told.shape for told in self.tensors()]}{f', beside {values}' * bool(values)}"
         )
-
-
-def _rebuilt(value: Any, schema: Schema) -> Layout:
-    leaves, structure = tree_flatten(value)
-    return Layout(structure, tuple(leaves), schema)
 
 
 class Marked(Protocol):
@@ -110,21 +118,35 @@ class DeviceEnd(ProcessEnd, Protocol):
 
 
 class ProcessLink:
-    """One rank's ends of the edges between processes."""
+    """One rank's ends of the edges between processes. A message is a head on the wire, which both hosts compare before
+    anything is computed, and tensors by the end.
 
-    def __init__(self, end: ProcessEnd, watch: Watch, device: torch.device) -> None:
+    Args:
+        end: what carries the tensors.
+        watch: the rank's view of the others.
+        wire: what carries the heads.
+        agreement: this rank's journal.
+        device: where tensors are received.
+    """
+
+    def __init__(self, end: ProcessEnd, watch: Watch, wire: Wire, agreement: Agreement, device: torch.device) -> None:
         self.end = end
         self.watch = watch
+        self.wire = wire
+        self.agreement = agreement
         self.device = device
         self.plan: Plan | None = None
         self._number = transfer.register(end)
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, Layout] = {}  # of what this rank sends
+        self._told: dict[int, dict[str, None]] = {}  # to a peer, these of them
+        self._received: dict[int, dict[str, Layout]] = {}
         self._first = 0
 
     def begin(self, plan: Plan, first: int) -> None:
         """A run begins, whose micro-batch 0 is the `first` of all runs that it goes on from."""
         self.plan = plan
         self._first = first
+        self.agreement.begin(plan, first, self.watch.here.step)
         if plan.lends:  # what the run before sent last has no fence in this one
             self._drain()
 
@@ -134,21 +156,52 @@ class ProcessLink:
             self._refuse_odd(effect, tensor)
         leaves = [dense(x) for x in tensors if x.numel()]
         key = self._key(effect, self.watch.rank)
-        self._publish(effect, key, Layout.of(value))
+        layout = self._layout(effect, key, Layout.of(value))
         for edge in puts(Step(self.watch.rank, effect), self.watch.num_ranks):
+            head = self.agreement.head(edge.to, self._first + effect.microbatch, isinstance(effect, Broadcast))
+            if key not in (told := self._told.setdefault(edge.to, {})):
+                head["layout"] = layout.dumps(f"rank {self.watch.rank}: '{effect}'")
+                _put(told, key, None)
+            self.tell(edge.to, dumped(head))
             if leaves:
                 transfer.send(leaves, self._number, edge.to, _tag(key, self._first + effect.microbatch))
 
     def recv(self, effect: Recv | Broadcast) -> Any:
         source = effect.source if isinstance(effect, Recv) else effect.root
-        key = self._key(effect, source)
-        if key not in self._layouts:
-            self._layouts[key] = pickle.loads(self.watch.wait(key, source))
-        layout = self._layouts[key]
+        key, microbatch = self._key(effect, source), self._first + effect.microbatch
+        head = json.loads(self.hear(source))
+        self.agreement.compare(source, microbatch, isinstance(effect, Broadcast), head)
+        layouts = self._received.setdefault(source, {})
+        if "layout" in head:
+            _put(layouts, key, Layout.loads(head["layout"]))
+        layout = layouts[key]
         tensors = layout.empty(self.device)
         if filled := [x for x in tensors if x.numel()]:
-            transfer.recv(filled, self._number, source, _tag(key, self._first + effect.microbatch))
+            transfer.recv(filled, self._number, source, _tag(key, microbatch))
         return layout.build(tensors)
+
+    def tell(self, peer: int, payload: bytes) -> None:
+        """Send bytes to a rank's host.
+
+        Raises:
+            RankError: it has gone.
+        """
+        try:
+            self.wire.send(peer, payload)
+        except OSError as error:
+            raise self.watch.closed(peer, error) from error
+
+    def hear(self, peer: int) -> bytes:
+        """The next bytes that a rank's host sent to this one.
+
+        Raises:
+            RankError: it has gone, or keeps this one waiting for too long.
+            ProgramError: it runs another program.
+        """
+        try:
+            return self.wire.recv(peer, self.watch.ask(peer))
+        except OSError as error:
+            raise self.watch.closed(peer, error) from error
 
     def fence(self, _: Fence, /) -> None:
         self._drain()
@@ -179,11 +232,11 @@ class ProcessLink:
         text = f"{isinstance(effect, Broadcast)} {classes[effect.microbatch] if classes else ''} {self.plan.stages}"
         return f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
-    def _publish(self, effect: Send | Broadcast, key: str, layout: Layout) -> None:
+    def _layout(self, effect: Send | Broadcast, key: str, layout: Layout) -> Layout:
+        """The layout that was sent for this class of message before, which this one must be."""
         known = self._layouts.get(key)
         if known is None:
-            self._layouts[key] = layout
-            self.watch.board.write(key, pickle.dumps(layout))
+            _put(self._layouts, key, layout)
         elif known != layout:
             raise ProgramError(
                 f"rank {self.watch.rank}: '{effect}'",
@@ -192,6 +245,14 @@ class ProcessLink:
                 if known.tensors() != layout.tensors()
                 else "what is no tensor by the batch's class alone, or else as a tensor",
             )
+        return layout
+
+
+def _put(known: dict[str, Any], key: str, value: Any) -> None:
+    """Keep a value; of too many the oldest goes. Both ends of an edge keep the same, in the same order."""
+    known[key] = value
+    if len(known) > _MAX_LAYOUTS:
+        del known[next(iter(known))]
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.torchdist import process_group
+from weft.torchdist import nccl_group
 from weft.transforms.transports.messages import Marked, as_bytes
 from weft.transforms.transports.watch import Watch
 
@@ -35,8 +35,9 @@ class NcclEnd:
     one, a receive that was started early would hold up the sends behind it.
     """
 
-    def __init__(self, watch: Watch, device: torch.device) -> None:
+    def __init__(self, watch: Watch, device: torch.device, interface: str | None) -> None:
         self.watch = watch
+        self._interface = interface
         self.device = device
         self._groups: dict[str, Any] = {}
         self._under_way: deque[tuple[Any, Tensor]] = deque()
@@ -46,7 +47,9 @@ class NcclEnd:
         watch = self.watch
         torch.cuda.set_device(self.device)
         for name in ("up", "down"):
-            self._groups[name] = process_group("nccl", name, watch.board.store, watch.rank, watch.num_ranks, timeout)
+            self._groups[name] = nccl_group(
+                name, watch.board.store, watch.rank, watch.num_ranks, timeout, self._interface
+            )
         last, token = watch.num_ranks - 1, torch.zeros(1, dtype=torch.uint8, device=self.device)
         for source, to in (*((r, r + 1) for r in range(last)), *((last, r) for r in range(last))):
             if watch.rank == source:

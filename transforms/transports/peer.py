@@ -41,8 +41,9 @@ class PeerEnd:
     flags; and acknowledgements, for each rank that it sends to.
     """
 
-    def __init__(self, watch: Watch, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(self, watch: Watch, device: torch.device, address: str, slot_bytes: int = SLOT_BYTES) -> None:
         self.watch = watch
+        self._address = address
         self.device = device
         self.slot_bytes = slot_bytes
         # What returns, from above, may be taken in in a later run: as many messages as a rank may run ahead of.
@@ -58,7 +59,9 @@ class PeerEnd:
         watch = self.watch
         torch.cuda.set_device(self.device)
         nbytes = sum(map(sum, map(self._inbox, self._slots))) + watch.num_ranks * sum(self._outbox)
-        self._views = symmetric_memory("peer", watch.board.store, watch.rank, watch.num_ranks, nbytes, self.device)
+        self._views = symmetric_memory(
+            "peer", watch.board.store, watch.rank, watch.num_ranks, nbytes, self.device, self._address
+        )
         for peer in range(watch.num_ranks):
             if peer != watch.rank:
                 self._sends[peer] = self._channel(watch.rank, peer)

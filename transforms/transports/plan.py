@@ -43,6 +43,11 @@ class Plan:
         """A short hash of `text`."""
         return hashlib.blake2b(self.text.encode(), digest_size=6).hexdigest()
 
+    @functools.cached_property
+    def num_microbatches(self) -> int:
+        """Of its programs."""
+        return 1 + max((effect.microbatch for program in self.programs for effect in program.effects), default=-1)
+
     def span(self, rank: int) -> tuple[int, int]:
         """The effects of a rank that are to be performed."""
         return (0, len(self.programs[rank].effects)) if self.spans is None else self.spans[rank]

@@ -87,6 +87,9 @@ class Threads:
     def share(self, value: Any) -> Any:
         return value
 
+    def assert_equal(self, subject: str, value: str) -> None:
+        """All ranks are in this process, and say the same."""
+
     def check(self) -> None:
         """A run returns when all its threads are done, or raises what one raised."""
 

@@ -1,19 +1,20 @@
-"""A rank's view of the others, beside the messages: whether they run the same programs, and who keeps it waiting."""
+"""A rank's view of the others, beside the messages: where they are, and who keeps it waiting."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
 from weft.errors import ProgramError, RankError
+from weft.transforms.transports.agreement import SAME
 from weft.transforms.transports.board import Board, Position, Pulse
 from weft.transforms.transports.failures import Failure, blockers, culprit, described
 from weft.transforms.transports.plan import Plan
 
 CAPACITY = 2
 """Messages that an edge between processes holds: of more, a sender waits."""
-AGREE = "agree on the programs"
-"""What ranks do before the first step by a plan."""
+BEGIN = "its first instruction"
+"""Where a rank is that begins a step."""
 SYNC = "synchronize"
 """What a host does that waits for its device; before it, the device may replay steps of which nothing is written."""
 _POLL = 0.1
@@ -24,7 +25,6 @@ _GRACE = 3.0
 """Seconds to wait for a rank to say why, after its connections closed: it may have waited in vain, and look."""
 _MAX_PLANS = 16
 """Plans that are kept to say who waits for whom: a rank that keeps others waiting is few steps behind."""
-_SAME = "the same code, configuration and batches on every rank: batches by a pure function of what all know"
 
 
 class Watch:
@@ -44,7 +44,6 @@ class Watch:
         self.failure: Failure | None = None
         self.here = Position()
         self._plans: dict[str, Plan] = {}
-        self._agreed: set[str] = set()
 
     def beside(self, board: Board) -> "Watch":
         """The view of the same rank from another thread, which asks by a board of its own."""
@@ -53,41 +52,14 @@ class Watch:
         return other
 
     def begin(self, plan: Plan) -> None:
-        """A step begins: all ranks must run the same plan, which they compare the first time that they do.
+        """A step begins.
 
         Raises:
-            ProgramError: another rank runs another plan; it names the first line that differs.
-            RankError: another rank does not come.
+            RankError: a rank failed before.
         """
         if self.failure is not None:
             raise self.failure.for_rank(self.rank, "the next step")
-        self.here = Position(self.here.step + 1, plan.digest, 0, AGREE)
-        if plan.digest not in self._agreed:
-            self._agree(plan)
-        self._keep(plan)
-
-    def _agree(self, plan: Plan) -> None:
-        key = f"plan/{len(self._agreed)}"
-        self.board.write(f"{key}/{self.rank}", plan.text)
-        self.board.place(self.here)
-        for peer in range(self.num_ranks):
-            if peer != self.rank:
-                self._compare(plan, peer, self.wait(f"{key}/{peer}", peer).decode())
-        self._agreed.add(plan.digest)
-
-    def _compare(self, plan: Plan, peer: int, theirs: str) -> None:
-        mine = plan.text
-        if theirs == mine:
-            return
-        lines = zip(mine.splitlines(), theirs.splitlines(), strict=False)
-        a, b = next((pair for pair in lines if pair[0] != pair[1]), ("(all its lines)", "(more lines)"))
-        raise ProgramError(
-            f"step {self.here.step} of rank {self.rank}",
-            f"'{a.strip()}', where rank {peer} has '{b.strip()}'",
-            _SAME,
-        )
-
-    def _keep(self, plan: Plan) -> None:
+        self.here = Position(self.here.step + 1, plan.digest, 0, BEGIN)
         self._plans.pop(plan.digest, None)
         self._plans[plan.digest] = plan
         if len(self._plans) > _MAX_PLANS:
@@ -102,12 +74,11 @@ class Watch:
         """Say that this rank waits for its device, and for which time since its last step."""
         self.at(self.here.index + 1 if self.here.instruction == SYNC else 0, SYNC)
 
-    def wait(self, key: str, peer: int, timeout: float | None = None) -> bytes:
-        """The value that `peer` writes under a key.
+    def wait(self, key: str, peer: int, timeout: float | None = None) -> str:
+        """The text that `peer` writes under a key.
 
         Raises:
             RankError: it does not come.
-            ProgramError: it will not come, for `peer` is in another program.
         """
         limit = self.timeout if timeout is None else timeout
         end, pause = time.monotonic() + limit, _POLL / 64
@@ -120,24 +91,34 @@ class Watch:
                 raise failure.for_rank(self.rank, self.here.instruction)
             if time.monotonic() > end:
                 raise self.explain(peer, f"no progress for {limit:g} s")
-            self._refuse_hopeless(key, peer)
+            if self.board.exit(peer) and not self.board.has(key):
+                raise self.explain(peer, "its process ended", closed=True)
             time.sleep(pause)
             pause = min(2 * pause, _POLL)
 
-    def _refuse_hopeless(self, key: str, peer: int) -> None:
-        """Raise if `peer` will never write the key: its process ended, or it is in the same step by another plan, which
-        it need not agree on."""
-        ended, theirs = self.board.exit(peer), self.board.position(peer)
-        elsewhere = theirs.step == self.here.step and theirs.digest != self.here.digest
-        if not (ended or elsewhere) or self.board.has(key):
-            return
-        if ended:
-            raise self.explain(peer, "its process ended", closed=True)
-        raise ProgramError(
-            f"step {self.here.step} of rank {self.rank}: '{self.here.instruction}'",
-            f"rank {peer} is at '{theirs.instruction}' of another program",
-            _SAME,
-        )
+    def ask(self, peer: int) -> Callable[[], None]:
+        """What to call now and then while this rank waits for a message of `peer`: it raises where none will come,
+        which is RankError, or ProgramError where `peer` is in the same step by another program."""
+        end, was_elsewhere = time.monotonic() + self.timeout, False
+
+        def look() -> None:
+            nonlocal was_elsewhere
+            self.raise_failure()
+            if time.monotonic() > end:
+                raise self.explain(peer, f"no progress for {self.timeout:g} s")
+            if self.board.exit(peer):
+                raise self.explain(peer, "its process ended", closed=True)
+            theirs = self.board.position(peer)
+            is_elsewhere = theirs.step == self.here.step and theirs.digest != self.here.digest
+            if is_elsewhere and was_elsewhere:  # by then a message that says more would have come
+                raise ProgramError(
+                    f"step {self.here.step} of rank {self.rank}: '{self.here.instruction}'",
+                    f"rank {peer} is at '{theirs.instruction}' of another program",
+                    SAME,
+                )
+            was_elsewhere = is_elsewhere
+
+        return look
 
     def fail(self, error: BaseException) -> None:
         """Write down that this rank failed, where it is, for the others; the first to write is believed."""
@@ -225,8 +206,6 @@ class Watch:
         """The ranks that must move before one can, as far as is known of its plan."""
         places = [self.board.device(r) for r in range(self.num_ranks)]
         here = places[rank]
-        if here.instruction == AGREE:
-            return [r for r, place in enumerate(places) if place.step < here.step]
         if here.instruction == SYNC:
             behind = [r for r, place in enumerate(places) if _reached(place) < _reached(here)]
             return sorted(behind, key=lambda r: _reached(places[r]))

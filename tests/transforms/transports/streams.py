@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.proofs import failures
 from weft.transforms.transports import distributed
 from weft.transforms.transports.messages import DeviceEnd
+from weft.transforms.transports.network import Network
 from weft.transforms.transports.watch import Watch
 
 
@@ -98,7 +99,7 @@ def run_slowly_closing_rank(case: failures.Case, folder: Path) -> None:
 
 
 def _on_streams(case: failures.Case, folder: Path, closing: float = 0.0) -> None:
-    def make_end(_: str, watch: Watch, device: torch.device) -> DeviceEnd:
+    def make_end(_: str, watch: Watch, device: torch.device, network: Network) -> DeviceEnd:
         return StreamEnd(watch, closing)
 
     distributed._make_end = make_end

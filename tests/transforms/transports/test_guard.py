@@ -11,12 +11,14 @@ from ranks import scale
 
 from weft.errors import RankError
 from weft.transforms.pipeline import pipeline
-from weft.transforms.transports.board import Board, Exit, Position, note_exit
+from weft.transforms.transports.board import START, Board, Exit, Position, note_exit
 from weft.transforms.transports.failures import Failure
 from weft.transforms.transports.guard import Guard
 from weft.transforms.transports.plan import Plan
-from weft.transforms.transports.watch import AGREE, SYNC, Watch
+from weft.transforms.transports.secret import Secret
+from weft.transforms.transports.watch import SYNC, Watch
 
+SECRET = Secret.fresh()
 PLAN = Plan(pipeline([scale] * 2).programs(1))
 
 
@@ -64,12 +66,9 @@ class Run:
         self.store = dist.HashStore()
         self.ended: list[RankError] = []
         self.devices = [Device(deaf) for _ in range(2)]
-        self.watches = [Watch(Board(self.store, rank, self.store), 2, timeout) for rank in range(2)]
-        together = [threading.Thread(target=watch.begin, args=(PLAN,)) for watch in self.watches]
-        for thread in together:
-            thread.start()
-        for thread in together:
-            thread.join()
+        self.watches = [Watch(Board(self.store, rank, self.store, SECRET), 2, timeout) for rank in range(2)]
+        for watch in self.watches:
+            watch.begin(PLAN)
         self.guards = [
             Guard(watch.beside(watch.board), device, poll=0.01, grace=grace, last=self.ended.append)
             for watch, device in zip(self.watches, self.devices, strict=True)
@@ -193,10 +192,10 @@ def test_an_end_that_the_launcher_saw_is_heard_at_once(runs: Callable[..., Run])
     run = runs(timeout=60)
     run.watches[0].at(0, PLAN.programs[0].effects[0])
     run.launch(1, 0)
-    note_exit(run.store, 1, Exit(True, "its function returned"))  # which is no failure
+    note_exit(run.store, 1, Exit(True, "its function returned"), secret=SECRET)  # which is no failure
     time.sleep(0.1)
     run.guards[1].check()
-    note_exit(run.store, 0, Exit(False, "SIGKILL"))
+    note_exit(run.store, 0, Exit(False, "SIGKILL"), secret=SECRET)
     error = error_of(run.guards[1])
     assert (error.rank, error.instruction, error.cause) == (0, "run stage 0 [mb 0]", "its process ended: SIGKILL")
 
@@ -216,7 +215,7 @@ def test_a_host_that_does_not_ask_is_ended_with_the_named_error(runs: Callable[.
     end = time.monotonic() + 5
     while not run.ended and time.monotonic() < end:
         time.sleep(0.01)
-    assert [(error.rank, error.instruction) for error in run.ended] == [(0, AGREE)]
+    assert [(error.rank, error.instruction) for error in run.ended] == [(0, START)]
 
 
 def test_a_host_that_failed_itself_is_not_ended(runs: Callable[..., Run]) -> None:
@@ -266,6 +265,6 @@ def test_a_board_that_is_gone_is_an_error_too(runs: Callable[..., Run], monkeypa
     class Gone:
         set = get = check = compare_set = gone
 
-    run.guards[1].watch.board = Board(Gone(), 1, Gone())
+    run.guards[1].watch.board = Board(Gone(), 1, Gone(), SECRET)
     error = error_of(run.guards[1])
     assert "the launcher, which hosts the store of the run, has ended (Connection reset by peer)" in str(error)

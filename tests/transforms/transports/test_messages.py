@@ -12,6 +12,8 @@ from weft.errors import ProgramError
 from weft.proofs.laws import assert_equal
 from weft.transforms.pipeline import pipeline
 from weft.transforms.schedule import Job, make_programs
+from weft.transforms.transports.agreement import Agreement
+from weft.transforms.transports.board import Position
 from weft.transforms.transports.distributed import Distributed
 from weft.transforms.transports.launch import launch
 from weft.transforms.transports.messages import ProcessLink
@@ -228,8 +230,9 @@ def test_a_run_waits_for_what_the_one_before_sent_of_buffers_that_it_overwrites(
     programs = make_programs(2, [Job(feeds=False)], buffers=buffers)
     assert "fence" not in str(programs[0])
     end: Any = Draining()
-    watch: Any = SimpleNamespace(rank=0, num_ranks=2)
-    ProcessLink(end, watch, torch.device("cpu")).begin(Plan(programs, buffers), 1)
+    watch: Any = SimpleNamespace(rank=0, num_ranks=2, here=Position())
+    wire: Any = None
+    ProcessLink(end, watch, wire, Agreement(0), torch.device("cpu")).begin(Plan(programs, buffers), 1)
     assert end.drained == drained
 
 

@@ -1,4 +1,4 @@
-"""What differs between ranks is found, and named on each of them."""
+"""What differs between ranks is found with their first message, and named on each of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -113,21 +113,23 @@ def differ(what: str) -> str:
 def test_what_differs_is_named_by_both_ranks(what: str, zero: str, one: str) -> None:
     first, second = launch(differ, 2, what)
     step = 2 if what == "later batch" else 1
-    for rank, told_by in enumerate((first, second)):
-        call, seen, instead = told_by.splitlines()
-        assert call == f"ProgramError: step {step} of rank {rank}"
-        mine, theirs = (zero, one) if rank == 0 else (one, zero)
-        assert seen.startswith(f"  saw: '{mine}")
-        assert f"', where rank {1 - rank} has '{theirs}" in seen
-        assert instead.startswith("  instead: the same code, configuration and batches on every rank")
+    call, seen, instead = second.splitlines()
+    assert call == f"ProgramError: step {step} of rank 1"
+    assert seen.startswith(f"  saw: '{one}")
+    assert f"', where rank 0 has '{zero}" in seen
+    assert instead.startswith("  instead: the same code, configuration and batches on every rank")
+    assert first.startswith("RankError: rank 0: '")
+    schema = ": [2] float64" * (what == "schema")
+    assert f"rank 1 failed at 'recv from 0 [mb 0]{schema}': {second.splitlines()[0]}\n{seen}" in first
 
 
 def test_of_three_ranks_all_name_the_one_that_differs() -> None:
     said = launch(differ, 3, "stage")
-    assert [text.splitlines()[0] for text in said] == [f"ProgramError: step 1 of rank {rank}" for rank in range(3)]
-    assert "where rank 1 has 'stage 0: other" in said[0]
-    assert "where rank 0 has 'stage 0: scale" in said[1]
-    assert "where rank 1 has 'stage 0: other" in said[2]
+    assert said[1].startswith("ProgramError: step 1 of rank 1\n  saw: 'stage 0: other")
+    for text in (said[0], said[2]):
+        assert text.startswith("RankError: ")
+        assert "rank 1 failed at 'recv from 0 [mb 0]': ProgramError: step 1 of rank 1\n  saw: 'stage 0: other" in text
+        assert "', where rank 0 has 'stage 0: scale" in text
 
 
 def differ_in_what_ran_before() -> str:
@@ -141,5 +143,9 @@ def differ_in_what_ran_before() -> str:
 
 def test_a_rank_in_another_program_is_named() -> None:
     first, second = launch(differ_in_what_ran_before, 2)
-    assert first.startswith("ProgramError: step 2 of rank 0: 'agree on the programs'\n  saw: rank 1 is at 'recv from 0")
-    assert second.startswith("RankError: rank 1: 'recv from 0 [mb 0]'\n  saw: rank 0 failed at 'agree on the programs'")
+    assert second.startswith(
+        "ProgramError: step 2 of rank 1\n  saw: 'mb 0: [3] float32', where rank 0 has 'mb 0: [2] float32'"
+    )
+    assert first.startswith(
+        "RankError: rank 0: 'broadcast from 1 [mb 0]'\n  saw: rank 1 failed at 'recv from 0 [mb 0]'"
+    )

@@ -15,7 +15,10 @@ from weft.transforms.transports.board import Board, Exit, Heart, Position, Pulse
 from weft.transforms.transports.failures import Failure
 from weft.transforms.transports.meeting import attend, gather
 from weft.transforms.transports.plan import Plan
-from weft.transforms.transports.watch import AGREE, Watch
+from weft.transforms.transports.secret import Secret
+from weft.transforms.transports.watch import BEGIN, Watch
+
+SECRET = Secret.fresh()
 
 
 def make_plan(num_ranks: int, microbatches: int = 1) -> Plan:
@@ -25,7 +28,7 @@ def make_plan(num_ranks: int, microbatches: int = 1) -> Plan:
 
 def watches(num_ranks: int, timeout: float = 0.2) -> list[Watch]:
     store = dist.HashStore()
-    return [Watch(Board(store, rank, store), num_ranks, timeout) for rank in range(num_ranks)]
+    return [Watch(Board(store, rank, store, SECRET), num_ranks, timeout) for rank in range(num_ranks)]
 
 
 def together(*calls: Any) -> list[Any]:
@@ -87,12 +90,12 @@ def test_ranks_that_stand_in_the_way_are_followed_to_the_one_that_does_not_move(
 
 
 def test_a_rank_that_is_steps_behind_is_followed_by_the_plan_of_its_step() -> None:
-    """Ranks 0 and 1 are about to agree on a second plan; rank 2 waits in the first step for rank 1's message."""
+    """Rank 0 is in a second plan; rank 2 waits in the first step for rank 1's message."""
     first, second, three = make_plan(3), make_plan(3, microbatches=2), watches(3)
     together(*(lambda watch=watch: watch.begin(first) for watch in three))
     three[2].at(0, first.programs[2].effects[0])
     three[1].at(2, first.programs[1].effects[2])  # it has run, and is to send
-    three[0].here = Position(2, second.digest, 0, AGREE)
+    three[0].here = Position(2, second.digest, 0, BEGIN)
     three[0].board.place(three[0].here)
     for peer in (1, 2):
         assert three[0]._stalled(peer, "no progress", ()).rank == 1
@@ -116,12 +119,6 @@ def test_a_rank_that_stopped_is_blamed_for_what_had_not_left_it() -> None:
         heart.close()
 
 
-def test_who_waits_to_agree_is_not_blamed() -> None:
-    plan, three = make_plan(3), watches(3)
-    errors = together(*(lambda watch=watch: watch.begin(plan) for watch in three[:2]))
-    assert {(error.rank, error.instruction) for error in errors} == {(2, "its start")}
-
-
 def test_a_rank_that_does_not_come_is_named() -> None:
     errors = together(*(lambda watch=watch: gather(watch, 0.2) for watch in watches(3)[:2]))
     assert {(error.rank, error.cause) for error in errors} == {(2, "no progress for 0.2 s")}
@@ -129,7 +126,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def test_a_rank_whose_process_ended_is_named_at_once() -> None:
     one = watches(2, timeout=60)[0]
-    note_exit(one.board.exits, 1, Exit(False, "exit code 3"))
+    note_exit(one.board.exits, 1, Exit(False, "exit code 3"), secret=SECRET)
     with pytest.raises(RankError) as error:
         gather(one, 60)
     assert (error.value.rank, error.value.cause) == (1, "its process ended: exit code 3")
@@ -186,8 +183,8 @@ def test_a_store_that_is_gone_is_an_error_that_says_whose_it_was(host: int | Non
 
         set = get = check = compare_set = gone
 
-    watch = Watch(Board(Gone(), 1, Gone(), host), 2, 0.2)
-    for ask in (lambda: watch.at(0, "x"), lambda: watch.wait("x", 0), lambda: watch.begin(make_plan(2))):
+    watch = Watch(Board(Gone(), 1, Gone(), SECRET, host), 2, 0.2)
+    for ask in (lambda: watch.at(0, "x"), lambda: watch.wait("x", 0)):
         with pytest.raises(RankError) as error:
             ask()
         assert error.value.rank == host

@@ -1,0 +1,162 @@
+"""Plain values as JSON and back: what ranks tell each other in place of pickles.
+
+A value is numbers, texts, bytes, torch's names (dtypes, devices), and containers of these: tuples, lists, dicts, sets,
+named tuples, enums, attrs classes and dataclasses, pytree nodes. A class travels by its name, and is found among those
+that the receiver has already loaded: nothing is imported, and nothing but such classes is called.
+"""
+
+import base64
+import dataclasses
+import enum
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from weft.arguments import kind_of
+from weft.errors import ProgramError
+from weft.torchapi import pytree_node
+
+_JSON = (bool, str, type(None))
+
+
+def dumps(value: Any, call: str) -> bytes:
+    """A plain value as bytes.
+
+    Raises:
+        ProgramError: it is none; `call` is how the error names what was done with it.
+
+    >>> loads(dumps((1, 2.5, {"a": torch.float16}), "f(x)"))
+    (1, 2.5, {'a': torch.float16})
+    """
+    return json.dumps(_encoded(value, call), separators=(",", ":")).encode()
+
+
+def loads(data: bytes) -> Any:
+    """The value of which `dumps` made these bytes.
+
+    Raises:
+        ValueError: it made none such, or this process has not loaded a class in it.
+    """
+    return _decoded(json.loads(data))
+
+
+def _encoded(value: Any, call: str) -> Any:
+    kind = type(value)
+    if kind in _JSON:
+        return value
+    if kind is int:
+        return value if abs(value) < 2**53 else ["int", str(value)]
+    if kind is float:
+        return ["float", value.hex()]
+    if kind is complex:
+        return ["complex", value.real.hex(), value.imag.hex()]
+    if kind is bytes:
+        return ["bytes", base64.b64encode(value).decode()]
+    if kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
+        return [kind.__name__, str(value).removeprefix("torch.")]
+    if kind in _SEQUENCES.values():
+        name = next(name for name, own in _SEQUENCES.items() if own is kind)
+        items = sorted(value, key=repr) if kind in (set, frozenset) else value
+        return [name, *(_encoded(item, call) for item in items)]
+    if kind is type and _find_class(name := f"{value.__module__}:{value.__qualname__}") is value:
+        return ["class", name]
+    if kind is dict:
+        return ["dict", *([_encoded(key, call), _encoded(own, call)] for key, own in value.items())]
+    return _encoded_object(value, kind, call)
+
+
+def _encoded_object(value: Any, kind: type, call: str) -> Any:
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if "<locals>" not in name and _find_class(name) is kind:
+        if isinstance(value, enum.Enum):
+            return ["enum", name, value.name]
+        if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            return ["named", name, *(_encoded(own, call) for own in value)]
+        if (found := pytree_node(kind)) is not None:
+            children, context = found.flatten_fn(value)
+            return ["node", name, _encoded(context, call), *(_encoded(child, call) for child in children)]
+        if (fields := _fields(kind)) is not None:
+            return ["object", name, *([own, _encoded(getattr(value, f), call)] for own, f in fields.items())]
+    seen = f"{value!r:.60}, {kind_of(value)}, which cannot travel to another process"
+    raise ProgramError(call, seen, "tensors, numbers, texts, and tuples, dicts or attrs classes (of a module) of these")
+
+
+def _fields(kind: type) -> dict[str, str] | None:
+    """The arguments that make an attrs class or a dataclass, and the fields that hold them; None for other classes."""
+    if attrs.has(kind):
+        return {str(field.alias): field.name for field in attrs.fields(kind) if field.init}
+    return {f.name: f.name for f in dataclasses.fields(kind) if f.init} if dataclasses.is_dataclass(kind) else None
+
+
+def _decoded(data: Any) -> Any:
+    if not isinstance(data, list):
+        return data
+    if not data or data[0] not in _DECODERS:
+        raise ValueError(f"no plain value: {data!s:.60}")
+    return _DECODERS[data[0]](*data[1:])
+
+
+def _find_class(name: str) -> Any:
+    """A class of a module that is loaded, by `module:qualname`."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = vars(found).get(part) if found is not None else None
+    return found if isinstance(found, type) else None
+
+
+def _class(name: str, fits: Callable[[Any], Any]) -> Any:
+    found = _find_class(name)
+    if found is None or not fits(found):
+        raise ValueError(f"no class {name!r} of that kind is loaded here")
+    return found
+
+
+def _node(name: str, context: Any, *children: Any) -> Any:
+    found = pytree_node(_class(name, lambda kind: pytree_node(kind) is not None))
+    assert found is not None, "it was asked for"
+    return found.unflatten_fn([_decoded(child) for child in children], _decoded(context))
+
+
+def _object(name: str, *fields: Any) -> Any:
+    return _class(name, lambda kind: _fields(kind) is not None)(**{field: _decoded(own) for field, own in fields})
+
+
+def _torch(kind: type) -> Callable[[str], Any]:
+    def find(name: str) -> Any:
+        found = getattr(torch, name, None)
+        if not isinstance(found, kind):
+            raise ValueError(f"torch has no {kind.__name__} {name!r}")
+        return found
+
+    return find
+
+
+_SEQUENCES: dict[str, type] = {
+    "tuple": tuple,
+    "list": list,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": torch.Size,
+}
+_DECODERS: dict[str, Callable[..., Any]] = {
+    "int": int,
+    "float": float.fromhex,
+    "complex": lambda real, imag: complex(float.fromhex(real), float.fromhex(imag)),
+    "bytes": base64.b64decode,
+    "device": torch.device,
+    **{kind.__name__: _torch(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)},
+    **{name: lambda *items, own=own: own(map(_decoded, items)) for name, own in _SEQUENCES.items()},
+    "dict": lambda *items: {_decoded(key): _decoded(own) for key, own in items},
+    "class": lambda name: _class(name, lambda _: True),
+    "enum": lambda name, member: _class(name, lambda kind: issubclass(kind, enum.Enum))[member],
+    "named": lambda name, *items: _class(name, lambda kind: issubclass(kind, tuple) and hasattr(kind, "_fields"))(
+        *map(_decoded, items)
+    ),
+    "node": _node,
+    "object": _object,
+}
