@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,8 @@ def interrupted(ready: Callable[[list[int]], bool], later: float) -> tuple[int, 
     """The exit code, stdout and stderr of a command that is interrupted at a moment, and what was left of it soon
     afterwards."""
     command = [sys.executable, "-m", "weft", *GENERATE, "--pp", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as own:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as own:
         try:
             end = time.monotonic() + 60
             while not ready(processes(own.pid)):
@@ -76,7 +78,9 @@ def interrupted(ready: Callable[[list[int]], bool], later: float) -> tuple[int, 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_is_quiet_and_ends_all_processes(moment: str) -> None:
     later = 0.7 if moment == "ranks generate" else 0.0
-    assert interrupted(MOMENTS[moment], later) == (130, "", "", [])
+    code, *said_and_left = interrupted(MOMENTS[moment], later)
+    assert code in (130, -signal.SIGINT)  # Python may end so itself; a shell reports both as 130
+    assert said_and_left == ["", "", []]
 
 
 def test_ctrl_c_is_quiet_before_the_command_is_imported(tmp_path: Path) -> None:

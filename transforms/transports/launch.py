@@ -97,7 +97,7 @@ def _served(started: Sequence[Any]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if not started and (pid := _server_pid()) not in (None, before):
-            os.kill(cast("int", pid), signal.SIGTERM)
+            os.kill(pid, signal.SIGTERM)
         raise
 
 

@@ -162,6 +162,21 @@ def test_what_a_rank_sent_arrives_though_it_has_returned() -> None:
     assert launch(send_much_and_leave, 2) == [0.0, 1e7]
 
 
+def load_slowly(seconds: float, timeout: float) -> list[float]:
+    """Rank 1 comes to its first step late; rank 0 could be steps ahead by then."""
+    transport = Distributed(timeout=timeout)
+    shared = transport.share(2.0)
+    if transport.rank == 1:
+        time.sleep(seconds)
+    made = pipeline([scale] * 2, microbatches=4, transport=transport)
+    _, out = made([torch.tensor(shared)], [torch.zeros(())], torch.ones(4))
+    return [float(x) for x in out]
+
+
+def test_a_rank_that_loads_for_longer_than_the_time_out_is_waited_for() -> None:
+    assert launch(load_slowly, 2, 2.5, 1.0) == [[4.0] * 4] * 2
+
+
 def silent() -> None:
     os._exit(7)
 
