@@ -71,10 +71,9 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     context.set_forkserver_preload(["weft.transforms.transports.distributed", "weft.transforms.generate"])
     started: list[tuple[BaseProcess, Connection]] = []
     try:
-        with _served(started):
+        with _named(call), _served(started):
             for rank in range(num_ranks):
-                with _named(call):
-                    started.append(_start(context, _environment(rank, num_ranks, store.port, secret), fn, args))
+                started.append(_start(context, _environment(rank, num_ranks, store.port, secret), fn, args))
         ended = _collect(started, timeout + _GRACE, partial(note_exit, store, secret=secret))
     finally:
         _end([process for process, _ in started])
