@@ -84,6 +84,9 @@ class Model:
         layers = len(self.layout.layers)
         return f"<Model {self.config.architecture}{part}, {layers} layers, {size:.1f} MiB on {self.device}>"
 
+    def _repr_html_(self) -> str:
+        return self.params.table(repr(self))._repr_html_()
+
 
 def _check_text(text: Any) -> None:
     if not isinstance(text, str):

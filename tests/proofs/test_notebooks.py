@@ -91,9 +91,8 @@ def uses(name: str) -> Iterator[str]:
     """What a notebook imports, and the names of weft that it says (`weft.proofs.check`), as code."""
     code = [cell.source for cell in read(name).cells if cell.cell_type == "code"]
     for node in ast.walk(ast.parse("\n".join(code))):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield ast.unparse(node)
-        elif isinstance(node, ast.Attribute) and re.fullmatch(r"weft(\.\w+)+", ast.unparse(node)):
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        if is_import or (isinstance(node, ast.Attribute) and re.fullmatch(r"weft(\.\w+)+", ast.unparse(node))):
             yield ast.unparse(node)
 
 
