@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from weft.arguments import kind_of, names_arguments
 from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError
+from weft.foreign import LOAD
 from weft.stages.adapters import Adapter, with_adapters
 from weft.stages.checkpoint import checked_device, read_params
 from weft.stages.config import ModelConfig, config_in_folder
@@ -130,11 +131,7 @@ def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | N
     return chosen
 
 
-@names_arguments(
-    torch_dtype="dtype=...",
-    device_map="device=...; weft.generate(..., pipeline=N) spans devices",
-    pipeline="stage=(index, num_stages), for a rank of a pipeline; or weft.generate(..., pipeline=N)",
-)
+@names_arguments(**LOAD)
 def load(
     path: str | Path,
     device: torch.device | str | None = None,

@@ -11,6 +11,7 @@ import attrs
 
 from weft.arguments import names_arguments
 from weft.errors import EngineError, RequestError
+from weft.foreign import ENGINE, for_add
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
@@ -34,15 +35,7 @@ from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 
 
-@names_arguments(
-    max_num_seqs="limits=weft.EngineLimits(max_num_reqs=...)",
-    max_num_reqs="limits=weft.EngineLimits(max_num_reqs=...)",
-    max_num_batched_tokens="limits=weft.EngineLimits(max_num_tokens=...)",
-    max_model_len="limits=weft.EngineLimits(max_model_len=...)",
-    pipeline_parallel_size="pipeline=...",
-    mode="graph=...",
-    loras="adapters={name: weft.load_adapter(model, folder)}",
-)
+@names_arguments(**ENGINE)
 class Engine:
     """Continuous batching of a model: requests come and go at any time, and share every step.
 
@@ -127,12 +120,7 @@ class Engine:
         name, graphs = self.model.config.architecture, len(self._stepper.graphs)
         return f"<Engine of {name}; graphified steps here: {graphs}; requests under way: {self.num_unfinished}>"
 
-    @names_arguments(
-        temperature="weft.SamplingParams(temperature=...), behind the prompt",
-        max_new_tokens="max_tokens=...",
-        request_id="id=...",
-        lora="adapter=...",
-    )
+    @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
     def add(
         self,
         prompt: str | Sequence[int] | EmbedsPrompt,
@@ -295,6 +283,7 @@ class Engine:
         while not self.is_idle:
             yield from self.step()
 
+    @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
     def stream(
         self,
         prompt: str | Sequence[int] | EmbedsPrompt,
