@@ -26,7 +26,8 @@ def _as_dict(value: Any) -> Any:
 @names_arguments(**SAMPLING)
 @attrs.frozen(kw_only=True, repr=False)
 class SamplingParams:
-    """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM.
+    """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM, but
+    for `bad_token_ids`, which are texts there (`bad_words`).
 
     Args:
         temperature: divides the logits; 0 is greedy.

@@ -141,8 +141,8 @@ class Engine:
                 completions, which share the pages of the prompt.
             max_tokens: tokens to generate at most; the model's own limit on positions may end it sooner.
             id: a name that no request under way has; None: one is made.
-            priority: the lower goes first, however long others wait: while enough requests of lower numbers keep
-                coming, it may get no turn. Among equals who came first, so that each of them has its turn.
+            priority: FIFO within a priority; lower numbers first. While enough requests of lower numbers keep coming,
+                one of a higher number gets no turn.
             adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
             mask: a function of the tokens that it has said, called before each of its tokens, that returns those that
                 may be next, such as a grammar's (`weft.transforms.engine.masks.Mask`); None: any. What it says next
@@ -224,8 +224,8 @@ class Engine:
     def warm_up(self) -> Stats:
         """Capture all graphs of the ladder, largest first, with a progress bar on a terminal; without it they are
         captured when they are first needed. On a GPU their kernels are compiled before, several at once. They run on
-        padding, in rows and pages that no request has. Steps that return logprobs of a prompt have graphs of their own,
-        which are captured when one is first asked for.
+        padding, in rows and pages that no request has. Steps with masks, embeddings or logprobs of prompts have graphs
+        of their own, which are captured when one is first needed.
 
         A server that is to answer evenly calls `gc.collect()` and `gc.freeze()` after it: a full collection looks
         through all objects of torch and of the model, which takes 0.1 s, in the midst of a step.
