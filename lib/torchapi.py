@@ -6,7 +6,8 @@ import ctypes
 import functools
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Self, TypeVar
 
 import torch
@@ -49,6 +50,7 @@ __all__ = [
     "pytree_node",
     "replayer",
     "seen_as",
+    "signal_capture",
     "stop_allocating_to_pool",
     "storage_id",
     "switches",
@@ -208,8 +210,12 @@ def empty_strided_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[i
     return make
 
 
-current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
-"""The index of the current CUDA device; None in a torch without CUDA."""
+def current_device() -> Callable[[], int | None]:
+    """`torch.cuda.current_device`, without the Python around it; constantly None where there is no CUDA."""
+    if not torch.cuda.is_available():
+        return lambda: None  # a build for CUDA would look for the driver
+    index: Callable[[], int] = torch._C._cuda_getDevice
+    return index
 
 
 def is_capturing() -> Callable[[], bool]:
@@ -218,6 +224,33 @@ def is_capturing() -> Callable[[], bool]:
         return lambda: False
     check: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
     return check
+
+
+_SIGNALLED: ContextVar[bool] = ContextVar("weft.capture_signalled", default=False)
+
+
+@functools.cache
+def _hear_the_signal() -> None:
+    """Let `torch.cuda.is_current_stream_capturing` answer for `signal_capture` too, under whatever name it is known."""
+    graphs: Any = torch.cuda.graphs
+    asked: Callable[[], bool] = graphs._cuda_isCurrentStreamCapturing
+    graphs._cuda_isCurrentStreamCapturing = lambda: _SIGNALLED.get() or asked()
+
+
+@contextlib.contextmanager
+def signal_capture() -> Iterator[None]:
+    """A context in which `torch.cuda.is_current_stream_capturing()` is True, in this thread alone.
+
+    Code that reads tensors on the host asks it in order to leave that out of a CUDA graph (transformers' masks, torch's
+    SyncBatchNorm), and in the capture of one CUDA itself answers so. `torch.compiler.is_compiling()` would say more
+    than is so, in all threads: optimizers, collectives and mixtures of experts then compute in other ways.
+    """
+    _hear_the_signal()
+    token = _SIGNALLED.set(True)
+    try:
+        yield
+    finally:
+        _SIGNALLED.reset(token)
 
 
 def replayer(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:

@@ -155,6 +155,9 @@ class Sabotaged:
     def check(self) -> None:
         self.transport.check()
 
+    def received(self) -> Callable[[], None]:
+        return self.transport.received()
+
     def mail(self, num_ranks: int, /) -> Any:
         return self.transport.mail(num_ranks)
 

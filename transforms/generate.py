@@ -8,7 +8,7 @@ import attrs
 from tqdm.auto import tqdm
 
 from weft.arguments import kind_of, names_arguments
-from weft.errors import RequestError
+from weft.errors import RequestError, WeftError
 from weft.foreign import for_generate
 from weft.markup import bars, element, text, titled
 from weft.sampling import SamplingParams
@@ -20,7 +20,6 @@ from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.setup import EngineLimits, check_engine
 from weft.transforms.engine.speculation import Speculation
-from weft.transforms.engine.tracking import Track
 from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.transports import Transport
 
@@ -40,10 +39,11 @@ class Completion:
         token_ids: the tokens, the end-of-sequence token included.
         logprobs: for each, the natural logarithm of the model's probability of it, before temperature and all else.
         finish_reason: `stop` (a token or a text that ends it), `length` (`max_tokens`, or the model's own limit), or
-            `error`: the model's logits were NaN, and so is the last logprob.
+            `error`.
         top_logprobs: for each, those of the likeliest tokens; None unless `SamplingParams.logprobs` asks for them.
         prompt_logprobs: of each token of the prompt but the first; None unless `SamplingParams.prompt_logprobs` asks.
         prompt_top_logprobs: those of the likeliest tokens in their place.
+        error: with the reason `error`, what went wrong behind these tokens, such as logits that are NaN.
     """
 
     text: str | None
@@ -53,6 +53,7 @@ class Completion:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float] | None = None
     prompt_top_logprobs: list[dict[int, float]] | None = None
+    error: WeftError | None = None
 
     def _repr_html_(self) -> str:
         shown = [(exp(p), f"token {i}: {t}, p = {exp(p):.3f}") for i, (t, p) in enumerate(self._tokens())]
@@ -184,8 +185,8 @@ def generate(
     outputs = _shown(engine, max_tokens * sum(each.n for each in params), progress)
     if stream:
         return outputs
-    tracks = {(int(output.id), output.index): output.track for output in outputs}
-    return [_completion(track) for _, track in sorted(tracks.items(), key=lambda pair: pair[0])]
+    last = {(int(output.id), output.index): output for output in outputs}
+    return [_completion(last[key]) for key in sorted(last)]
 
 
 def _shown(engine: Engine, total: int, progress: bool) -> Iterator[RequestOutput]:
@@ -196,7 +197,8 @@ def _shown(engine: Engine, total: int, progress: bool) -> Iterator[RequestOutput
             yield output
 
 
-def _completion(track: Track) -> Completion:
+def _completion(output: RequestOutput) -> Completion:
+    track = output.track
     asked = track.request.sampling
     told = asked.prompt_logprobs is not None
     return Completion(
@@ -207,6 +209,7 @@ def _completion(track: Track) -> Completion:
         None if asked.logprobs is None else track.top_logprobs,
         track.prompt_logprobs if told else None,
         track.prompt_top_logprobs if told else None,
+        output.error,
     )
 
 

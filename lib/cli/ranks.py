@@ -1,13 +1,14 @@
 """Where the stages of a command run: in this process, in ranks of its own, or as one of torchrun's."""
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, TypeVarTuple, cast
 
 import attrs
 import torch
 
-from weft.errors import DeviceError, ProgramError, RequestError
+from weft.errors import ConfigWarning, DeviceError, ProgramError, RequestError
 from weft.stages.model import pick_device
 from weft.transforms.transports import Transport
 from weft.transforms.transports.distributed import Distributed
@@ -116,6 +117,7 @@ def _world() -> int:
 def _as_rank(fn: Callable[[Here, *Ts], T], place: Place, *args: *Ts) -> T:
     """This process's part, as one rank."""
     backend: Any = place.transport
+    warnings.simplefilter("ignore", ConfigWarning)  # the command has read the configuration before, and told
     transport = Distributed(device=place.device, backend=backend, timeout=place.timeout)
     try:
         stage = (transport.rank, transport.num_ranks)

@@ -184,6 +184,15 @@ def test_cuda_where_there_is_none(run: Weft, monkeypatch: pytest.MonkeyPatch, co
     assert_refused(run(*command, "--device", "cuda"), "device 'cuda', but torch sees 0 CUDA devices", "'cpu'")
 
 
+def test_a_torch_for_cuda_without_a_driver() -> None:
+    commands = ("doctor",), ("generate", "--model", str(DEMO), "--prompt", "A", "--max-tokens", "3", "--pp", "1")
+    look = f"import no_driver, weft.cli; raise SystemExit(any(map(weft.cli.main, {commands})))"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "torch is built for CUDA" in done.stdout
+
+
 # the process
 
 
@@ -292,3 +301,21 @@ def test_the_time_out_is_an_option(run: Weft, monkeypatch: pytest.MonkeyPatch, c
     assert run(*argv, "--timeout", "7.5")[0] == 0
     assert run(*argv)[0] == 0
     assert [place.timeout for place in places] == [7.5, 30.0]
+
+
+# what a checkpoint brings along
+
+
+def test_fields_that_weft_does_not_know_are_one_line(run: Weft, tmp_path: Path) -> None:
+    """Not one for each time that a command, or a rank of it, reads them."""
+    folder = shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("__*"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "my_field": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    line = (
+        "warning: weft does not know these fields of config.json, and ignores them: "
+        "auto_map={'AutoModelForCausalLM': 'modeling.Model'}, my_field=3\n"
+    )
+    for more in ((), ("--pp", "2")):
+        code, out, err = run(*generate("--prompt", "A list is", "--json", *more, model=folder))
+        assert (code, len(out.splitlines()), err) == (0, 1, line)

@@ -199,7 +199,10 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("error: weft plan --cohorts 5", "saw: 5 cohorts for 4 requests", "instead: from 1 to 4"),
     ),
     "no cohort": (("--pp", "2", "--cohorts", "0"), ("saw: 0 cohorts for 128 requests",)),
-    "no step": (("--pp", "2", "--steps", "0"), ("error: weft plan --steps 0", "instead: a whole number >= 1")),
+    "no step": (
+        ("--pp", "2", "--steps", "0"),
+        ("error: weft plan --steps 0", "instead: a whole number from 1 to 1000000000"),
+    ),
     "no request": (("--pp", "2", "--requests", "-1"), ("error: weft plan --requests -1",)),
     "no room": (("--pp", "2", "--capacity", "0"), ("error: weft plan --capacity 0",)),
     "no bandwidth": (

@@ -98,7 +98,7 @@ MISTAKES = {
         RequestError,
         "weft.Speculation(num_tokens=0, ngram=None, model=None)",
         "num_tokens=0",
-        "a whole number >= 1",
+        "a whole number from 1 to 1024",
     ),
     "state: a number for lengths": Mistake(
         lambda: make_state(model(), (), 32),

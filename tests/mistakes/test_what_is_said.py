@@ -67,6 +67,6 @@ def test_no_evidence_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     check(nn.Linear(3, 3), (X,), laws=("graph", "replay"))
     out = " ".join(capsys.readouterr().out.split())
     assert out.count("no evidence:") == 1
-    assert "runs inline: it reads a tensor from outside that requires grad" in out
+    assert "runs inline: it reads Linear.weight from outside, which requires grad" in out
     check(nn.Linear(3, 3).requires_grad_(False), (X,), laws=("graph", "replay"))
     assert "no evidence" not in capsys.readouterr().out

@@ -14,6 +14,7 @@ from weft.errors import EngineError, RequestError
 from weft.foreign import ENGINE, for_add
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
+from weft.stages.digest import digest_params
 from weft.stages.model import Model
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.intake import Intake
@@ -114,6 +115,14 @@ class Engine:
         spread = len(self.transport.ranks(pipeline)) < pipeline
         self._streams = Streams(self, spread)
         self._check = self.transport.check if spread else None
+        self._assert_equal = self.transport.assert_equal if spread else None
+        if self._assert_equal is not None:
+            said = {f"config.{name}": own for name, own in attrs.asdict(model.config, recurse=False).items()}
+            said |= self.limits.options | {"graph": graph, "num_logprobs": num_logprobs, "seed": given}
+            said |= {f"adapter {name!r}": digest_params(own.deltas) for name, own in named.items()}
+            said["weights"] = model.weights
+            for subject, value in said.items():
+                self._assert_equal(subject, str(value))
 
     def __repr__(self) -> str:
         """What it serves, and how far it is."""
@@ -163,6 +172,8 @@ class Engine:
         if name in self._samples or any(self._host.find(each) for each in names):
             call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
             raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
+        if self._assert_equal is not None:
+            self._assert_equal("the request", f"{request}, n={request.sampling.n}")
         first_job = self._host.num_jobs
         self._samples.add(name, self._add_to_host(names, request), first_job, mask)
         self._count += 1
@@ -195,6 +206,8 @@ class Engine:
         if not isinstance(id, str) or id not in self._samples:
             call = f"engine.abort({id!r})"
             raise RequestError(call, "no request of that id that has not ended", "an id that add() returned")
+        if self._assert_equal is not None:
+            self._assert_equal("the abort", repr(id))
         names = self._samples.names(id)
         for name in names:
             self._host = finish(self._host, name, "abort")
@@ -328,6 +341,9 @@ class Engine:
             self._host, more = schedule(self._host, self.limits.budget)
             works += map(self._masked, more)
         if works:
+            if self._assert_equal is not None:
+                for work in works:
+                    self._assert_equal("the work", work.summary)
             self._keep(self._stepper(works))
             for work in works:
                 self._counts.add(work)
@@ -344,7 +360,7 @@ class Engine:
 
     def _keep(self, done: Sequence[Done]) -> None:
         if done:
-            self._pending.append(Reading(done))
+            self._pending.append(Reading(done, None if self._check is None else self.transport.received()))
 
     def _read(self, reading: Reading) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

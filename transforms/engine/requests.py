@@ -35,6 +35,16 @@ class Request:
     given: Given | None = None
     is_masked: bool = False
 
+    def __str__(self) -> str:
+        """What ranks must say alike of it, in a line."""
+        contents = b"" if self.given is None else self.given.content(0, len(self.prompt))
+        digest = hashlib.blake2b(repr(self.prompt).encode() + contents, digest_size=6).hexdigest()
+        more = f", adapter {self.adapter}" * (self.adapter >= 0) + ", masked" * self.is_masked
+        return (
+            f"{self.id!r}, a prompt of {len(self.prompt)} tokens ({digest}), max_tokens={self.max_tokens}, "
+            f"priority={self.priority}{more}, {self.sampling!r}"
+        )
+
 
 @attrs.define(eq=False)
 class Running:

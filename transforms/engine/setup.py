@@ -105,6 +105,13 @@ class Resolved:
     page_size: int
     speculation: Speculation | None = None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What all ranks must say alike: the draft model is the first rank's, and the others know its configuration."""
+        budget, own = attrs.asdict(self.budget, recurse=False), self.speculation
+        drafts = None if own is None else (own.num_tokens, own.ngram, getattr(own.model, "config", own.model))
+        return {**budget, "num_pages": self.num_pages, "page_size": self.page_size, "speculation": drafts}
+
 
 def _pages_in_memory(model: Model, here: Sequence[StageLayout], page_size: int, more: int) -> int:
     """Pages that there is memory for, of `more` bytes each than the stages' own."""

@@ -1,6 +1,7 @@
 """Work: what one step does, as data that every rank gets alike; and how it is done to a state."""
 
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +130,14 @@ class Work:
     def kind(self) -> str:
         """`decode`, `prompts`, or both: `mixed`."""
         return "decode" if not self.token_ids else "mixed" if (LAST_TOKEN,) in self.token_ids else "prompts"
+
+    @property
+    def summary(self) -> str:
+        """What ranks must say alike of it, in a line: its rows, how many tokens of each, and what each may say next."""
+        found = hashlib.blake2b(digest_size=6)
+        for mask in self.masks:
+            found.update(b"any;" if mask is None else b"%d;" % len(mask) + mask)
+        return f"{self}{f', masks {found.hexdigest()}' * bool(self.masks)}"
 
     def place(self, device: torch.device | str, first: bool = True) -> "PlacedWork":
         """Its tensors on a device.

@@ -19,6 +19,8 @@ SAME = "the same code, configuration and batches on every rank: batches by a pur
 _SAME_CALLS = "the same calls with the same arguments, in the same order, on every rank"
 _MAX_ENTRIES = 4096
 """Entries of a journal that are kept to say what differs."""
+_LONGEST = 500
+"""Characters of an entry; of a longer one a digest stands for the rest."""
 _MAX_PLANS = 64
 """Plans that are kept to say what differs."""
 
@@ -31,6 +33,15 @@ class Mark:
     count: int
     chain: str
     plan: str
+
+
+@attrs.frozen
+class Expected:
+    """What a message must be of: a micro-batch, and a state of the journal."""
+
+    mark: Mark
+    microbatch: int
+    returns: bool
 
 
 class Agreement:
@@ -47,6 +58,9 @@ class Agreement:
 
     def add(self, subject: str, value: str) -> None:
         """Note what every rank must say alike, at the same place among its notes and steps."""
+        if len(value) > _LONGEST:
+            digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest()
+            value = f"{value[: _LONGEST - 20]}… ({digest})"
         self._count += 1
         self._chain = hashlib.blake2b(f"{self._chain}\n{subject}\n{value}".encode(), digest_size=12).hexdigest()
         self._entries.append((subject, value))
@@ -86,16 +100,21 @@ class Agreement:
             shown.append(mark.plan)
         return head
 
-    def compare(self, peer: int, microbatch: int, returns: bool, head: dict[str, Any]) -> None:
+    def expect(self, microbatch: int, returns: bool) -> "Expected":
+        """What the head of a message that this rank is to receive must say."""
+        return Expected(self._marks[microbatch], microbatch, returns)
+
+    def compare(self, peer: int, expected: "Expected", head: dict[str, Any]) -> None:
         """Raise ProgramError unless a rank that sent a message was in the same state when its batch was submitted."""
-        mark = self._marks[microbatch]
+        mark = expected.mark
         if (head["count"], head["chain"]) != (mark.count, mark.chain):
             self._refuse_entry(mark, peer, head)
         if head["plan"] != mark.plan:
             known = self._plans.get(head["plan"])
             text = head.get("text", None if known is None else known.text)
             raise ProgramError(f"step {mark.step} of rank {self.rank}", self._plan_seen(mark, peer, text), SAME)
-        if (head["mb"], head["returns"]) != (microbatch, returns):
+        microbatch = expected.microbatch
+        if (head["mb"], head["returns"]) != (microbatch, expected.returns):
             raise ProgramError(
                 f"step {mark.step} of rank {self.rank}: a message of micro-batch {microbatch} from rank {peer}",
                 f"one of micro-batch {head['mb']}: rank {peer} is in another step",

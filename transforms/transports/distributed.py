@@ -1,11 +1,13 @@
 """The transport `distributed`: a process for each rank, under torchrun or `weft.transforms.launch`."""
 
+import atexit
 import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -91,6 +93,7 @@ class Distributed:
             apart = store.clone()  # a connection is held as long as somebody waits on it
             self._guard = _make_guard(end, self.watch, Board(apart, self.rank, root_store(apart), secret, _host()))
             self._close = weakref.finalize(self, _shut, end, wire, self._guard, self.watch)
+            atexit.register(self._close)  # Python 3.13 forgets finalizers in processes that it forks
             self._connect(wire, start)
 
     def _connect(self, wire: Wire, timeout: float) -> None:
@@ -198,19 +201,36 @@ class Distributed:
                     self._guard.launched(self.watch.here)
             self.watch.at(stop, effects[stop] if stop < len(effects) else END)
         except BaseException as error:
-            reason = self._guard.stand_down(error) if isinstance(self._guard, Guard) else error
-            self.watch.fail(reason)
-            self._link.end.close(failed=True)
-            self._link.wire.close()
-            if reason is not error:
-                raise reason from error
+            self._fail(error)
             raise
 
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others that this rank failed, and close its connections; raises what its guard knew before."""
+        reason = self._guard.stand_down(error) if isinstance(self._guard, Guard) else error
+        self.watch.fail(reason)
+        self._link.end.close(failed=True)
+        self._link.wire.close()
+        if reason is not error:
+            raise reason from error
+
     def check(self) -> None:
-        """Raise RankError if a rank has failed, as far as is known now."""
+        """Raise RankError if a rank is known to have failed, and ProgramError if one was asked for something else."""
+        self._confirm(self._link.compare_arrived)
+
+    def received(self) -> Callable[[], None]:
+        """A function to call before a host reads what its device computes of all that was received so far: it waits for
+        what the senders' hosts say of these messages, and raises as `check` does."""
+        return partial(self._confirm, self._link.received())
+
+    def _confirm(self, compare: Callable[[], None]) -> None:
         if isinstance(self._guard, Guard):
             self._guard.check()
         self.watch.raise_failure()
+        try:
+            compare()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def synchronize(self) -> None:
         """Wait until this rank's device has done what it was told, replays of graphs included: only then is what it
@@ -218,6 +238,7 @@ class Distributed:
 
         Raises:
             RankError: a rank has failed, so that it never will, or that it did not receive what it computed with.
+            ProgramError: a rank was asked for something else.
         """
         if isinstance(self._guard, Guard):
             self.watch.at_sync()
@@ -225,7 +246,7 @@ class Distributed:
             while event is not None and not event.query():
                 self._guard.check()
                 time.sleep(_PAUSE)
-        self.check()
+        self.received()()
 
     def close(self) -> None:
         """Close the connections."""

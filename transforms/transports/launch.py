@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import attrs
+import torch
 from tqdm import tqdm
 
 from weft.errors import ProgramError, RankError
@@ -154,6 +155,8 @@ def _run_rank(pipe: Connection, environment: dict[str, str], fn: Callable[..., A
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which outlives a rank that is killed
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    if "OMP_NUM_THREADS" not in os.environ:  # ranks that each take all cores keep each other waiting
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(environment["LOCAL_WORLD_SIZE"])))
     try:
         message = pickle.dumps(Ended(fn(*args)))
         atexit._run_exitfuncs()  # transports close, once what they sent has left; multiprocessing would not call them

@@ -1,7 +1,7 @@
 """The local transport: all ranks in one process and one thread, their effects interleaved."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -63,6 +63,9 @@ class Local:
 
     def check(self) -> None:
         """Whoever fails here raises here."""
+
+    def received(self) -> Callable[[], None]:
+        return lambda: None
 
     def mail(self, num_ranks: int, /) -> Queues:
         return Queues(num_ranks)
