@@ -18,13 +18,14 @@ from weft.outputs import Output
 from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
+from weft.summary import Summarized
 from weft.trees import pytree
 
 
 @donatable
 @pytree
-@attrs.frozen(eq=False)
-class State:
+@attrs.frozen(eq=False, repr=False)
+class State(Summarized):
     """The paged KV cache of one stage and the table of requests, which is the same on every stage.
 
     A value: a step takes it (its storage is donated) and returns the next one. Row `max_num_reqs`, the last, is

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from weft.arguments import kind_of, names_arguments
 from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError, WeftError
+from weft.foreign import LOAD
 from weft.stages.adapters import Adapter, with_adapters
 from weft.stages.checkpoint import checked_device, read_params
 from weft.stages.config import ModelConfig, config_in_folder
@@ -105,6 +106,9 @@ class Model:
         layers = len(self.layout.layers)
         return f"<Model {self.config.architecture}{part}, {layers} layers, {size:.1f} MiB on {self.device}>"
 
+    def _repr_html_(self) -> str:
+        return self.params.table(repr(self))._repr_html_()
+
 
 @contextmanager
 def _tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: str) -> Iterator[None]:
@@ -159,11 +163,7 @@ def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | N
     return chosen
 
 
-@names_arguments(
-    torch_dtype="dtype=...",
-    device_map="device=...; weft.generate(..., pipeline=N) spans devices",
-    pipeline="stage=(index, num_stages), for a rank of a pipeline; or weft.generate(..., pipeline=N)",
-)
+@names_arguments(**LOAD)
 def load(
     path: str | Path,
     device: torch.device | str | None = None,

@@ -20,7 +20,7 @@ import attrs
 
 from weft import __version__
 from weft.cli.bench_options import add_bench
-from weft.cli.choices import DTYPES, MODES, TRANSPORTS
+from weft.cli.choices import DTYPES, MODES, TRANSPORTS, add_timeout
 from weft.cli.drafts import add_drafts, check_drafts
 from weft.cli.presets import PRESETS
 from weft.errors import ConfigWarning, WeftError
@@ -135,6 +135,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help="what carries messages between stages (default: nccl between GPUs, gloo between processes on the CPU; "
         "local: all stages in this process)",
     )
+    add_timeout(parser)
     parser.add_argument("--graph", choices=MODES, default="full", help="what is captured and replayed (default full)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights and the KV cache (default: the checkpoint's)")

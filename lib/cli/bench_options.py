@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.cli.choices import DTYPES, MODES, TRANSPORTS
+from weft.cli.choices import DTYPES, MODES, TRANSPORTS, add_timeout
 from weft.cli.drafts import add_drafts, check_drafts
 from weft.cli.files import write_file
 from weft.cli.presets import PRESETS
@@ -83,6 +83,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--run-ahead", type=int, default=1, metavar="K", help="steps launched before one is read (1)")
     add_drafts(how)
     how.add_argument("--transport", choices=TRANSPORTS, help="what carries messages between stages; as in generate")
+    add_timeout(how)
     how.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     how.add_argument("--dtype", choices=DTYPES, help="of the weights and the KV cache (default: the checkpoint's)")
 
@@ -175,7 +176,8 @@ def _source(arguments: argparse.Namespace) -> "Source":
 def _place(arguments: argparse.Namespace) -> "Place":
     from weft.cli.ranks import Place
 
-    return Place("weft bench", arguments.pp[0] if arguments.pp else None, arguments.transport, arguments.device)
+    stages = arguments.pp[0] if arguments.pp else None
+    return Place("weft bench", stages, arguments.transport, arguments.device, arguments.timeout)
 
 
 def _write(arguments: argparse.Namespace, report: dict[str, Any]) -> bool:

@@ -119,7 +119,7 @@ MISTAKES = {
         ArgumentError,
         "add(..., temperature=...)",
         "'temperature', which is no argument of it",
-        "weft.SamplingParams(temperature=...), behind the prompt",
+        "weft.SamplingParams(temperature=...), after the prompt",
     ),
     "engine: n-grams of no tokens": Mistake(
         lambda: weft.Speculation(2, ngram=0),

@@ -10,6 +10,7 @@ from weft.arguments import kind_of, names_arguments
 from weft.descriptor import BatchDescriptor
 from weft.effects import Schema
 from weft.errors import RequestError
+from weft.foreign import LIMITS
 from weft.outputs import IntermediateTensors
 from weft.stages.adapters import Adapter
 from weft.stages.decoder import decoder_stage
@@ -36,12 +37,7 @@ _CPU_BYTES = 2**30
 _MAX_CONTEXT = 4096
 
 
-@names_arguments(
-    max_num_seqs="max_num_reqs=...",
-    max_num_batched_tokens="max_num_tokens=...",
-    block_size="page_size=...",
-    num_gpu_blocks="num_pages=...",
-)
+@names_arguments(**LIMITS)
 @attrs.frozen(kw_only=True)
 class EngineLimits:
     """What an engine holds at most.

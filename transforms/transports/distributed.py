@@ -16,17 +16,17 @@ from weft.errors import DeviceError, ProgramError, RankError
 from weft.torchdist import rendezvous_store, root_store
 from weft.transforms.transports import plain
 from weft.transforms.transports.agreement import Agreement
-from weft.transforms.transports.board import START, Board, Heart
+from weft.transforms.transports.board import START, Board
 from weft.transforms.transports.failures import check_timeout
 from weft.transforms.transports.gloo import GlooEnd
-from weft.transforms.transports.guard import Guard
+from weft.transforms.transports.guard import Guard, Heart
 from weft.transforms.transports.meeting import attend, gather
 from weft.transforms.transports.messages import DeviceEnd, ProcessEnd, ProcessLink
 from weft.transforms.transports.nccl import NcclEnd
 from weft.transforms.transports.network import Network
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.secret import shared_secret
-from weft.transforms.transports.watch import Watch
+from weft.transforms.transports.watch import END, Watch
 from weft.transforms.transports.wire import Wire
 from weft.transforms.transports.worker import Worker
 
@@ -57,7 +57,8 @@ class Distributed:
         device: where this rank's tensors are; None: `cuda:LOCAL_RANK` where there is one, else the CPU.
         backend: `gloo` for the CPU, `nccl` or `peer` for GPUs; None: by the device. `peer` stores into the neighbour's
             memory (symmetric memory, GPUs of one node that reach each other).
-        timeout: seconds that a rank may keep another one waiting before that raises RankError.
+        timeout: seconds that a rank may keep another one waiting before that raises RankError. Before its first step,
+            where it loads and captures, it may take half an hour, as long as its process runs.
 
     Raises:
         ProgramError: not under a launcher; ranks on several nodes without a secret or an address.
@@ -189,6 +190,8 @@ class Distributed:
             if isinstance(self._guard, Guard):
                 self._guard.check()
             self.watch.begin(plan)
+            if self.watch.here.step == 1:
+                self.watch.await_ranks()
             self._link.begin(plan, worker.first)
             effects, (start, stop) = plan.programs[self.rank].effects, plan.span(self.rank)
             for index, effect in enumerate(effects[start:stop], start):
@@ -196,7 +199,7 @@ class Distributed:
                 worker.perform(effect, self._link)
                 if isinstance(self._guard, Guard):
                     self._guard.launched(self.watch.here)
-            self.watch.at(stop, effects[stop] if stop < len(effects) else "its end")
+            self.watch.at(stop, effects[stop] if stop < len(effects) else END)
         except BaseException as error:
             self._fail(error)
             raise
@@ -300,7 +303,7 @@ def _host() -> int | None:
 
 def _make_guard(end: ProcessEnd, watch: Watch, board: Board) -> Guard | Heart:
     """What runs beside a rank: for work on a device a guard, which beats too."""
-    return Guard(watch.beside(board), end) if isinstance(end, DeviceEnd) else Heart(board)
+    return Guard(watch.beside(board), end) if isinstance(end, DeviceEnd) else Heart(watch, board)
 
 
 def _shut(end: ProcessEnd, wire: Wire, guard: Guard | Heart, watch: Watch) -> None:

@@ -243,7 +243,8 @@ class ProcessLink:
 
     def _hear(self, peer: int) -> bytes:
         try:
-            return self.wire.recv(peer, self.watch.ask(peer))
+            with self.watch.ask(peer) as look:
+                return self.wire.recv(peer, look)
         except OSError as error:
             raise self.watch.closed(peer, error) from error
 
