@@ -24,7 +24,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> 
     >>> route(torch.tensor([[0.0, 2.0, 2.0]]), 2, True, torch.float32)
     (tensor([[0.5000, 0.5000]]), tensor([[1, 2]], dtype=torch.int32))
     """
-    weights, experts = torch.ops.weft.route(logits, top_k, renormalize, dtype)
+    weights, experts = _route(logits, top_k, renormalize, dtype)
     return weights, experts
 
 
@@ -67,7 +67,7 @@ def run_experts(
     if len(kinds) > 1 or (scales is not None and inner % 128):
         seen = f"{'no ' if scales is None else ''}scales of x, I={inner}"
         raise DescriptorError("run_experts(…)", seen, "give scales of all three, with I in 128s, or none")
-    out: Tensor = torch.ops.weft.run_experts(
+    out: Tensor = _run_experts(
         values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
     )
     return out
@@ -130,11 +130,11 @@ def _fake_run_experts(
     return values.new_empty((experts.shape[1], *values.shape), dtype=dtype)
 
 
-register(
+_route = register(
     "route", "(Tensor logits, int top_k, bool renormalize, ScalarType dtype) -> (Tensor, Tensor)",
     cpu=reference_route, fake=_fake_route, kernel="weft.ops.route_triton:route",
 )  # fmt: skip
-register(
+_run_experts = register(
     "run_experts",
     "(Tensor values, Tensor? scales, Tensor gate_up, Tensor? gate_up_scale, Tensor down, Tensor? down_scale, "
     "Tensor weights, Tensor experts, ScalarType dtype) -> Tensor",

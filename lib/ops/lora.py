@@ -44,7 +44,7 @@ def add_lora(
         seen = f"{shapes}, slots {list(slots.shape)}"
         instead = "y [T, N], x [T, K], a [L, P, R, K], b [L, N, R], slots [T], P + 1 starts from 0 to N, one dtype"
         raise DescriptorError(f"add_lora(y, x, a, b, slots, active, {starts})", seen, instead)
-    out: Tensor = torch.ops.weft.add_lora(y, x, a, b, slots, active, starts)
+    out: Tensor = _add_lora(y, x, a, b, slots, active, starts)
     return out
 
 
@@ -65,7 +65,7 @@ def _fake(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: Ten
     return x.new_empty(y.shape[-2:])
 
 
-register(
+_add_lora = register(
     "add_lora",
     "(Tensor y, Tensor x, Tensor a, Tensor b, Tensor slots, Tensor active, int[] starts) -> Tensor",
     cpu=reference_add_lora, fake=_fake, kernel="weft.ops.lora_triton:add_lora",

@@ -1,10 +1,10 @@
 """Sampling as a pure function: a request's seed and position fix its random numbers, in any batch, order or split."""
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from weft.ops.logits import scale
-from weft.ops.presence import no_triton, triton_version
+from weft.ops.register import register
 from weft.ops.splitmix import exponential, random_bits
 
 
@@ -23,11 +23,11 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     Returns:
         Token ids [num_reqs] int64, and [num_reqs] float32 logprobs of them under softmax(logits), temperature 1.
     """
-    drawn: tuple[Tensor, Tensor] = torch.ops.weft.sample(logits, temperature, seeds, positions)
+    drawn: tuple[Tensor, Tensor] = _sample(logits, temperature, seeds, positions)
     return drawn
 
 
-def _on_cpu(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def reference_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return choose(logits, scale(logits.float(), temperature), temperature, seeds, positions)
 
 
@@ -41,22 +41,11 @@ def choose(
     return token_ids, logprobs
 
 
-def _on_cuda(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    if triton_version() is None:
-        raise no_triton(f"sample(logits on {logits.device}, …)")
-    # Not at the top: a machine without triton can still import weft and run on its CPU.
-    from weft.ops.sample_triton import draw
-
-    return draw(logits, temperature, seeds, positions)
-
-
 def _fake(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(seeds), torch.empty_like(temperature)
 
 
-library.define(
-    "weft::sample", "(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions) -> (Tensor, Tensor)"
-)
-library.impl("weft::sample", "CPU", _on_cpu)
-library.impl("weft::sample", "CUDA", _on_cuda)
-library.register_fake("weft::sample", _fake)
+_sample = register(
+    "sample", "(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions) -> (Tensor, Tensor)",
+    cpu=reference_sample, fake=_fake, kernel="weft.ops.sample_triton:draw",
+)  # fmt: skip

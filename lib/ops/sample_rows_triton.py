@@ -204,10 +204,11 @@ def _process_kernel(
 
 
 def draw_rows(
-    logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, token_mask: Tensor | None
+    logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`weft::sample_rows` on the GPU; see `weft.ops.sample_rows.sample_rows`."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    table, token_mask = SamplingTable(*tensors[:-1]), tensors[-1]
     temperatures, seeds, processed = process_rows(logits, rows, positions, table, token_mask)
     return draw(logits, temperatures, seeds, positions, processed)
 

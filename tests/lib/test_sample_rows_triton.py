@@ -32,7 +32,7 @@ from weft.sampling_table import SamplingTable
 draws, counts = torch.load(sys.argv[1])
 drawn, found = [], []
 for logits, table, rows, at, mask in draws:
-    drawn.append(draw_rows(logits, rows, at, SamplingTable(*table), mask))
+    drawn.append(draw_rows(logits, rows, at, *table, mask))
     _, _, processed = process_rows(logits.contiguous(), rows, at, SamplingTable(*table), mask)
     found.append((processed.kinds, processed.adjusted, processed.peaks, processed.bounds))
 for case in counts:
