@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.fp8 import Quantized, dequantize, dequantize_weight, reference_quantize
+from weft.ops.fp8 import ROUNDED, Quantized, dequantize, dequantize_weight, reference_quantize
 from weft.ops.gate import gated
-from weft.ops.parts import sum_parts
-from weft.ops.register import register
+from weft.ops.parts import sum_parts, widened
+from weft.ops.register import register, without_derivative
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ def run_experts(
 
 def reference_route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`weft::route` in plain torch, on any device."""
-    best, order = sum_parts(logits, dtype).float().sort(dim=-1, descending=True, stable=True)
+    best, order = widened(sum_parts(logits, dtype)).sort(dim=-1, descending=True, stable=True)
     # Relative to the greatest, which is first.
     powers = torch.exp(best - best[:, :1])
     weights = powers[:, :top_k]
@@ -107,6 +107,32 @@ def reference_run_experts(
     return out
 
 
+def functional_run_experts(
+    values: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same without a read on the host: every expert's products with all tokens, of which those that chose it keep
+    theirs."""
+    if scales is not None:
+        return _of_fp8(
+            values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
+        )
+    x, out = widened(values), torch.zeros_like(values, dtype=dtype).expand(experts.shape[1], -1, -1)
+    for expert in range(gate_up.shape[0]):
+        gate, up = (x @ widened(gate_up[expert]).T).chunk(2, dim=-1)
+        product = widened(gated(gate, up, dtype)) @ widened(down[expert]).T
+        chosen = (experts == expert).T[:, :, None]
+        out = torch.where(chosen, (product * weights.T[:, :, None]).to(dtype), out)
+    return out
+
+
 def _wide(weight: Tensor, scale: Tensor | None, expert: int) -> Tensor:
     return weight[expert].float() if scale is None else dequantize_weight(weight[expert], scale[expert])
 
@@ -130,6 +156,7 @@ def _fake_run_experts(
     return values.new_empty((experts.shape[1], *values.shape), dtype=dtype)
 
 
+_of_fp8 = without_derivative("run_experts", ROUNDED, reference_run_experts)
 _route = register(
     "route", "(Tensor logits, int top_k, bool renormalize, ScalarType dtype) -> (Tensor, Tensor)",
     cpu=reference_route, fake=_fake_route, kernel="weft.ops.route_triton:route",
@@ -139,4 +166,5 @@ _run_experts = register(
     "(Tensor values, Tensor? scales, Tensor gate_up, Tensor? gate_up_scale, Tensor down, Tensor? down_scale, "
     "Tensor weights, Tensor experts, ScalarType dtype) -> Tensor",
     cpu=reference_run_experts, fake=_fake_run_experts, kernel="weft.ops.experts_triton:run_experts",
+    functional=functional_run_experts,
 )  # fmt: skip

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.fp8 import ROUNDED, Quantized, ceil_blocks, reference_quantize
-from weft.ops.parts import sum_parts
+from weft.ops.parts import sum_parts, widened
 from weft.ops.register import register, without_derivative
 
 
@@ -65,6 +65,12 @@ def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def functional_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same in operations that have derivatives of all orders and modes; torch's own norm has a fused kernel."""
+    wide = widened(x)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * widened(weight)).to(x.dtype)
+
+
 def reference_rms_norm_quantized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """`weft::rms_norm_quantized` in plain torch, on any device."""
     normed = reference_rms_norm(x, weight, eps)
@@ -75,6 +81,12 @@ def reference_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
     """`weft::add_rms_norm` in plain torch, on any device."""
     total = reference_add_parts(x, residual)
     return reference_rms_norm(total, weight, eps), total
+
+
+def functional_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The same by `functional_rms_norm`."""
+    total = reference_add_parts(x, residual)
+    return functional_rms_norm(total, weight, eps), total
 
 
 def reference_add_rms_norm_quantized(
@@ -108,6 +120,7 @@ def _fake_add_quantized(
 _rms_norm = register(
     "rms_norm", "(Tensor x, Tensor weight, float eps) -> Tensor",
     cpu=reference_rms_norm, fake=lambda x, weight, eps: torch.empty_like(x), kernel="weft.ops.norm_triton:norm",
+    functional=functional_rms_norm,
 )  # fmt: skip
 _rms_norm_quantized = register(
     "rms_norm_quantized", "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
@@ -117,6 +130,7 @@ _rms_norm_quantized = register(
 _add_rms_norm = register(
     "add_rms_norm", "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     cpu=reference_add_rms_norm, fake=_fake_add, kernel="weft.ops.norm_triton:add_norm",
+    functional=functional_add_rms_norm,
 )  # fmt: skip
 _add_rms_norm_quantized = register(
     "add_rms_norm_quantized",

@@ -1,11 +1,13 @@
 """What stands between the query-key-value product and attention: QK norm, rotary embedding and KV cache, as one op."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
+from weft.ops.norm import functional_rms_norm
 from weft.ops.paged_attention_functional import keep
 from weft.ops.parts import sum_parts, widened
 from weft.ops.register import register
@@ -57,7 +59,7 @@ def rotate_and_keep(
 
 def reference_rotate_and_keep(*args: Any) -> Tensor:
     """`weft::rotate_and_keep` in plain torch, on any device."""
-    q, k, v, slot_mapping, kv_pages = _rotated(*args)
+    q, k, v, slot_mapping, kv_pages = _rotated(_torch_norm, *args)
     kept = (slot_mapping >= 0).nonzero()[:, 0]
     for pages, rows in zip(kv_pages.flatten(1, 2), (k, v), strict=True):
         pages.index_copy_(0, slot_mapping[kept].long(), rows[kept])
@@ -66,11 +68,16 @@ def reference_rotate_and_keep(*args: Any) -> Tensor:
 
 def functional_rotate_and_keep(*args: Any) -> tuple[Tensor, Tensor]:
     """The same with pages of its own, which it returns behind the queries; it reads nothing on the host."""
-    q, k, v, slot_mapping, kv_pages = _rotated(*args)
-    return q, keep(k, v, slot_mapping, kv_pages)
+    q, *kept = _rotated(functional_rms_norm, *args)
+    return q, keep(*kept)
+
+
+def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), widened(weight), eps)
 
 
 def _rotated(
+    norm: Callable[[Tensor, Tensor, float], Tensor],
     qkv: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
@@ -82,24 +89,20 @@ def _rotated(
     num_heads: int,
     starts: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values, and what says where these go."""
+    """Queries, keys and values, and what says where the last two go."""
     kv_heads, dim = kv_pages.shape[-2:]
-    whole = sum_parts(qkv, kv_pages.dtype)
+    whole, cos, sin = sum_parts(qkv, kv_pages.dtype), widened(cos[:, None]), widened(sin[:, None])
     q, k, v = (
         whole[:, start : start + heads * dim].unflatten(1, (heads, dim))
         for start, heads in zip((0, *starts), (num_heads, kv_heads, kv_heads), strict=True)
     )
-    return _turned(q, q_norm, eps, cos, sin), _turned(k, k_norm, eps, cos, sin), v, slot_mapping, kv_pages
 
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        wide = widened(x) if weight is None else norm(widened(x), weight, eps)
+        left, right = wide.chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
-def _turned(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads `[T, H, D]`, normalised and rotated."""
-    wide = widened(x)
-    if weight is not None:
-        wide = torch.nn.functional.rms_norm(wide, (x.shape[-1],), widened(weight), eps)
-    left, right = wide.chunk(2, dim=-1)
-    cos, sin = widened(cos[:, None]), widened(sin[:, None])
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    return turned(q, q_norm), turned(k, k_norm), v, slot_mapping, kv_pages
 
 
 def _fake(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.logits import scale
+from weft.ops.parts import widened
 from weft.ops.register import register
 from weft.ops.splitmix import exponential, random_bits
 
@@ -28,7 +29,9 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 
 
 def reference_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    return choose(logits, scale(logits.float(), temperature), temperature, seeds, positions)
+    """`weft::sample` in plain torch, on any device. What is drawn moves in steps, so that it has no derivative; its
+    logprob has one."""
+    return choose(logits, scale(logits.detach().float(), temperature), temperature, seeds, positions)
 
 
 def choose(
@@ -37,7 +40,7 @@ def choose(
     """The reference: the arg max of `scaled`, with noise unless the temperature is 0, and its logprob by `logits`."""
     noise = -torch.log(exponential(random_bits(seeds, positions, logits.shape[-1])))
     token_ids = torch.where((temperature <= 0)[:, None], scaled, scaled + noise).argmax(-1)
-    logprobs = logits.float().log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)
+    logprobs = widened(logits).log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)
     return token_ids, logprobs
 
 

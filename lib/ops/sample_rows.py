@@ -72,8 +72,7 @@ def reference_sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, *tens
 def functional_sample_rows(
     logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same without a read on the host: all requests are processed. What is drawn moves in steps, so that it has no
-    derivative; its logprob has one."""
+    """The same without a read on the host: all requests are processed."""
     table, token_mask = SamplingTable(*tensors[:-1]), tensors[-1]
     temperature, seeds, constant = table.floats[rows, TEMPERATURE], table.ints[rows, SEED], logits.detach()
     used = _uses_something(table, rows, token_mask)[:, None]
