@@ -118,7 +118,7 @@ def descriptor_field() -> dict[str, Any]:
 
 @attrs.frozen(hash=True)
 class Context:
-    """The static fields of a node, and the names of its optional fields that are None, as part of a tree's structure."""
+    """The static fields of a node, and its optional fields that are None, as part of a tree's structure."""
 
     values: tuple[Any, ...] = attrs.field(eq=False)
     absent: tuple[str, ...] = ()

@@ -67,9 +67,7 @@ def run_experts(
     if len(kinds) > 1 or (scales is not None and inner % 128):
         seen = f"{'no ' if scales is None else ''}scales of x, I={inner}"
         raise DescriptorError("run_experts(…)", seen, "give scales of all three, with I in 128s, or none")
-    out: Tensor = _run_experts(
-        values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
-    )
+    out: Tensor = _run_experts(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype)
     return out
 
 
@@ -121,9 +119,8 @@ def functional_run_experts(
     """The same without a read on the host: every expert's products with all tokens, of which those that chose it keep
     theirs."""
     if scales is not None:
-        return _of_fp8(
-            values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
-        )
+        of_fp8: Tensor = _of_fp8(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype)
+        return of_fp8
     x, out = widened(values), torch.zeros_like(values, dtype=dtype).expand(experts.shape[1], -1, -1)
     for expert in range(gate_up.shape[0]):
         gate, up = (x @ widened(gate_up[expert]).T).chunk(2, dim=-1)

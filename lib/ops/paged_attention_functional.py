@@ -14,7 +14,8 @@ def keep(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> Tensor
     slots, slot = kv_pages.shape[1] * kv_pages.shape[2], slot_mapping.long()
     index = torch.where(slot < 0, 2 * slots, torch.stack((slot, slot + slots))).flatten()
     rows = torch.cat((kv_pages.flatten(0, 2), k.new_zeros((1, *k.shape[1:]))))  # the last is for those left out
-    return rows.index_copy(0, index, torch.cat((k, v)))[: 2 * slots].view_as(kv_pages)
+    kept: Tensor = rows.index_copy(0, index, torch.cat((k, v)))[: 2 * slots]
+    return kept.view_as(kv_pages)
 
 
 def attend(
@@ -68,7 +69,8 @@ def attend(
 
 def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
     """`[R, n, H, D] -> [R, Hkv, n * (H // Hkv), D]`: the queries that share a key head as the rows of one matrix."""
-    return q.unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+    grouped: Tensor = q.unflatten(2, (kv_heads, -1))
+    return grouped.transpose(1, 2).flatten(2, 3)
 
 
 def _write(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> None:

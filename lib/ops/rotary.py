@@ -41,8 +41,8 @@ def rotate_and_keep(
         starts: the columns of qkv where keys and values begin; queries begin with the first.
 
     Returns:
-        The queries `[T, H, D]`, and the pages: those given, written in place; where a derivative is asked for, or inside
-        a transform of torch.func, others that hold the same.
+        The queries `[T, H, D]`, and the pages: those given, written in place; or others with the same
+        in them, where a derivative is asked for or inside a transform of torch.func.
 
     Raises:
         DescriptorError: columns or heads that do not fit.

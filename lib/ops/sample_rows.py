@@ -69,15 +69,15 @@ def reference_sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, *tens
     return choose(logits, scaled, temperature, seeds, positions)
 
 
-def functional_sample_rows(
-    logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor
-) -> tuple[Tensor, Tensor]:
+def functional_sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     """The same without a read on the host: all requests are processed."""
     table, token_mask = SamplingTable(*tensors[:-1]), tensors[-1]
     temperature, seeds, constant = table.floats[rows, TEMPERATURE], table.ints[rows, SEED], logits.detach()
     used = _uses_something(table, rows, token_mask)[:, None]
     processed = process(constant, table.rules(rows), positions, token_mask)
-    return choose(logits, torch.where(used, processed, scale(constant.float(), temperature)), temperature, seeds, positions)
+    return choose(
+        logits, torch.where(used, processed, scale(constant.float(), temperature)), temperature, seeds, positions
+    )
 
 
 def _uses_something(table: SamplingTable, rows: Tensor, token_mask: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ is to catch.
 """
 
 from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.laws.derivatives import derivatives_are_of_the_step, graphs_of_gradients_are_gradients
 from weft.proofs.laws.dispatch import (
     class_is_kept,
     dispatch_is_least,
@@ -55,6 +56,7 @@ __all__ = [
     "capture_leaves_no_trace_on_functions",
     "checker_is_right",
     "class_is_kept",
+    "derivatives_are_of_the_step",
     "dispatch_is_least",
     "dropped_graphs_are_not_in_use",
     "engine_serves_as_alone",
@@ -66,6 +68,7 @@ __all__ = [
     "graph_is_eager_on_padded_functions",
     "graph_keeps_what_it_reads",
     "graphs_of_functions_are_functions",
+    "graphs_of_gradients_are_gradients",
     "hosts_agree",
     "image_padding_is_inert",
     "memory_is_estimated",

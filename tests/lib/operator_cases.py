@@ -6,8 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.ops import attention_quantized, experts, fp8, gate, linear, lora, norm, paged_attention
-from weft.ops import requests, rope, rotary, sample, sample_rows, transfer
+from weft.ops import (
+    attention_quantized,
+    experts,
+    fp8,
+    gate,
+    linear,
+    lora,
+    norm,
+    paged_attention,
+    requests,
+    rope,
+    rotary,
+    sample,
+    sample_rows,
+    transfer,
+)
 from weft.ops.fp8 import reference_quantize
 from weft.ops.logits import FEATURES, PENALTIES, REPETITION, TEMPERATURE
 from weft.sampling_table import SamplingTable
@@ -100,7 +114,8 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         "fp8_linear": [(values, scales, fp8_weight, fp8_scale, randn(130), dtype),
                        (randn(3, 200), None, fp8_weight, fp8_scale, None, dtype)],
         "linear": [(x, randn(5, 6), None), (x, randn(5, 6), randn(5))],
-        "move_on": [(integers(3, 4, 0), integers(7, 8, 9), rows, starts, kept, ids) for ids in (integers(1, 2, 3), None)],
+        "move_on": [(integers(3, 4, 0), integers(7, 8, 9), rows, starts, kept, ids)
+                    for ids in (integers(1, 2, 3), None)],
         "paged_attention": [(randn(7, 2, 2), k, v, randn(2, 4, 4, 1, 2), *where)
                             for k, v in ((None, None), (randn(7, 1, 2), randn(7, 1, 2)))],
         "paged_attention.quantized": [(randn(7, 2, 128), None, None, randn(2, 4, 4, 1, 128), *where)],
@@ -128,7 +143,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         "send": [([torch.ones(2), torch.ones(3)], END, 0, 7)],
         "silu_mul": [(y, dtype) for y in (x, parted)],
         "silu_mul_quantized": [(x, dtype)],
-        "turn_tables": [(randn(3), positions, 1.5, dtype) for positions in (integers(0, 3, 7), torch.ones(4, 3).long())],
+        "turn_tables": [(randn(3), places, 1.5, dtype) for places in (integers(0, 3, 7), torch.ones(4, 3).long())],
     }  # fmt: skip
 
 

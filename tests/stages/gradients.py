@@ -1,6 +1,7 @@
 """A loss by weft and by transformers, and its gradients by the fields of weft's parameters, for the tests of these."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def chunked(prompts: Sequence[Sequence[int]], sizes: Sequence[int], **more: Any)
     """The prompts as batches of at most so many tokens a request, each token's target the next one."""
     ends = [0, *(sum(sizes[: i + 1]) for i in range(len(sizes)))]
     made = []
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in pairwise(ends):
         rows = [row for row, ids in enumerate(prompts) if len(ids) > start]
         targets = [(*prompts[row], 0)[start + 1 : min(end, len(prompts[row])) + 1] for row in rows]
         batch = Batch.ragged(rows, [prompts[row][start:end] for row in rows], **more)

@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import MODELS, build, chunked, cloned, gradients_as_params, load, loss_of, next_token_loss, prompts_of, total, worst
+from gradients import (
+    MODELS,
+    build,
+    chunked,
+    cloned,
+    gradients_as_params,
+    load,
+    loss_of,
+    next_token_loss,
+    prompts_of,
+    total,
+    worst,
+)
 from torch import Tensor
 
 from weft.stages.model import Model
