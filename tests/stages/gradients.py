@@ -1,6 +1,6 @@
 """A loss by weft and by transformers, and its gradients by the fields of weft's parameters, for the tests of these."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor
 import weft
 from weft.batch import Batch
 from weft.stages.model import Model
+from weft.transforms.ladder import Limits
+from weft.transforms.runner import make_runner, make_state
 from weft.trees import leaves_with_names, tree_map
 
 SIZES: dict[str, Any] = {
@@ -29,19 +31,17 @@ SIZES: dict[str, Any] = {
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
-    "llama-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
-    "qwen3-moe": ("Qwen3MoeForCausalLM", {"head_dim": 8, "norm_topk_prob": True, **EXPERTS}),
-    "qwen3-moe-raw": ("Qwen3MoeForCausalLM", {"head_dim": 8, "norm_topk_prob": False, **EXPERTS}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {"head_dim": 8, **EXPERTS}),
 }
+LENGTHS = (19, 3, 33, 1)
 
 
-def build(name: str) -> Any:
-    """A model of transformers, all of whose weights are random: no gradient is near 0."""
-    architecture, fields = MODELS[name]
+def build(architecture: str, fields: dict[str, Any]) -> Any:
+    """A model of transformers, all of whose weights are random, so that no gradient is near 0."""
     config_class, model_class = CLASSES[architecture]
-    model = model_class(config_class(**SIZES, **fields)).eval()
+    model = model_class(config_class(**fields)).eval()
     if architecture == "Qwen3MoeForCausalLM":  # its grouped product asks for multiples of 16 bytes
         model.set_experts_implementation("eager")
     return scrambled(model)
@@ -55,6 +55,11 @@ def scrambled(model: Any) -> Any:
     return model
 
 
+def saved(model: Any, folder: Path) -> Model:
+    model.save_pretrained(folder)
+    return weft.load(folder, "cpu")
+
+
 def prompts_of(lengths: Sequence[int], vocab_size: int = 40) -> list[list[int]]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
@@ -62,48 +67,78 @@ def prompts_of(lengths: Sequence[int], vocab_size: int = 40) -> list[list[int]]:
 
 def next_token_loss(logits: Tensor, ids: Sequence[int]) -> Tensor:
     """-log p of each token but the first, added up; `logits` are of one prompt."""
-    own = logits[:-1].log_softmax(-1)
-    return -own.gather(1, torch.tensor(ids[1:])[:, None]).sum()
+    return -logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).sum()
+
+
+def their_gradients(model: Any, prompts: Sequence[Sequence[int]], folder: Path) -> Any:
+    """What backward leaves in a model of transformers, by the fields of weft's parameters."""
+    for ids in prompts:
+        next_token_loss(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0], ids).backward()
+    return gradients_as_params(model, folder)
 
 
 def gradients_as_params(model: Any, folder: Path) -> Any:
-    """What `backward` left in a model of transformers, read as a checkpoint: it has the fields of weft's parameters."""
+    """The gradients of a model of transformers, read as a checkpoint."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    model.save_pretrained(folder)
-    return weft.load(folder, "cpu").params
+    return saved(model, folder).params
 
 
 def chunked(prompts: Sequence[Sequence[int]], sizes: Sequence[int], **more: Any) -> list[Batch]:
-    """The prompts as batches of at most so many tokens a request, each token's target the next one."""
-    ends = [0, *(sum(sizes[: i + 1]) for i in range(len(sizes)))]
+    """The prompts as batches of at most so many tokens a request; the target of each token is the next one."""
     made = []
-    for start, end in pairwise(ends):
+    for start, end in pairwise((0, *(sum(sizes[: i + 1]) for i in range(len(sizes))))):
         rows = [row for row, ids in enumerate(prompts) if len(ids) > start]
-        targets = [(*prompts[row], 0)[start + 1 : min(end, len(prompts[row])) + 1] for row in rows]
+        targets = [token for row in rows for token in (*prompts[row], 0)[start + 1 : min(end, len(prompts[row])) + 1]]
         batch = Batch.ragged(rows, [prompts[row][start:end] for row in rows], **more)
-        made.append(attrs.evolve(batch, targets=torch.tensor([t for own in targets for t in own])))
+        made.append(attrs.evolve(batch, targets=torch.tensor(targets)))
     return made
 
 
 def loss_of(out: Any, batch: Batch, prompts: Sequence[Sequence[int]], done: dict[int, int]) -> Tensor:
     """`next_token_loss` of what a batch read of the prompts; `done` counts it."""
-    kept = []
+    kept: list[float] = []
     for row, count in zip(batch.rows.tolist(), batch.query_start_loc.diff().tolist(), strict=True):
         done[row] = done.get(row, 0) + count
         kept += [1.0] * (count - 1) + [float(done[row] < len(prompts[row]))]
-    return -(out.prompt_logprobs * torch.tensor(kept)).sum()
+    found: Tensor = -(out.prompt_logprobs * torch.tensor(kept)).sum()
+    return found
 
 
-def cloned(params: Any) -> Any:
+def loss_by(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    sizes: Sequence[int] = (64,),
+    num_stages: int = 1,
+    mode: str = "none",
+) -> tuple[tuple[Any, ...], Callable[[Any], Tensor]]:
+    """The stages' parameters, and the loss of the prompts as a function of these: in chunks of these sizes, a step
+    each, over pages that start empty."""
+    runner = make_runner(model, Limits(4, 64), num_stages=num_stages, mode=mode)
+
+    def loss(params: Any) -> Tensor:
+        state, found, done = make_state(model, runner.layouts, [48] * len(prompts)), torch.zeros(()), dict[int, int]()
+        for batch in chunked(prompts, sizes):
+            state, out = runner.step(params, state, batch)
+            found = found + loss_of(out, batch, prompts, done)
+        return found
+
+    return runner.params, loss
+
+
+def recorded(params: Any) -> Any:
     """Leaves that require grad; one that stands twice, as tied weights do, still does."""
     made: dict[int, Tensor] = {}
     return tree_map(lambda x: made.setdefault(id(x), x.detach().clone().requires_grad_()), params)
 
 
-def total(gradients: Any) -> Any:
-    """Those of tied weights added up, as one tensor has them."""
+def gradients_of(params: Any) -> Any:
+    return tree_map(lambda x: x.grad, params)
+
+
+def untied(gradients: Any) -> Any:
+    """The gradients of tied weights added up, as one tensor has them."""
     both = gradients.embed_tokens + gradients.lm_head
     return attrs.evolve(gradients, embed_tokens=both, lm_head=both)
 
@@ -111,11 +146,10 @@ def total(gradients: Any) -> Any:
 def worst(found: Any, wanted: Any) -> tuple[float, str]:
     """The greatest error of a leaf, relative to its greatest element, and which. `inv_freq` is no weight of theirs."""
     pairs = zip(leaves_with_names(found), leaves_with_names(wanted), strict=True)
-    errors = [((a - b).abs().max().item() / b.abs().max().item(), path) for (path, a), (_, b) in pairs
-              if path != ".inv_freq"]  # fmt: skip
+    errors = [(relative(a, b), path) for (path, a), (_, b) in pairs if not path.endswith("inv_freq")]
     return max(errors)
 
 
-def load(model: Any, folder: Path) -> Model:
-    model.save_pretrained(folder)
-    return weft.load(folder, "cpu")
+def relative(found: Tensor, wanted: Tensor) -> float:
+    assert wanted.abs().max() > 0
+    return float((found - wanted).abs().max() / wanted.abs().max())
