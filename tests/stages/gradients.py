@@ -92,7 +92,7 @@ def chunked(prompts: Sequence[Sequence[int]], sizes: Sequence[int], **more: Any)
         rows = [row for row, ids in enumerate(prompts) if len(ids) > start]
         targets = [token for row in rows for token in (*prompts[row], 0)[start + 1 : min(end, len(prompts[row])) + 1]]
         batch = Batch.ragged(rows, [prompts[row][start:end] for row in rows], **more)
-        made.append(attrs.evolve(batch, targets=torch.tensor(targets)))
+        made.append(attrs.evolve(batch, targets=torch.tensor(targets).to(batch.rows.device)))
     return made
 
 
@@ -102,7 +102,7 @@ def loss_of(out: Any, batch: Batch, prompts: Sequence[Sequence[int]], done: dict
     for row, count in zip(batch.rows.tolist(), batch.query_start_loc.diff().tolist(), strict=True):
         done[row] = done.get(row, 0) + count
         kept += [1.0] * (count - 1) + [float(done[row] < len(prompts[row]))]
-    found: Tensor = -(out.prompt_logprobs * torch.tensor(kept)).sum()
+    found: Tensor = -(out.prompt_logprobs * torch.tensor(kept).to(out.prompt_logprobs)).sum()
     return found
 
 
@@ -118,11 +118,11 @@ def loss_by(
     runner = make_runner(model, Limits(4, 64), num_stages=num_stages, mode=mode)
 
     def loss(params: Any) -> Tensor:
-        state, found, done = make_state(model, runner.layouts, [48] * len(prompts)), torch.zeros(()), dict[int, int]()
-        for batch in chunked(prompts, sizes):
+        state, found, done = make_state(model, runner.layouts, [48] * len(prompts)), list[Tensor](), dict[int, int]()
+        for batch in chunked(prompts, sizes, device=model.device):
             state, out = runner.step(params, state, batch)
-            found = found + loss_of(out, batch, prompts, done)
-        return found
+            found.append(loss_of(out, batch, prompts, done))
+        return torch.stack(found).sum()
 
     return runner.params, loss
 

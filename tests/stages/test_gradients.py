@@ -170,13 +170,13 @@ def test_other_derivatives_agree(models: dict[str, tuple[Model, Any]], name: str
     torch.testing.assert_close(hessian, hessian.T, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_training_step_is_captured_and_replays(models: dict[str, tuple[Model, Any]], name: str) -> None:
+def test_a_training_step_is_captured_and_replays(models: dict[str, tuple[Model, Any]], name: str, device: str) -> None:
     """`graphify` of a loss, its gradient and an update: bitwise the eager one, and the loss falls."""
-    model, _ = models[name]
-    params, _ = loss_by(model, PROMPTS[:2])
+    model = weft.load(models[name][0].path, device)
     runner = make_runner(model, Limits(4, 64), mode="none")
-    batch = attrs.evolve(Batch.ragged([0, 1], PROMPTS[:2]), targets=torch.arange(22) % 40)
+    [batch], params = chunked(PROMPTS[:2], (64,), device=device), runner.params
 
     def loss(params: Any, state: Any) -> Tensor:
         _, out = runner.step(params, state, batch)
@@ -188,15 +188,43 @@ def test_a_training_step_is_captured_and_replays(models: dict[str, tuple[Model, 
         return tree_map(lambda p, slope: p - rate * slope, params, slopes), value
 
     state, train, losses = make_state(model, runner.layouts, [48, 48]), graphify(update, donate_argnames="params"), []
-    ours, other = weft.clone(params), weft.clone(params)
+    ours, other, rate = weft.clone(params), weft.clone(params), torch.tensor(0.05, device=device)
     for _ in range(4):
-        ours, value = train(ours, state, torch.tensor(0.05))
-        other, expected = update(other, weft.clone(state), torch.tensor(0.05))
+        ours, value = train(ours, state, rate)
+        other, expected = update(other, weft.clone(state), rate)
         assert torch.equal(value, expected)
         assert all(map(torch.equal, tree_leaves(ours), tree_leaves(other)))
         losses.append(float(value))
     assert (train.cache_info().captures, train.cache_info().replays) == (1, 4)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_on_a_gpu_are_those_of_the_cpu(models: dict[str, tuple[Model, Any]], name: str) -> None:
+    """By the functional forms, of chunks, by torch.func and backward."""
+    model, wanted = models[name]
+    there = weft.load(model.path, "cuda")
+    (params,), loss = loss_by(there, PROMPTS, CHUNKS)
+    own = recorded(params)
+    loss((own,)).backward()
+    for found in (gradients_of(own), *torch.func.grad(loss)((params,))):
+        on_host = tree_map(lambda x: x.cpu(), found)
+        shared = found.embed_tokens is found.lm_head
+        error, where = worst(untied(on_host) if model.config.tie_word_embeddings and not shared else on_host, wanted)
+        print(f"{name} on {there.device}: greatest relative error {error:.1e}, at {where}")
+        assert error < 2e-4
+
+
+@pytest.mark.gpu
+def test_gradients_on_a_gpu_in_bfloat16() -> None:
+    """The demo's are near those in float32."""
+    losses = [
+        loss_by(weft.load(weft.stages.DEMO, "cuda", dtype), prompts_of(LENGTHS)) for dtype in ("float32", "bfloat16")
+    ]
+    (fine,), (coarse,) = (torch.func.grad(loss)(params) for params, loss in losses)
+    for one, other in list(zip(tree_leaves(coarse), tree_leaves(fine), strict=True))[:-1]:
+        assert float((one.float() - other).norm() / other.norm()) < 0.1
 
 
 def test_one_leaf_of_one_layer(models: dict[str, tuple[Model, Any]]) -> None:
