@@ -51,6 +51,10 @@ class CacheMissError(WeftError, RuntimeError):
     """A call to a frozen graphified function that would have to capture."""
 
 
+class DerivativeError(WeftError, NotImplementedError):
+    """A derivative that an operator does not have."""
+
+
 class TooManyCapturesError(WeftError, AssertionError):
     """A capture inside `weft.assert_max_captures(n)` that is one too many."""
 

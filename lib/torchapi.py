@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -23,6 +23,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "FUNCTORCH_KEY",
     "READ_BY_PICKLE",
     "DispatchMode",
     "FunctionMode",
@@ -43,9 +44,11 @@ __all__ = [
     "in_plain_surroundings",
     "is_capturing",
     "is_compiled",
+    "is_differentiated",
     "is_higher_order",
     "off_fast_path",
     "operator_name",
+    "overload_of",
     "pytree",
     "pytree_node",
     "replayer",
@@ -58,11 +61,14 @@ __all__ = [
     "uncompiled",
     "unnamed_children",
     "unseen",
+    "unwrapped_call",
 ]
 
 
 READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
 """An attribute of every tensor that `Tensor.__reduce_ex__` looks at, and hardly anybody else."""
+FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
+"""The dispatch key that comes first inside a transform of torch.func, and nowhere else."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -138,6 +144,19 @@ def pytree_node(kind: type) -> Any:
     return pytree.SUPPORTED_NODES.get(kind)
 
 
+def overload_of(name: str) -> Any:
+    """The operator `weft::linear`, or of its overloads `weft::linear.quantized`."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def unwrapped_call(operator: Any) -> Callable[..., Any]:
+    """What calls an operator's overload, without the Python around it."""
+    call: Callable[..., Any] = operator._op
+    return call
+
+
 def unnamed_children(node: Any) -> list[Any] | None:
     """The children of a node whose class was registered with torch's pytree without names for them; None for others."""
     known = pytree.SUPPORTED_NODES.get(type(node))
@@ -159,6 +178,17 @@ def in_dispatch_mode() -> bool:
 def in_functorch_transform() -> bool:
     """Whether an outer torch.func transform (vmap, grad, jvp, functionalize) or a forward-mode level is active."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether autograd, or a torch.func transform at any level, follows what is made of a tensor now."""
+    while True:
+        dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+        if dual or (tensor.requires_grad and torch.is_grad_enabled()):
+            return True
+        if not is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = get_unwrapped(tensor)
 
 
 def in_plain_surroundings() -> bool:

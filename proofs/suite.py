@@ -133,6 +133,15 @@ def _with_func(law: Callable[..., None]) -> Callable[[st.DataObject, str], None]
     return check
 
 
+def _derived(data: st.DataObject, device: str) -> None:
+    scenario = data.draw(strategies.scenarios(max_layers=2, max_steps=2))
+    laws.derivatives_are_of_the_step(scenario, data.draw(st.one_of(st.none(), st.integers(0, 63))), device)
+
+
+def _learned(data: st.DataObject, device: str) -> None:
+    laws.graphs_of_gradients_are_gradients(data.draw(strategies.scenarios(max_layers=1, max_steps=2)), device)
+
+
 def _sampled(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=2, sampled=True))
     ladder = data.draw(strategies.ladders(scenario.batches()))
@@ -240,6 +249,8 @@ LAWS = (
     Law("L14", "memory is estimated", _estimated),
     Law("L15", "functions of graphs are functions", _with_func(laws.functions_of_graphs_are_functions)),
     Law("L15", "graphs of functions are functions", _with_func(laws.graphs_of_functions_are_functions)),
+    Law("L15", "derivatives are of the models' steps", _derived),
+    Law("L15", "graphs of the steps' gradients are gradients", _learned),
     Law("L16", "seed and position fix the sample", _sampled),
     Law("L17", "order is free", _reordered),
     Law("L18", "requests are served in turn, and end", _in_turn),

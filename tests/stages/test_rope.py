@@ -39,7 +39,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     qkv = torch.cat((x.flatten(1), x.new_zeros(tokens, 2 * dim)), 1)
     nowhere, pages = torch.full((tokens,), -1), x.new_zeros(2, 1, 1, 1, dim)
     starts = heads * dim, heads * dim + dim
-    return rotate_and_keep(qkv, None, None, 1.0, cos, sin, nowhere, pages, heads, starts)
+    return rotate_and_keep(qkv, None, None, 1.0, cos, sin, nowhere, pages, heads, starts)[0]
 
 
 def parse(raw: dict[str, Any]) -> Rope:

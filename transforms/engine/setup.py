@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from weft.arguments import kind_of, names_arguments
 from weft.descriptor import BatchDescriptor
@@ -29,6 +30,7 @@ from weft.transforms.pipeline import compose, pipeline
 from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.runner import graph_step
 from weft.transforms.transports import Transport
+from weft.trees import tree_map
 
 _MEMORY_SHARE = 0.85
 """Of a GPU's free memory, for the KV cache; graphs and temporaries get the rest."""
@@ -178,6 +180,7 @@ def make_stepper(
     if speculation is not None:
         stages = speculation.stages(stages)
         params = ((params[0], speculation.params), *params[1:]) if layouts[0].first else params
+    params = tree_map(_constant, params)
     if num_stages == 1:
         return Stepped(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
     x = _example(model, drafts)
@@ -185,6 +188,11 @@ def make_stepper(
     step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=Schema.of(x), transport=transport)
     graphs = [(spanned[rank], x if rank else None) for rank in here] if len(ladder) else []
     return Streamed(step, params, state, model.device, graphs)
+
+
+def _constant(leaf: Any) -> Any:
+    """A parameter that is not being trained: an engine's steps would keep all that backward() could ask for."""
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def _example(model: Model, drafts: int) -> IntermediateTensors:
