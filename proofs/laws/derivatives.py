@@ -40,7 +40,8 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
     at = list(range(len(names))) if place is None else [place % len(names)]
     direction = _direction(params, at, scenario.seed)
     slope, size = _product(slopes, direction), 0.3 * math.sqrt(_product(slopes, slopes, at))
-    _, forward, _ = func.jvp(run, (params,), (direction,), has_aux=True)
+    pushed: tuple[Any, ...] = func.jvp(run, (params,), (direction,), has_aux=True)
+    forward = pushed[1]
     measured = _measured(run, params, direction, expected[1][0])
     for way, one, other in (("grad", slope, measured), ("jvp", forward.item(), slope)):
         if other is not None and not abs(one - other) <= NEAR * size + NOISE:
