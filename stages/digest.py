@@ -45,9 +45,9 @@ def digest_files(folder: Path) -> str:
         size = file.stat().st_size
         found.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
-            header = 8 + int.from_bytes(opened.read(8), "little")
+            header = min(8 + int.from_bytes(opened.read(8), "little"), size)
             opened.seek(0)
-            found.update(opened.read(min(header, size, _MAX_HEADER)))
+            found.update(opened.read(min(header, _MAX_HEADER)))
             count = max(_SAMPLES // len(files), 16)
             for index in range(count):
                 opened.seek(header + max(size - header - _BYTES, 0) * index // (count - 1))

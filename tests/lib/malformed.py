@@ -218,6 +218,8 @@ def tensor_cases() -> Iterator[Case]:
     for name, argv in ((SHARDS[0], GENERATE), ("model.safetensors", GENERATE), (LORA_WEIGHTS, ADAPTED)):
         for kind, content in FILES.items():
             yield Case(f"{name}: {kind}", argv, replace(name, content), refused=True)
+    for kind, content in FILES.items():
+        yield Case(f"beside: {kind}", GENERATE, replace("other.safetensors", content))
     for name, argv in ((SHARDS[0], GENERATE), (LORA_WEIGHTS, ADAPTED)):
         for keep in (7, 8, 9, 100, 500, -1):
             yield Case(f"{name}[:{keep}]", argv, cut(name, keep), refused=True)

@@ -169,6 +169,27 @@ def test_logits_that_are_no_numbers_end_one_completion(sound: Path, tmp_path: Pa
     assert (code, ", error\n" in out, err.startswith("error: request '0'")) == (1, True, True)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "x.safetensors"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "link to nothing"])
+def test_what_is_no_file_is_not_read(
+    name: str, kind: str, sound: Path, tmp_path: Path, run: Weft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody writes to, or a device that has no end, would keep it for ever."""
+    folder = Path(shutil.copytree(sound, tmp_path / "model"))
+    (folder / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (folder / name).mkdir()
+    elif kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/dev/zero" if kind == "device" else "nothing")
+    argv = ("generate", "--model", str(folder), "--device", "cpu", "--max-tokens", "1", "--prompt-ids", "1,2")
+    with watched(monkeypatch) as read:
+        code, _, err = run(*argv)
+    assert (code, "has no config.json" in err) == ((2, True) if name == "config.json" else (0, False))
+    assert str(folder / name) not in read
+
+
 def damage(kind: str, folder: Path) -> tuple[str, ...]:
     """The command that meets it."""
     if kind == "deep":
