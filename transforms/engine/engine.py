@@ -360,7 +360,7 @@ class Engine:
 
     def _keep(self, done: Sequence[Done]) -> None:
         if done:
-            self._pending.append(Reading(done, None if self._check is None else self.transport.received()))
+            self._pending.append(Reading(done, self._stepper.received(done)))
 
     def _read(self, reading: Reading) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

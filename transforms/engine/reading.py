@@ -45,7 +45,7 @@ class Reading:
         confirm: called when they are there, before they are read; it raises where they are not to be believed.
     """
 
-    def __init__(self, done: Sequence[tuple[Work, Output | None]], confirm: Callable[[], None] | None = None) -> None:
+    def __init__(self, done: Sequence[tuple[Work, Output | None]], confirm: Callable[[], None]) -> None:
         self._confirm = confirm
         outputs = [out for _, out in done]
         self.works = tuple(work for work, _ in done)
@@ -69,8 +69,7 @@ class Reading:
             self._done.synchronize()
         elif self._done is not None and check is not None:
             _wait(self._done, check)
-        if self._confirm is not None:
-            self._confirm()
+        self._confirm()
         told = (None if copied is None else _told(copied) for copied in self._copies)
         return list(zip(self.works, told, strict=True))
 

@@ -27,9 +27,9 @@ class Transport(Protocol):
     def check(self) -> None:
         """Raise RankError if a rank is known to have failed, while a device computes for it, or waits."""
 
-    def received(self) -> Callable[[], None]:
-        """A function to call before a host reads what was computed of all that was received so far: it raises where
-        the senders were asked for something else."""
+    def received(self, last: int | None = None, /) -> Callable[[], None]:
+        """A function to call before a host reads what was computed of what was received so far, in a session up to job
+        `last`: it raises where the senders were asked for something else."""
 
     def mail(self, num_ranks: int, /) -> Any:
         """What holds messages that are sent in one run and received in a later one."""

@@ -217,10 +217,14 @@ class Distributed:
         """Raise RankError if a rank is known to have failed, and ProgramError if one was asked for something else."""
         self._confirm(self._link.compare_arrived)
 
-    def received(self) -> Callable[[], None]:
-        """A function to call before a host reads what its device computes of all that was received so far: it waits for
-        what the senders' hosts say of these messages, and raises as `check` does."""
-        return partial(self._confirm, self._link.received())
+    def received(self, last: int | None = None, /) -> Callable[[], None]:
+        """A function to call before a host reads what its device computes of what was received so far: it waits for
+        what the senders' hosts say of these messages, and raises as `check` does.
+
+        Args:
+            last: of a session, the number of the job up to which they are meant; None: all.
+        """
+        return partial(self._confirm, self._link.received(last))
 
     def _confirm(self, compare: Callable[[], None]) -> None:
         if isinstance(self._guard, Guard):

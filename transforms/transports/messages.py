@@ -196,10 +196,15 @@ class ProcessLink:
             while awaited and (payload := self._hear_at_once(source)) is not None:
                 self._compare_head(source, payload)
 
-    def received(self) -> Callable[[], None]:
-        """A function that waits for the heads of all messages received so far, and compares them; it raises as
-        `compare_arrived` does."""
-        count = self._count
+    def received(self, last: int | None = None) -> Callable[[], None]:
+        """A function that waits for the heads of messages received so far, and compares them; it raises as
+        `compare_arrived` does.
+
+        Args:
+            last: of micro-batches up to this number; None: of all.
+        """
+        heads = [head for awaited in self._awaited.values() for head in awaited]
+        count = max((own for own, _, head in heads if last is None or head.microbatch <= last), default=0)
 
         def compare() -> None:
             for source in self._awaited:
