@@ -92,7 +92,9 @@ class Distributed:
             apart = store.clone()  # a connection is held as long as somebody waits on it
             self._guard = _make_guard(end, self.watch, Board(apart, self.rank, root_store(apart), secret, _host()))
             self._close = weakref.finalize(self, _shut, end, wire, self._guard, self.watch)
-            atexit.register(self._close)  # Python 3.13 drops the finalizers' own registration in processes that it forks
+            atexit.register(
+                self._close
+            )  # Python 3.13 drops the finalizers' own registration in processes that it forks
             self._connect(wire, start)
 
     def _connect(self, wire: Wire, timeout: float) -> None:
