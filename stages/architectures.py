@@ -132,8 +132,9 @@ _NEUTRAL_BY_REASON: Mapping[str, str] = {
 }
 NEUTRAL: Mapping[str, str] = {name: reason for reason, names in _NEUTRAL_BY_REASON.items() for name in names.split()}
 
-# Fields of other decoders that change what is computed, and that no tensor's name or shape would betray; what adds
-# tensors, such as a bias or a norm, is refused where one is found that nothing explains.
+# Fields of other decoders that change what is computed, and that no tensor's name or shape would betray, or that change
+# the sizes which `weft plan` reckons with; what else adds tensors, such as a bias or a norm, is refused where one is
+# found that nothing explains.
 _ELSEWHERE: Sequence[tuple[tuple[Any, ...], str]] = (
     ((None, 0, 0.0), """attn_logit_softcapping final_logit_softcapping logits_soft_cap logit_softcap logit_cap clip_qkv
         swiglu_limit"""),
@@ -143,7 +144,7 @@ _ELSEWHERE: Sequence[tuple[tuple[Any, ...], str]] = (
     ((None, False, 0), """use_qk_norm alibi no_rope_layers no_rope_layer_interval rotary_dim rope_local_base_freq
         local_rope_theta layer_rope_theta attention_chunk_size sliding_window_pattern sliding_window_size
         use_bidirectional_attention attn_temperature_tuning query_pre_attn_scalar dim_model_base scale_embedding
-        use_parallel_residual parallel_attn num_kv_shared_layers"""),
+        use_parallel_residual parallel_attn num_kv_shared_layers num_experts num_local_experts n_routed_experts"""),
     ((None, "silu", "swish"), "hidden_activation activation_function"),
     ((None, "softmax"), "scoring_func"),
     ((None, "rope", "rotary"), "position_embedding_type"),

@@ -252,11 +252,11 @@ def _check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
     neutral_at = {**NEUTRAL_AT, **known.neutral_at}
     unknown: dict[str, Any] = {}
     for name, value in fields.raw.items():
-        if name in neutral_at:
+        if name in neutral_at and name not in known.fields:
             allowed = neutral_at[name]
             if not any(type(value) is type(one) and value == one for one in allowed):
                 raise fields.refuse(name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}")
-        elif name not in USED and name not in NEUTRAL and name not in known.fields:
+        elif name not in USED | NEUTRAL.keys() | known.fields:
             unknown[name] = value
     _check_attention_is_full(fields, architecture)
     unknown |= unknown_keys(fields)

@@ -229,7 +229,7 @@ def test_bad_input_is_an_error_with_its_remedy(run: Weft, folder: str, case: str
     assert_refused(run("--model", folder, *more), *parts)
 
 
-def test_a_missing_folder_and_an_unknown_field_are_named(run: Weft, folder: str) -> None:
+def test_a_missing_folder_and_a_field_that_is_not_supported_are_named(run: Weft, folder: str) -> None:
     code, _, err = run("--model", f"{folder}/none", "--pp", "2")
     assert code == 2
     assert "there is no folder" in err
