@@ -33,7 +33,7 @@ class Output(Summarized):
     Args:
         token_ids: [num_reqs] int64, the token sampled (meaningless where the batch does not sample).
         logprobs: [num_reqs] float32, the natural logarithm of the model's probability of that token, before
-            temperature.
+            temperature; -inf where no token could be drawn, and NaN where the logits were.
         logits: [num_reqs, vocab_size] float32 at each request's last token; None unless the step was built to keep
             them.
         top_ids, top_logprobs: [num_reqs, n] int64 and float32, the n likeliest tokens, by the model as above; None

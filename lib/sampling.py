@@ -9,7 +9,9 @@ from weft.arguments import names_arguments
 from weft.errors import RequestError
 from weft.foreign import SAMPLING
 
-_LARGEST = 1e30  # with room for products in float32
+_LARGEST = 1e30
+_LARGEST_PRODUCT = 1e37  # of float32, with room for the logit
+_MOST_COMPLETIONS = 10_000
 
 
 def _as_tuple(value: Any) -> Any:
@@ -48,7 +50,7 @@ class SamplingParams:
         seed: with a token's position it fixes what is drawn; None: a fresh one.
         logprobs: return the logprobs of so many of the likeliest tokens, beside the chosen one's; None: none.
         prompt_logprobs: the same for each token of the prompt.
-        n: completions of the prompt, each with a seed of its own.
+        n: completions of the prompt, each with a seed of its own; at most 10,000.
 
     Raises:
         RequestError: a value that no request could have.
@@ -86,6 +88,10 @@ class SamplingParams:
                 raise RequestError(repr(self), f"{name}={getattr(self, name)!r}", instead)
         if self.allowed_token_ids is not None and not set(self.allowed_token_ids) - set(self.bad_token_ids):
             raise RequestError(repr(self), "no token that is allowed and not bad", "allow one that is not bad")
+        factor = max(self.repetition_penalty, 1 / self.repetition_penalty)
+        if max(map(abs, self.logit_bias.values()), default=0) * factor > _LARGEST_PRODUCT:
+            seen = f"logit_bias and repetition_penalty={self.repetition_penalty!r}, whose product float32 does not hold"
+            raise RequestError(repr(self), seen, "a smaller bias: one of 1000 outweighs any logit")
 
     def __repr__(self) -> str:
         """The call that makes it: what differs from the defaults."""
@@ -170,6 +176,6 @@ _CHECKS: dict[str, tuple[Any, str]] = {
     "seed": (lambda x: x is None or _is_int(x, -(2**63), 2**63 - 1), "a whole number of 64 bits, or None"),
     "logprobs": _COUNT_OR_NONE,
     "prompt_logprobs": _COUNT_OR_NONE,
-    "n": (lambda x: _is_int(x, 1), "a whole number >= 1"),
+    "n": (lambda x: _is_int(x, 1, _MOST_COMPLETIONS), f"a whole number from 1 to {_MOST_COMPLETIONS}"),
 }
 """What must hold of each field, and what to write where it does not."""

@@ -17,6 +17,8 @@ from weft.sampling import SamplingParams
 from weft.summary import Summarized
 from weft.trees import pytree
 
+_LEAST_TOP_P = 1e-30
+"""A smaller share of the probability, which may be 0 in float32, keeps the likeliest token too."""
 MAX_BIASED = 300
 """Tokens that a request may bias, as in OpenAI's API."""
 
@@ -131,7 +133,7 @@ def _floats(params: SamplingParams) -> list[float]:
     # 0.0 - 0.0 is 0.0, and not -0.0, whose bits are another's.
     margin = 0.0 - math.log(params.min_p) if params.min_p else math.inf
     penalties = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
-    return [params.temperature, params.top_p, margin, *penalties]
+    return [float(x) for x in (params.temperature, max(params.top_p, _LEAST_TOP_P), margin, *penalties)]
 
 
 def _ints(params: SamplingParams, prompt_len: int) -> list[int]:
@@ -154,7 +156,8 @@ def _write_wide(
         count = len(params.logit_bias)
         table.bias_ids[row] = -1
         table.bias_ids[row, :count] = place(torch.tensor(list(params.logit_bias), dtype=torch.int32), device)
-        table.bias[row, :count] = place(torch.tensor(list(params.logit_bias.values())), device)
+        # Of ints alone torch would make an int64 tensor, which does not hold them all.
+        table.bias[row, :count] = place(torch.tensor([float(bias) for bias in params.logit_bias.values()]), device)
     if used & PENALTIES:
         counts = {token: min(count, MOST_COUNTED) for token, count in Counter(generated).items()}
         counts |= {token: counts.get(token, 0) + IN_PROMPT for token in set(prompt) - {EMBEDDED}}

@@ -4,9 +4,10 @@
 import contextlib
 import ctypes
 import functools
+import operator
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Self, TypeVar
 
@@ -29,6 +30,7 @@ __all__ = [
     "FunctionMode",
     "backend_switches",
     "borrowed",
+    "changes_of",
     "children_of",
     "clone_all",
     "copy_all",
@@ -379,6 +381,16 @@ def stop_allocating_to_pool(device: torch.device, pool: tuple[int, int]) -> None
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
         torch._C._cuda_releasePool(device.index or 0, pool)
+
+
+def changes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """How often these tensors, none of them made in inference mode, were changed in place as far as torch counts it.
+    It counts operators, and what becomes their `.data`; and neither `tensor.data.copy_(...)`, nor fused optimizers, nor
+    what writes to memory behind its back."""
+    return sum(map(_version_of, tensors))
+
+
+_version_of = operator.attrgetter("_version")
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -149,6 +149,9 @@ class Sabotaged:
     def share(self, value: Any) -> Any:
         return self.transport.share(value)
 
+    def collect(self, value: Any) -> list[Any]:
+        return self.transport.collect(value)
+
     def assert_equal(self, subject: str, value: str) -> None:
         self.transport.assert_equal(subject, value)
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from weft.proofs import laws, strategies
+from weft.proofs.laws.versions import HOW
 from weft.proofs.strategies.agreement import conversations
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engines import loads
@@ -181,6 +182,17 @@ def _paged(data: st.DataObject, device: str) -> None:
     laws.pages_are_read_by_whom_they_were_written_for(trace)
 
 
+def _changed(data: st.DataObject, device: str) -> None:
+    trace = data.draw(strategies.traces(max_layers=1, alone=0, page_sizes=(4, 8, 2, 8)))
+    changes = data.draw(st.sets(st.sampled_from((3, 1, 2, 5, 7, 4)), min_size=1, max_size=2))
+    laws.pages_are_of_the_parameters(trace, changes)
+
+
+def _changed_engine(data: st.DataObject, device: str) -> None:
+    load, step = data.draw(loads(("none", "none", "full"))), data.draw(st.sampled_from((2, 3, 1, 4, 6)))
+    laws.changed_parameters_compute_all(load, step, data.draw(st.sampled_from((*HOW, HOW[-1]))))
+
+
 def _engine(masks: bool) -> Callable[[st.DataObject, str], None]:
     return lambda data, device: laws.engine_serves_as_alone(data.draw(loads(masks=masks)))
 
@@ -255,6 +267,8 @@ LAWS = (
     Law("L17", "order is free", _reordered),
     Law("L18", "requests are served in turn, and end", _in_turn),
     Law("L19", "run-ahead is none", _ahead),
+    Law("L23", "pages are of the parameters that there are", _changed),
+    Law("L23", "changed parameters compute all that follows", _changed_engine),
 )
 
 

@@ -125,11 +125,28 @@ def write_slot(
     Raises:
         RequestError: no such slot, a rank that is too great, or a linear layer that has no slots.
     """
+    check_slot(params, config, layout, slot, adapter)
+    slots, deltas = _slots(params, config, layout), _deltas(layout, adapter)
+    for lora, _, _ in slots.values():
+        lora.a[slot].zero_()
+        lora.b[slot].zero_()
+    for name, (a, b) in deltas.items():
+        lora, place, part = slots[name]
+        lora.a[slot, place, : a.shape[0], : a.shape[1]] = a.to(lora.a)
+        lora.b[slot, part.start : part.start + b.shape[0], : b.shape[1]] = b.to(lora.b)
+
+
+def check_slot(
+    params: DecoderParams, config: ModelConfig, layout: StageLayout, slot: int, adapter: Adapter | None
+) -> None:
+    """Refuse what `write_slot` cannot write.
+
+    Raises:
+        RequestError: as of `write_slot`.
+    """
     call = f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})"
-    slots = {name: found for index, layer in zip(layout.layers, params.layers, strict=True)
-             for name, found in _slots_of(config, index, layer)}  # fmt: skip
-    deltas = {} if adapter is None else {n: d for n, d in adapter.deltas.items() if _layer_of(n) in layout.layers}
-    for name, (a, _) in deltas.items():
+    slots = _slots(params, config, layout)
+    for name, (a, _) in _deltas(layout, adapter).items():
         if name not in slots or a.shape[0] > slots[name][0].a.shape[2]:
             seen = f"{name} of rank {a.shape[0]}, and slots "
             seen += f"of rank {slots[name][0].a.shape[2]}" if name in slots else f"of {', '.join(slots) or 'no layer'}"
@@ -137,12 +154,16 @@ def write_slot(
     for lora, _, _ in slots.values():
         if not 0 <= slot < len(lora.a):
             raise RequestError(call, f"{len(lora.a)} slots", f"a slot from 0 to {len(lora.a) - 1}")
-        lora.a[slot].zero_()
-        lora.b[slot].zero_()
-    for name, (a, b) in deltas.items():
-        lora, place, part = slots[name]
-        lora.a[slot, place, : a.shape[0], : a.shape[1]] = a.to(lora.a)
-        lora.b[slot, part.start : part.start + b.shape[0], : b.shape[1]] = b.to(lora.b)
+
+
+def _slots(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> dict[str, tuple[LoraWeights, int, Part]]:
+    return {name: found for index, layer in zip(layout.layers, params.layers, strict=True)
+            for name, found in _slots_of(config, index, layer)}  # fmt: skip
+
+
+def _deltas(layout: StageLayout, adapter: Adapter | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """What an adapter adds to the layers of a stage."""
+    return {} if adapter is None else {n: d for n, d in adapter.deltas.items() if _layer_of(n) in layout.layers}
 
 
 def _slots_of(

@@ -107,10 +107,30 @@ def _fill(field: Field, read: Callable[[Part], Tensor], dtype: torch.dtype, devi
         return read(field.parts[0]).to(dtype)
     whole = torch.zeros(field.shape, dtype=dtype, device=device)
     for part in field.parts:
-        rows = whole if part.expert is None else whole[part.expert]
-        place = rows[part.start : part.start + part.shape[0]]
-        (place if place.dim() == 1 else place[:, : part.shape[1]]).copy_(read(part))
+        _place_of(part, whole).copy_(read(part))
     return whole
+
+
+def _place_of(part: Part, whole: Tensor) -> Tensor:
+    """Where a part is in its field's tensor."""
+    rows = whole if part.expert is None else whole[part.expert]
+    place = rows[part.start : part.start + part.shape[0]]
+    return place if place.dim() == 1 else place[:, : part.shape[1]]
+
+
+def places(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> dict[str, Tensor]:
+    """Views of a stage's parameters, by transformers' names of the tensors that they hold: what is written there, the
+    parameters are."""
+    found: dict[str, Tensor] = {}
+    for path, field in stage_fields(config, layout):
+        *layer, name = path.split(".")
+        owner = params.layers[int(layer[1]) - layout.start] if layer else params
+        if path == "embed_tokens" and not layout.first:
+            name = "lm_head"
+        found |= {part.name: _place_of(part, getattr(owner, name)) for part in field.parts}
+    if config.tie_word_embeddings and EMBED in found:
+        found[HEAD] = found[EMBED]
+    return found
 
 
 def tensor_shapes(config: ModelConfig, layout: StageLayout) -> dict[str, tuple[int, ...]]:

@@ -22,7 +22,8 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
         seeds, positions: [num_reqs] int64; equal pairs draw equal noise.
 
     Returns:
-        Token ids [num_reqs] int64, and [num_reqs] float32 logprobs of them under softmax(logits), temperature 1.
+        Token ids [num_reqs] int64, and [num_reqs] float32 logprobs of them under softmax(logits), temperature 1. Where
+        no token can be drawn the logprob is -inf, and the id is some token's.
     """
     drawn: tuple[Tensor, Tensor] = _sample(logits, temperature, seeds, positions)
     return drawn
@@ -37,11 +38,13 @@ def reference_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positio
 def choose(
     logits: Tensor, scaled: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The reference: the arg max of `scaled`, with noise unless the temperature is 0, and its logprob by `logits`."""
+    """The reference: the arg max of `scaled`, with noise unless the temperature is 0, and its logprob by `logits`; -inf
+    where all of `scaled` is."""
     noise = -torch.log(exponential(random_bits(seeds, positions, logits.shape[-1])))
     token_ids = torch.where((temperature <= 0)[:, None], scaled, scaled + noise).argmax(-1)
     logprobs = widened(logits).log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)
-    return token_ids, logprobs
+    # By a subtraction, so that NaN stays NaN.
+    return token_ids, logprobs - torch.where(scaled.amax(-1) == -torch.inf, torch.inf, 0.0)
 
 
 def _fake(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,8 @@ def sample_rows(
         token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar allows; None: all.
 
     Returns:
-        As `weft.ops.sample.sample`: token ids, and their logprobs by the model, before anything was changed.
+        As `weft.ops.sample.sample`: token ids, and their logprobs by the model, before anything was changed; -inf where
+        the table, the mask and the model together leave no token.
 
     Raises:
         RequestError: the table or the mask is of another vocabulary.

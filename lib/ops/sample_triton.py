@@ -3,7 +3,8 @@
 1. `_part_kernel`, a program for a share of one request's vocabulary: a running maximum, the sum of exponentials under
    it (Milakov and Gimelshein, 2018, arXiv 1805.02867), and the best noisy score, kept relative to the same maximum;
    each lane keeps its own, and they are brought together once, at the end.
-2. `_combine_kernel`, a program a request: the best of its shares, and the logprob of that token.
+2. `_combine_kernel`, a program a request: the best of its shares, and the logprob of that token; -inf where no share
+   has a score, for then no logit was chosen.
 
 The random bits are those of the reference, exactly; scores differ from its in the last places of float32, so that
 another token can win only where the two best scores are within about 1e-4. Import it only where triton is installed.

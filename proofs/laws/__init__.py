@@ -33,7 +33,7 @@ from weft.proofs.laws.ownership import (
     ownership_is_kept,
 )
 from weft.proofs.laws.padding import image_padding_is_inert, padding_is_inert, stage_padding_is_inert
-from weft.proofs.laws.pages import pages_are_read_by_whom_they_were_written_for
+from weft.proofs.laws.pages import pages_are_of_the_parameters, pages_are_read_by_whom_they_were_written_for
 from weft.proofs.laws.pieces import pieces_are_the_whole, pieces_are_the_whole_on_functions
 from weft.proofs.laws.pipeline import (
     microbatches_are_one,
@@ -45,6 +45,7 @@ from weft.proofs.laws.pipeline import (
 from weft.proofs.laws.requests import WAYS, order_is_free, seed_and_position_fix_the_sample
 from weft.proofs.laws.schedule import broken_programs_are_refused, checker_is_right, schedules_are_right
 from weft.proofs.laws.serving import hosts_agree, speculation_changes_nothing, stages_agree
+from weft.proofs.laws.versions import changed_parameters_compute_all
 
 __all__ = [
     "TRANSFORMS",
@@ -55,6 +56,7 @@ __all__ = [
     "broken_programs_are_refused",
     "capture_leaves_no_trace",
     "capture_leaves_no_trace_on_functions",
+    "changed_parameters_compute_all",
     "checker_is_right",
     "class_is_kept",
     "derivatives_are_of_the_step",
@@ -80,6 +82,7 @@ __all__ = [
     "own_classes_are_dispatched",
     "ownership_is_kept",
     "padding_is_inert",
+    "pages_are_of_the_parameters",
     "pages_are_read_by_whom_they_were_written_for",
     "pieces_are_the_whole",
     "pieces_are_the_whole_on_functions",

@@ -2,7 +2,7 @@
 nothing."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
@@ -10,6 +10,7 @@ from weft.proofs.difference import LawViolation
 from weft.proofs.strategies.engines import Half, Load, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.requests import sample_seeds
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.tracking import Track
@@ -49,13 +50,14 @@ def run_ahead_is_none(load: Load) -> None:
             raise LawViolation(f"L19 run-ahead is none: completion {key} is {seen}")
 
 
-def run(load: Load, engine: Engine) -> Said:
-    """Let everything come, and go, and end."""
+def run(load: Load, engine: Engine, before: Callable[[int], None] = lambda step: None) -> Said:
+    """Let everything come, and go, and end; `before` each step something else may happen."""
     tracks: dict[tuple[int, int], Track] = {}
     last = max(call.step for call in load.calls)
     step = 0
     while step <= last or engine.num_unfinished:
         outputs = []
+        before(step)
         for index, call in enumerate(load.calls):
             if call.step == step:
                 engine.add(
@@ -102,10 +104,15 @@ def alone(
     sampling: SamplingParams,
     max_tokens: int,
     adapter: str | None = None,
-    mask: Half | None = None,
+    mask: Mask | None = None,
+    weights: int = 0,
 ) -> tuple[list[int], str]:
-    """What one completion is in an engine of its own, eagerly, in one piece."""
-    engine = _engine_for_one(adapter)
+    """What one completion is in an engine of its own, eagerly, in one piece.
+
+    Args:
+        weights: the seed of the small model's.
+    """
+    engine = _engine_for_one(adapter, weights)
     own = attrs.evolve(sampling, prompt_logprobs=None)
     engine.add(prompt, own, max_tokens=max_tokens, adapter=adapter, mask=mask)
     *_, output = engine
@@ -113,7 +120,7 @@ def alone(
 
 
 @functools.cache
-def _engine_for_one(adapter: str | None) -> Engine:
+def _engine_for_one(adapter: str | None, weights: int) -> Engine:
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
     own = None if adapter is None else {adapter: small_adapters()[adapter]}
-    return Engine(small_model(), limits, graph="none", run_ahead=0, adapters=own)
+    return Engine(small_model(weights), limits, graph="none", run_ahead=0, adapters=own)

@@ -1,4 +1,7 @@
-"""L9 for the KV cache: a request reads what it computed itself, or what another computed for the same tokens."""
+"""L9 for the KV cache: a request reads what it computed itself, or what another computed for the same tokens; and L23:
+with the parameters that there are now."""
+
+from collections.abc import Collection
 
 import attrs
 
@@ -7,11 +10,13 @@ from weft.proofs.difference import LawViolation
 from weft.proofs.serving import happen, read_made_up
 from weft.proofs.strategies.traces import Trace
 from weft.transforms.engine.host import HostState
-from weft.transforms.engine.scheduler import schedule
+from weft.transforms.engine.scheduler import outdate, schedule
 from weft.transforms.engine.work import Work
 
 Content = tuple[int | None, ...] | None
 """What a slot of a page was computed for: all tokens up to it; None in it: one that the host does not know."""
+Slot = tuple[int, int]
+"""A page, and a place in it."""
 
 
 @attrs.define
@@ -21,22 +26,28 @@ class Device:
     Args:
         page_size: slots a page.
         slots: what is in each.
+        versions: of the parameters that computed it.
         tables: the pages of each row, as it was told.
+        version: of the parameters: how often they changed.
     """
 
     page_size: int
-    slots: dict[tuple[int, int], Content] = attrs.field(factory=dict)
+    slots: dict[Slot, Content] = attrs.field(factory=dict)
+    versions: dict[Slot, int | None] = attrs.field(factory=dict)
     tables: dict[int, list[int]] = attrs.field(factory=dict)
+    version: int = 0
 
     def do(self, work: Work, host: HostState) -> None:
         """Edit the tables and fill slots, as a stage would.
 
         Raises:
-            LawViolation: a request reads a slot that was computed for other tokens, or that was not computed.
+            LawViolation: a request reads a slot that was computed for other tokens, or by other parameters, or was not
+                computed.
         """
         for source, target in work.edits.copies:
             for offset in range(self.page_size):
                 self.slots[target, offset] = self.slots.get((source, offset))
+                self.versions[target, offset] = self.versions.get((source, offset))
         for given in work.edits.admissions:
             self.tables[given.row] = list(given.pages)
         for growth in work.edits.growths:
@@ -51,10 +62,13 @@ class Device:
             slot = self.tables[row][place // self.page_size], place % self.page_size
             past += (known[place] if place < len(known) else None,)
             if place >= start:
-                self.slots[slot] = past
+                self.slots[slot], self.versions[slot] = past, self.version
             elif not _may_be(self.slots.get(slot), past):
                 seen = f"{name} reads token {place} from page {slot[0]}, computed for {self.slots.get(slot)}"
                 raise LawViolation(f"L9 pages: {seen}, and its own are {past}")
+            elif self.versions[slot] != self.version:
+                seen = f"{name} reads token {place} from page {slot[0]}, computed by version {self.versions[slot]}"
+                raise LawViolation(f"L23 versions: {seen} of the parameters, after {self.version} changes")
 
 
 def _may_be(content: Content, past: tuple[int | None, ...]) -> bool:
@@ -68,12 +82,25 @@ def _may_be(content: Content, past: tuple[int | None, ...]) -> bool:
 def pages_are_read_by_whom_they_were_written_for(trace: Trace) -> None:
     """L9: whatever comes, ends, or makes room, nobody reads a page that was computed for other tokens; and in the end
     nobody holds one."""
+    pages_are_of_the_parameters(trace, ())
+
+
+def pages_are_of_the_parameters(trace: Trace, changes: Collection[int]) -> None:
+    """L23: whenever the parameters change, nobody reads a page that was computed before, whether it is found by its
+    content or a request has begun with it. (And L9.)
+
+    Args:
+        trace: whose requests come and go.
+        changes: the ticks before which the parameters change.
+    """
     host, device = HostState.empty(trace.budget, trace.num_pages, trace.page_size), Device(trace.page_size)
     tick, last = 0, max(arrival.tick for arrival in trace.arrivals)
     while tick <= last or not host.is_idle:
         works: list[Work] = []
         for _ in range(trace.window):
             host = happen(trace, host, tick)
+            if tick in changes:
+                host, device.version = outdate(host), device.version + 1
             host, more = schedule(host, trace.budget)
             for work in more:
                 device.do(work, host)

@@ -19,11 +19,12 @@ from weft.state import State
 from weft.transforms.engine import admission
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.host import HostState, end, preempt
-from weft.transforms.engine.masks import Mask, read_mask
+from weft.transforms.engine.masks import Masked, read_mask
 from weft.transforms.engine.pages import Pages, hash_page
 from weft.transforms.engine.prompts import Given, place_positions
-from weft.transforms.engine.requests import Request, Running
+from weft.transforms.engine.requests import Request, Running, salt
 from weft.transforms.engine.scheduler import observe
+from weft.transforms.engine.weights import Weights
 from weft.transforms.engine.work import Work
 
 _SCHEDULER, _REQUESTS = "weft.transforms.engine.scheduler", "weft.transforms.engine.requests"
@@ -96,8 +97,8 @@ def _in_their_chunk(given: Sequence[Any], starts: Sequence[int], *where: Any) ->
     return place_positions(given, [0] * len(starts), *where)
 
 
-def _salt_of_none(adapter: int) -> bytes:
-    return b""
+def _salt_of_none(adapter: int, version: int) -> bytes:
+    return salt(-1, version)
 
 
 def _makes_room_from_the_first(host: HostState, running: Running, count: int) -> bool:
@@ -141,8 +142,8 @@ def _of_one_seed(seed: int, n: int) -> list[int]:
     return [seed] * n
 
 
-def _of_one_token_less(id: str, mask: Mask, said: Sequence[int], vocab_size: int) -> bytes | None:
-    return read_mask(id, mask, said[:-1], vocab_size)
+def _of_one_token_less(id: str, masked: Masked, said: Sequence[int], vocab_size: int) -> bytes | None:
+    return read_mask(id, masked, said[:-1], vocab_size)
 
 
 def _of_the_one_before(work: Work, batch: Batch, device: Any) -> Batch:
@@ -183,9 +184,22 @@ def _free_to_run_ahead(*args: Any) -> Request:
     return attrs.evolve(Request(*args), is_masked=False)
 
 
+def _without_version(adapter: int, version: int) -> bytes:
+    return salt(adapter, 0)
+
+
+def _pages_are_kept(host: HostState) -> HostState:
+    """Requests that have begun go on with their pages."""
+    host.version += 1
+    for running in host.requests.values():
+        running.version = host.version
+    return host
+
+
 _SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L11", "engine")
 _ADAPTED, _EMBEDDED, _MASKS = find("L11", "adapters"), find("L11", "embeddings"), find("L11", "masks")
 _PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18"), find("L19")
+_VERSIONS, _CHANGED = find("L23", "pages"), find("L23", "changed")
 _ON_ENGINE, _INTAKE = "weft.transforms.engine.engine", "weft.transforms.engine.intake"
 _SAMPLES = "weft.transforms.engine.samples"
 _LOADS = "weft.proofs.strategies.engines"
@@ -227,5 +241,16 @@ SERVING = (
     Mutant("a request with a mask runs ahead", _MASKS, replace(_INTAKE, "Request", _free_to_run_ahead)),
     Mutant("who came last goes first", _TURN, _latest_first),
     Mutant("room is made from the first", _TURN, replace(_DECODES, "_make_room", _makes_room_from_the_first)),
+    Mutant("a page is known without the parameters' version", _VERSIONS, replace(_REQUESTS, "salt", _without_version)),
+    Mutant(
+        "requests under way keep their pages when the parameters change",
+        _VERSIONS,
+        replace("weft.proofs.laws.pages", "outdate", _pages_are_kept),
+    ),
+    Mutant(
+        "a change of the parameters that is not announced is not seen",
+        _CHANGED,
+        partial(mock.patch.object, Weights, "are_changed", False),
+    ),
     Mutant("a stop is seen late where steps are under way", _AHEAD, replace(_SCHEDULER, "end", _ending_late)),
 )

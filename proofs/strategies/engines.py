@@ -110,10 +110,10 @@ class Load:
     calls: tuple[Call, ...]
     drafts: Drafts | None = None
 
-    def engine(self, run_ahead: int | None = None) -> Engine:
-        """Made ready."""
+    def engine(self, run_ahead: int | None = None, model: Model | None = None) -> Engine:
+        """Made ready, of `small_model()` or of another one."""
         return Engine(
-            small_model(),
+            model or small_model(),
             self.limits,
             pipeline=self.pipeline,
             graph=self.graph,

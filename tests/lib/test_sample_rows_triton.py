@@ -78,6 +78,15 @@ def _cases() -> list[Case]:
     return cases
 
 
+def _barred() -> Case:
+    """A mask that leaves no token to every other request, whatever they ask for."""
+    params = [SamplingParams(**SEEDED | changes) for changes in MIXED if "allowed_token_ids" not in changes]
+    case = make_case([each for each in params for _ in range(2)], random_logits(2 * len(params), 2100, 8), 8, mask=True)
+    assert case.token_mask is not None
+    case.token_mask[::2] = 0
+    return case
+
+
 def _count_cases() -> list[tuple[Tensor, ...]]:
     """300 requests of 400 rows, and padding."""
     generator = torch.Generator().manual_seed(0)
@@ -93,7 +102,8 @@ def _count_cases() -> list[tuple[Tensor, ...]]:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any], list[Tensor]]:
     """What the interpreted kernels make of all cases."""
-    draws = [(c.logits, tree_leaves(c.table), c.rows, c.positions, c.token_mask) for c in _cases()]
+    cases = (*_cases(), _barred())
+    draws = [(c.logits, tree_leaves(c.table), c.rows, c.positions, c.token_mask) for c in cases]
     given = (draws, _count_cases())
     made: tuple[list[Any], list[Any], list[Tensor]] = interpret(_INTERPRETED, given, tmp_path_factory.mktemp("rows"))
     return made
@@ -112,6 +122,32 @@ def assert_same_draws(case: Case, drawn: Any) -> None:
 @pytest.mark.parametrize("index", range(12))
 def test_the_kernels_interpreted_draw_what_the_reference_draws(index: int, interpreted: Any) -> None:
     assert_same_draws(_cases()[index], interpreted[0][index])
+
+
+def assert_only_what_is_allowed(case: Case, drawn: Any) -> None:
+    """Where no token is left, the logprob is -inf, and the id is some token's; elsewhere neither is odd."""
+    ids, logprobs = drawn
+    processed = process(case.logits, case.table.rules(case.rows), case.positions, case.token_mask)
+    is_left = (processed > -math.inf).any(1)
+    assert torch.equal(logprobs == -math.inf, ~is_left)
+    assert is_left.sum() == (~is_left).sum() > 10
+    assert not logprobs.isnan().any()
+    assert bool(((ids >= 0) & (ids < case.logits.shape[1])).all())
+    assert (processed.gather(1, ids[:, None])[:, 0] > -math.inf).equal(is_left)
+
+
+def test_where_no_token_is_left_there_is_no_logprob(interpreted: Any) -> None:
+    case = _barred()
+    assert_only_what_is_allowed(case, case.drawn())
+    assert_only_what_is_allowed(case, interpreted[0][-1])
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_logits_that_are_no_numbers_have_a_logprob_that_is_none(value: float) -> None:
+    """Also where they are barred: a request goes on from no such step."""
+    case = make_case([SamplingParams(temperature=t, seed=1, bad_token_ids=[0]) for t in (0.0, 1.0)], torch.randn(2, 9))
+    case.logits[:, : 9 if value < 0 else 1] = value
+    assert case.drawn()[1].isnan().all()
 
 
 def assert_same_processed(case: Case, found: Any) -> None:
@@ -231,6 +267,12 @@ def test_the_table_of_operators_has_them() -> None:
 def test_the_kernels_draw_what_the_reference_draws(index: int) -> None:
     case = _cases()[index]
     assert_same_draws(case, [x.cpu() for x in case.to("cuda").drawn()])
+
+
+@pytest.mark.gpu
+def test_where_no_token_is_left_the_kernels_say_so() -> None:
+    case = _barred()
+    assert_only_what_is_allowed(case, [x.cpu() for x in case.to("cuda").drawn()])
 
 
 @pytest.mark.gpu

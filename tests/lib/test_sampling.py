@@ -55,7 +55,7 @@ REFUSED: dict[str, Any] = {
     "repetition_penalty": (0, -1.0, math.inf, 1e-46, math.nan),
     "presence_penalty": (2.5, -3, math.nan, "a"),
     "frequency_penalty": (2.5, -3, math.nan, None),
-    "logit_bias": ({-1: 1.0}, {1: math.inf}, {"a": 1.0}, {1: None}, [1, 2], 5),
+    "logit_bias": ({-1: 1.0}, {1: 2e30}, {1: math.inf}, {"a": 1.0}, {1: None}, [1, 2], 5),
     "allowed_token_ids": ((), (-1,), ("a",), 5, (1.0,), "ab"),
     "bad_token_ids": ((-1,), 5, (None,), (True,)),
     "min_tokens": (-1, 1.0, None),
@@ -65,7 +65,7 @@ REFUSED: dict[str, Any] = {
     "seed": (1.0, "1", 2**63, -(2**63) - 1, True),
     "logprobs": (-1, 1.0, True),
     "prompt_logprobs": (-1, 1.0),
-    "n": (0, -1, 1.0, None, True),
+    "n": (0, -1, 1.0, None, True, 10_001),
 }
 
 
@@ -76,6 +76,13 @@ def test_what_no_request_could_have_is_refused(name: str, value: Any) -> None:
     assert error.value.call.startswith(f"SamplingParams({name}=")
     assert error.value.seen.startswith(f"{name}=")
     assert error.value.instead
+
+
+@pytest.mark.parametrize("penalty", [1e30, 1e-30])
+def test_a_bias_that_its_penalty_makes_infinite_is_refused(penalty: float) -> None:
+    with pytest.raises(RequestError, match="whose product float32 does not hold\n  instead: a smaller bias"):
+        SamplingParams(logit_bias={1: -1e30}, repetition_penalty=penalty)
+    SamplingParams(logit_bias={1: -1e30}, repetition_penalty=1.5)
 
 
 def test_every_field_is_checked() -> None:

@@ -4,18 +4,17 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import attrs
 
 from weft.arguments import names_arguments
-from weft.errors import EngineError, RequestError
+from weft.errors import EngineError, RequestError, WeftError
 from weft.foreign import ENGINE, for_add
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
-from weft.stages.digest import digest_params
 from weft.stages.model import Model
+from weft.transforms.engine.faults import Whole
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.intake import Intake
 from weft.transforms.engine.masks import Mask
@@ -24,12 +23,22 @@ from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.reading import Reading, Told
 from weft.transforms.engine.requests import Request, sample_seeds
 from weft.transforms.engine.samples import Samples
-from weft.transforms.engine.scheduler import add, finish, observe, schedule
-from weft.transforms.engine.setup import EngineLimits, check_engine, check_options, engine_ladder, make_stepper
+from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
+from weft.transforms.engine.setup import (
+    EngineLimits,
+    Resolved,
+    assert_same_engines,
+    check_engine,
+    check_options,
+    engine_ladder,
+    make_stepper,
+    make_weights,
+)
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.stats import Counts, Stats
-from weft.transforms.engine.steppers import Done
+from weft.transforms.engine.steppers import Done, Stepper
 from weft.transforms.engine.streaming import Streams
+from weft.transforms.engine.weights import Params
 from weft.transforms.engine.work import Work
 from weft.transforms.graphified import Graphified
 from weft.transforms.transports import Transport
@@ -89,40 +98,33 @@ class Engine:
         self.num_logprobs = num_logprobs
         if speculation is not None:
             speculation.check(call, model, 0 in self.transport.ranks(pipeline))
-        self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport, speculation)
-        budget = self.limits.budget
         named = dict(adapters or {})
-        ladder = engine_ladder(graph, budget, len(named))
+        self._weights = make_weights(model, pipeline, self.transport, named, speculation)
+
+        def stepper(limits: Resolved) -> Stepper:
+            ladder = engine_ladder(graph, limits.budget, len(named))
+            own = self._weights, limits, pipeline, ladder, self.transport
+            return make_stepper(*own, num_logprobs=num_logprobs, backend=backend)
+
+        self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport, speculation, stepper)
+        budget = self.limits.budget
         given = self.transport.share(secrets.randbits(62)) if seed is None else seed
         self._intake = Intake(model, num_logprobs, given, {name: slot for slot, name in enumerate(named)})
         self._host = HostState.empty(budget, self.limits.num_pages, self.limits.page_size)
-        self._stepper = make_stepper(
-            model,
-            self.limits,
-            pipeline,
-            ladder,
-            self.transport,
-            num_logprobs=num_logprobs,
-            backend=backend,
-            adapters=[*named.values()],
-        )
-        self._counts = Counts(ladder)
+        self._stepper = stepper(self.limits)
+        self._counts = Counts(engine_ladder(graph, budget, len(named)))
         self._samples = Samples(model.tokenizer, model.config.vocab_size)
         self._pending: deque[Reading] = deque()
         self._failed: list[RequestOutput] = []
         self._count = 0
-        self._broken = ""
-        spread = len(self.transport.ranks(pipeline)) < pipeline
-        self._streams = Streams(self, spread)
-        self._check = self.transport.check if spread else None
-        self._assert_equal = self.transport.assert_equal if spread else None
+        self._whole = Whole("engine.step()")
+        self._spread = len(self.transport.ranks(pipeline)) < pipeline
+        self._streams = Streams(self, self._spread)
+        self._check = self.transport.check if self._spread else None
+        self._assert_equal = self.transport.assert_equal if self._spread else None
         if self._assert_equal is not None:
-            said = {f"config.{name}": own for name, own in attrs.asdict(model.config, recurse=False).items()}
-            said |= self.limits.options | {"graph": graph, "num_logprobs": num_logprobs, "seed": given}
-            said |= {f"adapter {name!r}": digest_params(own.deltas) for name, own in named.items()}
-            said["weights"] = model.weights
-            for subject, value in said.items():
-                self._assert_equal(subject, str(value))
+            options = {"graph": graph, "num_logprobs": num_logprobs, "seed": given}
+            assert_same_engines(self._assert_equal, model, self.limits, options, named)
 
     def __repr__(self) -> str:
         """What it serves, and how far it is."""
@@ -249,6 +251,43 @@ class Engine:
         self._stepper.capture()
         return self.stats()
 
+    def update(self, params: Params | None = None, *, adapters: Mapping[str, Adapter] | None = None) -> None:
+        """Change the parameters: no page of the KV cache that was computed with the old ones is read again. Requests
+        under way go on from what they have said, with pages that are computed anew; graphs are not captured again.
+
+        The tensors are those of `engine.model`, written in place. A change in place that is not announced, as an
+        optimizer's, is found out before the next step as far as torch counts it: operators, and what becomes a tensor's
+        `.data`. Not counted are `tensor.data.copy_(...)`, `fused=True` optimizers, what writes through an array, a
+        kernel of one's own or another process, and tensors made in inference mode: then say `engine.update()`. With
+        stages in other processes, say it of every change, on every rank.
+
+        Args:
+            params: as a model of `weft.load` has them; or tensors by transformers' names, such as a `state_dict()`:
+                those that it does not name stay, and another stage's are skipped. None: they were changed in place.
+            adapters: new ones by the names of the engine's own, of no larger rank.
+
+        Raises:
+            RequestError: parameters or adapters that do not fit; nothing is changed.
+
+        >>> from weft.stages.model import DEMO, load
+        >>> engine = Engine(load(DEMO, "cpu"), graph="none")
+        >>> engine.update({"model.norm.weight": 1.01 * engine.model.params.norm})
+        """
+        call = f"engine.update({'' if params is None else 'params'})"
+        pairs = [] if params is None else self._weights.pairs(call, params)
+        if adapters is not None:
+            self._weights.check_adapters(call, adapters)
+        if self._assert_equal is not None:
+            self._assert_equal("the update", f"{call}, adapters={sorted(adapters or ())}")
+        with self._whole:
+            self._outdate()
+            self._weights.write(pairs, adapters or {})
+
+    def _outdate(self) -> None:
+        self._weights.look()
+        self._keep(self._stepper.flush())
+        self._host = outdate(self._host)
+
     def stats(self) -> Stats:
         """What the engine has done so far, and what it holds."""
         return self._counts.stats(self._host, self._stepper.graphs)
@@ -263,29 +302,23 @@ class Engine:
             EngineError: an earlier step raised, and what it did is not known. Whatever a step raises.
         """
         self.launch()
-        with self._whole():
+        with self._whole:
             failed, self._failed = self._failed, []
             return [*failed, *(self._read(self._pending.popleft()) if self._pending else [])]
 
     def launch(self) -> None:
         """Start work as far ahead as is allowed, or as there is any."""
-        with self._whole():
+        changed = self._weights.are_changed
+        if changed and self._spread:
+            seen = "parameters that were changed in place, of which other ranks do not know"
+            raise EngineError("engine.step()", seen, "engine.update() behind the change, on every rank")
+        with self._whole:
+            if changed:
+                self._outdate()
             while len(self._pending) <= self.run_ahead:
                 if not self._launch():
                     self._keep(self._stepper.flush())
                     return
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """What raises within leaves the host and the device at odds: no step follows it."""
-        if self._broken:
-            seen = f"an earlier step that raised {self._broken}; how far its requests came is not known"
-            raise EngineError("engine.step()", seen, "another weft.Engine(...), and its requests again")
-        try:
-            yield
-        except BaseException as error:
-            self._broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}"
-            raise
 
     def is_ready(self) -> bool:
         """Whether `step()` would not wait for the device."""
@@ -354,8 +387,9 @@ class Engine:
         dropped."""
         work, failed = self._samples.masked(work)
         for name, error in failed.items():
-            self._host = finish(self._host, name, "error")
-            self._failed.append(self._end(name, "error", [], error))
+            if self._host.find(name) is not None:  # which its mask may have aborted
+                self._host = finish(self._host, name, "error")
+                self._failed.append(self._end(name, "error", [], error))
         return work
 
     def _keep(self, done: Sequence[Done]) -> None:
@@ -369,7 +403,7 @@ class Engine:
                 continue
             if work.targets:
                 self._samples.take_prompts(work, told)
-            self._host, got = observe(self._host, work.job, told.token_ids)
+            self._host, got = observe(self._host, work.job, told.token_ids, told.faults)
             self._counts.read(told)
             for row, running, count in got:
                 name = running.request.id
@@ -381,12 +415,15 @@ class Engine:
     def _take(self, name: str, reason: str, told: Told, row: int, count: int) -> RequestOutput:
         """What a request got in a row of a step, the first `count` tokens, which end it if it has a reason; so do an
         error, or a stop text, with the tokens up to there."""
-        own, tokens = self._samples.take(name, told, row, count)
+        own, tokens, error = self._samples.take(name, told, row, count)
         if own and not reason:
             self._host = finish(self._host, name, own)
+        if reason == "error" and not own:
+            error = self._samples.fault(name, told.faults[row])
         reason = own or reason
-        return self._end(name, reason, tokens) if reason else self._samples.output(name, tokens)
+        return self._end(name, reason, tokens, error) if reason else self._samples.output(name, tokens)
 
-    def _end(self, name: str, reason: str, tokens: list[int], error: RequestError | None = None) -> RequestOutput:
-        self._counts.ended[reason] += 1
-        return self._samples.end(name, reason, tokens, error)
+    def _end(self, name: str, reason: str, tokens: list[int], error: WeftError | None = None) -> RequestOutput:
+        output = self._samples.end(name, reason, tokens, error)
+        self._counts.ended[output.track.reason] += 1
+        return output

@@ -65,6 +65,7 @@ class HostState:
         row_jobs: the last job that returns something for a row.
         num_ticks, num_jobs, num_arrivals, num_preempted: how many there were.
         num_found: tokens that were in the cache when a request began.
+        version: of the parameters: how often they changed.
     """
 
     pages: Pages
@@ -80,6 +81,7 @@ class HostState:
     num_arrivals: int = 0
     num_preempted: int = 0
     num_found: int = 0
+    version: int = 0
 
     @classmethod
     def empty(cls, budget: Budget, num_pages: int, page_size: int) -> "HostState":

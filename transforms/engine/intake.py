@@ -1,5 +1,6 @@
 """What users ask for, checked, as requests that the scheduler takes."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ from weft.arguments import kind_of
 from weft.batch import EMBEDDED
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
-from weft.sampling_table import MAX_BIASED
+from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
+from weft.transforms.engine.faults import blamed
 from weft.transforms.engine.prompts import EmbedsPrompt, read_given
 from weft.transforms.engine.requests import Request, request_seed
 
@@ -30,6 +32,24 @@ class Intake:
     num_logprobs: int
     seed: int
     slots: Mapping[str, int]
+    _ends: tuple[int, ...] = attrs.field(init=False, repr=False)
+    _scratch: SamplingTable = attrs.field(init=False, repr=False)
+
+    @_ends.default
+    def _ends_of_vocabulary(self) -> tuple[int, ...]:
+        """The model's end-of-sequence tokens that it can say: a configuration may name others."""
+        ends, vocab = self.model.config.eos_token_ids, self.model.config.vocab_size
+        if beyond := [token for token in ends if token >= vocab]:
+            warnings.warn(
+                f"{self.model!r}: its eos_token_id names {beyond}, beyond its {vocab} tokens, which ends nothing. "
+                "Instead: the ids of its tokenizer, in generation_config.json.",
+                stacklevel=5,  # whoever makes the engine
+            )
+        return tuple(token for token in ends if token < vocab)
+
+    @_scratch.default
+    def _one_row(self) -> SamplingTable:
+        return SamplingTable.zeros(1, self.model.config.vocab_size, MAX_BIASED, "cpu")
 
     def request(
         self,
@@ -71,11 +91,16 @@ class Intake:
             none = "Engine(..., adapters={name: weft.load_adapter(model, folder)}): this one has none"
             raise RequestError(call, f"adapter={adapter!r}", known if self.slots else none)
         config = self.model.config
-        params = given.for_request(config.eos_token_ids, request_seed(self.seed, index))
+        params = given.for_request(self._ends, request_seed(self.seed, index))
+        check_sampling(call, self.model, params, self.num_logprobs)
+        with blamed(call, "weft.SamplingParams of plain ints and floats"):
+            # As the step that admits it will, on the rank that samples; there it would be too late to refuse it.
+            write_rows(self._scratch, [0], [params], [()], [()])
         most = min(max_tokens, config.max_position_embeddings - len(ids))
         slot, more = -1 if adapter is None else self.slots[adapter], None
         if isinstance(prompt, EmbedsPrompt):
-            more = read_given(prompt)
+            with blamed(call, "EmbedsPrompt(...) of dense tensors that can be read on the host"):
+                more = read_given(prompt)
         return Request(name, ids, most, params, priority, slot, more, mask is not None)
 
 

@@ -16,6 +16,9 @@ from weft.stages.model import Model
 from weft.stages.mrope import mrope_position_delta
 from weft.summary import Summarized
 
+_MOST = 2**31
+"""Positions; those behind the prompt, counted from its largest one, are int64."""
+
 
 @attrs.frozen(eq=False, repr=False)
 class EmbedsPrompt(Summarized):
@@ -77,8 +80,8 @@ class EmbedsPrompt(Summarized):
         if self.positions.shape != (3, len(ids)) or self.positions.dtype != torch.int64:
             seen = f"positions of shape {list(self.positions.shape)}, {self.positions.dtype}, for {len(ids)} tokens"
             raise RequestError(call, seen, f"[3, {len(ids)}] int64: get_rope_index(...)[0][:, 0]")
-        if int(self.positions.min()) < 0:
-            raise RequestError(call, f"a position {int(self.positions.min())}", "positions from 0 on")
+        if outside := [x for x in (int(self.positions.min()), int(self.positions.max())) if not 0 <= x < _MOST]:
+            raise RequestError(call, f"a position {outside[0]}", f"positions from 0 to {_MOST - 1}")
 
 
 def _check_embeds(call: str, given: Any, needed: bool, shape: tuple[int, int], dtype: torch.dtype) -> None:

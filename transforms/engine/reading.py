@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.outputs import Output
+from weft.transforms.engine.faults import is_fault
 from weft.transforms.engine.work import Work
 
 _PAUSE = 2e-5
@@ -23,10 +24,11 @@ class Told:
 
     Args:
         token_ids, logprobs: of what was sampled and is a request's next: a token, or several of one that had drafts, or
-            none.
+            none; up to a fault.
         top: the likeliest tokens and their logprobs, of each of those or of more; empty where nobody asked.
         prompt_logprobs, prompt_top: of each token of the batch; empty where nobody asked.
         num_drafts: that were verified, in all.
+        faults: of each row in which no token was drawn behind those, the logprob that says so: NaN, or -inf.
     """
 
     token_ids: list[list[int]]
@@ -35,6 +37,7 @@ class Told:
     prompt_logprobs: list[float]
     prompt_top: list[list[tuple[int, float]]]
     num_drafts: int = 0
+    faults: dict[int, float] = attrs.field(factory=dict)
 
 
 class Reading:
@@ -104,13 +107,18 @@ def _told(copied: dict[str, Tensor]) -> Told:
 
     top, prompt_top = "top_ids" in copied, "prompt_top_ids" in copied
     pairs = zip(of_rows("top_ids"), of_rows("top_logprobs"), strict=True) if top else ()
+    token_ids, logprobs, faults = of_rows("token_ids"), of_rows("logprobs"), {}
+    for row, own in enumerate(logprobs):
+        if (count := next((i for i, logprob in enumerate(own) if is_fault(logprob)), None)) is not None:
+            faults[row], token_ids[row] = own[count], token_ids[row][:count]
     return Told(
-        of_rows("token_ids"),
-        of_rows("logprobs"),
+        token_ids,
+        logprobs,
         [_pairs(ids, logprobs) for ids, logprobs in pairs],
         copied["prompt_logprobs"].tolist() if "prompt_logprobs" in copied else [],
         _pairs(copied["prompt_top_ids"].tolist(), copied["prompt_top_logprobs"].tolist()) if prompt_top else [],
         int(copied["num_drafts"].sum()) if "num_drafts" in copied else 0,
+        faults,
     )
 
 

@@ -54,6 +54,7 @@ class Running:
     Args:
         request: what was asked.
         arrival: its place in the order of arrival.
+        version: of the parameters that compute its pages.
         tokens: the prompt and the tokens read so far.
         row: its row of the state; -1: it waits.
         cohort: who it is stepped with.
@@ -74,6 +75,7 @@ class Running:
 
     request: Request
     arrival: int
+    version: int
     tokens: list[int]
     row: int = -1
     cohort: int = -1
@@ -148,14 +150,15 @@ class Running:
         """The name of a page, whose tokens are known as far as it is filled, and so are the names before it."""
         start, request = index * page_size, self.request
         tokens = self.tokens[start : start + page_size]
-        before = self.hashes[index - 1] if index else salt(request.adapter)
+        before = self.hashes[index - 1] if index else salt(request.adapter, self.version)
         more = b"" if request.given is None else request.given.content(start, start + len(tokens))
         return hash_page(before + more, tokens)
 
 
-def salt(adapter: int) -> bytes:
-    """What the keys and values of equal tokens differ by: the slot of the adapter that computes them, or none."""
-    return b"" if adapter < 0 else b"adapter %d" % adapter
+def salt(adapter: int, version: int) -> bytes:
+    """The beginning of every page's name: keys and values of equal tokens differ by the slot of the adapter that
+    computes them (-1: none), and by the version of the parameters."""
+    return b"version %d adapter %d" % (version, adapter)
 
 
 def sample_seeds(seed: int, n: int) -> list[int]:

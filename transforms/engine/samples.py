@@ -1,14 +1,15 @@
 """The completions under way: whose request each is of, what it has said, and what it may say next."""
 
-import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import attrs
 from tokenizers import Tokenizer
 
-from weft.errors import LogitsError, RequestError
+from weft.errors import RequestError, WeftError
 from weft.transforms.engine.detokenizing import special_ids
-from weft.transforms.engine.masks import Mask, read_mask
+from weft.transforms.engine.faults import blamed, fault_of
+from weft.transforms.engine.masks import Mask, Masked, read_mask
 from weft.transforms.engine.outputs import RequestOutput, Sample
 from weft.transforms.engine.reading import Told
 from weft.transforms.engine.requests import Request
@@ -29,7 +30,7 @@ class Samples:
         self._vocab_size = vocab_size
         self._found: dict[str, Sample] = {}
         self._names: dict[str, list[str]] = {}
-        self._masks: dict[str, Mask] = {}
+        self._masks: dict[str, Masked] = {}
 
     def __len__(self) -> int:
         """Requests under way."""
@@ -45,11 +46,12 @@ class Samples:
     def add(self, id: str, requests: Sequence[Request], first_job: int, mask: Mask | None) -> None:
         """The completions of a request; the first one's prompt is the one whose logprobs are told."""
         track = Track(requests[0], self._tokenizer, self._special)
+        masked = None if mask is None else Masked.of(mask, requests[0].sampling, self._vocab_size)
         for index, request in enumerate(requests):
             own = track.of_same_prompt(request) if index else track
             self._found[request.id] = Sample(id, index, own, first_job)
-            if mask is not None:
-                self._masks[request.id] = mask
+            if masked is not None:
+                self._masks[request.id] = masked
         self._names[id] = [request.id for request in requests]
 
     def masked(self, work: Work) -> tuple[Work, dict[str, RequestError]]:
@@ -79,40 +81,53 @@ class Samples:
                 sample.track.take_prompt(told, first, start, len(targets))
             first += len(targets)
 
-    def take(self, name: str, told: Told, row: int, count: int) -> tuple[str, list[int]]:
-        """Read the first `count` tokens that a completion got in a row of a step: all of them, or up to an error or a
-        stop text, which is then the reason for which it ends."""
+    def take(self, name: str, told: Told, row: int, count: int) -> tuple[str, list[int], WeftError | None]:
+        """Read the first `count` tokens that a completion got in a row of a step: all of them, or up to a stop text or
+        to one that cannot be decoded.
+
+        Returns:
+            The reason for which it ends, if that is one of its own; the tokens; and with the reason `error` what went
+            wrong.
+        """
         sample, tokens = self._found[name], told.token_ids[row][:count]
         for index in range(count):
-            stopped = sample.track.take(told, row, index)
-            if math.isnan(told.logprobs[row][index]):
-                return "error", tokens[: index + 1]
+            try:
+                with self._decoding(sample):
+                    stopped = sample.track.take(told, row, index)
+            except RequestError as error:
+                return "error", tokens[: index + 1], error
             if stopped:
-                return "stop", tokens[: index + 1]
-        return "", tokens
+                return "stop", tokens[: index + 1], None
+        return "", tokens, None
+
+    def fault(self, name: str, logprob: float) -> WeftError:
+        """The error of a completion in whose next token's place there is this logprob."""
+        sample = self._found[name]
+        return fault_of(sample.id, logprob, len(sample.track.request.prompt) + len(sample.track.token_ids))
+
+    def _decoding(self, sample: Sample) -> AbstractContextManager[None]:
+        call = f"the text of request {sample.id!r}, of {len(sample.track.token_ids)} tokens"
+        return blamed(call, "a tokenizer that decodes all tokens of the model, or prompts of token ids without one")
 
     def output(self, name: str, tokens: list[int]) -> RequestOutput:
         """What is new of a completion that goes on."""
         return self._found[name].output(None, tokens)
 
-    def end(self, name: str, reason: str, tokens: list[int], error: RequestError | None = None) -> RequestOutput:
-        """A completion's last output; it is no longer under way.
+    def end(self, name: str, reason: str, tokens: list[int], error: WeftError | None = None) -> RequestOutput:
+        """A completion's last output; it is no longer under way. If its text cannot be decoded, its reason is `error`.
 
         Args:
-            error: what went wrong, of the reason `error`; None: its logits were NaN.
+            error: what went wrong, of the reason `error`.
         """
         sample = self._found.pop(name)
         self._masks.pop(name, None)
-        sample.track.end(reason)
+        try:
+            with self._decoding(sample):
+                sample.track.end(reason)
+        except RequestError as fault:
+            sample.track.reason, error = "error", error or fault
         others = self._names[sample.id]
         others.remove(name)
         if not others:
             del self._names[sample.id]
-        output = sample.output(reason, tokens)
-        return output if reason != "error" else attrs.evolve(output, error=error or _not_a_number(sample))
-
-
-def _not_a_number(sample: Sample) -> LogitsError:
-    count = len(sample.track.request.prompt) + len(sample.track.token_ids) - 1
-    call, seen = f"request {sample.id!r}", f"logits that are NaN behind {count} tokens"
-    return LogitsError(call, seen, "look for weights that are not finite, or for an overflow of the dtype")
+        return attrs.evolve(sample.output(sample.track.reason, tokens), error=error)

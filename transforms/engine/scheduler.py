@@ -5,7 +5,7 @@ one held. What comes out is a function of what went in alone: ranks that see the
 the same places, decide the same.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import attrs
 
@@ -13,7 +13,7 @@ from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
 from weft.transforms.engine.admission import take_prompts
 from weft.transforms.engine.decodes import take_decodes
-from weft.transforms.engine.host import Budget, HostState, end, keep_pages, lead, wait
+from weft.transforms.engine.host import Budget, HostState, end, keep_pages, lead, preempt, wait
 from weft.transforms.engine.prompts import Given
 from weft.transforms.engine.requests import Request, Running
 from weft.transforms.engine.work import Edits, Work
@@ -42,7 +42,7 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
     if host.pages.pages_for(length) > most:
         seen = f"{length} tokens with those to generate, where {most} pages hold {most * host.pages.page_size}"
         raise RequestError(call, seen, "a shorter prompt, fewer max_tokens, or more pages")
-    running = Running(request, host.num_arrivals, [*request.prompt])
+    running = Running(request, host.num_arrivals, host.version, [*request.prompt])
     leader = None if behind is None else host.find(behind)
     host.requests[request.id] = running
     host.num_arrivals += 1
@@ -60,7 +60,7 @@ def finish(host: HostState, request_id: str, reason: str) -> HostState:
     Args:
         host: taken.
         request_id: of a request that has not ended.
-        reason: `abort`, `stop`, or `error`: then what it computed is found by no other request.
+        reason: `abort`, `stop`, or `error`.
 
     Raises:
         RequestError: there is no such request.
@@ -69,14 +69,27 @@ def finish(host: HostState, request_id: str, reason: str) -> HostState:
     if found is None:
         call = f"finish({request_id!r}, {reason!r})"
         raise RequestError(call, "no request of that id that has not ended", "an id that was added")
-    if reason == "error":
-        host.pages.forget(found.pages)
     end(host, found, reason)
     return host
 
 
+def outdate(host: HostState) -> HostState:
+    """The parameters have changed: no page that was computed before is read again. Requests that have pages begin anew
+    with the tokens that they have, those of steps under way included.
+
+    Args:
+        host: taken.
+    """
+    host.version += 1
+    for running in list(host.running.values()):
+        preempt(host, running)
+    for running in host.requests.values():
+        running.version, running.hashes = host.version, []
+    return host
+
+
 def observe(
-    host: HostState, job: int, token_ids: Sequence[Sequence[int]]
+    host: HostState, job: int, token_ids: Sequence[Sequence[int]], faults: Container[int] = ()
 ) -> tuple[HostState, list[tuple[int, Running, int]]]:
     """Read what a job sampled; jobs are read in order.
 
@@ -84,10 +97,12 @@ def observe(
         host: taken.
         job: its number.
         token_ids: of each row of its batch, those that are its next ones.
+        faults: the rows in which no token could be drawn behind these: their requests end with the reason `error`, and
+            what they computed is found by no other one.
 
     Returns:
-        The host's state, and the requests that got tokens, each with its place in the batch and how many of them it
-        got: none behind its end. Those that they ended have a `reason`.
+        The host's state, and the requests that got tokens or ended, each with its place in the batch and how many it
+        got: none behind its end. Those that ended have a `reason`.
     """
     got = []
     for index, running, most in host.unread.pop(job):
@@ -95,7 +110,11 @@ def observe(
         running.most_unread -= most
         if running.reason:
             continue  # it ended before: these tokens were sampled ahead of knowing
-        if count := _read(host, running, token_ids[index]):
+        count = _read(host, running, token_ids[index])
+        if index in faults and not running.reason:
+            host.pages.forget(running.pages)
+            end(host, running, "error")
+        if count or running.reason:
             got.append((index, running, count))
     return host, got
 

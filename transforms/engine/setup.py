@@ -1,6 +1,6 @@
 """What an engine is made of: its limits, resolved against a model and a device; its steps; the checks of requests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,6 +15,7 @@ from weft.foreign import LIMITS
 from weft.outputs import IntermediateTensors
 from weft.stages.adapters import Adapter
 from weft.stages.decoder import decoder_stage
+from weft.stages.digest import digest_params
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model, stage_params
 from weft.stages.split import split_model
@@ -24,16 +25,22 @@ from weft.transforms.engine.host import Budget
 from weft.transforms.engine.intake import is_count
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
+from weft.transforms.engine.weights import Weights
 from weft.transforms.engine.work import advance_work, edited
 from weft.transforms.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
 from weft.transforms.pipeline import compose, pipeline
 from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.runner import graph_step
 from weft.transforms.transports import Transport
-from weft.trees import tree_map
+from weft.trees import tree_leaves, tree_map
 
 _MEMORY_SHARE = 0.85
-"""Of a GPU's free memory, for the KV cache; graphs and temporaries get the rest."""
+"""Of a GPU's free memory, for the KV cache and graphs; temporaries get the rest."""
+_PLENTY = 0.25
+"""Of that memory: graphs are not estimated beside a cache of less, which leaves them most of it."""
+_MARGIN = 1.25
+"""Of the graphs' estimate, which is interpolated: with a draft model, whose classes differ in more than their size,
+graphs were found to take up to a fifth more."""
 _CPU_BYTES = 2**30
 """Of the KV cache on a CPU, at most."""
 _MAX_CONTEXT = 4096
@@ -50,7 +57,8 @@ class EngineLimits:
         max_model_len: tokens of a request, those to generate included, up to the end of their last page; None: what the
             model has positions for, at most 4,096.
         page_size: tokens a page.
-        num_pages: of the KV cache; None: what memory there is, and no more than all rows could fill.
+        num_pages: of the KV cache; None: what memory there is beside the graphs, which are estimated where it is short
+            (`Graphified.memory_estimate`), and no more than all rows could fill.
         num_cohorts: groups of requests that are stepped in turn; None: one a stage.
         mixed: whether decodes share a step with prompts, where there are some to be read: what bounds either then
             bounds both, once. Without it they take turns, and decodes stay uniform: the best for those that decode.
@@ -78,9 +86,17 @@ class EngineLimits:
                 raise RequestError(call, seen, instead)
 
     def resolve(
-        self, model: Model, num_stages: int, transport: Transport, speculation: Speculation | None = None
+        self,
+        model: Model,
+        num_stages: int,
+        transport: Transport,
+        speculation: Speculation | None = None,
+        stepper: Callable[["Resolved"], Stepper] | None = None,
     ) -> "Resolved":
         """These, for a model on its device; the same on every rank.
+
+        Args:
+            stepper: makes what would step under such limits, whose graphs' memory pages leave alone; None: nothing.
 
         Raises:
             RequestError: no room for a request.
@@ -91,11 +107,15 @@ class EngineLimits:
         cohorts = self.num_cohorts or num_stages
         budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, cohorts, self.mixed, lens)
         most = max_pages * self.max_num_reqs
+        small = Resolved(budget, 1, self.page_size, speculation)
+        if self.num_pages is not None:
+            return attrs.evolve(small, num_pages=transport.share(self.num_pages))
         every = split_model(model.config, num_stages)
         here = [every[rank] for rank in transport.ranks(num_stages)]
         drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
-        num_pages = self.num_pages or min(most, _pages_in_memory(model, here, self.page_size, drafts))
-        return Resolved(budget, transport.share(num_pages), self.page_size, speculation)
+        page = _page_bytes(model, here, self.page_size) + drafts
+        fitting = _fitting_pages(model.device, page, most, lambda: _bytes_beside(stepper and stepper(small)))
+        return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
 
 
 @attrs.frozen
@@ -115,15 +135,37 @@ class Resolved:
         return {**budget, "num_pages": self.num_pages, "page_size": self.page_size, "speculation": drafts}
 
 
-def _pages_in_memory(model: Model, here: Sequence[StageLayout], page_size: int, more: int) -> int:
-    """Pages that there is memory for, of `more` bytes each than the stages' own."""
+def _page_bytes(model: Model, here: Sequence[StageLayout], page_size: int) -> int:
     config = model.config
     layers = sum(len(layout.layers) for layout in here)
-    page = 2 * layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize + more
-    if model.device.type == "cpu":
+    return 2 * layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+
+
+def _fitting_pages(device: torch.device, page: int, most: int, beside: Callable[[], int]) -> int:
+    """Pages of so many bytes that there is memory for, and for what is `beside` them; at least one."""
+    free = free_bytes(device)
+    if free is None:
         return max(1, _CPU_BYTES // page)
-    free, _ = torch.cuda.mem_get_info(model.device)
-    return max(1, int(_MEMORY_SHARE * free) // page)
+    if page * most <= _PLENTY * free:
+        return most
+    reserved = beside()
+    return max(1, int(_MEMORY_SHARE * (free_bytes(device) or 0) - reserved) // page)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """The memory of a GPU that nobody has; None of a CPU, of whose an engine takes a fixed part."""
+    if device.type == "cpu":
+        return None
+    torch.cuda.empty_cache()  # what dropped tensors and graphs had
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _bytes_beside(stepper: Stepper | None) -> int:
+    """What a stepper takes beside pages: its tables, and its graphs once they are captured."""
+    if stepper is None:
+        return 0
+    tables = sum(x.nbytes for x in tree_leaves(stepper.state) if isinstance(x, Tensor))
+    return tables + int(_MARGIN * sum(estimate.total_bytes for estimate in stepper.memory_estimates()))
 
 
 def engine_ladder(graph: str, budget: Budget, num_adapters: int) -> Ladder[BatchDescriptor]:
@@ -149,8 +191,40 @@ def make_states(model: Model, layouts: Sequence[StageLayout], limits: Resolved) 
     return states if speculation is None else speculation.states(states, layouts)
 
 
-def make_stepper(
+def make_weights(
     model: Model,
+    num_stages: int,
+    transport: Transport,
+    adapters: Mapping[str, Adapter],
+    speculation: Speculation | None,
+) -> Weights:
+    """The parameters of the stages that run here, with the adapters in slots, in this order."""
+    every = split_model(model.config, num_stages)
+    layouts = [every[rank] for rank in transport.ranks(num_stages)]
+    params = stage_params(model, layouts, [*adapters.values()])
+    drafts = None if speculation is None or not layouts[0].first else speculation.params
+    stages = tuple(zip(layouts, params, strict=True))
+    return Weights(model, stages, drafts, {name: slot for slot, name in enumerate(adapters)})
+
+
+def assert_same_engines(
+    assert_equal: Callable[[str, str], None],
+    model: Model,
+    limits: Resolved,
+    options: Mapping[str, Any],
+    adapters: Mapping[str, Adapter],
+) -> None:
+    """Note what all ranks must say alike of their engines."""
+    said = {f"config.{name}": own for name, own in attrs.asdict(model.config, recurse=False).items()}
+    said |= {**limits.options, **options}
+    said |= {f"adapter {name!r}": digest_params(own.deltas) for name, own in adapters.items()}
+    said["weights"] = model.weights
+    for subject, value in said.items():
+        assert_equal(subject, str(value))
+
+
+def make_stepper(
+    weights: Weights,
     limits: Resolved,
     num_stages: int,
     ladder: Ladder[BatchDescriptor],
@@ -159,33 +233,31 @@ def make_stepper(
     num_logprobs: int = 0,
     keep_logits: bool = False,
     backend: str | None = None,
-    adapters: Sequence[Adapter] = (),
 ) -> Stepper:
     """What does an engine's work: of one stage, its step as one graph; of more, a pipeline of graphified stages.
 
     Args:
         ladder: the classes that are captured; an empty one: everything runs eagerly.
         keep_logits: whether outputs hold logits.
-        adapters: which the slots hold, in this order.
     """
-    every = split_model(model.config, num_stages)
-    here = transport.ranks(num_stages)
-    layouts = [every[rank] for rank in here]
-    speculation = limits.speculation
+    model, speculation = weights.model, limits.speculation
+    layouts = [layout for layout, _ in weights.stages]
     drafts = 0 if speculation is None else speculation.num_tokens
     extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits, "num_drafts": drafts}
+    every = split_model(model.config, num_stages)
     stages: list[Any] = [decoder_stage(model.config, layout, **extras) for layout in every]
-    params: tuple[Any, ...] = stage_params(model, layouts, adapters)
+    params: tuple[Any, ...] = tuple(own for _, own in weights.stages)
     state = make_states(model, layouts, limits)
     if speculation is not None:
         stages = speculation.stages(stages)
-        params = ((params[0], speculation.params), *params[1:]) if layouts[0].first else params
+        params = ((params[0], weights.drafts), *params[1:]) if layouts[0].first else params
     params = tree_map(_constant, params)
     if num_stages == 1:
         return Stepped(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
     x = _example(model, drafts)
     spanned = [graph_step(stage, ladder, backend) for stage in stages]
     step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=Schema.of(x), transport=transport)
+    here = transport.ranks(num_stages)
     graphs = [(spanned[rank], x if rank else None) for rank in here] if len(ladder) else []
     return Streamed(step, params, state, model.device, graphs)
 

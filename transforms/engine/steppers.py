@@ -11,6 +11,7 @@ from weft.batch import Batch
 from weft.outputs import Output
 from weft.transforms.engine.work import PlacedWork, Work, apply_edits
 from weft.transforms.graphified import Graphified
+from weft.transforms.memory import MemoryEstimate
 from weft.transforms.pipeline import Pipelined
 from weft.transforms.schedule import Job
 from weft.transforms.session import Session
@@ -47,6 +48,9 @@ class Stepper(Protocol):
     def capture(self) -> None:
         """Capture all that the graphs' ladders hold, without a trace in the states."""
 
+    def memory_estimates(self) -> list[MemoryEstimate]:
+        """What that will take, of each of the graphs."""
+
 
 @attrs.frozen
 class Placer:
@@ -70,6 +74,26 @@ class Placer:
                 del self._decodes[next(iter(self._decodes))]
             batch = self._decodes[key] = work.place(self.device).batch
         return PlacedWork(batch, work.edits)
+
+
+Example = tuple[Graphified[..., Any], tuple[Any, ...]]
+"""A graphified function, and arguments for it."""
+
+
+def capture_all(examples: Sequence[Example]) -> None:
+    """Capture the ladders of these functions, their kernels compiled before."""
+    for graph, example in examples:
+        graph.compile_ahead(*example)
+        graph.capture(*example)
+
+
+def estimate_all(examples: Sequence[Example]) -> list[MemoryEstimate]:
+    """What their graphs will take, their kernels compiled before."""
+    estimates = []
+    for graph, example in examples:
+        graph.compile_ahead(*example)
+        estimates.append(graph.memory_estimate(*example))
+    return estimates
 
 
 class Stepped:
@@ -109,10 +133,14 @@ class Stepped:
         return lambda: None
 
     def capture(self) -> None:
-        for graph in self.graphs:
-            example = self.params, self.state, Batch.decode([0], device=self._place.device)
-            graph.compile_ahead(*example)
-            graph.capture(*example)
+        capture_all(self._examples())
+
+    def memory_estimates(self) -> list[MemoryEstimate]:
+        return estimate_all(self._examples())
+
+    def _examples(self) -> list[Example]:
+        example = self.params, self.state, Batch.decode([0], device=self._place.device)
+        return [(graph, example) for graph in self.graphs]
 
 
 class Streamed:
@@ -138,7 +166,7 @@ class Streamed:
         self.params = params
         self.state = state
         self.graphs = tuple(graph for graph, _ in graphs)
-        self._examples = tuple(example for _, example in graphs)
+        self._given = tuple(x for _, x in graphs)
         self._place = Placer(device, 0 in pipelined.transport.ranks(len(pipelined.stages)))
         self._session: Session | None = None
         self._first = 0
@@ -176,8 +204,12 @@ class Streamed:
         return [(self._under_way.popleft(), out) for _, out in outputs]
 
     def capture(self) -> None:
+        capture_all(self._examples())
+
+    def memory_estimates(self) -> list[MemoryEstimate]:
+        return estimate_all(self._examples())
+
+    def _examples(self) -> list[Example]:
         batch = Batch.decode([0], device=self._place.device)
-        for graph, *stage in zip(self.graphs, self.params, self.state, self._examples, strict=False):
-            params, state, x = stage
-            graph.compile_ahead(params, state, batch, x)
-            graph.capture(params, state, batch, x)
+        stages = zip(self.graphs, self.params, self.state, self._given, strict=False)
+        return [(graph, (params, state, batch, x)) for graph, params, state, x in stages]

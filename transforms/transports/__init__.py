@@ -20,6 +20,9 @@ class Transport(Protocol):
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank: what all must agree on and one decides. Each calls it, in the same order."""
 
+    def collect(self, value: Any) -> list[Any]:
+        """Every process's value, in order, in each of them. Each calls it, in the same order."""
+
     def assert_equal(self, subject: str, value: str) -> None:
         """Note what every rank must say alike, at the same place among its calls: with the next message it is compared,
         before anything is computed with what one of them says otherwise."""

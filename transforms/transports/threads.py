@@ -87,6 +87,9 @@ class Threads:
     def share(self, value: Any) -> Any:
         return value
 
+    def collect(self, value: Any) -> list[Any]:
+        return [value]
+
     def assert_equal(self, subject: str, value: str) -> None:
         """All ranks are in this process, and say the same."""
 

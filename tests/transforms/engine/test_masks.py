@@ -1,6 +1,7 @@
 """Masks: a request says only what its function allows, as transformers' `prefix_allowed_tokens_fn`; others do not
 notice."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from weft.ops.logits import pack_bits
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import read_mask
+from weft.transforms.engine.masks import Masked, read_mask
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
@@ -148,5 +149,11 @@ def test_what_is_no_function_is_refused(model: Model) -> None:
 
 
 def test_nothing_is_asked_where_nothing_is_to_be_said() -> None:
-    assert read_mask("a", lambda said: None, [], 40) is None
-    assert read_mask("a", lambda said: (0, 33), [], 40) == bytes([1, 0, 0, 0, 2, 0, 0, 0])
+    for found, bits in ((None, None), ((0, 33), bytes([1, 0, 0, 0, 2, 0, 0, 0]))):
+        masked = Masked.of(lambda said, found=found: found, SamplingParams(), 40)  # type: ignore[misc]
+        assert read_mask("a", masked, [], 40) == bits
+
+
+def test_an_iterator_without_an_end_is_read_up_to_what_is_no_token() -> None:
+    with pytest.raises(RequestError, match="saw: ValueError: 40 is no token id from 0 to 39"):
+        read_mask("a", Masked.of(lambda said: itertools.count(), SamplingParams(), 40), [], 40)

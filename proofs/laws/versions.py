@@ -1,0 +1,102 @@
+"""L23 over the whole engine: behind a change of the parameters, all is computed by the new ones."""
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from weft.proofs.difference import LawViolation
+from weft.proofs.laws.engine import alone, check_nothing_is_left, run
+from weft.proofs.strategies.engines import Call, Load, small_model
+from weft.stages.model import Model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.requests import sample_seeds
+from weft.trees import tree_leaves, tree_map
+
+HOW = ("update", "in place", "in place, not announced")
+"""Ways to change the parameters of an engine."""
+
+
+@attrs.frozen
+class _Begins:
+    """A mask that makes a completion begin with these tokens."""
+
+    tokens: tuple[int, ...]
+
+    def __call__(self, said: Sequence[int]) -> list[int] | None:
+        return [self.tokens[len(said)]] if len(said) < len(self.tokens) else None
+
+
+def changed_parameters_compute_all(load: Load, step: int, how: str) -> None:
+    """L23: before a step the parameters change, announced or not, while requests are under way: what each says from
+    then on is what an engine of the new parameters says, alone, of a prompt that has begun so; and nothing is left.
+
+    Args:
+        load: without masks.
+        step: before which they change.
+        how: one of `HOW`.
+    """
+    old, new = small_model(), small_model(1)
+    model = attrs.evolve(old, params=tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, old.params))
+    engine = load.engine(model=model)
+    drawn: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def before(number: int) -> None:
+        if number == step:
+            drawn.update(_drawn_by_now(load, engine))
+            _change(engine, new, how)
+
+    said = run(load, engine, before)
+    check_nothing_is_left(engine)
+    for (index, sample), (tokens, reason) in said.items():
+        call = load.calls[index]
+        ended = 0 if call.step >= step else call.max_tokens  # tokens of the old parameters: all, if it had ended
+        least, most = drawn.get((index, sample), (ended, ended))
+        seed = sample_seeds(call.sampling.seed or 0, call.sampling.n)[sample]
+        call = attrs.evolve(call, sampling=attrs.evolve(call.sampling, seed=seed, n=1))
+        # Steps under way may see both, if the parameters change behind the engine's back.
+        counts = [(n if how == "update" else least, n) for n in range(least, most + 1)]
+        if not any(_agrees(call, tokens, reason, *both) for both in counts):
+            seen = f"{tokens}, {reason}; the old parameters drew {least} to {most} of them"
+            raise LawViolation(f"L23 versions: completion {sample} of call {index} is {seen}")
+
+
+def _drawn_by_now(load: Load, engine: Engine) -> dict[tuple[int, int], tuple[int, int]]:
+    """Of each completion under way the tokens that the old parameters drew: those that were read, and at most so many
+    with those of steps under way."""
+    found = {}
+    for index, call in enumerate(load.calls):
+        names = [str(index), *(f"{index}[{sample}]" for sample in range(1, call.sampling.n))]
+        for sample, name in enumerate(names):
+            if (running := engine._host.find(name)) is not None:
+                count = len(running.tokens) - len(call.prompt)
+                found[index, sample] = count, count + running.most_unread
+    return found
+
+
+def _change(engine: Engine, new: Model, how: str) -> None:
+    if how == "update":
+        engine.update(new.params)
+        return
+    pairs = zip(tree_leaves(engine.model.params), tree_leaves(new.params), strict=True)
+    for own, other in pairs:
+        if isinstance(own, torch.Tensor):
+            (own.data if how == "in place" else own).copy_(other)  # by `.data`, of which torch counts nothing
+    if how == "in place":
+        engine.update()
+
+
+def _agrees(call: Call, tokens: list[int], reason: str, old: int, begun: int) -> bool:
+    """Whether the first `old` tokens are those of the old parameters, and what follows the first `begun` those of the
+    new ones."""
+    if old:
+        by_old, ended = alone(call.prompt, call.sampling, call.max_tokens, call.adapter)
+        if tokens[:old] != by_old[: len(tokens[:old])]:
+            return False
+        if begun == call.max_tokens:
+            return reason in (ended, "abort")
+    begins = _Begins(tuple(tokens[:begun]))
+    expected, ended = alone(call.prompt, call.sampling, call.max_tokens, call.adapter, begins, weights=1)
+    if reason == "abort" and call.aborted is not None:
+        return tokens == expected[: len(tokens)]
+    return (tokens, reason) == (expected, ended)

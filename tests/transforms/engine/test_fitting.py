@@ -1,0 +1,150 @@
+"""Pages and graphs fit in the memory that there is: what the graphs will take is kept free of pages."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import weft
+from weft.proofs.strategies.engines import small_adapters, small_model
+from weft.stages.model import DEMO, Model
+from weft.transforms.engine import setup
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.speculation import Speculation
+from weft.transforms.transports.threads import Threads
+from weft.trees import tree_leaves
+
+LIMITS = EngineLimits(max_num_reqs=8, max_num_tokens=32, max_model_len=2000, page_size=4)
+PAGE = 2 * 3 * 4 * 1 * 4 * 4  # keys and values of three layers, four tokens, one head of four, in float32
+MOST = 8 * 500
+
+
+class Memory:
+    """A GPU's report: so much is free, however often it is asked."""
+
+    def __init__(self, free: int) -> None:
+        self.free, self.asked = free, 0
+
+    def __call__(self, _: torch.device) -> int:
+        self.asked += 1
+        return self.free
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Memory]:
+    def of(free: int) -> Memory:
+        made = Memory(free)
+        monkeypatch.setattr(setup, "free_bytes", made)
+        return made
+
+    return of
+
+
+def long_model() -> Model:
+    """One whose requests may be long, so that pages are most of what there is."""
+    model = small_model()
+    return attrs.evolve(model, config=attrs.evolve(model.config, max_position_embeddings=2000))
+
+
+def page_bytes(engine: Engine) -> int:
+    """Of all stages, and of a draft model."""
+    states = engine._stepper.state
+    caches = [state.kv_pages for state in states]
+    caches += [state.drafting.kv_pages for state in states if state.drafting and state.drafting.kv_pages is not None]
+    return sum(cache.nbytes for cache in caches)
+
+
+def table_bytes(engine: Engine) -> int:
+    return sum(x.nbytes for x in tree_leaves(engine._stepper.state) if isinstance(x, torch.Tensor)) - page_bytes(engine)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {"graph": "full"},
+    "full_and_piecewise": {"graph": "full_and_piecewise"},
+    "adapters": {"graph": "full", "adapters": small_adapters()},
+    "drafts": {"graph": "full", "speculation": Speculation(2, model=long_model())},
+    "two stages": {"graph": "full", "pipeline": 2},
+    "threads": {"graph": "full_and_piecewise", "pipeline": 3, "transport": Threads()},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pages_and_graphs_fit(way: str, memory: Callable[[int], Memory]) -> None:
+    """Of memory that would hold fewer pages than could be used: the graphs, once captured, are within it, and what is
+    left over is less than two pages and two fifths of the graphs."""
+    sized = Engine(long_model(), LIMITS, **WAYS[way])
+    sized.warm_up()
+    graphs = sum(graph.memory_analysis().total_bytes for graph in sized.graphs)
+    assert graphs > 0
+    free = int((1.4 * graphs + table_bytes(sized) + page_bytes(sized) / 2) / 0.85)
+    memory(free)
+    engine = Engine(long_model(), LIMITS, **WAYS[way])
+    engine.warm_up()
+    graphs = sum(graph.memory_analysis().total_bytes for graph in engine.graphs)
+    taken = page_bytes(engine) + table_bytes(engine) + graphs
+    one = page_bytes(engine) // engine.limits.num_pages
+    assert 1 < engine.limits.num_pages < MOST
+    assert 0.85 * free - 0.4 * graphs - 2 * one <= taken <= 0.85 * free
+    engine.add([1, 2, 3], max_tokens=1)
+    assert len(list(engine)) == 1
+
+
+def test_where_memory_is_plenty_or_pages_are_given_nothing_is_estimated(memory: Callable[[int], Memory]) -> None:
+    plenty = memory(4 * MOST * PAGE)
+    assert Engine(long_model(), LIMITS, graph="full").limits.num_pages == MOST
+    assert plenty.asked == 1
+    given = memory(1)
+    assert Engine(long_model(), attrs.evolve(LIMITS, num_pages=7), graph="full").limits.num_pages == 7
+    assert given.asked == 0
+
+
+def test_without_graphs_the_tables_alone_are_beside_the_pages(memory: Callable[[int], Memory]) -> None:
+    memory(free := MOST * PAGE)
+    engine = Engine(long_model(), LIMITS, graph="none")
+    assert engine.limits.num_pages == max(1, int(0.85 * free - table_bytes(engine) - PAGE) // PAGE)
+
+
+def test_ranks_have_as_many_pages_as_the_one_with_the_least_room(memory: Callable[[int], Memory]) -> None:
+    class Two(Threads):
+        def collect(self, value: Any) -> list[Any]:
+            return [value, 5]
+
+    assert Engine(long_model(), LIMITS, pipeline=2, graph="none", transport=Two()).limits.num_pages == 5
+
+
+def test_a_cpu_gives_a_fixed_part() -> None:
+    assert setup.free_bytes(torch.device("cpu")) is None
+    assert Engine(long_model(), LIMITS, graph="full").limits.num_pages == MOST
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", ["full", "full_and_piecewise"])
+def test_on_a_gpu_whose_memory_is_short_no_graph_is_left_out(graph: str) -> None:
+    """All but 2 GiB are taken by something else: pages fill what graphs leave, every class is captured, the longest
+    prompts are served, and some memory is left for temporaries."""
+    model = weft.load(DEMO, "cuda")
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    ballast = torch.empty(free - 2**31, dtype=torch.uint8, device="cuda")
+    limits = EngineLimits(max_num_reqs=64, max_num_tokens=2048, page_size=16, max_model_len=2**16)
+    model = attrs.evolve(model, config=attrs.evolve(model.config, max_position_embeddings=2**16))
+    before, _ = torch.cuda.mem_get_info()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # a capture that finds no memory warns
+        engine = Engine(model, limits, graph=graph)
+        constructed, _ = torch.cuda.mem_get_info()
+        stats = engine.warm_up()
+        for index in range(64):
+            engine.add([1 + index % 50] * 900, max_tokens=2)
+        list(engine)
+    after, _ = torch.cuda.mem_get_info()
+    report = f"free: {before / 2**20:.0f} MiB, with pages {constructed / 2**20:.0f}, with graphs {after / 2**20:.0f}; "
+    print(report + f"{engine.limits.num_pages} pages, {sum(stats.graphs.values())} graphs")
+    assert engine.limits.num_pages < 64 * 2**12, "memory was the bound"
+    assert stats.captures == sum(stats.graphs.values()) == sum(len(g.ladder or ()) for g in engine.graphs)
+    assert after > 0.02 * before
+    del ballast

@@ -1,0 +1,240 @@
+"""Parameters that change while an engine serves: announced or not, no page computed with the old ones is read (L23)."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import weft
+from weft.errors import EngineError, RequestError
+from weft.proofs.strategies.engines import small_adapters, small_model
+from weft.sampling import SamplingParams
+from weft.stages.model import DEMO, Model
+from weft.stages.params import DecoderParams
+from weft.stages.random_weights import random_adapter
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.speculation import Speculation
+from weft.transforms.transports.threads import Threads
+from weft.trees import tree_leaves, tree_map
+
+LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=2, num_pages=60)
+PROMPTS = ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 5, 6), (4, 3))
+WAYS: list[dict[str, Any]] = [
+    {"graph": "none"},
+    {"graph": "full", "run_ahead": 2},
+    {"graph": "full_and_piecewise", "speculation": Speculation(2)},
+    {"graph": "piecewise", "pipeline": 3},
+    {"graph": "full", "pipeline": 2, "transport": "threads"},
+]
+
+
+def own_copy(model: Model) -> Model:
+    """A model that others do not share."""
+    return attrs.evolve(model, params=tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, model.params))
+
+
+def engine_of(model: Model, way: dict[str, Any]) -> Engine:
+    options = dict(way)
+    if options.get("transport"):
+        options["transport"] = Threads()
+    return Engine(model, LIMITS, seed=0, **options)
+
+
+def tokens_of(engine: Engine, prompts: tuple[tuple[int, ...], ...] = PROMPTS, most: int = 8) -> list[list[int]]:
+    for index, prompt in enumerate(prompts):
+        engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=most, id=str(index))
+    tracks = {output.id: output.track for output in engine}
+    return [tracks[str(index)].token_ids for index in range(len(prompts))]
+
+
+def announced(engine: Engine, new: DecoderParams) -> None:
+    engine.update(new)
+
+
+def in_place_and_said(engine: Engine, new: DecoderParams) -> None:
+    for own, other in zip(tree_leaves(engine.model.params), tree_leaves(new), strict=True):
+        if own is not None:
+            own.data.copy_(other)  # which torch does not count
+    engine.update()
+
+
+def in_place_and_not_said(engine: Engine, new: DecoderParams) -> None:
+    for own, other in zip(tree_leaves(engine.model.params), tree_leaves(new), strict=True):
+        if own is not None:
+            with torch.no_grad():
+                own.copy_(other)
+
+
+CHANGES = (announced, in_place_and_said, in_place_and_not_said)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+def test_what_comes_later_is_what_a_fresh_engine_says(
+    way: dict[str, Any], change: Callable[[Engine, DecoderParams], None]
+) -> None:
+    """Of a prompt that is in the cache, computed with the old parameters; and no graph is captured again."""
+    old, new = small_model(), small_model(1)
+    expected = tokens_of(engine_of(new, way))
+    engine = engine_of(own_copy(old), way)
+    engine.warm_up()
+    assert tokens_of(engine) == tokens_of(engine) != expected
+    found, captures = engine.stats().prefix_tokens, engine.stats().captures
+    assert found > 0, "of the second time"
+    change(engine, new.params)
+    assert tokens_of(engine, PROMPTS[:1]) == expected[:1]
+    assert engine.stats().prefix_tokens == found, "nothing of what the old ones computed"
+    assert tokens_of(engine) == expected
+    assert engine.stats().prefix_tokens > found, "what the new ones computed is found"
+    assert engine.stats().captures == captures
+    assert engine.stats().pages_held == 0
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.parametrize("steps", [1, 4])
+def test_what_is_under_way_goes_on_as_the_new_parameters_would(
+    way: dict[str, Any], change: Callable[[Engine, DecoderParams], None], steps: int
+) -> None:
+    """From what it had said by then, steps that were under way included: of their pages none is read again."""
+    engine = engine_of(own_copy(small_model()), way)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=8, id=str(index))
+    for _ in range(steps):
+        engine.step()
+    launched = {name: len(running.tokens) + running.most_unread for name, running in engine._host.requests.items()}
+    change(engine, small_model(1).params)
+    tracks = {output.id: output.track for output in engine}
+    fresh = engine_of(small_model(1), {"graph": "none"})
+    for index, prompt in enumerate(PROMPTS):
+        said = (*prompt, *tracks[str(index)].token_ids)
+        assert len(said) == len(prompt) + 8
+        behind = range(launched[str(index)], len(said))
+        for count in behind:
+            assert tokens_of(fresh, (said[:count],), 1) == [[said[count]]], f"request {index}, token {count}"
+    assert engine.stats().pages_held == 0
+
+
+def test_tensors_by_transformers_names(tmp_path: Path) -> None:
+    """A `state_dict()`, whole or in part; and the file that the parameters were read from stays as it was."""
+    from safetensors.torch import load_file
+
+    folder = Path(shutil.copytree(DEMO, tmp_path / "demo"))
+    before = (folder / "model.safetensors").read_bytes()
+    names = load_file(DEMO / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    changed = {name: x + 0.02 * torch.randn(x.shape, generator=generator).to(x.dtype) for name, x in names.items()}
+    model = weft.load(folder, "cpu", "float32")
+    engine = Engine(model, graph="none")
+    engine.update({name: changed[name] for name in sorted(changed)[::2]})
+    engine.update({name: changed[name] for name in sorted(changed)[1::2]})
+    assert (folder / "model.safetensors").read_bytes() == before
+    from safetensors.torch import save_file
+
+    save_file(changed, folder / "model.safetensors")
+    other = weft.load(folder, "cpu", "float32")
+    for own, expected in zip(tree_leaves(model.params), tree_leaves(other.params), strict=True):
+        assert (own is None and expected is None) or torch.equal(own, expected)
+
+
+def test_an_adapter_is_replaced_in_its_slot() -> None:
+    adapters = small_adapters()
+    names = sorted(adapters["of all"].deltas)
+    other = random_adapter(small_model().config, names, rank=2, seed=9, std=0.7)
+
+    def said(engine: Engine) -> list[int]:
+        engine.add(PROMPTS[0], SamplingParams(temperature=0.0), max_tokens=6, adapter="of all")
+        return [token for output in engine for token in output.token_ids]
+
+    engine, fresh = (Engine(small_model(), LIMITS, graph="full", adapters=own) for own in (
+        adapters, adapters | {"of all": other}
+    ))  # fmt: skip
+    before, captures = said(engine), engine.stats().captures
+    engine.update(adapters={"of all": other})
+    assert said(engine) == said(fresh) != before
+    assert engine.stats().captures == captures
+
+
+def test_a_draft_model_that_changes_changes_no_token() -> None:
+    model, drafts = own_copy(small_model()), own_copy(small_model())
+    engine = Engine(model, LIMITS, graph="full", speculation=Speculation(2, model=drafts))
+    before = tokens_of(engine)
+    in_place_and_not_said(Engine(drafts, LIMITS, graph="none"), small_model(1).params)
+    found = engine.stats().prefix_tokens
+    assert tokens_of(engine, PROMPTS[:1]) == before[:1]
+    assert engine.stats().prefix_tokens == found, "its pages are of the old draft model"
+
+
+class _Elsewhere(Threads):
+    """As a rank of a pipeline over processes sees it: one stage runs here."""
+
+    def ranks(self, num_ranks: int) -> range:
+        return range(min(num_ranks, 1))
+
+
+def test_a_change_that_other_ranks_do_not_know_is_refused_until_it_is_said() -> None:
+    model = own_copy(small_model())
+    engine = Engine(model, LIMITS, pipeline=2, graph="none", transport=_Elsewhere())
+    model.params.layers[0].qkv_proj.add_(1)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"of which other ranks do not know\n  instead: engine\.update"):
+            engine.step()
+    engine.update()
+    assert engine.step() == []
+
+
+def test_a_mask_that_changes_parameters_amid_a_step_ends_its_request() -> None:
+    engine = Engine(own_copy(small_model()), LIMITS, graph="none")
+    engine.add([1], max_tokens=2, mask=lambda said: engine.update())  # type: ignore[arg-type, func-returns-value]
+    [output] = list(engine)
+    assert output.error is not None
+    assert "a call from within a step" in output.error.seen
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a number": (3, "params is an int"),
+    "a list in the place of a tensor": ({"model.norm.weight": [1.0]}, "params is a dict"),
+    "a name of another architecture": ({"transformer.wte.weight": torch.ones(1)}, "transformer.wte.weight, which the"),
+    "another shape": ({"model.norm.weight": torch.ones(3)}, "model.norm.weight [3], torch.float32"),
+    "integers": ({"model.norm.weight": torch.ones(8, dtype=torch.int8)}, "model.norm.weight [8], torch.int8"),
+    "FP8 without its scales": (
+        {"model.norm.weight": torch.ones(8).to(torch.float8_e4m3fn)}, "model.norm.weight [8], torch.float8_e4m3fn"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_parameters_that_do_not_fit_are_refused_and_change_nothing(case: str) -> None:
+    given, seen = WRONG[case]
+    engine = Engine(own_copy(small_model()), LIMITS, graph="none")
+    before = tokens_of(engine)
+    with pytest.raises(RequestError) as error:
+        engine.update(given)
+    assert error.value.call == "engine.update(params)"
+    assert seen in error.value.seen
+    found = engine.stats().prefix_tokens
+    assert tokens_of(engine) == before
+    assert engine.stats().prefix_tokens > found, "what was computed still holds"
+
+
+def test_parameters_of_another_structure_are_refused() -> None:
+    engine = Engine(own_copy(small_model()), LIMITS, graph="none")
+    fewer = attrs.evolve(small_model().params, layers=small_model().params.layers[:2])
+    with pytest.raises(RequestError, match="saw: parameters of another structure"):
+        engine.update(fewer)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "seen"), [({"other": None}, "adapters={'other': None}"), (3, "adapters=3"), (None, "")]
+)
+def test_adapters_that_the_engine_does_not_have_are_refused(adapters: Any, seen: str) -> None:
+    engine = Engine(own_copy(small_model()), LIMITS, graph="none", adapters=small_adapters())
+    given = adapters if seen else {"other": small_adapters()["of all"]}
+    with pytest.raises(RequestError) as error:
+        engine.update(adapters=given)
+    assert error.value.seen == (seen or "an adapter 'other'")

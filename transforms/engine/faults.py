@@ -1,0 +1,73 @@
+"""Faults: what a user's code raises for one request, or logits that leave it no token, ends that request alone; what
+raises in a step itself ends the engine."""
+
+import math
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weft.errors import EngineError, LogitsError, RequestError, WeftError
+
+
+class Whole:
+    """A context that is whole, or never entered again: what raises within leaves the host and the device at odds. It is
+    not entered within itself either.
+
+    Args:
+        call: what runs in it, for errors.
+    """
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        self._broken, self._inside = "", False
+
+    def __enter__(self) -> None:
+        if self._inside:
+            raise EngineError(self.call, "a call from within a step", "a mask that leaves the engine alone")
+        if self._broken:
+            seen = f"an earlier step that raised {self._broken}; how far its requests came is not known"
+            raise EngineError(self.call, seen, "another weft.Engine(...), and its requests again")
+        self._inside = True
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._inside = False
+        if error is not None:
+            self._broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}"
+
+
+@contextmanager
+def blamed(call: str, instead: str) -> Iterator[None]:
+    """Whatever is raised inside, a panic of a Rust extension included, becomes a RequestError; a RequestError stays.
+
+    Args:
+        call, instead: of that error.
+    """
+    try:
+        yield
+    except (RequestError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a Rust extension's panic is no Exception
+        # Not str(error), which may raise itself.
+        seen = traceback.format_exception_only(error)[-1].strip()
+        raise RequestError(call, seen, instead) from error
+
+
+def is_fault(logprob: float) -> bool:
+    """Whether a logprob says that no token was drawn: NaN, as the logits were, or -inf."""
+    return not logprob > -math.inf
+
+
+def fault_of(id: str, logprob: float, num_tokens: int) -> WeftError:
+    """The error of a request whose next token has no logprob.
+
+    Args:
+        id: of the request.
+        logprob: that was returned in its place.
+        num_tokens: before it, those of the prompt included.
+    """
+    call = f"request {id!r}"
+    if math.isnan(logprob):
+        instead = "look for weights that are not finite, or for an overflow of the dtype"
+        return LogitsError(call, f"logits that are NaN behind {num_tokens} tokens", instead)
+    seen = f"no token that can be drawn behind {num_tokens} tokens: those that the request allows have logits of -inf"
+    return RequestError(call, seen, "allow another token, or look at the model's logits")
