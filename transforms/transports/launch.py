@@ -88,12 +88,12 @@ def _served(started: Sequence[Any]) -> Iterator[None]:
     would go on for seconds."""
     before = _server_pid()
     resource_tracker.ensure_running()  # here, for it would unblock the signal
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    try:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # and raise what came meanwhile
         yield
     except KeyboardInterrupt:
         if not started and (pid := _server_pid()) not in (None, before):
