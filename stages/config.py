@@ -31,7 +31,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
 }
 _MOST_BLOCKS = 2**16
-"""Feed-forward blocks of a model, each expert one: of the largest that were released, some 23,000."""
+"""A model's feed-forward blocks at most, each expert counted; the largest released models have some 23,000."""
 _MOST_BYTES = 2**26
 """Of a file of JSON."""
 _SHOWN = 16
@@ -183,13 +183,11 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
     instead = f"copy {path.name} again from where the checkpoint came from"
     try:
         if (size := path.stat().st_size) > _MOST_BYTES:
-            raise ConfigError(call, f"{path.name} has {size} bytes, and {_MOST_BYTES} are the most", instead)
+            raise ValueError(f"{size} bytes, and {_MOST_BYTES} are the most")
         raw = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(call, f"{path.name} cannot be read: {error.strerror}", instead) from error
     except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(call, f"{path.name} is not JSON: {error}", instead) from error
     if not isinstance(raw, dict):
         raise ConfigError(call, f"{path.name} holds {kind_of(raw)}, not an object", instead)

@@ -190,6 +190,14 @@ def test_what_is_no_file_is_not_read(
     assert str(folder / name) not in read
 
 
+def test_a_file_of_json_has_a_size_that_can_be_read(sound: Path, tmp_path: Path, run: Weft) -> None:
+    folder = shutil.copytree(sound, tmp_path / "model")
+    with (folder / "config.json").open("r+b") as config:
+        config.truncate(2**40)  # a hole, of which nothing is stored
+    code, _, err = run("plan", "--model", str(folder), "--pp", "2")
+    assert (code, "config.json is not JSON: 1099511627776 bytes, and 67108864 are the most" in err) == (2, True)
+
+
 def damage(kind: str, folder: Path) -> tuple[str, ...]:
     """The command that meets it."""
     if kind == "deep":
