@@ -1,8 +1,17 @@
-"""`python -m weft`: the same as the console script."""
+"""`weft`, or `python -m weft`. It imports the commands where Ctrl-C is caught already."""
 
 import sys
 
-from weft.cli import main
+
+def main() -> int:
+    """Run one command and return its exit code (`weft.cli.main`)."""
+    try:
+        from weft.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
 from weft.errors import ArgumentError
@@ -56,7 +56,7 @@ def _checked(fn: Callable[..., Any], name: str, meant: dict[str, str], by_positi
             raise _too_many(name, len(args) - is_method, most - is_method, by_position or ", ".join(by_name))
         strange = next(key for key in kwargs if key not in known)
         seen = f"{strange!r}, which is no argument of it"
-        raise ArgumentError(f"{name}(..., {strange}=...)", seen, meant.get(strange) or _nearest(strange, known))
+        raise ArgumentError(f"{name}(..., {strange}=...)", seen, _instead(strange, known, meant))
 
     return checked
 
@@ -66,9 +66,12 @@ def _too_many(name: str, count: int, most: int, instead: str) -> ArgumentError:
     return ArgumentError(f"{name}({', '.join(['...'] * count)})", seen, instead)
 
 
-def _nearest(strange: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(strange, sorted(known), n=1)
-    return f"{near[0]}=..." if near else f"one of {', '.join(sorted(known))}"
+def _instead(strange: str, known: Collection[str], meant: Mapping[str, str]) -> str:
+    """What to write for a name, or for the one that it is nearest to."""
+    near = [strange] if strange in meant else difflib.get_close_matches(strange, sorted({*known, *meant}), n=1)
+    if not near:
+        return f"one of {', '.join(sorted(known))}"
+    return f"{near[0]}=..." if near[0] in known else meant[near[0]]
 
 
 def kind_of(value: object) -> str:

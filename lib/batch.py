@@ -12,6 +12,7 @@ from weft.arguments import kind_of
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
 from weft.placing import place
+from weft.summary import Summarized
 from weft.trees import axes, descriptor_field, pytree
 
 LAST_TOKEN = -1
@@ -32,8 +33,8 @@ SCRATCH_ROW = -1
 
 
 @pytree
-@attrs.frozen(eq=False)
-class Batch:
+@attrs.frozen(eq=False, repr=False)
+class Batch(Summarized):
     """A descriptor and the tensors that fit it. It names rows of the state, never what is in them, so that the host can
     launch a step before it knows the tokens of the one before.
 
@@ -237,8 +238,8 @@ def _check_positions(call: str, count: int, positions: Tensor | None) -> None:
 
 
 @pytree
-@attrs.frozen(eq=False)
-class ResolvedBatch:
+@attrs.frozen(eq=False, repr=False)
+class ResolvedBatch(Summarized):
     """A batch against one state: what the layers read. Made on the device by `weft.state.resolve`.
 
     Args:

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from weft.placing import place
+from weft.summary import Summarized
 from weft.trees import pytree
 
 
 @pytree
-@attrs.frozen(eq=False)
-class Drafting:
+@attrs.frozen(eq=False, repr=False)
+class Drafting(Summarized):
     """A row a request, and a last one, scratch.
 
     Args:

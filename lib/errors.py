@@ -1,4 +1,4 @@
-"""Every exception that weft raises: the call as written, what was seen, what to write instead."""
+"""Every exception that weft raises, the call as written, what was seen, what to write instead; and its warnings."""
 
 
 class WeftError(Exception):
@@ -51,6 +51,10 @@ class CacheMissError(WeftError, RuntimeError):
     """A call to a frozen graphified function that would have to capture."""
 
 
+class DerivativeError(WeftError, NotImplementedError):
+    """A derivative that an operator does not have."""
+
+
 class TooManyCapturesError(WeftError, AssertionError):
     """A capture inside `weft.assert_max_captures(n)` that is one too many."""
 
@@ -60,7 +64,11 @@ class StaleResultError(WeftError, RuntimeError):
 
 
 class ConfigError(WeftError, ValueError):
-    """A model configuration with a field that weft does not know or does not support."""
+    """A model configuration with a field that weft does not support, or, if it is read strictly, does not know."""
+
+
+class ConfigWarning(UserWarning):
+    """A model configuration with fields that weft does not know, and that count for nothing."""
 
 
 class CheckpointError(WeftError, ValueError):

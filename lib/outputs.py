@@ -3,12 +3,13 @@
 import attrs
 from torch import Tensor
 
+from weft.summary import Summarized
 from weft.trees import axes, pytree
 
 
 @pytree
-@attrs.frozen(eq=False)
-class IntermediateTensors:
+@attrs.frozen(eq=False, repr=False)
+class IntermediateTensors(Summarized):
     """What one stage sends to the next.
 
     Args:
@@ -24,8 +25,8 @@ class IntermediateTensors:
 
 
 @pytree
-@attrs.frozen(eq=False)
-class Output:
+@attrs.frozen(eq=False, repr=False)
+class Output(Summarized):
     """What the last stage returns. Of a step that verifies drafts, which samples several tokens a request, the first
     five are [num_reqs, n, ...]: with n, in a uniform class, its query length, and else the most of all.
 

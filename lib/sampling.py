@@ -7,6 +7,7 @@ import attrs
 
 from weft.arguments import names_arguments
 from weft.errors import RequestError
+from weft.foreign import SAMPLING
 
 _LARGEST = 1e30
 _LARGEST_PRODUCT = 1e37  # of float32, with room for the logit
@@ -24,10 +25,11 @@ def _as_dict(value: Any) -> Any:
     return {} if value is None else dict(value) if isinstance(value, Mapping) else value
 
 
-@names_arguments(max_tokens="generate(..., max_tokens=...), or engine.add(..., max_tokens=...)")
+@names_arguments(**SAMPLING)
 @attrs.frozen(kw_only=True, repr=False)
 class SamplingParams:
-    """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM.
+    """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM, but
+    for `bad_token_ids`, which are texts there (`bad_words`).
 
     Args:
         temperature: divides the logits; 0 is greedy.

@@ -14,6 +14,7 @@ from weft.errors import RequestError
 from weft.ops.logits import ALLOWED, BIAS, FILTERS, IN_PROMPT, MOST_COUNTED, PENALTIES, STOPS, Rules, pack_bits
 from weft.placing import place
 from weft.sampling import SamplingParams
+from weft.summary import Summarized
 from weft.trees import pytree
 
 _LEAST_TOP_P = 1e-30
@@ -23,8 +24,8 @@ MAX_BIASED = 300
 
 
 @pytree
-@attrs.frozen(eq=False)
-class SamplingTable:
+@attrs.frozen(eq=False, repr=False)
+class SamplingTable(Summarized):
     """A row a request, and a last one, scratch. Only a stage that samples has tables as wide as the vocabulary; the
     width of the others' is 0. What a row does not use (`FEATURES`) may hold anything: it is written only where used.
 

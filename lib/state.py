@@ -18,13 +18,14 @@ from weft.outputs import Output
 from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
+from weft.summary import Summarized
 from weft.trees import pytree
 
 
 @donatable
 @pytree
-@attrs.frozen(eq=False)
-class State:
+@attrs.frozen(eq=False, repr=False)
+class State(Summarized):
     """The paged KV cache of one stage and the table of requests, which is the same on every stage.
 
     A value: a step takes it (its storage is donated) and returns the next one. Row `max_num_reqs`, the last, is
@@ -259,10 +260,13 @@ def advance(state: State, batch: Batch, out: Output | None) -> State:
     if out is not None and out.num_tokens is not None:
         return _advance_verified(state, batch, out, out.num_tokens)
     ids = None if out is None else out.token_ids
-    move_on(state.positions, state.last_tokens, batch.rows, batch.query_start_loc, batch.samples, ids)
-    if ids is not None:
-        count_tokens(state.sampling, batch.rows, ids, batch.samples)
-    return state
+    positions, last_tokens = move_on(
+        state.positions, state.last_tokens, batch.rows, batch.query_start_loc, batch.samples, ids
+    )
+    table = state.sampling if ids is None else count_tokens(state.sampling, batch.rows, ids, batch.samples)
+    if positions is state.positions and table is state.sampling:
+        return state
+    return attrs.evolve(state, positions=positions, last_tokens=last_tokens, sampling=table)
 
 
 def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
@@ -281,7 +285,8 @@ def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tenso
     said = kept & batch.samples & (num_tokens > 0)
     newest = ids.gather(1, (num_tokens - 1).clamp(min=0)[:, None])[:, 0]
     state.last_tokens[rows] = torch.where(said, newest, state.last_tokens[rows])
-    count_tokens(state.sampling, rows, ids[:, 0].contiguous(), said)
+    table = count_tokens(state.sampling, rows, ids[:, 0].contiguous(), said)
+    state = state if table is state.sampling else attrs.evolve(state, sampling=table)
     if state.drafting is not None:
         state.drafting.append(rows, old + read, ids, said)
     return state

@@ -7,7 +7,8 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Self, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -23,6 +24,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "FUNCTORCH_KEY",
     "READ_BY_PICKLE",
     "DispatchMode",
     "FunctionMode",
@@ -44,13 +46,16 @@ __all__ = [
     "in_plain_surroundings",
     "is_capturing",
     "is_compiled",
+    "is_differentiated",
     "is_higher_order",
     "off_fast_path",
     "operator_name",
+    "overload_of",
     "pytree",
     "pytree_node",
     "replayer",
     "seen_as",
+    "signal_capture",
     "stop_allocating_to_pool",
     "storage_id",
     "switches",
@@ -58,11 +63,14 @@ __all__ = [
     "uncompiled",
     "unnamed_children",
     "unseen",
+    "unwrapped_call",
 ]
 
 
 READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
 """An attribute of every tensor that `Tensor.__reduce_ex__` looks at, and hardly anybody else."""
+FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
+"""The dispatch key that comes first inside a transform of torch.func, and nowhere else."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -138,6 +146,19 @@ def pytree_node(kind: type) -> Any:
     return pytree.SUPPORTED_NODES.get(kind)
 
 
+def overload_of(name: str) -> Any:
+    """The operator `weft::linear`, or of its overloads `weft::linear.quantized`."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def unwrapped_call(operator: Any) -> Callable[..., Any]:
+    """What calls an operator's overload, without the Python around it."""
+    call: Callable[..., Any] = operator._op
+    return call
+
+
 def unnamed_children(node: Any) -> list[Any] | None:
     """The children of a node whose class was registered with torch's pytree without names for them; None for others."""
     known = pytree.SUPPORTED_NODES.get(type(node))
@@ -159,6 +180,17 @@ def in_dispatch_mode() -> bool:
 def in_functorch_transform() -> bool:
     """Whether an outer torch.func transform (vmap, grad, jvp, functionalize) or a forward-mode level is active."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether autograd, or a torch.func transform at any level, follows what is made of a tensor now."""
+    while True:
+        dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+        if dual or (tensor.requires_grad and torch.is_grad_enabled()):
+            return True
+        if not is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = get_unwrapped(tensor)
 
 
 def in_plain_surroundings() -> bool:
@@ -210,8 +242,12 @@ def empty_strided_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[i
     return make
 
 
-current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
-"""The index of the current CUDA device; None in a torch without CUDA."""
+def current_device() -> Callable[[], int | None]:
+    """`torch.cuda.current_device`, without the Python around it; constantly None where there is no CUDA."""
+    if not torch.cuda.is_available():
+        return lambda: None  # a build for CUDA would look for the driver
+    index: Callable[[], int] = torch._C._cuda_getDevice
+    return index
 
 
 def is_capturing() -> Callable[[], bool]:
@@ -220,6 +256,33 @@ def is_capturing() -> Callable[[], bool]:
         return lambda: False
     check: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
     return check
+
+
+_SIGNALLED: ContextVar[bool] = ContextVar("weft.capture_signalled", default=False)
+
+
+@functools.cache
+def _hear_the_signal() -> None:
+    """Let `torch.cuda.is_current_stream_capturing` answer for `signal_capture` too, under whatever name it is known."""
+    graphs: Any = torch.cuda.graphs
+    asked: Callable[[], bool] = graphs._cuda_isCurrentStreamCapturing
+    graphs._cuda_isCurrentStreamCapturing = lambda: _SIGNALLED.get() or asked()
+
+
+@contextlib.contextmanager
+def signal_capture() -> Iterator[None]:
+    """A context in which `torch.cuda.is_current_stream_capturing()` is True, in this thread alone.
+
+    Code that reads tensors on the host asks it in order to leave that out of a CUDA graph (transformers' masks, torch's
+    SyncBatchNorm), and in the capture of one CUDA itself answers so. `torch.compiler.is_compiling()` would say more
+    than is so, in all threads: optimizers, collectives and mixtures of experts then compute in other ways.
+    """
+    _hear_the_signal()
+    token = _SIGNALLED.set(True)
+    try:
+        yield
+    finally:
+        _SIGNALLED.reset(token)
 
 
 def replayer(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:

@@ -118,9 +118,10 @@ def descriptor_field() -> dict[str, Any]:
 
 @attrs.frozen(hash=True)
 class Context:
-    """The static fields of a node, as part of a tree's structure."""
+    """The static fields of a node, and its optional fields that are None, as part of a tree's structure."""
 
     values: tuple[Any, ...] = attrs.field(eq=False)
+    absent: tuple[str, ...] = ()
     kinds: tuple[Any, ...] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -129,10 +130,16 @@ class Context:
 
 @attrs.frozen
 class NodeFields:
-    """The fields of a class registered with `pytree`, by name: those that are children, and those of its structure."""
+    """The fields of a class registered with `pytree`, by name: those that are children (the optional ones, unless they
+    are None), and those of its structure."""
 
     children: tuple[str, ...]
     statics: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+    def of(self, context: Context) -> tuple[str, ...]:
+        """The fields that are the children of a node, given its part of the structure."""
+        return tuple(name for name in self.children if name not in context.absent)
 
 
 def node_fields(cls: type) -> NodeFields | None:
@@ -141,7 +148,8 @@ def node_fields(cls: type) -> NodeFields | None:
 
 
 def pytree(cls: C) -> C:
-    """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields are structure.
+    """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields are structure, and
+    so is a field without `axes` that is None: a transform of torch.func takes no tree with a leaf that is None.
 
     Args:
         cls: the class; `@weft.pytree` stands above `@attrs.frozen`.
@@ -167,16 +175,21 @@ def pytree(cls: C) -> C:
     fields = [f for f in attrs.fields(cls) if f.init]
     children = tuple(f.name for f in fields if not f.metadata.get(_STATIC))
     statics = tuple(f.name for f in fields if f.metadata.get(_STATIC))
+    optional = tuple(f.name for f in fields if not {_AXES, _STATIC} & f.metadata.keys())
+    names = NodeFields(children, statics, optional)
 
     def flatten(node: Any) -> tuple[list[Any], Context]:
-        return [getattr(node, name) for name in children], Context(tuple(getattr(node, name) for name in statics))
+        absent = tuple(name for name in optional if getattr(node, name) is None)
+        values = [getattr(node, name) for name in children if name not in absent]
+        return values, Context(tuple(getattr(node, name) for name in statics), absent)
 
     def unflatten(values: Iterable[Any], context: Context) -> Any:
-        return cls(**dict(zip(children, values, strict=True)), **dict(zip(statics, context.values, strict=True)))
+        own = dict(zip(names.of(context), values, strict=True)) | dict.fromkeys(context.absent)
+        return cls(**own, **dict(zip(statics, context.values, strict=True)))
 
     def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Context]:
         values, context = flatten(node)
-        keys = [_pytree.GetAttrKey(name) for name in children]
+        keys = [_pytree.GetAttrKey(name) for name in names.of(context)]
         return list(zip(keys, values, strict=True)), context
 
     _pytree.register_pytree_node(
@@ -186,7 +199,7 @@ def pytree(cls: C) -> C:
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
     )
-    type.__setattr__(cls, _FIELDS, NodeFields(children, statics))
+    type.__setattr__(cls, _FIELDS, names)
     return cls
 
 
@@ -240,7 +253,8 @@ def map_sized(fn: Callable[[Tensor, Axes], Any], tree: T, descriptor: Any = None
             return node
         for name, spec in specs.items():
             _check_field(node, name, spec)
-        changes = {k: fn(getattr(node, k), spec) for k, spec in specs.items() if getattr(node, k) is not None}
+        held = {name: getattr(node, name) for name in specs}
+        changes = {name: fn(x, specs[name]) for name, x in held.items() if isinstance(x, Tensor)}
         changes |= {name: map_sized(fn, part, descriptor) for name, part in _parts(node).items()}
         if descriptor is not None:
             changes |= {f.name: descriptor for f in attrs.fields(type(node)) if f.metadata.get(_DESCRIPTOR)}

@@ -158,6 +158,9 @@ class Sabotaged:
     def check(self) -> None:
         self.transport.check()
 
+    def received(self, last: int | None = None, /) -> Callable[[], None]:
+        return self.transport.received(last)
+
     def mail(self, num_ranks: int, /) -> Any:
         return self.transport.mail(num_ranks)
 

@@ -41,7 +41,7 @@ def _names(spec: TreeSpec) -> list[str]:
     if (keys := _keys(spec)) is not None:
         return [f"[{key!r}]" for key in keys]
     if isinstance(spec.type, type) and (fields := node_fields(spec.type)) is not None:
-        return [f".{name}" for name in fields.children]
+        return [f".{name}" for name in fields.of(spec.context)]
     if names := getattr(spec.context, "_fields", None):  # a namedtuple's class
         return [f".{name}" for name in names]
     return [f"[{index}]" for index in range(len(children_of(spec)))]
@@ -53,7 +53,8 @@ def _words(spec: TreeSpec) -> str:
     if (keys := _keys(spec)) is not None:
         return f"{with_article(spec.type.__name__)} of {', '.join(map(repr, keys)) or 'nothing'}"
     if isinstance(spec.type, type) and (fields := node_fields(spec.type)) is not None:
-        statics = zip(fields.statics, spec.context.values, strict=True)
+        absent = ((name, None) for name in spec.context.absent)
+        statics = (*absent, *zip(fields.statics, spec.context.values, strict=True))
         return f"{with_article(spec.type.__name__)}({', '.join(f'{name}={value!r}' for name, value in statics)})"
     kind = spec.context if hasattr(spec.context, "_fields") else spec.type
     return f"{with_article(kind.__name__)} of {len(children_of(spec))}"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from weft.proofs import laws, strategies
 from weft.proofs.laws.versions import HOW
+from weft.proofs.strategies.agreement import conversations
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engines import loads
 from weft.proofs.strategies.odd import odd_loads
@@ -134,6 +135,15 @@ def _with_func(law: Callable[..., None]) -> Callable[[st.DataObject, str], None]
     return check
 
 
+def _derived(data: st.DataObject, device: str) -> None:
+    scenario = data.draw(strategies.scenarios(max_layers=2, max_steps=2))
+    laws.derivatives_are_of_the_step(scenario, data.draw(st.one_of(st.none(), st.integers(0, 63))), device)
+
+
+def _learned(data: st.DataObject, device: str) -> None:
+    laws.graphs_of_gradients_are_gradients(data.draw(strategies.scenarios(max_layers=1, max_steps=2)), device)
+
+
 def _sampled(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=2, sampled=True))
     ladder = data.draw(strategies.ladders(scenario.batches()))
@@ -162,6 +172,10 @@ def _drafted(drafts: st.SearchStrategy[Drafts]) -> Callable[[st.DataObject, str]
 
 def _scheduled(data: st.DataObject, device: str) -> None:
     laws.hosts_agree(data.draw(strategies.traces(max_layers=1)), 2, device)
+
+
+def _asked(data: st.DataObject, device: str) -> None:
+    laws.differences_are_refused(*data.draw(conversations()))
 
 
 def _paged(data: st.DataObject, device: str) -> None:
@@ -243,6 +257,7 @@ LAWS = (
         _served(embeds=True, drafts=st.one_of(st.none(), lookups())),
     ),
     Law("L11", "hosts agree", _scheduled),
+    Law("L11", "what differs is refused with the first message", _asked),
     Law("L11", "an engine serves each completion as alone", _engine(masks=False)),
     Law("L11", "completions with masks are served as if alone", _engine(masks=True)),
     Law("L11", "faults end their own request, and nothing forbidden is said", _faulty),
@@ -252,6 +267,8 @@ LAWS = (
     Law("L14", "memory is estimated", _estimated),
     Law("L15", "functions of graphs are functions", _with_func(laws.functions_of_graphs_are_functions)),
     Law("L15", "graphs of functions are functions", _with_func(laws.graphs_of_functions_are_functions)),
+    Law("L15", "derivatives are of the models' steps", _derived),
+    Law("L15", "graphs of the steps' gradients are gradients", _learned),
     Law("L16", "seed and position fix the sample", _sampled),
     Law("L17", "order is free", _reordered),
     Law("L18", "requests are served in turn, and end", _in_turn),

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,17 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
         RequestError: no model, or no folder.
     """
     _check_arguments(model, folder)
-    call, path = f"weft.load_adapter({model!r}, {os.fspath(folder)!r})", Path(folder)
+    call, path = f"weft.load_adapter({model!r}, {os.fspath(folder)!r:.300})", Path(folder)
     _check_files(path, call)
     config = parse_lora(read_object(path / _CONFIG, call), call)
     parts = {n: part for i in range(model.config.num_layers) for n, (_, _, part) in adaptable(model.config, i).items()}
-    wanted = {name for name in parts if config.changes(name)}
+    pairs = _changed(config, parts, call)
+    wanted = set(pairs)
     own = {name for i in model.layout.layers for name in adaptable(model.config, i)} & wanted
     with ExitStack() as stack:
         handle = stack.enter_context(open_tensors(path / _WEIGHTS, "cpu", call))
         _check_names(list(handle.keys()), wanted, call)
-        deltas = {name: _read(handle, name, config, parts[name].shape, call) for name in parts if name in own}
+        deltas = {name: _read(handle, name, pairs[name], parts[name].shape, call) for name in parts if name in own}
     return Adapter(deltas, path)
 
 
@@ -62,11 +64,19 @@ def _check_arguments(model: Any, folder: Any) -> None:
         )
 
 
+def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:
+    """Of these linear layers those that have a pair of matrices: its rank and its scaling."""
+    try:
+        return {name: (config.rank_of(name), config.scaling_of(name)) for name in names if config.changes(name)}
+    except ConfigError as error:
+        raise ConfigError(call, f"{_CONFIG} has {error.call}, and {error.seen}", error.instead) from None
+
+
 def _check_files(path: Path, call: str) -> None:
     for name in (_CONFIG, _WEIGHTS):
-        if not (path / name).is_file():
-            seen, instead = f"{str(path)!r} has no {name}", "pass a folder that PEFT's save_pretrained wrote"
-            if (path / "adapter_model.bin").is_file():
+        if not os.path.isfile(path / name):
+            seen, instead = f"{str(path)!r:.300} has no {name}", "pass a folder that PEFT's save_pretrained wrote"
+            if os.path.isfile(path / "adapter_model.bin"):
                 seen, instead = f"{seen}, only adapter_model.bin", "save it again, as safetensors"
             raise CheckpointNotFoundError(call, seen, instead)
 
@@ -88,15 +98,16 @@ def _tensor(name: str, which: str) -> str:
     return f"base_model.model.{name}.lora_{which}.weight"
 
 
-def _read(handle: Any, name: str, config: LoraConfig, shape: tuple[int, ...], call: str) -> tuple[Tensor, Tensor]:
-    """The pair of matrices of a linear layer `[out, in]`, the scaling in the second."""
-    (rows, columns), rank = shape, config.rank_of(name)
-    pair = []
-    for which, wanted in (("A", (rank, columns)), ("B", (rows, rank))):
+def _read(
+    handle: Any, name: str, wanted: tuple[int, float], shape: tuple[int, ...], call: str
+) -> tuple[Tensor, Tensor]:
+    """The pair of matrices of a linear layer `[out, in]`, of this rank, the scaling in the second."""
+    (rows, columns), (rank, scaling), pair = shape, wanted, []
+    for which, size in (("A", (rank, columns)), ("B", (rows, rank))):
         view = handle.get_slice(_tensor(name, which))
         seen = f"{_tensor(name, which)} is {view.get_dtype()} {tuple(view.get_shape())}"
-        if tuple(view.get_shape()) != wanted or view.get_dtype() not in FLOATS:
-            instead = f"the model and {_CONFIG} make it {wanted}, of {', '.join(FLOATS)}"
+        if tuple(view.get_shape()) != size or view.get_dtype() not in FLOATS:
+            instead = f"the model and {_CONFIG} make it {size}, of {', '.join(FLOATS)}"
             raise CheckpointError(call, seen, instead)
         pair.append(handle.get_tensor(_tensor(name, which)).to(torch.float32))
-    return pair[0], pair[1] * config.scaling_of(name)
+    return pair[0], pair[1] * scaling

@@ -2,13 +2,17 @@
 refused."""
 
 import math
-import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 
+from weft.errors import ConfigError
+from weft.stages.expressions import Expression
 from weft.stages.fields import Fields
+
+T = TypeVar("T")
+Names = tuple[str, ...] | Expression
 
 _USED = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
@@ -36,49 +40,45 @@ class LoraConfig:
     Args:
         rank, alpha: of layers that no pattern names.
         use_rslora: whether the scaling is alpha / sqrt(rank) (Kalajdzievski, 2023, arXiv 2312.03732), not alpha / rank.
-        rank_pattern, alpha_pattern: by the end of a layer's name, or a regular expression for it.
-        targets, excluded: ends of names, or one regular expression for whole names.
+        rank_pattern, alpha_pattern: of layers whose names an expression matches; the first that does counts.
+        targets, excluded: ends of names, or an expression that matches whole names.
         layers: the decoder layers that are changed; None: all.
-        layers_pattern: names of the list that layers are in.
+        in_layers: matches the names of what is in a list of layers.
     """
 
     rank: int
     alpha: float
     use_rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
-    targets: tuple[str, ...] | str
-    excluded: tuple[str, ...] | str
+    rank_pattern: Sequence[tuple[Expression, int]]
+    alpha_pattern: Sequence[tuple[Expression, float]]
+    targets: Names
+    excluded: Names
     layers: tuple[int, ...] | None
-    layers_pattern: tuple[str, ...]
+    in_layers: Expression
 
     def rank_of(self, name: str) -> int:
         """The rank of a linear layer, by transformers' name of it."""
-        return next((rank for key, rank in self.rank_pattern.items() if _ends(key, name)), self.rank)
+        return next((rank for key, rank in self.rank_pattern if key.matches(name)), self.rank)
 
     def scaling_of(self, name: str) -> float:
         """What `b @ a` is multiplied by."""
-        alpha = next((alpha for key, alpha in self.alpha_pattern.items() if _ends(key, name)), self.alpha)
+        alpha = next((alpha for key, alpha in self.alpha_pattern if key.matches(name)), self.alpha)
         rank = self.rank_of(name)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def changes(self, name: str) -> bool:
-        """Whether a linear layer has a pair of matrices."""
-        if _is_in(name, self.excluded) or not (self.targets == _ALL or _is_in(name, self.targets)):
+        """Whether a linear layer of the decoder has a pair of matrices."""
+        if _is_in(name, self.excluded) or not _is_in(name, self.targets):
             return False
-        if self.layers is None or isinstance(self.targets, str):
+        if self.layers is None or isinstance(self.targets, Expression):
             return True
-        found = re.match(rf"(?:^|.*?\.)(?:{'|'.join(self.layers_pattern) or '[^.]*'})\.(\d+)\.", name)
-        return found is not None and int(found[1]) in self.layers
+        # The layer's number is the only one in such a name.
+        return self.in_layers.matches(name) and next(int(x) for x in name.split(".") if x.isdecimal()) in self.layers
 
 
-def _ends(key: str, name: str) -> bool:
-    return re.match(rf"(.*\.)?({key})$", name) is not None
-
-
-def _is_in(name: str, given: tuple[str, ...] | str) -> bool:
-    if isinstance(given, str):
-        return bool(given) and re.fullmatch(given, name) is not None
+def _is_in(name: str, given: Names) -> bool:
+    if isinstance(given, Expression):
+        return given.matches(name)
     return any(name == one or name.endswith(f".{one}") for one in given)
 
 
@@ -102,12 +102,12 @@ def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
         rank=fields.integer("r", 8),
         alpha=fields.number("lora_alpha", 8),
         use_rslora=fields.flag("use_rslora", False),
-        rank_pattern=_pattern(fields, "rank_pattern"),
-        alpha_pattern=_pattern(fields, "alpha_pattern"),
-        targets=_names(fields, "target_modules"),
+        rank_pattern=_pattern(fields, "rank_pattern", lambda inner, key: inner.integer(key, 1)),
+        alpha_pattern=_pattern(fields, "alpha_pattern", lambda inner, key: inner.number(key, 1.0)),
+        targets=_names(fields, "target_modules", all_linear=True),
         excluded=_names(fields, "exclude_modules"),
         layers=_layers(fields),
-        layers_pattern=_listed(_names(fields, "layers_pattern")),
+        in_layers=_in_layers(fields),
     )
 
 
@@ -119,32 +119,37 @@ def _layers(fields: Fields) -> tuple[int, ...] | None:
     return tuple(given) or None
 
 
-def _pattern(fields: Fields, name: str) -> dict[str, Any]:
+def _in_layers(fields: Fields) -> Expression:
+    found = fields.raw.get("layers_pattern")
+    given = _strings(fields, "layers_pattern") if not isinstance(found, str) else [found]
+    around = {"before": r"(?:.*\.)?", "after": r"\.\d+\..*"}
+    return _expression(fields, "layers_pattern", "|".join(given) or "[^.]*", **around)
+
+
+def _pattern(fields: Fields, name: str, value: Callable[[Fields, str], T]) -> list[tuple[Expression, T]]:
     found = fields.raw.get(name) or {}
     if not isinstance(found, dict):
         raise fields.refuse(name, f"{name} is an object of numbers")
     inner = attrs.evolve(fields, raw=found, prefix=f"{name}.")
-    for key in found:
-        _check_expression(inner, key, key)
-    return {key: inner.integer(key, 1) if name == "rank_pattern" else inner.number(key, 1.0) for key in found}
+    return [(_expression(inner, key, key, before=r"(?:.*\.)?"), value(inner, key)) for key in found]
 
 
-def _names(fields: Fields, name: str) -> tuple[str, ...] | str:
+def _names(fields: Fields, name: str, *, all_linear: bool = False) -> Names:
     found = fields.raw.get(name)
-    if isinstance(found, str):
-        _check_expression(fields, name, found)
-        return found
-    if not isinstance(found, list | None) or not all(isinstance(one, str) for one in found or ()):
+    if all_linear and found == _ALL:
+        return Expression(".*")
+    return _expression(fields, name, found) if found and isinstance(found, str) else tuple(_strings(fields, name))
+
+
+def _strings(fields: Fields, name: str) -> list[str]:
+    found = fields.raw.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise fields.refuse(name, f"{name} is a list of names, or a regular expression")
-    return tuple(found or ())
+    return found
 
 
-def _check_expression(fields: Fields, name: str, expression: str) -> None:
+def _expression(fields: Fields, name: str, text: str, **around: str) -> Expression:
     try:
-        re.compile(expression)
-    except re.error as error:
-        raise fields.refuse(name, f"a regular expression: {error}") from None
-
-
-def _listed(names: tuple[str, ...] | str) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
+        return Expression(text, **around)
+    except ConfigError as error:
+        raise fields.refuse(name, f"a regular expression: {error.seen}") from None

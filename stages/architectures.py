@@ -1,6 +1,6 @@
 """The architectures that weft knows, and what each field of their config.json is to it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -51,9 +51,9 @@ _QWEN_DEFAULTS: Mapping[str, Any] = {
     "head_dim": None,
     "eos_token_id": None,
 }
-# Qwen2 has its biases, and all Qwens their bare MLP, whatever the file says: it may only agree.
+# Qwen2 has its biases, Qwen3 its norms, and all Qwens their bare MLP, whatever the file says: it may only agree.
 _QWEN2_BIASES: Allowed = {"attention_bias": (True,), "mlp_bias": (False,)}
-_QWEN3_BIASES: Allowed = {"mlp_bias": (False,)}
+_QWEN3_FIXED: Allowed = {"mlp_bias": (False,), "use_qk_norm": (True, None)}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
         "llama",
@@ -68,13 +68,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "Qwen2ForCausalLM": Architecture("qwen2", _QWEN_DEFAULTS, neutral_at=_QWEN2_BIASES, fixed_biases=True),
     "Qwen3ForCausalLM": Architecture(
-        "qwen3", {**_QWEN_DEFAULTS, "head_dim": 128}, neutral_at=_QWEN3_BIASES, qk_norm=True
+        "qwen3", {**_QWEN_DEFAULTS, "head_dim": 128}, neutral_at=_QWEN3_FIXED, qk_norm=True
     ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
         {**_QWEN_DEFAULTS, "hidden_size": 2048, "intermediate_size": 6144, "num_layers": 24, "num_key_value_heads": 4},
         fields=MOE_FIELDS,
-        neutral_at=_QWEN3_BIASES,
+        neutral_at=_QWEN3_FIXED,
         qk_norm=True,
         experts=True,
     ),
@@ -111,14 +111,15 @@ USED = frozenset(_USED.split())
 
 # Why a field cannot change what a decoder computes at inference, and the fields of which that is so.
 _NEUTRAL_BY_REASON: Mapping[str, str] = {
-    "a note about the file or its tools": """_name_or_path name_or_path _commit_hash transformers_version
-        transformers.js_config unsloth_fixed unsloth_version is_llama_config""",
+    "a note about the file or its tools": """_name_or_path name_or_path _model_name_or_path _commit_hash
+        transformers_version transformers.js_config unsloth_fixed unsloth_version is_llama_config""",
     "training only": """initializer_range attention_dropout hidden_dropout gradient_checkpointing use_bfloat16
         tf_legacy_loss problem_type router_aux_loss_coef""",
     "which kernels and which extra outputs transformers uses": """use_cache attn_implementation _attn_implementation
         _attn_implementation_autoset output_attentions output_hidden_states return_dict torchscript
         tie_last_hidden_states output_router_logits""",
-    "the tokenizer's business": "bos_token_id pad_token_id sep_token_id tokenizer_class prefix",
+    "into which parts transformers cuts the work": "pretraining_tp chunk_size_feed_forward",
+    "the tokenizer's business": "bos_token_id pad_token_id sep_token_id unk_token_id tokenizer_class prefix",
     "heads for other tasks": "num_labels id2label label2id finetuning_task task_specific_params",
     "encoder-decoder models only": "is_decoder decoder_start_token_id tie_encoder_decoder",
     "full attention has no window": "max_window_layers",
@@ -131,16 +132,32 @@ _NEUTRAL_BY_REASON: Mapping[str, str] = {
 }
 NEUTRAL: Mapping[str, str] = {name: reason for reason, names in _NEUTRAL_BY_REASON.items() for name in names.split()}
 
+# Fields of other decoders that change what is computed, and that no tensor's name or shape would betray, or that change
+# the sizes which `weft plan` reckons with; what else adds tensors, such as a bias or a norm, is refused where one is
+# found that nothing explains.
+_ELSEWHERE: Sequence[tuple[tuple[Any, ...], str]] = (
+    ((None, 0, 0.0), """attn_logit_softcapping final_logit_softcapping logits_soft_cap logit_softcap logit_cap clip_qkv
+        swiglu_limit"""),
+    ((None, 1, 1.0), """embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_scale
+        lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier attention_value_scale
+        embedding_scale scale_emb scale_depth attn_scale routed_scaling_factor n_group topk_group"""),
+    ((None, False, 0), """use_qk_norm alibi no_rope_layers no_rope_layer_interval rotary_dim rope_local_base_freq
+        local_rope_theta layer_rope_theta attention_chunk_size sliding_window_pattern sliding_window_size
+        use_bidirectional_attention attn_temperature_tuning query_pre_attn_scalar dim_model_base scale_embedding
+        use_parallel_residual parallel_attn num_kv_shared_layers num_experts num_local_experts n_routed_experts"""),
+    ((None, "silu", "swish"), "hidden_activation activation_function"),
+    ((None, "softmax"), "scoring_func"),
+    ((None, "rope", "rotary"), "position_embedding_type"),
+)  # fmt: skip
+
 # Fields that say nothing at these values, and something that weft does not do at any other.
-NEUTRAL_AT: Allowed = {
+NEUTRAL_AT: Allowed = {name: values for values, names in _ELSEWHERE for name in names.split()} | {
     "hidden_act": ("silu", "swish"),
     "use_sliding_window": (False,),
-    "pretraining_tp": (1, None),
     "partial_rotary_factor": (1.0, 1, None),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
-    "chunk_size_feed_forward": (0,),
     "pruned_heads": ({}, None),
     "per_layer_config": (None,),
     "rope_interleaved": (False,),

@@ -1,6 +1,5 @@
 """Parameters from a folder of safetensors, each stage reading its own tensors."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from weft.arguments import kind_of
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError, ProgramError
 from weft.stages.architectures import ARCHITECTURES
-from weft.stages.config import DTYPES, ModelConfig
+from weft.stages.config import DTYPES, ModelConfig, check_folder, read_object
 from weft.stages.layer_fields import Field, Part, layer_fields
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams
@@ -201,13 +201,11 @@ def checked_device(device: torch.device | str, call: str) -> torch.device:
 
 def _tensor_files(folder: Path, call: str) -> dict[str, Path]:
     """Which file holds each of the checkpoint's tensors."""
-    if not folder.is_dir():
-        instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
-        raise CheckpointNotFoundError(call, f"there is no folder {str(folder)!r}", instead)
-    if (folder / _WEIGHTS).is_file():
+    check_folder(folder, call)
+    if os.path.isfile(folder / _WEIGHTS):
         with open_tensors(folder / _WEIGHTS, "cpu", call) as handle:
             return dict.fromkeys(handle.keys(), folder / _WEIGHTS)
-    if (folder / _INDEX).is_file():
+    if os.path.isfile(folder / _INDEX):
         return _indexed_files(folder / _INDEX, call)
     seen, instead = f"{str(folder)!r} has no {_WEIGHTS} and no {_INDEX}", "pass a folder that save_pretrained wrote"
     pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
@@ -218,17 +216,28 @@ def _tensor_files(folder: Path, call: str) -> dict[str, Path]:
 
 
 def _indexed_files(index: Path, call: str) -> dict[str, Path]:
+    again = f"copy {index.name} again from where it came from"
     try:
-        shards: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: index.parent / shard for name, shard in shards.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        seen = f"{index.name} is no index of shards: {type(error).__name__}: {error}"
-        raise CheckpointError(call, seen, f"copy {index.name} again from where it came from") from error
-    missing = sorted({file.name for file in files.values() if not file.is_file()})
-    if missing:
+        shards = read_object(index, call).get("weight_map")
+    except ConfigError as error:
+        raise CheckpointError(call, f"{index.name} is no index of shards: {error.seen}", again) from error
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        seen = f"{index.name} is no index of shards: weight_map is {kind_of(shards)}, not an object of names of files"
+        raise CheckpointError(call, seen, again)
+    names = set(shards.values())
+    if outside := sorted(name for name in names if not _is_inside(name)):
+        seen = f"{index.name} names {list_some(outside)}, which is not a file of {str(index.parent)!r}"
+        raise CheckpointError(call, seen, f"{again}; shards are in its folder")
+    if missing := sorted(name for name in names if not os.path.isfile(index.parent / name)):
         seen = f"{index.name} names {list_some(missing)}, and {str(index.parent)!r} has no such file"
         raise CheckpointNotFoundError(call, seen, "finish the download, or copy the missing shards")
-    return files
+    return {name: index.parent / shard for name, shard in shards.items()}
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a relative path cannot lead out of the folder that it begins in, but by a link that somebody has put
+    there, as Hugging Face's cache does for each file."""
+    return all(part not in ("", ".", "..") for part in re.split(r"[/\\]", name)) and ":" not in name
 
 
 def open_tensors(file: Path, device: str, call: str) -> Any:
@@ -236,7 +245,7 @@ def open_tensors(file: Path, device: str, call: str) -> Any:
     try:
         return safe_open(file, framework="pt", device=device)
     except (SafetensorError, OSError) as error:
-        seen = f"{file.name} ({file.stat().st_size} bytes) is damaged: {error}"
+        seen = f"{file.name} ({file.stat().st_size} bytes) is damaged: {error!s:.300}"
         raise CheckpointError(call, seen, f"copy {file.name} again from where it came from") from error
 
 
@@ -282,4 +291,4 @@ def _check_tensor(handle: Any, part: Part, dtype: torch.dtype | None, file: str,
 def list_some(names: list[str]) -> str:
     """The names, or the first few and how many more there are."""
     more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(f"{name:.200}" for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,11 +1,12 @@
 """`ModelConfig`: what a checkpoint's config.json says, every field of it used, known to be neutral, or refused.
 
-A field that weft does not know could change what the model computes, so it is an error, never a shrug.
+A field that weft does not know is told of in a warning, or is an error if the file is read strictly. What is known to
+change the computation in a way that weft does not do is always an error, never a shrug.
 """
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import attrs
 import torch
 
 from weft.arguments import kind_of
-from weft.errors import CheckpointNotFoundError, ConfigError
+from weft.errors import CheckpointNotFoundError, ConfigError, ConfigWarning
+from weft.json_text import parse_json
 from weft.stages.architectures import ARCHITECTURES, NEUTRAL, NEUTRAL_AT, USED
 from weft.stages.fields import Fields
 from weft.stages.fp8_config import Fp8Config, parse_fp8
 from weft.stages.moe_config import MoeConfig, parse_moe
 from weft.stages.rope import Rope
-from weft.stages.rope_config import parse_rope
+from weft.stages.rope_config import parse_rope, unknown_keys
 from weft.stages.vl_config import text_part
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -28,6 +30,11 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+_MOST_BLOCKS = 2**16
+"""A model's feed-forward blocks at most, each expert counted; the largest released models have some 23,000."""
+_MOST_BYTES = 2**26
+"""Of a file of JSON."""
+_SHOWN = 16
 
 
 @attrs.frozen
@@ -89,6 +96,10 @@ class ModelConfig:
         if section is not None and sum(section) * 2 != self.head_dim:
             seen = f"mrope_section={list(section)} and head_dim={self.head_dim}"
             self._refuse(seen, f"mrope_section adds up to the {self.head_dim // 2} pairs of a head")
+        blocks = self.num_layers * (1 if self.moe is None else self.moe.num_experts)
+        if blocks > _MOST_BLOCKS:
+            seen = f"{self.num_layers} layers" + ("" if self.moe is None else f" of {self.moe.num_experts} experts")
+            self._refuse(seen, f"{_MOST_BLOCKS} layers at most, or as many experts in all")
         if self.architecture not in ARCHITECTURES:
             self._refuse(f"architecture={self.architecture!r}", _supported())
         if self.dtype not in DTYPES.values():
@@ -98,16 +109,17 @@ class ModelConfig:
         raise ConfigError(f"ModelConfig(architecture={self.architecture!r}, …)", seen, instead)
 
 
-def parse_config(raw: Mapping[str, Any], *, source: str) -> ModelConfig:
+def parse_config(raw: Mapping[str, Any], *, source: str, strict: bool = False) -> ModelConfig:
     """The configuration that a config.json's object holds; missing fields have transformers' defaults.
 
     Args:
         raw: the object, as transformers 4 or 5 writes it.
         source: what errors call it.
+        strict: whether fields that weft does not know are an error, instead of one `ConfigWarning` that lists them.
 
     Raises:
-        ConfigError: a field that weft does not know or support, named with its value; a value of the wrong type;
-            an architecture other than the five; sizes that contradict each other.
+        ConfigError: a field that weft does not support, named with its value; a value of the wrong type; an
+            architecture other than the five; sizes that contradict each other.
 
     >>> parse_config({"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 5}, source="a dict")
     Traceback (most recent call last):
@@ -116,10 +128,10 @@ def parse_config(raw: Mapping[str, Any], *, source: str) -> ModelConfig:
       saw: a dict has num_attention_heads=32 and num_key_value_heads=5
       instead: num_attention_heads is a multiple of num_key_value_heads
     """
-    return _parse(Fields(raw, f"parse_config(raw, source={source!r})", source))
+    return _parse(Fields(raw, f"parse_config(raw, source={source!r})", source), strict)
 
 
-def load_config(path: str | os.PathLike[str]) -> ModelConfig:
+def load_config(path: str | os.PathLike[str], *, strict: bool = False) -> ModelConfig:
     """The configuration of a checkpoint folder.
 
     The tokens that end a generation come from generation_config.json where there is one, even if it names none, as
@@ -127,40 +139,54 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
 
     Args:
         path: the folder.
+        strict: as `parse_config` takes it.
 
     Raises:
         CheckpointNotFoundError: no folder, or no config.json in it.
         ConfigError: what `parse_config` refuses, or a file that is not a JSON object.
     """
-    return config_in_folder(Path(path), f"load_config({os.fspath(path)!r})")
+    return config_in_folder(Path(path), f"load_config({os.fspath(path)!r:.300})", strict=strict)
 
 
-def config_in_folder(folder: Path, call: str) -> ModelConfig:
+def config_in_folder(folder: Path, call: str, *, strict: bool = False) -> ModelConfig:
     """As `load_config`, whose errors name the call that wanted it."""
-    if not folder.is_dir():
-        instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
-        if folder.is_file():
-            raise CheckpointNotFoundError(call, f"{str(folder)!r} is a file", f"its folder: {str(folder.parent)!r}")
-        raise CheckpointNotFoundError(call, f"there is no folder {str(folder)!r}", instead)
-    if not (folder / "config.json").is_file():
+    check_folder(folder, call)
+    if not os.path.isfile(folder / "config.json"):
         instead = "pass a folder that save_pretrained wrote, or that `hf download` filled"
         raise CheckpointNotFoundError(call, f"{str(folder)!r} has no config.json", instead)
-    config = _parse(Fields(read_object(folder / "config.json", call), call, "config.json"))
-    if not (folder / "generation_config.json").is_file():
+    config = _parse(Fields(read_object(folder / "config.json", call), call, "config.json"), strict)
+    if not os.path.isfile(folder / "generation_config.json"):
         return config
     generation = read_object(folder / "generation_config.json", call)
     return attrs.evolve(config, eos_token_ids=_eos_token_ids(Fields(generation, call, "generation_config.json"), None))
+
+
+def check_folder(folder: Path, call: str) -> None:
+    """Refuse what is not a folder.
+
+    Raises:
+        CheckpointNotFoundError: it is so.
+    """
+    if os.path.isfile(folder):
+        raise CheckpointNotFoundError(call, f"{str(folder)!r} is a file", f"its folder: {str(folder.parent)!r}")
+    if not os.path.isdir(folder):  # unlike Path's, False also of a name that no file can have
+        instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
+        raise CheckpointNotFoundError(call, f"there is no folder {str(folder)!r:.300}", instead)
 
 
 def read_object(path: Path, call: str) -> Mapping[str, Any]:
     """The object in a file of JSON.
 
     Raises:
-        ConfigError: it holds something else.
+        ConfigError: it holds something else, or cannot be read.
     """
     instead = f"copy {path.name} again from where the checkpoint came from"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise ValueError(f"{size} bytes, and {_MOST_BYTES} are the most")
+        raw = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(call, f"{path.name} cannot be read: {error.strerror}", instead) from error
     except ValueError as error:
         raise ConfigError(call, f"{path.name} is not JSON: {error}", instead) from error
     if not isinstance(raw, dict):
@@ -168,11 +194,11 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
     return raw
 
 
-def _parse(fields: Fields) -> ModelConfig:
+def _parse(fields: Fields, strict: bool) -> ModelConfig:
     architecture = _architecture(fields)
     known = ARCHITECTURES[architecture]
     fields = text_part(fields, architecture, known.text_types) if known.text_types else fields
-    _check_every_field(fields, architecture)
+    _check_every_field(fields, architecture, strict)
     values = _sizes(fields, architecture) | _biases(fields, architecture)
     try:
         return ModelConfig(
@@ -209,27 +235,38 @@ def _architecture(fields: Fields) -> str:
             raise fields.refuse("model_type", _supported())
         return by_type[model_type]
     names = fields.raw["architectures"]
-    if not isinstance(names, Sequence) or len(names) != 1 or names[0] not in ARCHITECTURES:
+    name = names[0] if isinstance(names, list | tuple) and len(names) == 1 else None
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise fields.refuse("architectures", _supported())
-    name = str(names[0])
     if model_type not in (None, ARCHITECTURES[name].model_type):
         values = {"architectures": names, "model_type": model_type}
         raise fields.contradict(values, f"model_type is {ARCHITECTURES[name].model_type!r} for {name}")
     return name
 
 
-def _check_every_field(fields: Fields, architecture: str) -> None:
-    """Refuse each field that is neither used, nor neutral, nor neutral at its value."""
-    neutral_at = {**NEUTRAL_AT, **ARCHITECTURES[architecture].neutral_at}
+def _check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
+    """Refuse each field that says something which weft does not do, and tell of those that it does not know."""
+    known = ARCHITECTURES[architecture]
+    neutral_at = {**NEUTRAL_AT, **known.neutral_at}
+    unknown: dict[str, Any] = {}
     for name, value in fields.raw.items():
-        if name in neutral_at:
+        if name in neutral_at and name not in known.fields:
             allowed = neutral_at[name]
             if not any(type(value) is type(one) and value == one for one in allowed):
                 raise fields.refuse(name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}")
-        elif name not in USED and name not in NEUTRAL and name not in ARCHITECTURES[architecture].fields:
-            instead = f"weft does not know what {name} does to {architecture}; remove it if it does nothing"
-            raise fields.refuse(name, instead)
+        elif name not in USED | NEUTRAL.keys() | known.fields:
+            unknown[name] = value
     _check_attention_is_full(fields, architecture)
+    unknown |= unknown_keys(fields)
+    if not unknown:
+        return
+    shown, more = list(unknown.items())[:_SHOWN], len(unknown) - _SHOWN
+    listed = ", ".join(f"{name:.60}={value!r:.60}" for name, value in shown) + (f" and {more} more" if more > 0 else "")
+    if strict:
+        instead = f"weft does not know what that does to {architecture}; remove what does nothing, or leave out strict"
+        raise ConfigError(fields.call, f"{fields.source} has {listed}", instead)
+    seen = f"weft does not know these fields of {fields.source}, and ignores them: {listed}"
+    warnings.warn(seen, ConfigWarning, stacklevel=2)
 
 
 def _check_attention_is_full(fields: Fields, architecture: str) -> None:
@@ -241,7 +278,7 @@ def _check_attention_is_full(fields: Fields, architecture: str) -> None:
     if types is None:
         return
     layers = fields.integer("num_hidden_layers", ARCHITECTURES[architecture].defaults.get("num_layers", 32))
-    if types != ["full_attention"] * layers:
+    if not isinstance(types, list) or len(types) != layers or any(one != "full_attention" for one in types):
         raise fields.refuse("layer_types", f"weft supports 'full_attention' in each of the {layers} layers")
 
 

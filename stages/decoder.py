@@ -82,7 +82,9 @@ def decoder_stage(
             positions = mrope_positions(state, batch, resolved) if x is None else x.positions
         angles = resolved.positions if positions is None else positions
         tables = rope_tables(params.inv_freq, angles, attention_factor, hidden.dtype, section)
-        hidden = layers(config, params, state.kv_pages, resolved, tables, hidden)
+        hidden, pages = layers(config, params, state.kv_pages, resolved, tables, hidden)
+        if pages is not state.kv_pages:
+            state = attrs.evolve(state, kv_pages=pages)
         if not layout.last:
             return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions)
         where = read_at(batch, num_drafts) if num_drafts else None
@@ -135,7 +137,7 @@ def layers(
     batch: ResolvedBatch,
     tables: tuple[Tensor, Tensor],
     hidden: Tensor,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The stage's decoder layers, one after the other; `kv_pages[i]` is written for layer i of the stage.
 
     Args:
@@ -144,15 +146,19 @@ def layers(
         hidden: [num_tokens, hidden_size].
 
     Returns:
-        [num_tokens, hidden_size].
+        [num_tokens, hidden_size]; and the pages, those given if they were written in place (`rotate_and_keep`).
     """
-    eps, added = config.rms_norm_eps, None
+    eps, added, written, in_place = config.rms_norm_eps, None, [], True
     for index, layer in enumerate(params.layers):
         x, hidden = norm(layer.input_layernorm, eps, added, hidden, quantized=layer.qkv_scale is not None)
-        added = attention(config, layer, kv_pages[index], batch, tables, x)
+        own = kv_pages[index]
+        added, pages = attention(config, layer, own, batch, tables, x)
+        in_place = in_place and pages is own
+        written.append(pages)
         x, hidden = norm(layer.post_attention_layernorm, eps, added, hidden, quantized=layer.gate_up_scale is not None)
         added = feed_forward(config, layer, batch, x)
-    return hidden if added is None else add_parts(added, hidden)
+    hidden = hidden if added is None else add_parts(added, hidden)
+    return hidden, kv_pages if in_place else torch.stack(written)
 
 
 @attrs.frozen(eq=False)
@@ -197,23 +203,23 @@ def attention(
     batch: ResolvedBatch,
     tables: tuple[Tensor, Tensor],
     x: Normed,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Grouped-query attention of one layer over the pages of each request, causal; writes this step's keys and values.
 
     Args:
-        kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], written in place.
+        kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim].
         tables: cosines and sines, each [num_tokens, head_dim / 2].
         x: [num_tokens, hidden_size], normalised.
 
     Returns:
-        [num_tokens, hidden_size], or parts of it.
+        [num_tokens, hidden_size], or parts of it; and the pages, as `rotate_and_keep` does.
     """
     tokens, dim = x.plain.shape[0], config.head_dim
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
     _, keys, values, _ = row_starts((one * dim for one in heads), layer.qkv_scale is not None)
     qkv = project(x, layer.qkv_proj, layer.qkv_scale, layer.qkv_bias)
     qkv = adapted(qkv, x.plain, layer.lora.qkv, batch)
-    q = rotate_and_keep(
+    q, kv_pages = rotate_and_keep(
         qkv, layer.q_norm, layer.k_norm, config.rms_norm_eps, *tables, batch.slot_mapping, kv_pages,
         config.num_heads, (keys, values),
     )  # fmt: skip
@@ -221,9 +227,10 @@ def attention(
     where = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens, longest, dim**-0.5
     if layer.o_scale is not None and dim == BLOCK and (layer.lora.o is None or batch.adapters is None):
         fp8 = paged_attention_quantized(q, None, None, kv_pages, *where)
-        return fp8_linear(fp8, layer.o_proj, layer.o_scale, layer.o_bias, dtype=q.dtype)
+        return fp8_linear(fp8, layer.o_proj, layer.o_scale, layer.o_bias, dtype=q.dtype), kv_pages
     mixed = paged_attention(q, None, None, kv_pages, *where).reshape(tokens, config.num_heads * dim)
-    return adapted(project(Normed(mixed), layer.o_proj, layer.o_scale, layer.o_bias), mixed, layer.lora.o, batch)
+    out = project(Normed(mixed), layer.o_proj, layer.o_scale, layer.o_bias)
+    return adapted(out, mixed, layer.lora.o, batch), kv_pages
 
 
 def feed_forward(config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, x: Normed) -> Tensor:

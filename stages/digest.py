@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -13,8 +14,22 @@ _SAMPLES = 512
 """Places of a checkpoint that are read."""
 _BYTES = 64
 """Bytes that are read at each."""
+_MAX_HEADER = 2**27
 _VALUES = 4
 """Values of a tensor that are read."""
+
+
+@attrs.frozen
+class Origin:
+    """Where weights come from.
+
+    Args:
+        checkpoint: a digest of all of it.
+        params: a digest of the part that was loaded, as it was then.
+    """
+
+    checkpoint: str
+    params: str
 
 
 def digest_files(folder: Path) -> str:
@@ -24,15 +39,15 @@ def digest_files(folder: Path) -> str:
     Raises:
         OSError: a file cannot be read.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     found = hashlib.blake2b(digest_size=8)
     for file in files:
         size = file.stat().st_size
         found.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
-            header = 8 + int.from_bytes(opened.read(8), "little")
+            header = min(8 + int.from_bytes(opened.read(8), "little"), size)
             opened.seek(0)
-            found.update(opened.read(min(header, size)))
+            found.update(opened.read(min(header, _MAX_HEADER)))
             count = max(_SAMPLES // len(files), 16)
             for index in range(count):
                 opened.seek(header + max(size - header - _BYTES, 0) * index // (count - 1))

@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.batch import DRAFT, LAST_TOKEN, SCRATCH_ROW, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
+from weft.errors import DerivativeError
 from weft.ops.logits import FEATURES, PENALTIES, SEED, TEMPERATURE
 from weft.ops.ngram import find_drafts
 from weft.ops.sample import sample
@@ -115,7 +116,11 @@ def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
         section = config.rope.mrope_section
         places = resolved.positions if section is None else resolved.positions[:, None].expand(-1, 3)
         tables = rope_tables(params.inv_freq, places, factor, hidden.dtype, section)
-        return layers(config, params, state.drafting.kv_pages, resolved, tables, hidden), resolved.positions
+        hidden, pages = layers(config, params, state.drafting.kv_pages, resolved, tables, hidden)
+        if pages is not state.drafting.kv_pages:
+            seen, instead = "a stage that drafts with a model", "the same without speculation, which samples the same"
+            raise DerivativeError("a derivative, or a transform of torch.func", seen, instead)
+        return hidden, resolved.positions
 
     def draft(params: DecoderParams, state: State, batch: Batch) -> Batch:
         count, rows = (batch.descriptor.query_len or num_drafts + 1) - 1, batch.rows

@@ -1,12 +1,13 @@
 """The `quantization_config` of a config.json: linear layers in FP8, with a scale for every 128 by 128 weights."""
 
 import functools
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
+from weft.errors import ConfigError
+from weft.stages.expressions import Expression, is_plain
 from weft.stages.fields import Fields
 
 _BLOCKS = ([128, 128], (128, 128))
@@ -44,13 +45,17 @@ class Fp8Config:
         >>> Fp8Config(("lm_head", "model.layers.1")).converts("model.layers.11.mlp.up_proj")
         True
         """
-        return not (module.endswith(self.skipped) or _any_of(self.skipped).match(module))
+        return not (module.endswith(self.skipped) or any(one.matches(module) for one in _expressions(self.skipped)))
+
+
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$)).*"
 
 
 @functools.lru_cache(maxsize=16)  # a checkpoint may name hundreds, and have tens of thousands of modules
-def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
-    boundary = r"(?:(?<=\.)|(?=\.|$))"
-    return re.compile("|".join(f"(?:{one}){boundary}" for one in names) or r"(?!)")
+def _expressions(names: tuple[str, ...]) -> tuple[Expression, ...]:
+    plain = "|".join(name for name in names if is_plain(name))
+    others = (name for name in names if not is_plain(name))
+    return tuple(Expression(name, after=_BOUNDARY) for name in ([plain, *others] if plain else others))
 
 
 def parse_fp8(fields: Fields) -> Fp8Config | None:
@@ -82,9 +87,10 @@ def _skipped(block: Fields) -> tuple[str, ...]:
     names = [] if names is None else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise block.refuse(_SKIPPED, f"{_SKIPPED} is a list of names of modules, or null")
-    try:
-        for name in names:
-            re.compile(name)
-    except re.error:
-        raise block.refuse(_SKIPPED, f"each of {_SKIPPED} is a regular expression, and {name!r} is none") from None
+    for name in names:
+        try:
+            Expression(name)
+        except ConfigError as error:
+            instead = f"each of {_SKIPPED} is a regular expression, and {name!r:.60} is none: {error.seen}"
+            raise block.refuse(_SKIPPED, instead) from None
     return tuple(names)

@@ -5,12 +5,13 @@ from torch import Tensor
 
 from weft.batch import ResolvedBatch
 from weft.ops.lora import add_lora
+from weft.summary import Summarized
 from weft.trees import pytree, static
 
 
 @pytree
-@attrs.frozen(eq=False)
-class LoraWeights:
+@attrs.frozen(eq=False, repr=False)
+class LoraWeights(Summarized):
     """The slots of one product of a layer, which may be several linear layers, a pair of matrices each; 0 where a slot
     has none.
 
@@ -26,8 +27,8 @@ class LoraWeights:
 
 
 @pytree
-@attrs.frozen(eq=False)
-class LayerLora:
+@attrs.frozen(eq=False, repr=False)
+class LayerLora(Summarized):
     """The slots of a layer's products; None: no adapter changes that one."""
 
     qkv: LoraWeights | None = None

@@ -1,7 +1,9 @@
 """`load`: a checkpoint in Hugging Face's format as a value."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import torch
 from tokenizers import Tokenizer
 
 from weft.arguments import kind_of, names_arguments
-from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError
+from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError, WeftError
+from weft.foreign import LOAD
 from weft.stages.adapters import Adapter, with_adapters
 from weft.stages.checkpoint import checked_device, read_params
 from weft.stages.config import ModelConfig, config_in_folder
-from weft.stages.digest import digest_files, digest_params
+from weft.stages.digest import Origin, digest_files, digest_params
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams, num_bytes, slice_params
 from weft.stages.split import split_model
@@ -36,7 +39,7 @@ class Model:
         tokenizer: from tokenizer.json; None where the folder has none (then prompts are token ids).
         path: where it came from.
         layout: which part of the model this is: all of it, or one stage.
-        checkpoint: a digest of the whole checkpoint that it was loaded from; empty where there is none.
+        origin: digests of the checkpoint that it was loaded from; None where there is none.
     """
 
     config: ModelConfig
@@ -44,12 +47,7 @@ class Model:
     tokenizer: Tokenizer | None
     path: Path
     layout: StageLayout = attrs.field(kw_only=True)
-    checkpoint: str = attrs.field(default="", kw_only=True)
-    _loaded: str = attrs.field(init=False)
-
-    @_loaded.default
-    def _digest(self) -> str:
-        return digest_params(self.params) if self.checkpoint else ""
+    origin: Origin | None = attrs.field(default=None, kw_only=True)
 
     @layout.default
     def _whole(self) -> StageLayout:
@@ -67,12 +65,12 @@ class Model:
 
     @property
     def weights(self) -> str:
-        """What all ranks of a pipeline must say alike of their weights: the checkpoint, as far as they were loaded from
-        one, or the values of a whole model; and whether they have changed since."""
-        if not self.checkpoint:
+        """The dtype and a digest of the weights, as the ranks of a pipeline compare them: of the whole checkpoint, and
+        whether this part of it has changed since; without a checkpoint, of the values of a whole model."""
+        if self.origin is None:
             return f"{self.dtype}, {digest_params(self.params) if self.layout.num_stages == 1 else 'of no checkpoint'}"
-        own = digest_params(self.params)
-        return f"{self.dtype}, checkpoint {self.checkpoint}" + ", changed since it was loaded" * (own != self._loaded)
+        changed = ", changed since it was loaded" * (digest_params(self.params) != self.origin.params)
+        return f"{self.dtype}, checkpoint {self.origin.checkpoint}{changed}"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds.
@@ -81,9 +79,11 @@ class Model:
             RequestError: the checkpoint has no tokenizer, or it is no text.
         """
         _check_text(text)
+        call = f"model.encode({text!r:.60})"
         if self.tokenizer is None:
-            raise RequestError(f"model.encode({text!r})", f"{self.path} holds no tokenizer.json", "pass token ids")
-        return list(self.tokenizer.encode(text).ids)
+            raise RequestError(call, f"{self.path} holds no tokenizer.json", "pass token ids")
+        with _tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
+            return list(self.tokenizer.encode(text).ids)
 
     def decode(self, token_ids: list[int]) -> str | None:
         """The text of token ids, without special tokens; None if the checkpoint has no tokenizer.
@@ -94,13 +94,31 @@ class Model:
         if not isinstance(token_ids, list | tuple) or not all(hasattr(token, "__index__") for token in token_ids):
             seen = f"{token_ids!r:.60}, {kind_of(token_ids)}"
             raise RequestError("model.decode(token_ids)", seen, "a list of ints; of a tensor, its .tolist()")
-        return None if self.tokenizer is None else str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        if self.tokenizer is None:
+            return None
+        call, instead = "model.decode(token_ids)", f"ids of its tokens, or another {self.path}"
+        with _tokenizer_failures(RequestError, call, "the tokenizer failed", instead):
+            return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def __repr__(self) -> str:
         size = num_bytes(self.params) / 2**20
         part = "" if self.layout.num_stages == 1 else f", stage {self.layout.index} of {self.layout.num_stages}"
         layers = len(self.layout.layers)
         return f"<Model {self.config.architecture}{part}, {layers} layers, {size:.1f} MiB on {self.device}>"
+
+    def _repr_html_(self) -> str:
+        return self.params.table(repr(self))._repr_html_()
+
+
+@contextmanager
+def _tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: str) -> Iterator[None]:
+    """What the tokenizers library raises becomes an error of this kind: bare exceptions, and panics, which are none."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise kind(call, f"{seen}: {error!s:.300}", instead) from error
+        raise
 
 
 def _check_text(text: Any) -> None:
@@ -145,17 +163,14 @@ def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | N
     return chosen
 
 
-@names_arguments(
-    torch_dtype="dtype=...",
-    device_map="device=...; weft.generate(..., pipeline=N) spans devices",
-    pipeline="stage=(index, num_stages), for a rank of a pipeline; or weft.generate(..., pipeline=N)",
-)
+@names_arguments(**LOAD)
 def load(
     path: str | Path,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     *,
     stage: tuple[int, int] | None = None,
+    strict: bool = False,
     progress: bool = False,
 ) -> Model:
     """Load a checkpoint folder as Hugging Face writes it: config.json, *.safetensors, and tokenizer.json if there is
@@ -166,6 +181,8 @@ def load(
         device: where the weights go; None: CUDA where there is one, else the CPU.
         dtype: `float32`, `bfloat16` or `float16`; None: the checkpoint's own.
         stage: `(index, num_stages)`: read the layers of that stage alone, for a rank of a pipeline; None: all.
+        strict: whether fields of config.json that weft does not know are an error, instead of one
+            `weft.errors.ConfigWarning` that lists them.
         progress: show a progress bar.
 
     Raises:
@@ -185,14 +202,15 @@ def load(
         raise RequestError(call, f"path is {kind_of(path)}", "the folder of a checkpoint, such as weft.stages.DEMO")
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
     folder = Path(path)
-    config = config_in_folder(folder, call)
+    config = config_in_folder(folder, call, strict=strict)
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
     layout = _layout(config, stage, call)
     tokenizer = _load_tokenizer(folder, call)
     with ThreadPoolExecutor(1) as beside:  # it reads a few pages of each file, and the load all of them
         digest = beside.submit(digest_files, folder)
         params = read_params(folder, config, layout, checked_device(where, call), kind, call, progress=progress)
-        return Model(config, params, tokenizer, folder, layout=layout, checkpoint=digest.result())
+        origin = Origin(digest.result(), digest_params(params))
+        return Model(config, params, tokenizer, folder, layout=layout, origin=origin)
 
 
 def _layout(config: ModelConfig, stage: tuple[int, int] | None, call: str) -> StageLayout:
@@ -205,12 +223,10 @@ def _layout(config: ModelConfig, stage: tuple[int, int] | None, call: str) -> St
 
 def _load_tokenizer(folder: Path, call: str) -> Tokenizer | None:
     file = folder / "tokenizer.json"
-    if not file.exists():
+    if not os.path.isfile(file):
         return None
-    try:
+    with _tokenizer_failures(CheckpointError, call, f"{file} cannot be read", "save it again"):
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise CheckpointError(call, f"{file} cannot be read: {error}", "save it again") from error
     # A file may ask for both; a prompt is taken whole, and batches are padded by descriptors.
     tokenizer.no_truncation()
     tokenizer.no_padding()

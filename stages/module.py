@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from weft.arguments import kind_of
 from weft.donation import donates
 from weft.errors import ProgramError
+from weft.summary import Summarized
 
 
-@attrs.frozen(eq=False)
-class ModuleStage:
+@attrs.frozen(eq=False, repr=False)
+class ModuleStage(Summarized):
     """A module taken apart into a pure function and its values.
 
     Args:

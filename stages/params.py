@@ -6,13 +6,14 @@ from torch import Tensor
 from weft.errors import ProgramError
 from weft.stages.layout import StageLayout
 from weft.stages.lora import NO_LORA, LayerLora
+from weft.summary import Summarized
 from weft.trees import pytree, tree_leaves
 
 
 # Compared and hashed by identity: `==` on a field would be a tensor, which is neither true nor false.
 @pytree
-@attrs.frozen(eq=False)
-class LayerParams:
+@attrs.frozen(eq=False, repr=False)
+class LayerParams(Summarized):
     """One decoder layer; None: the model has no such tensor.
 
     A projection is `[out, in]`, as `torch.nn.functional.linear` takes it, and its bias `[out]`; those that have one
@@ -50,8 +51,8 @@ class LayerParams:
 
 
 @pytree
-@attrs.frozen(eq=False)
-class DecoderParams:
+@attrs.frozen(eq=False, repr=False)
+class DecoderParams(Summarized):
     """What a stage owns of a decoder, or the whole of it.
 
     Args:

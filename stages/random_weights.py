@@ -2,12 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from weft.errors import DeviceError
 from weft.stages.adapters import Adapter, adaptable
 from weft.stages.checkpoint import assemble, checked_device, checked_dtype, stage_fields
 from weft.stages.config import ModelConfig
@@ -43,10 +45,12 @@ def random_params(
     Raises:
         ConfigError: a dtype that no decoder computes in.
         ProgramError: a layout for another number of layers.
-        DeviceError: a device that is not there.
+        DeviceError: a device that is not there, or whose memory is too small.
     """
     call = f"random_params(config, {layout!r}, seed={seed})"
     dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
+    fields = dict(stage_fields(config, layout))
+    _check_memory(fields.values(), dtype, device, call)
 
     def draw(path: str, field: Field) -> Tensor:
         digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
@@ -56,8 +60,20 @@ def random_params(
             some.copy_(_noise(path, field, some, std, generator))
         return _without_gaps(field, whole)
 
-    tensors = {path: draw(path, field) for path, field in stage_fields(config, layout)}
+    tensors = {path: draw(path, field) for path, field in fields.items()}
     return assemble(config, layout, tensors, device)
+
+
+def _check_memory(fields: Iterable[Field], dtype: torch.dtype, device: torch.device, call: str) -> None:
+    """Refuse what a device could not hold if it held nothing else: on a CPU the whole process would be killed."""
+    wanted = sum(math.prod(field.shape) * (field.dtype or dtype).itemsize for field in fields)
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > there:
+        seen = f"weights of {wanted / 2**30:.1f} GiB, and {device} has {there / 2**30:.1f} GiB of memory"
+        raise DeviceError(call, seen, "more stages, each on a device of its own, or a smaller model")
 
 
 def _without_gaps(field: Field, whole: Tensor) -> Tensor:

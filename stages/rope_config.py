@@ -12,7 +12,9 @@ from weft.stages.rope import KINDS, Rope, RopeKind
 
 _MROPE = "mrope"
 """What Qwen2-VL's files call type default with an `mrope_section`."""
-_SHARED_KEYS = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section"})
+_SHARED_KEYS = frozenset(
+    {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+)
 _NEEDED_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -44,16 +46,29 @@ def parse_rope(fields: Fields, default: Rope) -> Rope:
         default: the theta and the `mrope_section` where the file is silent; scaling has no default but none.
 
     Raises:
-        ConfigError: a rope type or a rope key that weft does not know, a needed key that is missing, a value of the
-            wrong type, or two places that say different things.
+        ConfigError: a rope type that weft does not know, a needed key that is missing, a value of the wrong type, or
+            two places that say different things.
     """
-    given = [name for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)]
-    blocks = [_block(fields, name) for name in given] or [attrs.evolve(fields, raw={})]
-    ropes = [_parse_block(fields, block, default) for block in blocks]
+    blocks = _blocks(fields)
+    ropes = [_parse_block(fields, block, default) for block in blocks or [attrs.evolve(fields, raw={})]]
     if ropes[0] != ropes[-1]:
-        values = {name: fields.raw[name] for name in given}
+        values = {block.prefix.rstrip("."): block.raw for block in blocks}
         raise fields.contradict(values, "say it once: rope_parameters, or rope_scaling beside rope_theta")
     return ropes[0]
+
+
+def unknown_keys(fields: Fields) -> dict[str, Any]:
+    """The keys of the rotary embedding's part that no rope type has, each with its value."""
+    known = set().union(*map(_known_keys, KINDS))
+    return {f"{x.prefix}{name}": value for x in _blocks(fields) for name, value in x.raw.items() if name not in known}
+
+
+def _known_keys(kind: RopeKind) -> frozenset[str]:
+    return _SHARED_KEYS | set(_NEEDED_KEYS[kind]) | _OPTIONAL_KEYS[kind]
+
+
+def _blocks(fields: Fields) -> list[Fields]:
+    return [_block(fields, name) for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)]
 
 
 def _block(fields: Fields, name: str) -> Fields:
@@ -109,12 +124,14 @@ def _check_keys(block: Fields, kind: RopeKind) -> None:
         if name not in block.raw or (block.raw[name] is None and kind != "yarn"):
             seen = f"{block.source} has no {block.prefix}{name}, and rope type {kind!r} needs it"
             raise ConfigError(block.call, seen, f"add {name} to {block.prefix.rstrip('.')}")
-    known = _SHARED_KEYS | set(_NEEDED_KEYS[kind]) | _OPTIONAL_KEYS[kind]
-    for name in block.raw:
-        if name not in known:
-            raise block.refuse(name, f"rope type {kind!r} takes {', '.join(sorted(known))}")
+    others = set().union(*map(_known_keys, KINDS)) - _known_keys(kind)
+    for name, value in block.raw.items():
+        if name in others and value is not None:
+            raise block.refuse(name, f"rope type {kind!r} takes {', '.join(sorted(_known_keys(kind)))}")
     if block.raw.get("partial_rotary_factor") not in (None, 1):
         raise block.refuse("partial_rotary_factor", "weft rotates whole heads: partial_rotary_factor is 1.0 or missing")
+    if block.raw.get("mrope_interleaved"):
+        raise block.refuse("mrope_interleaved", "weft has the sections of mrope_section one after the other")
 
 
 def _same_in_both(fields: Fields, block: Fields, name: str, default: Any) -> Fields:

@@ -42,7 +42,8 @@ def stage(params: Any, state: Any, batch: Tensor, x: Tensor | None) -> tuple[Any
 
 
 def test_01_prints_and_counters_run_at_capture_and_never_again() -> None:
-    """A replay runs operators alone: what Python does beside them happens while capturing (twice: warm-up, capture).
+    """A replay runs operators alone: what Python does beside them happens while capturing (twice: warm-up, capture; a
+    warm-up that reads on the host, as no capture may, is run again as a capture would be).
 
     Around it: return what you want to see, or `with weft.no_capture(replay=False)`, in which every call is Python.
     """
@@ -62,7 +63,8 @@ def test_01_prints_and_counters_run_at_capture_and_never_again() -> None:
 
 
 def test_02_a_python_value_from_outside_is_frozen() -> None:
-    """A global, an attribute, a closed-over number: read once, at capture; nobody says that it changed.
+    """A global, an attribute, a closed-over number: read once, at capture; nobody says that it changed. So a cache that
+    counts in Python (transformers' `StaticCache`, in its layers with a sliding window) is wrong in a graph.
 
     Around it: make it a tensor, or an argument.
     """
@@ -97,7 +99,8 @@ def test_03_a_python_number_that_changes_is_a_capture_a_value() -> None:
 
 
 def test_04_weights_that_require_grad_never_replay() -> None:
-    """Where autograd would record (a module's parameters, grad mode on), the function itself runs: right, and slow.
+    """Where autograd would record (a module's parameters, grad mode on), the function itself runs: right, and slow. A
+    warning says so after some calls.
 
     Around it: `torch.no_grad()` for inference; for training, put the gradient inside, with `torch.func.grad`.
     """

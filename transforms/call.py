@@ -225,17 +225,31 @@ def inside_another() -> str | None:
     return None
 
 
-def inline_reason(call: Call) -> str | None:
-    """Why the function itself must run: inside a capture, a trace or a torch.func transform, or under autograd."""
-    if (inside := inside_another()) is not None:
-        return inside
+def runs_inline(call: Call) -> bool:
+    """Whether the function itself must run: inside a capture, a trace or a torch.func transform, or for the sake of an
+    argument."""
+    return inside_another() is not None or _odd_leaf(call) is not None
+
+
+def _odd_leaf(call: Call) -> int | None:
+    """Which of a call's new leaves autograd must see, or has no fixed addresses."""
     grad = torch.is_grad_enabled()
-    for leaf in call.new_leaves():
-        if isinstance(leaf, Tensor) and grad and leaf.requires_grad:
-            return "an argument requires grad, and autograd must see the operators; torch.no_grad() lifts this"
-        if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
-            return f"an argument is {'nested' if leaf.is_nested else leaf.layout}, which has no fixed addresses"
+    for index, leaf in enumerate(call.new_leaves()):
+        if isinstance(leaf, Tensor) and (
+            (grad and leaf.requires_grad) or leaf.layout != torch.strided or leaf.is_nested
+        ):
+            return index
     return None
+
+
+def inline_reason(call: Call) -> str | None:
+    """Why a call runs inline, with the argument's name; None if it does not."""
+    if (inside := inside_another()) is not None or (index := _odd_leaf(call)) is None:
+        return inside
+    name, leaf = call.new_names()[index], call.new_leaves()[index]
+    if torch.is_grad_enabled() and leaf.requires_grad:
+        return f"{name} requires grad, and autograd must see the operators; torch.no_grad() around the call lifts this"
+    return f"{name} is {'nested' if leaf.is_nested else leaf.layout}, which has no fixed addresses"
 
 
 def _ambient() -> tuple[tuple[str, Any], ...]:

@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 
 from weft.arguments import kind_of, names_arguments
 from weft.errors import RequestError, WeftError
+from weft.foreign import for_generate
 from weft.markup import bars, element, text, titled
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
@@ -101,14 +102,7 @@ def generate(
     progress: bool = ...,
     stream: Literal[True],
 ) -> Iterator[RequestOutput]: ...
-@names_arguments(
-    max_new_tokens="max_tokens=...",
-    sampling_params="sampling=...",
-    mode="graph=...",
-    adapters="adapter=weft.load_adapter(model, folder)",
-    pipeline_parallel_size="pipeline=...",
-    num_stages="pipeline=...",
-)
+@names_arguments(**for_generate(attrs.fields_dict(SamplingParams)))
 def generate(
     model: Model,
     prompts: Sequence[str | Sequence[int] | EmbedsPrompt],

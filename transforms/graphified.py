@@ -25,6 +25,7 @@ from weft.transforms.call import (
     inline_reason,
     inside_another,
     num_donated,
+    runs_inline,
     take_apart,
 )
 from weft.transforms.capture import Entry
@@ -116,8 +117,8 @@ class Graphified(Generic[P, R]):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], recalled: Call | None = None) -> R:
         """The general path: any call, the first of its kind included; `recalled` is it, taken apart."""
         call = recalled or take_apart(self._of.roles, self._of.name, args, kwargs)
-        if inline_reason(call):
-            return self._inline(args, kwargs)
+        if runs_inline(call):
+            return self._inline(call, args, kwargs)
         with self._lock:
             signature = hashable_signature(call, self._of.name)
             plan = self._plans.get(signature) or self._plan(call, signature)
@@ -126,18 +127,21 @@ class Graphified(Generic[P, R]):
                 remember(self._readers, self._of.roles, self._of.name, args, kwargs, call, plan.replay, holds)
         return self._answer(plan.replay, call, args, kwargs)
 
-    def _inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    def _inline(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Run the function itself; as part of another capture or transform it does not count."""
         if inside_another() is None:
             with self._lock:
-                self._graphs.eager += 1
+                self._graphs.note_inline(lambda: inline_reason(call))
         return self._fn(*args, **kwargs)
 
     def _answer(self, replay: Replay | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Replay; or run the function itself where there is no graph, or one that may not run here."""
         if replay is None or not replay.may_run():
             with self._lock:
-                self._graphs.eager += 1
+                if replay is not None and replay.entry.runs_itself():
+                    self._graphs.note_inline(functools.partial(self._graphs.why_itself, replay.entry))
+                else:
+                    self._graphs.eager += 1
             return keep_in_place(self._fn(*args, **kwargs), self._of.roles, call)
         with self._lock:
             result = self._replay(replay, (*self._moved(call), *call.copied_leaves))
@@ -255,8 +259,8 @@ class Graphified(Generic[P, R]):
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
             given = take_apart(self._of.roles, self._of.name, args, kwargs)
-            if inline_reason(given):
-                return self._inline(args, kwargs)
+            if runs_inline(given):
+                return self._inline(given, args, kwargs)
             if (other := hashable_signature(given, self._of.name)) != signature:
                 if but_grad_mode(other) == but_grad_mode(signature):
                     return self._call(args, kwargs)

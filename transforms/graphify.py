@@ -45,6 +45,8 @@ def graphify(
     the class of the batch, the addresses of what is captured by reference, and what holds around the call: autograd's
     mode, autocast, function modes, torch's switches. Results are safe unless borrowed: a later call does not change
     them. Inside another capture, a torch.func transform, or where autograd would record, the function itself runs.
+    Code that leaves host reads out of CUDA graphs leaves them out of any capture: in one,
+    `torch.cuda.is_current_stream_capturing()` is True, with or without a GPU.
 
     Args:
         fn: a pure function over pytrees of tensors. Left out, `graphify` is a decorator.

@@ -20,7 +20,7 @@ from weft.transforms.capture import Entry, capture
 from weft.transforms.dispatch import Decision, dispatch
 from weft.transforms.ladder import Ladder
 from weft.transforms.memo import CacheInfo, Key
-from weft.transforms.misses import Miss, Recaptures, nearest_miss
+from weft.transforms.misses import Inlines, Miss, Recaptures, nearest_miss, outside_name
 from weft.transforms.options import Graphable
 from weft.trees import find_descriptors
 
@@ -81,6 +81,7 @@ class Graphs:
         self.captures = self.eager = 0
         self.count = Count()
         self._recaptures = Recaptures(self.of.name, self.of.roles.donated)
+        self._inlines = Inlines(self.of.name)
 
     def info(self) -> CacheInfo:
         """The counts."""
@@ -154,6 +155,20 @@ class Graphs:
             seen = f"a batch with a descriptor of class {own}, and a ladder of {kind}: '{other}'"
             raise DescriptorError(f"{self.of.name}(...)", seen, f"a ladder of {own}, or batches of {kind}")
 
+    def note_inline(self, why: Callable[[], str | None]) -> None:
+        """Count a call for which the function itself ran, though it could be captured but for `why`."""
+        self.eager += 1
+        self._inlines.note(why, self.count.replays)
+
+    def why_itself(self, entry: Entry) -> str:
+        """Why the function itself runs although there is a graph of it."""
+        name = outside_name(self.of.fn, next(x for x in entry.external if x.requires_grad))
+        return (
+            f"it reads {name} from outside, which requires grad, and autograd must see the operators; torch.no_grad() "
+            "around the call, or requires_grad_(False) on what is not trained, lets it replay (for gradients inside "
+            "the graph: torch.func.grad over parameters that are passed in)"
+        )
+
     def rungs(self, call: Call) -> list[Decision[Any]]:
         """Every class of the ladder, largest first; without one, what this call needs."""
         if self.of.ladder is None:
@@ -170,9 +185,8 @@ class Graphs:
         decision = self.decide(call)
         entry = None if decision.mode == "none" else self.find(call, decision)
         if entry is not None and entry.runs_itself():
-            why = "it reads a tensor from outside that requires grad, and autograd must see the operators"
-            instead = "torch.no_grad() around the call, or requires_grad_(False) before its capture, lets it replay"
-            return Explanation(Decision("none", None, why), False, f"runs inline: {why}; {instead}")
+            why = self.why_itself(entry)
+            return Explanation(Decision("none", None, why), False, f"runs inline: {why}")
         missing = decision.mode != "none" and entry is None
         if missing and (why := self.closed()):
             decision, missing = self._decide_at_hand(call, why), False

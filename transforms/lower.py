@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CacheMissError, CaptureError
+from weft.torchapi import signal_capture
 from weft.transforms.buffers import Slabs
 from weft.transforms.call import Call
 from weft.transforms.capture import Entry, audit_of, prepare
@@ -123,7 +124,7 @@ def lower(
     writer = Writer(inputs, of.split_at if decision.mode == "piecewise" else frozenset())
     audit = audit_of(of, prepared, device)
     with prepared.untouched(audit):
-        with writer, audit:
+        with signal_capture(), writer, audit:
             outputs = prepared.run()
         result = tree_unflatten(list(outputs.leaves), outputs.structure)
         values = [_what(x, i, writer, prepared.names) for x, i in zip(outputs.leaves, outputs.references, strict=True)]

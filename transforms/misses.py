@@ -1,13 +1,16 @@
-"""Misses: in what a call differs from those that were captured, what would avoid that, and a warning where captures of
-one function do not end."""
+"""Misses: in what a call differs from those that were captured, what would avoid that, and a warning where one function
+captures, or runs by itself, without end."""
 
+import contextlib
+import inspect
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import attrs
+from torch import Tensor, nn
 
 from weft.transforms.backends.host_reads import user_line
 from weft.transforms.memo import Key, LeafKey
@@ -15,7 +18,7 @@ from weft.transforms.structures import structure_differences
 from weft.trees import TreeSpec
 
 ENDLESS = 8
-"""Captures in a row that are a sign that no call will ever replay."""
+"""Captures in a row, or calls that run the function itself, that are a sign that no call will ever replay."""
 _MOST_SHOWN = 4
 
 
@@ -220,3 +223,49 @@ class Recaptures:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+@attrs.define
+class Inlines:
+    """Watches the calls of one function that run it inline for an argument's sake, or autograd's, and warns once where
+    `ENDLESS` of them in a row do, with no replay between.
+
+    Args:
+        name: of the function.
+    """
+
+    name: str
+    _replays: int = 0
+    _row: int = 0
+    _said: bool = False
+
+    def note(self, why: Callable[[], str | None], replays: int) -> None:
+        """Take note of such a call, after so many replays of all graphs together."""
+        self._row = self._row + 1 if replays == self._replays else 1
+        self._replays = replays
+        if self._row >= ENDLESS and not self._said:
+            self._said = True
+            warnings.warn(
+                f"{self.name}: the last {ENDLESS} calls replayed nothing, but ran the function itself: {why()}. The "
+                f"last call: {user_line()}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def outside_name(fn: Callable[..., Any], tensor: Tensor) -> str:
+    """What a function calls a tensor that it reads and is not given: `model.lm_head.weight`."""
+    for name, value in _read_by(inspect.unwrap(fn)):
+        own = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
+        if (path := next((path for path, x in own if x is tensor), None)) is not None:
+            return f"{name}.{path}" if path else name
+    return f"a tensor of shape {tuple(tensor.shape)}"
+
+
+def _read_by(fn: Any) -> Iterator[tuple[str, Any]]:
+    """What a function is a method of, closes over, or reads of its module, by name."""
+    of = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    yield type(of).__name__, of
+    with contextlib.suppress(TypeError, ValueError):  # no function of Python, or a cell that is empty still
+        read = inspect.getclosurevars(fn)
+        yield from (*read.nonlocals.items(), *read.globals.items())

@@ -186,7 +186,11 @@ def _write_node(writer: _Writer, name: str, value: Any, by_reference: bool, take
         for field in fields.statics:
             _write_value(writer, f"{name}.{field}", getattr(value, field))
         for field in fields.children:
-            _write(writer, f"{name}.{field}", getattr(value, field), by_reference, taker)
+            child = getattr(value, field)
+            if child is None and field in fields.optional:
+                writer.require(f"{name}.{field} is None")
+            else:
+                _write(writer, f"{name}.{field}", child, by_reference, taker)
         return
     children, items = _children(value), name
     if type(value) is dict:
@@ -282,7 +286,8 @@ def write_builder(structure: TreeSpec, expressions: Sequence[str], names: dict[s
         kind = f"T{len(names)}"
         names[kind] = type(node)
         if (fields := node_fields(type(node))) is not None:
-            given = [f"{name}={build(getattr(node, name))}" for name in fields.children]
+            own = {name: getattr(node, name) for name in fields.children}
+            given = [f"{name}={None if child is None else build(child)}" for name, child in own.items()]
             for name in fields.statics:
                 constant = f"S{len(names)}"
                 names[constant] = getattr(node, name)

@@ -31,7 +31,7 @@ class Outputs:
 
     Args:
         structure: of the result.
-        leaves: the recording's own output leaves, which a replay overwrites; None where `references` has an index.
+        leaves: the recording's own output leaves, which a replay overwrites; `...` where `references` has an index.
         references: for each leaf, the index of the caller's own tensor that it is; None for one to copy.
         recorded: for each leaf, whether it required grad when the function returned it.
     """
@@ -113,7 +113,7 @@ def settle(result: Any, donated: Sequence[Any], references: Sequence[Any]) -> Ou
         if owner is not None and i not in homes and references[owner].requires_grad != recorded[i]:
             owners[i] = None
     # The caller's own tensors are not held here, or a graph would keep every state alive that it ever ran on.
-    own = [leaf if owner is None else None for leaf, owner in zip(settled, owners, strict=True)]
+    own = [leaf if owner is None else ... for leaf, owner in zip(settled, owners, strict=True)]
     return Outputs(structure, tuple(own), tuple(owners), tuple(recorded))
 
 
@@ -138,8 +138,8 @@ def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
     """Raise CaptureError for a result that is neither a tensor nor a value that nobody can change: it would be the
     same object after every replay, with whatever tensors it holds."""
     given = {id(x) for x in (*call.statics.values(), *call.reference_leaves, *call.copied_leaves)}
-    for index, leaf in enumerate(outputs.leaves):
-        if leaf is None or isinstance(leaf, (Tensor, *PLAIN)) or id(leaf) in given:
+    for index, (leaf, owner) in enumerate(zip(outputs.leaves, outputs.references, strict=True)):
+        if owner is not None or leaf is None or isinstance(leaf, (Tensor, *PLAIN)) or id(leaf) in given:
             continue
         where, kind = _path(outputs, index), type(leaf).__name__
         seen = f"its result{where} is of class {kind}, neither tensor, plain value nor pytree"

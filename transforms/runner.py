@@ -15,9 +15,11 @@ from weft.sampling import SamplingParams
 from weft.stages.decoder import DecoderStage, decoder_stage
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model, stage_params
+from weft.stages.params import num_bytes
 from weft.stages.split import split_model
 from weft.stages.states import empty_states
 from weft.state import State, admit, advance
+from weft.table import Table
 from weft.transforms.graphify import graphify
 from weft.transforms.ladder import Ladder, Limits, make_ladder
 from weft.transforms.pipeline import compose, pipeline
@@ -52,6 +54,13 @@ class Runner:
     def __repr__(self) -> str:
         of = ", ".join(f"{layout.start} to {layout.stop - 1}" for layout in self.layouts)
         return f"<Runner of {len(self.stages)} stages: layers {of} here, {len(self.graphs)} graphified>"
+
+    def _repr_html_(self) -> str:
+        rows = (
+            (f"{layout.index}", f"{layout.start} to {layout.stop - 1}", f"{num_bytes(own) / 2**20:,.1f} MiB")
+            for layout, own in zip(self.layouts, self.params, strict=True)
+        )
+        return Table(("stage", "layers", "parameters"), tuple(rows), repr(self))._repr_html_()
 
 
 def make_runner(

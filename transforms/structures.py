@@ -23,7 +23,8 @@ def structure_text(structure: TreeSpec) -> str:
         return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
     named = structure.context if isinstance(structure.context, type) else structure.type
     if (fields := node_fields(structure.type)) is not None:
-        parts = [f"{name}={part}" for name, part in zip(fields.children, parts, strict=True)]
+        parts = [f"{name}={part}" for name, part in zip(fields.of(structure.context), parts, strict=True)]
+        parts += [f"{name}=None" for name in structure.context.absent]
         parts += [f"{name}={value!r}" for name, value in zip(fields.statics, structure.context.values, strict=True)]
     return f"{named.__name__}({', '.join(parts)})"
 
@@ -42,7 +43,7 @@ def structure_differences(new: TreeSpec, old: TreeSpec) -> Iterator[tuple[str, s
         return
     fields = node_fields(new.type)
     keys = [f"[{k!r}]" for k in new.context] if new.type is dict else [f"[{i}]" for i in range(new.num_children)]
-    steps = [f".{name}" for name in fields.children] if fields else keys
+    steps = [f".{name}" for name in fields.of(new.context)] if fields else keys
     for step, one, other in zip(steps, new.children(), old.children(), strict=True):
         for path, seen, captured in structure_differences(one, other):
             yield step + path, seen, captured

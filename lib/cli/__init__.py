@@ -12,17 +12,19 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from weft import __version__
 from weft.cli.bench_options import add_bench
-from weft.cli.choices import DTYPES, MODES, TRANSPORTS
+from weft.cli.choices import DTYPES, MODES, TRANSPORTS, add_timeout
 from weft.cli.drafts import add_drafts, check_drafts
 from weft.cli.presets import PRESETS
-from weft.errors import WeftError
+from weft.errors import ConfigWarning, WeftError
+from weft.json_text import write_json
 
 if TYPE_CHECKING:
     from weft.transforms.generate import Completion
@@ -38,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None: the process's own.
 
     Returns:
-        0; 1 from a demo, or from `bench --eval`, that found a difference; 2 for bad input, with the error on stderr;
-        130 after Ctrl-C; 141 where nobody reads the output any more.
+        0; 1 from a demo, or from `bench --eval`, that found a difference, and from `generate` if a completion ended
+        with an error; 2 for bad input, with the error on stderr; 130 after Ctrl-C; 141 where nobody reads the output
+        any more.
 
     Raises:
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2).
@@ -49,17 +52,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             arguments = parse(argv)
-            return int(arguments.command(arguments))
+            with _short_warnings():
+                return int(arguments.command(arguments))
         finally:
             sys.stdout.flush()
     except WeftError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
         _drop_stdout()
         return _BROKEN_PIPE
+
+
+@contextlib.contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Inside, a warning is a line on stderr, without the line of code that gave it; of torchrun's ranks the first one
+    alone tells of a configuration."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        print(f"warning: {printable(str(message))}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        if os.environ.get("RANK", "0") != "0":
+            warnings.simplefilter("ignore", ConfigWarning)
+        yield
 
 
 def _drop_stdout() -> None:
@@ -116,6 +135,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help="what carries messages between stages (default: nccl between GPUs, gloo between processes on the CPU; "
         "local: all stages in this process)",
     )
+    add_timeout(parser)
     parser.add_argument("--graph", choices=MODES, default="full", help="what is captured and replayed (default full)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights and the KV cache (default: the checkpoint's)")
@@ -197,10 +217,13 @@ def _generate(arguments: argparse.Namespace) -> int:
         return 0  # a rank that is not the first: that one prints
     prompts, completions = completed
     if arguments.json:
-        print("\n".join(json.dumps(attrs.asdict(completion), default=str) for completion in completions))
+        print("\n".join(write_json(attrs.asdict(completion)) for completion in completions))
     else:
         _print_completions(prompts, completions)
-    return 0
+    failed = [completion.error for completion in completions if completion.error is not None]
+    for error in failed:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _print_completions(prompts: Sequence[str], completions: "Sequence[Completion]") -> None:

@@ -21,6 +21,8 @@ from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 
+_MOST, _MOST_TOKENS = 2**20, 2**17
+"""Of a number; of the tokens of a step, for whose sizes graphs are captured."""
 _WARM_UP_TOKENS = 8
 """That each request of the warm-up generates, at most."""
 
@@ -69,9 +71,10 @@ class Wanted:
             )
 
     def _check(self, name: str, least: int) -> None:
-        if (value := getattr(self, name)) < least:
+        value, most = getattr(self, name), _MOST_TOKENS if name == "max_num_tokens" else _MOST
+        if not least <= value <= most:
             call = f"weft bench --{name.replace('_', '-')} {value}"
-            raise RequestError(call, f"{value}", f"a whole number >= {least}")
+            raise RequestError(call, f"{value}", f"a whole number from {least} to {most}")
 
     @property
     def sampling(self) -> SamplingParams:
@@ -179,6 +182,8 @@ def serve(
         read[engine.add(prompt, sampling, max_tokens=max_tokens)] = []
     with tqdm(total=len(prompts) * max_tokens, desc="bench", unit="token", disable=not progress) as bar:
         for output in engine:
+            if output.error is not None:
+                raise output.error
             read[output.id] += [time.perf_counter() - began] * len(output.token_ids)
             bar.update(len(output.token_ids))
     return Served(list(read.values()), before, engine.stats())

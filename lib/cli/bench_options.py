@@ -1,15 +1,17 @@
 """The options of `weft bench`. Nothing here imports torch before the command runs."""
 
 import argparse
-import json
+import os
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.cli.choices import DTYPES, MODES, TRANSPORTS
+from weft.cli.choices import DTYPES, MODES, TRANSPORTS, add_timeout
 from weft.cli.drafts import add_drafts, check_drafts
+from weft.cli.files import write_file
 from weft.cli.presets import PRESETS
+from weft.json_text import write_json
 
 if TYPE_CHECKING:
     from weft.cli.ranks import Place
@@ -81,6 +83,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--run-ahead", type=int, default=1, metavar="K", help="steps launched before one is read (1)")
     add_drafts(how)
     how.add_argument("--transport", choices=TRANSPORTS, help="what carries messages between stages; as in generate")
+    add_timeout(how)
     how.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     how.add_argument("--dtype", choices=DTYPES, help="of the weights and the KV cache (default: the checkpoint's)")
 
@@ -93,8 +96,9 @@ def _splits(text: str) -> list[int]:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    if arguments.out is not None and (arguments.out.is_dir() or not arguments.out.parent.is_dir()):
-        arguments.parser.error(f"--out {arguments.out}: a file in a folder that is there")
+    out = arguments.out
+    if out is not None and (os.path.isdir(out) or not os.path.isdir(out.parent)):
+        arguments.parser.error(f"--out {out!s:.300}: a file in a folder that is there")
     return _eval(arguments) if arguments.eval is not None else _time(arguments)
 
 
@@ -172,14 +176,15 @@ def _source(arguments: argparse.Namespace) -> "Source":
 def _place(arguments: argparse.Namespace) -> "Place":
     from weft.cli.ranks import Place
 
-    return Place("weft bench", arguments.pp[0] if arguments.pp else None, arguments.transport, arguments.device)
+    stages = arguments.pp[0] if arguments.pp else None
+    return Place("weft bench", stages, arguments.transport, arguments.device, arguments.timeout)
 
 
 def _write(arguments: argparse.Namespace, report: dict[str, Any]) -> bool:
     """Write the report where it was asked for; returns whether that is the standard output."""
-    text = json.dumps(report, indent=2)
+    text = write_json(report, indent=2)
     if arguments.out is not None:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
+        write_file(arguments.out, text + "\n", f"weft bench --out {arguments.out}")
     if arguments.json:
         print(text)
     return bool(arguments.json)

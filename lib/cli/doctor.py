@@ -16,7 +16,6 @@ from weft.transforms.backends import make_backend
 
 _PACKAGES = {
     "triton": "triton",
-    "flashinfer": "flashinfer-python",
     "numpy": "numpy",
     "safetensors": "safetensors",
     "tokenizers": "tokenizers",

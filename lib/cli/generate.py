@@ -29,6 +29,7 @@ class Wanted:
     adapter: str | None
     speculate: int | None
     draft: str | None
+    timeout: float
     stages: int | None
 
 
@@ -46,7 +47,7 @@ def complete(wanted: Wanted, *, progress: bool) -> Completed | None:
         DeviceError: fewer GPUs than stages.
         Whatever `weft.load` and `weft.generate` raise.
     """
-    place = Place("weft generate", wanted.stages, wanted.transport, wanted.device)
+    place = Place("weft generate", wanted.stages, wanted.transport, wanted.device, wanted.timeout)
     check_stages(place, config_in_folder(Path(wanted.model), f"--model {wanted.model}").num_layers)
     return in_ranks(_complete, place, wanted, progress)
 

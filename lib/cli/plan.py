@@ -18,6 +18,8 @@ from weft.transforms.simulate import Costs, simulate
 from weft.transforms.timeline import Timeline
 
 _GIGA = 1e9
+_MOST, _MOST_COHORTS, _MOST_JOBS = 10**9, 1000, 10_000
+"""Of a number; of cohorts that are tried; of the steps of all cohorts that are drawn."""
 _OUTPUT_BYTES = 8 + 4  # of a request's token and logprob (`weft.outputs.Output`)
 
 
@@ -53,11 +55,12 @@ class Wanted:
 
     def __attrs_post_init__(self) -> None:
         for option, value in (("--steps", self.steps), ("--requests", self.requests), ("--capacity", self.capacity)):
-            if value < 1:
-                raise ProgramError(f"weft plan {option} {value}", f"{value}", "a whole number >= 1")
-        if self.cohorts is not None and not 1 <= self.cohorts <= self.requests:
+            if not 1 <= value <= _MOST:
+                raise ProgramError(f"weft plan {option} {value}", f"{value}", f"a whole number from 1 to {_MOST}")
+        most = min(self.requests, _MOST_COHORTS)
+        if self.cohorts is not None and not 1 <= self.cohorts <= most:
             seen = f"{self.cohorts} cohorts for {self.requests} requests"
-            raise ProgramError(f"weft plan --cohorts {self.cohorts}", seen, f"from 1 to {self.requests}")
+            raise ProgramError(f"weft plan --cohorts {self.cohorts}", seen, f"from 1 to {most}")
         for option, speed in (("--bandwidth", self.bandwidth), ("--link", self.link)):
             if not speed > 0 or (option == "--bandwidth" and math.isinf(speed)):
                 raise ProgramError(f"weft plan {option} {speed:g}", f"{speed:g} GB/s", "a number > 0, in GB/s")
@@ -145,6 +148,9 @@ def predict(wanted: Wanted) -> Prediction:
         model.costs, wanted.requests, wanted.stages, cohorts=_numbers(wanted), capacity=wanted.capacity
     )
     chosen = next((row for row in table.rows if row.cohorts == wanted.cohorts), table.best)
+    if wanted.steps > (most := _MOST_JOBS // chosen.cohorts):
+        seen = f"{wanted.steps} steps of each of {chosen.cohorts} cohorts"
+        raise ProgramError(f"weft plan --steps {wanted.steps}", seen, f"from 1 to {most} steps")
     programs = make_programs(wanted.stages, decode_jobs(chosen.cohorts, wanted.steps))
     timeline = simulate(programs, model.costs(chosen.size), capacity=wanted.capacity)
     balanced, even = model.balanced(chosen.size), model.even(chosen.size)

@@ -1,18 +1,17 @@
 """`weft plan`, shown: as text, or as one JSON object."""
 
-import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import attrs
 from rich.console import Console
 from rich.text import Text
 
+from weft.cli.files import write_file
 from weft.cli.plan import Prediction
 from weft.effects import listing
-from weft.errors import ProgramError
+from weft.json_text import write_json
 from weft.transforms.draw_text import LEAST_WIDTH
 from weft.transforms.events import duration
 
@@ -42,11 +41,7 @@ def write_svg(plan: Prediction, file: str) -> None:
     Raises:
         ProgramError: the file cannot be written.
     """
-    try:
-        Path(file).write_text(plan.timeline.as_svg(), encoding="utf-8")
-    except OSError as error:
-        instead = "a file, in a folder that exists, that may be written"
-        raise ProgramError(f"weft plan --svg {file}", f"{error.strerror}: {file}", instead) from error
+    write_file(file, plan.timeline.as_svg(), f"weft plan --svg {file}")
 
 
 def _model(plan: Prediction) -> Iterator[str]:
@@ -140,7 +135,7 @@ def as_json(plan: Prediction) -> str:
         "best": plan.cohorts.best.cohorts,
         "predicted": attrs.asdict(plan.chosen),
     }
-    return json.dumps(report, indent=2, allow_nan=False)
+    return write_json(report, indent=2)
 
 
 def _timeline_dict(plan: Prediction) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Where the stages of a command run: in this process, in ranks of its own, or as one of torchrun's."""
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, TypeVarTuple, cast
 
 import attrs
 import torch
 
-from weft.errors import DeviceError, ProgramError, RequestError
+from weft.errors import ConfigWarning, DeviceError, ProgramError, RequestError
 from weft.stages.model import pick_device
 from weft.transforms.transports import Transport
 from weft.transforms.transports.distributed import Distributed
@@ -27,12 +28,14 @@ class Place:
         command: as its errors name it.
         stages: None where `--pp` was not given.
         transport, device: None where they were not.
+        timeout: seconds that a stage may keep another one waiting.
     """
 
     command: str
     stages: int | None
     transport: str | None
     device: str | None
+    timeout: float = 30.0
 
 
 @attrs.frozen(eq=False)
@@ -85,10 +88,10 @@ def in_ranks(fn: Callable[[Here, *Ts], T], place: Place, *args: *Ts) -> T | None
         seen = f"one stage, which sends nothing by {place.transport}"
         raise ProgramError(f"{place.command} --transport {place.transport}", seen, "--pp 2 or more, or no --transport")
     if stages == 1 or place.transport in ("local", "threads"):
-        transport = Threads() if place.transport == "threads" else Local()
+        transport = Threads(timeout=place.timeout) if place.transport == "threads" else Local()
         return fn(Here(transport, stages, place.device), *args)
     _check_devices(place)
-    return cast(T, launch(_as_rank, stages, fn, place, *args)[0])
+    return cast(T, launch(_as_rank, stages, fn, place, *args, timeout=place.timeout)[0])
 
 
 def check_stages(place: Place, num_layers: int) -> None:
@@ -114,7 +117,8 @@ def _world() -> int:
 def _as_rank(fn: Callable[[Here, *Ts], T], place: Place, *args: *Ts) -> T:
     """This process's part, as one rank."""
     backend: Any = place.transport
-    transport = Distributed(device=place.device, backend=backend)
+    warnings.simplefilter("ignore", ConfigWarning)  # the command has read the configuration before, and told
+    transport = Distributed(device=place.device, backend=backend, timeout=place.timeout)
     try:
         stage = (transport.rank, transport.num_ranks)
         return fn(Here(transport, transport.num_ranks, transport.device, stage), *args)

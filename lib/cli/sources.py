@@ -7,6 +7,7 @@ import attrs
 from weft.cli.presets import PRESETS
 from weft.cli.ranks import Here
 from weft.stages.config import ModelConfig, config_in_folder, parse_config
+from weft.stages.digest import Origin, digest_params
 from weft.stages.model import Model, load, pick_device, pick_dtype
 from weft.stages.random_weights import random_params
 from weft.stages.split import split_model
@@ -51,7 +52,8 @@ class Source:
         index, num_stages = here.stage or (0, 1)
         layout = split_model(config, num_stages)[index]
         params = random_params(config, layout, seed=seed, device=device, dtype=dtype)
-        return Model(config, params, None, Path(self.name), layout=layout, checkpoint=f"random {self.name} {seed}")
+        origin = Origin(f"random {self.name} {seed}", digest_params(params))
+        return Model(config, params, None, Path(self.name), layout=layout, origin=origin)
 
 
 def read_config(model: str | None, preset: str | None) -> ModelConfig:

@@ -1,12 +1,14 @@
 """Task files: texts to be scored and questions to be answered, one JSON object a line."""
 
-import json
 from pathlib import Path
 
 import attrs
 
 from weft.errors import RequestError
+from weft.json_text import parse_json
 
+_MOST = 2**26
+"""Characters of a file."""
 _FORMS = 'a JSON object a line: {"text": "..."}, or {"prompt": "...", "answer": "..."}'
 
 
@@ -33,11 +35,15 @@ def read_tasks(path: str) -> tuple[list[Text], list[Question]]:
     Raises:
         RequestError: the file cannot be read, or holds a line that is neither, or nothing.
     """
-    call = f"weft bench --eval {path}"
+    call = f"weft bench --eval {path:.300}"
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(_MOST + 1)
+    except (OSError, ValueError) as error:
         raise RequestError(call, f"it cannot be read: {error}", "a file of UTF-8 text") from error
+    if len(text) > _MOST:
+        raise RequestError(call, f"more than {_MOST} characters", "a part of it")
+    lines = text.split("\n")
     tasks = [_task(call, index + 1, line) for index, line in enumerate(lines) if line.strip()]
     if not tasks:
         raise RequestError(call, "no task in it", _FORMS)
@@ -46,7 +52,7 @@ def read_tasks(path: str) -> tuple[list[Text], list[Question]]:
 
 def _task(call: str, number: int, line: str) -> Text | Question:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError as error:
         raise RequestError(call, f"line {number} is no JSON: {error}", _FORMS) from error
     names = sorted(found) if isinstance(found, dict) else []

@@ -1,1 +1,2 @@
-"""The operators that piecewise capture splits at: each a custom op of torch with a fake and a CPU reference."""
+"""The operators that piecewise capture splits at: each a custom op of torch with a fake and a CPU reference, and a
+functional form for derivatives."""

@@ -3,13 +3,13 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.fp8 import BLOCK, Quantized, empty_quantized, reference_quantize
+from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, empty_quantized, reference_quantize
 from weft.ops.paged_attention import attend_on_cpu, check
-from weft.ops.register import register
+from weft.ops.paged_attention_functional import attend
+from weft.ops.register import register, without_derivative
 
 
 def paged_attention_quantized(q: Tensor, *where: Any) -> Quantized:
@@ -28,7 +28,7 @@ def paged_attention_quantized(q: Tensor, *where: Any) -> Quantized:
     if q.shape[2] != BLOCK:
         seen = f"heads of {q.shape[2]}, which are no blocks of {BLOCK}"
         raise DescriptorError("paged_attention_quantized(q, …)", seen, "quantize(paged_attention(q, …).flatten(1))")
-    return Quantized(*torch.ops.weft.paged_attention.quantized(q, *where))
+    return Quantized(*_paged_attention_quantized(q, *where))
 
 
 def reference(q: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
@@ -36,13 +36,18 @@ def reference(q: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
     return reference_quantize(attend_on_cpu(q, *where).flatten(1))
 
 
+def _functional(q: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+    return reference_quantize(attend(q, *where).flatten(1))
+
+
 def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_quantized(q, q.shape[0], q.shape[1] * q.shape[2])
 
 
-register(
+_paged_attention_quantized = register(
     "paged_attention.quantized",
     "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pages, Tensor slot_mapping, Tensor block_table, "
     "Tensor query_start_loc, Tensor seq_lens, SymInt max_query_len, float scale) -> (Tensor, Tensor)",
     cpu=reference, fake=_fake, kernel="weft.ops.paged_attention_triton:attend_quantized",
+    functional=without_derivative("paged_attention_quantized", ROUNDED, _functional),
 )  # fmt: skip

@@ -95,10 +95,10 @@ def _plan(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
 
 def _on_device(fn: Callable[[Sequence[Tensor]], T], device: torch.device) -> Callable[[Sequence[Tensor]], T]:
     """`fn`, with `device` as the current one."""
-    index = device.index
+    index, current = device.index, current_device()
 
     def run(others: Sequence[Tensor]) -> T:
-        if current_device() == index:
+        if current() == index:
             return fn(others)
         with torch.cuda.device(device):
             return fn(others)

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.fp8 import Quantized, dequantize, dequantize_weight, reference_quantize
+from weft.ops.fp8 import ROUNDED, Quantized, dequantize, dequantize_weight, reference_quantize
 from weft.ops.gate import gated
-from weft.ops.parts import sum_parts
-from weft.ops.register import register
+from weft.ops.parts import sum_parts, widened
+from weft.ops.register import register, without_derivative
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> 
     >>> route(torch.tensor([[0.0, 2.0, 2.0]]), 2, True, torch.float32)
     (tensor([[0.5000, 0.5000]]), tensor([[1, 2]], dtype=torch.int32))
     """
-    weights, experts = torch.ops.weft.route(logits, top_k, renormalize, dtype)
+    weights, experts = _route(logits, top_k, renormalize, dtype)
     return weights, experts
 
 
@@ -67,15 +67,13 @@ def run_experts(
     if len(kinds) > 1 or (scales is not None and inner % 128):
         seen = f"{'no ' if scales is None else ''}scales of x, I={inner}"
         raise DescriptorError("run_experts(…)", seen, "give scales of all three, with I in 128s, or none")
-    out: Tensor = torch.ops.weft.run_experts(
-        values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
-    )
+    out: Tensor = _run_experts(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype)
     return out
 
 
 def reference_route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`weft::route` in plain torch, on any device."""
-    best, order = sum_parts(logits, dtype).float().sort(dim=-1, descending=True, stable=True)
+    best, order = widened(sum_parts(logits, dtype)).sort(dim=-1, descending=True, stable=True)
     # Relative to the greatest, which is first.
     powers = torch.exp(best - best[:, :1])
     weights = powers[:, :top_k]
@@ -107,6 +105,31 @@ def reference_run_experts(
     return out
 
 
+def functional_run_experts(
+    values: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same without a read on the host: every expert's products with all tokens, of which those that chose it keep
+    theirs."""
+    if scales is not None:
+        of_fp8: Tensor = _of_fp8(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype)
+        return of_fp8
+    x, out = widened(values), torch.zeros_like(values, dtype=dtype).expand(experts.shape[1], -1, -1)
+    for expert in range(gate_up.shape[0]):
+        gate, up = (x @ widened(gate_up[expert]).T).chunk(2, dim=-1)
+        product = widened(gated(gate, up, dtype)) @ widened(down[expert]).T
+        chosen = (experts == expert).T[:, :, None]
+        out = torch.where(chosen, (product * weights.T[:, :, None]).to(dtype), out)
+    return out
+
+
 def _wide(weight: Tensor, scale: Tensor | None, expert: int) -> Tensor:
     return weight[expert].float() if scale is None else dequantize_weight(weight[expert], scale[expert])
 
@@ -130,13 +153,15 @@ def _fake_run_experts(
     return values.new_empty((experts.shape[1], *values.shape), dtype=dtype)
 
 
-register(
+_of_fp8 = without_derivative("run_experts", ROUNDED, reference_run_experts)
+_route = register(
     "route", "(Tensor logits, int top_k, bool renormalize, ScalarType dtype) -> (Tensor, Tensor)",
     cpu=reference_route, fake=_fake_route, kernel="weft.ops.route_triton:route",
 )  # fmt: skip
-register(
+_run_experts = register(
     "run_experts",
     "(Tensor values, Tensor? scales, Tensor gate_up, Tensor? gate_up_scale, Tensor down, Tensor? down_scale, "
     "Tensor weights, Tensor experts, ScalarType dtype) -> Tensor",
     cpu=reference_run_experts, fake=_fake_run_experts, kernel="weft.ops.experts_triton:run_experts",
+    functional=functional_run_experts,
 )  # fmt: skip

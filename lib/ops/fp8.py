@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops.register import register
+from weft.ops.register import register, without_derivative
 from weft.trees import pytree
 
 BLOCK = 128
@@ -16,6 +16,9 @@ BLOCK = 128
 
 MOST = 448.0
 """The greatest float8_e4m3fn."""
+
+ROUNDED = "values that are rounded to FP8, and change in steps"
+"""Why what quantises has no derivative."""
 
 LEAST = 1e-10
 """Taken for the greatest magnitude of a block in which all are smaller, so that no scale is 0."""
@@ -82,7 +85,7 @@ def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
 
 def quantize(x: Tensor) -> Quantized:
     """`[T, K]` in FP8, as `reference_quantize` says, by one kernel on CUDA."""
-    return Quantized(*torch.ops.weft.quantize(x))
+    return Quantized(*_quantize(x))
 
 
 def empty_quantized(like: Tensor, tokens: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -95,7 +98,8 @@ def _fake_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return empty_quantized(x, *x.shape)
 
 
-register(
+_quantize = register(
     "quantize", "(Tensor x) -> (Tensor, Tensor)",
     cpu=reference_quantize, fake=_fake_quantize, kernel="weft.ops.norm_triton:quantize",
+    functional=without_derivative("quantize", ROUNDED, reference_quantize),
 )  # fmt: skip

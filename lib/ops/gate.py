@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops.fp8 import Quantized, ceil_blocks, reference_quantize
-from weft.ops.parts import sum_parts
-from weft.ops.register import register
+from weft.ops.fp8 import ROUNDED, Quantized, ceil_blocks, reference_quantize
+from weft.ops.parts import sum_parts, widened
+from weft.ops.register import register, without_derivative
 
 
 def silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -22,18 +22,18 @@ def silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
     >>> silu_mul(torch.tensor([[1.0, 2.0]]), torch.float32)
     tensor([[1.4621]])
     """
-    out: Tensor = torch.ops.weft.silu_mul(x, dtype)
+    out: Tensor = _silu_mul(x, dtype)
     return out
 
 
 def silu_mul_quantized(x: Tensor, dtype: torch.dtype) -> Quantized:
     """`silu_mul`, rounded to `dtype` and then quantised."""
-    return Quantized(*torch.ops.weft.silu_mul_quantized(x, dtype))
+    return Quantized(*_silu_mul_quantized(x, dtype))
 
 
 def gated(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) * up` of float32, rounded once; the reference of every kernel that gates."""
-    return (F.silu(gate.float()) * up.float()).to(dtype)
+    return (F.silu(widened(gate)) * widened(up)).to(dtype)
 
 
 def reference_silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,11 +57,12 @@ def _fake_quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty((tokens, inner), dtype=torch.float8_e4m3fn), scales
 
 
-register(
+_silu_mul = register(
     "silu_mul", "(Tensor x, ScalarType dtype) -> Tensor",
     cpu=reference_silu_mul, fake=_fake, kernel="weft.ops.gate_triton:silu_mul",
 )  # fmt: skip
-register(
+_silu_mul_quantized = register(
     "silu_mul_quantized", "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
     cpu=reference_silu_mul_quantized, fake=_fake_quantized, kernel="weft.ops.gate_triton:silu_mul_quantized",
+    functional=without_derivative("silu_mul_quantized", ROUNDED, reference_silu_mul_quantized),
 )  # fmt: skip

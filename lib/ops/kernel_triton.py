@@ -51,6 +51,7 @@ class Kernel:
 
     def __init__(self, jit: Any) -> None:
         self.jit = jit
+        self._device = current_device()
         self._known: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -59,7 +60,7 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        key = current_device(), *_kinds(args, options)
+        key = self._device(), *_kinds(args, options)
         if (known := self._known.get(key)) is not None:
             compiled, constants = known
             compiled[*grid, *(1,) * (3 - len(grid))](*args, *constants)

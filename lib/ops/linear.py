@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.errors import DescriptorError
-from weft.ops.fp8 import BLOCK, Quantized, ceil_blocks, dequantize, dequantize_weight, reference_quantize
-from weft.ops.register import register
+from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, ceil_blocks, dequantize, dequantize_weight, reference_quantize
+from weft.ops.register import register, without_derivative
 from weft.ops.tiles import linear_parts
 
 
@@ -22,7 +22,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.parts`): S follows from the shapes, the
         dtype and the device.
     """
-    out: Tensor = torch.ops.weft.linear(x, weight, bias)
+    out: Tensor = _linear(x, weight, bias)
     return out
 
 
@@ -51,7 +51,7 @@ def fp8_linear(
         seen = f"weight {list(weight.shape)} {weight.dtype} and scale {list(scale.shape)} beside {columns} columns"
         instead = f"pass float8_e4m3fn [N, {columns}], and a scale for every {BLOCK} by {BLOCK} of it"
         raise DescriptorError("fp8_linear(x, weight, scale)", seen, instead)
-    out: Tensor = torch.ops.weft.fp8_linear(values, scales, weight, scale, bias, dtype)
+    out: Tensor = _fp8_linear(values, scales, weight, scale, bias, dtype)
     return out
 
 
@@ -88,12 +88,13 @@ def _fake_parts(x: Tensor, weight: Tensor, dtype: torch.dtype, split: bool) -> T
     return x.new_empty((parts, tokens, rows), dtype=torch.float32)
 
 
-register(
+_linear = register(
     "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     cpu=reference_linear, fake=_fake_linear, kernel="weft.ops.linear_triton:linear",
 )  # fmt: skip
-register(
+_fp8_linear = register(
     "fp8_linear",
     "(Tensor values, Tensor? scales, Tensor weight, Tensor scale, Tensor? bias, ScalarType dtype) -> Tensor",
     cpu=reference_fp8_linear, fake=_fake_fp8_linear, kernel="weft.ops.linear_triton:fp8_linear",
+    functional=without_derivative("fp8_linear", ROUNDED, reference_fp8_linear),
 )  # fmt: skip

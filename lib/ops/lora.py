@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.parts import sum_parts
+from weft.ops.parts import sum_parts, widened
 from weft.ops.register import register
 
 
@@ -44,7 +44,7 @@ def add_lora(
         seen = f"{shapes}, slots {list(slots.shape)}"
         instead = "y [T, N], x [T, K], a [L, P, R, K], b [L, N, R], slots [T], P + 1 starts from 0 to N, one dtype"
         raise DescriptorError(f"add_lora(y, x, a, b, slots, active, {starts})", seen, instead)
-    out: Tensor = torch.ops.weft.add_lora(y, x, a, b, slots, active, starts)
+    out: Tensor = _add_lora(y, x, a, b, slots, active, starts)
     return out
 
 
@@ -61,12 +61,27 @@ def reference_add_lora(
     return total.to(x.dtype)
 
 
+def functional_add_lora(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: Tensor, starts: list[int]
+) -> Tensor:
+    """The same without a read on the host: every slot's products with all tokens, of which its own keep theirs."""
+    total, wide = widened(sum_parts(y, x.dtype)), widened(x)
+    for slot in range(a.shape[0]):
+        low = [(wide @ widened(a[slot, pair]).T).to(x.dtype) for pair in range(a.shape[1])]
+        parts = zip(low, pairwise(starts), strict=True)
+        added = torch.cat([widened(part) @ widened(b[slot, start:end]).T for part, (start, end) in parts], -1)
+        mine = (slots == slot) & (active == slot).any()
+        total = total + torch.where(mine[:, None], added, 0)
+    return total.to(x.dtype)
+
+
 def _fake(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: Tensor, starts: list[int]) -> Tensor:
     return x.new_empty(y.shape[-2:])
 
 
-register(
+_add_lora = register(
     "add_lora",
     "(Tensor y, Tensor x, Tensor a, Tensor b, Tensor slots, Tensor active, int[] starts) -> Tensor",
     cpu=reference_add_lora, fake=_fake, kernel="weft.ops.lora_triton:add_lora",
+    functional=functional_add_lora,
 )  # fmt: skip

@@ -9,10 +9,11 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from weft.errors import DescriptorError, DeviceError
-from weft.ops.presence import no_triton, triton_version
+from weft.ops.paged_attention_functional import attend
+from weft.ops.register import register
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SLOT_DTYPES = (torch.int32, torch.int64)
@@ -81,7 +82,7 @@ def paged_attention(
     """
     where = slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale
     check(q, k, v, kv_pages, *where)
-    out: Tensor = torch.ops.weft.paged_attention.default(q, k, v, kv_pages, *where)
+    out: Tensor = _paged_attention(q, k, v, kv_pages, *where)
     return out
 
 
@@ -140,35 +141,12 @@ def _fake(
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def _on_cuda(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    kv_pages: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    scale: float,
-) -> Tensor:
-    if triton_version() is None:
-        raise no_triton(f"paged_attention(q on {q.device}, …)")
-    # Not at the top: a machine without triton can still import weft and run on its CPU.
-    from weft.ops.paged_attention_triton import attend
-
-    return attend(q, k, v, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale)
-
-
-# Defined so, a call costs the host a tenth of what one that torch's `custom_op` defines does.
-library.define(
-    "weft::paged_attention",
+_paged_attention = register(
+    "paged_attention",
     "(Tensor q, Tensor? k, Tensor? v, Tensor(a!) kv_pages, Tensor slot_mapping, Tensor block_table, "
     "Tensor query_start_loc, Tensor seq_lens, SymInt max_query_len, float scale) -> Tensor",
-)
-library.impl("weft::paged_attention", "CPU", attend_on_cpu)
-library.impl("weft::paged_attention", "CUDA", _on_cuda)
-library.register_fake("weft::paged_attention", _fake)
+    cpu=attend_on_cpu, fake=_fake, kernel="weft.ops.paged_attention_triton:attend", functional=attend,
+)  # fmt: skip
 
 
 @attrs.frozen

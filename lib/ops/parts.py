@@ -16,10 +16,15 @@ def sum_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if x.dim() == 2:
         return x.to(dtype)
-    total = x[0].float()
+    total = widened(x[0])
     for part in x[1:]:
-        total = total + part.float()
+        total = total + widened(part)
     return total.to(dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32, in which the ops compute; float64, in which derivatives are checked, stays."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def num_parts(x: Tensor) -> int:

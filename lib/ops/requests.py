@@ -35,7 +35,7 @@ def resolve_tokens(
         `weft.batch.ResolvedBatch`. On CUDA a row or a place that the table does not have gives the id -1, at which the
         embedding's lookup fails, as indexing does elsewhere.
     """
-    found: tuple[Tensor, ...] = torch.ops.weft.resolve_tokens(
+    found: tuple[Tensor, ...] = _resolve_tokens(
         rows, input_ids, query_start_loc, positions, last_tokens, block_table, limits, page_size
     )
     return found
@@ -43,17 +43,21 @@ def resolve_tokens(
 
 def move_on(
     positions: Tensor, last_tokens: Tensor, rows: Tensor, query_start_loc: Tensor, samples: Tensor, ids: Tensor | None
-) -> None:
-    """Move requests behind the tokens that a step read of them, in place, and keep those that it sampled.
+) -> tuple[Tensor, Tensor]:
+    """Move requests behind the tokens that a step read of them, and keep those that it sampled.
 
     Args:
-        positions, last_tokens: [rows of the table] int64, written.
+        positions, last_tokens: [rows of the table] int64.
         rows: [num_reqs] int64, no two alike but padding's, which are negative.
         query_start_loc: [num_reqs + 1] int32.
         samples: [num_reqs] bool, whose token is kept.
         ids: [num_reqs] int64; None: none was sampled.
+
+    Returns:
+        `positions` and `last_tokens`: those given, written in place; inside a transform of torch.func others.
     """
-    torch.ops.weft.move_on(positions, last_tokens, rows, query_start_loc, samples, ids)
+    made = _move_on(positions, last_tokens, rows, query_start_loc, samples, ids)
+    return (positions, last_tokens) if made is None else made[1:]
 
 
 def reference_resolve_tokens(
@@ -88,10 +92,20 @@ def reference_move_on(
     positions: Tensor, last_tokens: Tensor, rows: Tensor, query_start_loc: Tensor, samples: Tensor, ids: Tensor | None
 ) -> None:
     """`weft::move_on` in plain torch, on any device."""
+    _, moved, said = functional_move_on(positions, last_tokens, rows, query_start_loc, samples, ids)
+    positions.copy_(moved)
+    last_tokens.copy_(said)
+
+
+def functional_move_on(
+    positions: Tensor, last_tokens: Tensor, rows: Tensor, query_start_loc: Tensor, samples: Tensor, ids: Tensor | None
+) -> tuple[None, Tensor, Tensor]:
+    """The same with positions and last tokens of its own, which it returns."""
     old, kept = positions[rows], rows >= 0
-    positions[rows] = torch.where(kept, old + (query_start_loc[1:] - query_start_loc[:-1]), old)
+    moved = torch.where(kept, old + (query_start_loc[1:] - query_start_loc[:-1]), old)
     if ids is not None:
-        last_tokens[rows] = torch.where(kept & samples, ids, last_tokens[rows])
+        last_tokens = last_tokens.index_put((rows,), torch.where(kept & samples, ids, last_tokens[rows]))
+    return None, positions.index_put((rows,), moved), last_tokens
 
 
 def _fake_resolve(rows: Tensor, input_ids: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -101,15 +115,16 @@ def _fake_resolve(rows: Tensor, input_ids: Tensor, *others: Any) -> tuple[Tensor
     return *of_tokens, torch.empty_like(rows, dtype=torch.int32), table, torch.empty_like(rows)
 
 
-register(
+_resolve_tokens = register(
     "resolve_tokens",
     "(Tensor rows, Tensor input_ids, Tensor query_start_loc, Tensor positions, Tensor last_tokens, "
     "Tensor block_table, Tensor? limits, int page_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=reference_resolve_tokens, fake=_fake_resolve, kernel="weft.ops.requests_triton:resolve_tokens",
 )  # fmt: skip
-register(
+_move_on = register(
     "move_on",
     "(Tensor(a!) positions, Tensor(b!) last_tokens, Tensor rows, Tensor query_start_loc, Tensor samples, "
     "Tensor? ids) -> ()",
     cpu=reference_move_on, fake=lambda *tensors: None, kernel="weft.ops.requests_triton:move_on",
+    functional=functional_move_on,
 )  # fmt: skip

@@ -18,7 +18,7 @@ def turn_tables(
     Returns:
         Both `[T, D / 2]` of `dtype`.
     """
-    cos, sin = torch.ops.weft.turn_tables(inv_freq, positions, attention_factor, dtype)
+    cos, sin = _turn_tables(inv_freq, positions, attention_factor, dtype)
     return cos, sin
 
 
@@ -36,7 +36,7 @@ def _fake(inv_freq: Tensor, positions: Tensor, attention_factor: float, dtype: t
     return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
 
 
-register(
+_turn_tables = register(
     "turn_tables", "(Tensor inv_freq, Tensor positions, float attention_factor, ScalarType dtype) -> (Tensor, Tensor)",
     cpu=reference_turn_tables, fake=_fake, kernel="weft.ops.rope_triton:turn_tables",
 )  # fmt: skip

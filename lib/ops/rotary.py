@@ -1,10 +1,15 @@
 """What stands between the query-key-value product and attention: QK norm, rotary embedding and KV cache, as one op."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.parts import sum_parts
+from weft.ops.norm import functional_rms_norm
+from weft.ops.paged_attention_functional import keep
+from weft.ops.parts import sum_parts, widened
 from weft.ops.register import register
 
 
@@ -19,8 +24,8 @@ def rotate_and_keep(
     kv_pages: Tensor,
     num_heads: int,
     starts: tuple[int, int],
-) -> Tensor:
-    """Normalise each head of queries and keys, rotate them, write keys and values to their slots, return the queries.
+) -> tuple[Tensor, Tensor]:
+    """Normalise each head of queries and keys, rotate them, and write keys and values to their slots.
 
     The rotation turns the pairs `(x[i], x[i + D / 2])`, transformers' half layout. All in float32, from the rounded
     product to one rounding at the end.
@@ -36,7 +41,8 @@ def rotate_and_keep(
         starts: the columns of qkv where keys and values begin; queries begin with the first.
 
     Returns:
-        The queries `[T, H, D]`.
+        The queries `[T, H, D]`, and the pages: those given, written in place; or others with the same
+        in them, where a derivative is asked for or inside a transform of torch.func.
 
     Raises:
         DescriptorError: columns or heads that do not fit.
@@ -47,13 +53,31 @@ def rotate_and_keep(
         call, seen = f"rotate_and_keep(…, num_heads={num_heads}, starts={starts})", f"qkv {list(qkv.shape)}"
         seen += f", tables of {cos.shape[-1]} pairs and {kv_heads} key heads of {dim}"
         raise DescriptorError(call, seen, "let queries, keys and values lie one after the other, heads as in kv_pages")
-    q: Tensor = torch.ops.weft.rotate_and_keep(
-        qkv, q_norm, k_norm, eps, cos, sin, slot_mapping, kv_pages, num_heads, starts
-    )
+    made = _rotate_and_keep(qkv, q_norm, k_norm, eps, cos, sin, slot_mapping, kv_pages, num_heads, starts)
+    return (made, kv_pages) if isinstance(made, Tensor) else made
+
+
+def reference_rotate_and_keep(*args: Any) -> Tensor:
+    """`weft::rotate_and_keep` in plain torch, on any device."""
+    q, k, v, slot_mapping, kv_pages = _rotated(_torch_norm, *args)
+    kept = (slot_mapping >= 0).nonzero()[:, 0]
+    for pages, rows in zip(kv_pages.flatten(1, 2), (k, v), strict=True):
+        pages.index_copy_(0, slot_mapping[kept].long(), rows[kept])
     return q
 
 
-def reference_rotate_and_keep(
+def functional_rotate_and_keep(*args: Any) -> tuple[Tensor, Tensor]:
+    """The same with pages of its own, which it returns behind the queries; it reads nothing on the host."""
+    q, *kept = _rotated(functional_rms_norm, *args)
+    return q, keep(*kept)
+
+
+def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), widened(weight), eps)
+
+
+def _rotated(
+    norm: Callable[[Tensor, Tensor, float], Tensor],
     qkv: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
@@ -64,29 +88,21 @@ def reference_rotate_and_keep(
     kv_pages: Tensor,
     num_heads: int,
     starts: tuple[int, int],
-) -> Tensor:
-    """`weft::rotate_and_keep` in plain torch, on any device."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values, and what says where the last two go."""
     kv_heads, dim = kv_pages.shape[-2:]
-    whole = sum_parts(qkv, kv_pages.dtype)
+    whole, cos, sin = sum_parts(qkv, kv_pages.dtype), widened(cos[:, None]), widened(sin[:, None])
     q, k, v = (
         whole[:, start : start + heads * dim].unflatten(1, (heads, dim))
         for start, heads in zip((0, *starts), (num_heads, kv_heads, kv_heads), strict=True)
     )
-    k = _turned(k, k_norm, eps, cos, sin)
-    kept = (slot_mapping >= 0).nonzero()[:, 0]
-    for pages, rows in zip(kv_pages.flatten(1, 2), (k, v), strict=True):
-        pages.index_copy_(0, slot_mapping[kept].long(), rows[kept])
-    return _turned(q, q_norm, eps, cos, sin)
 
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        wide = widened(x) if weight is None else norm(widened(x), weight, eps)
+        left, right = wide.chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
-def _turned(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads `[T, H, D]`, normalised and rotated."""
-    wide = x.float()
-    if weight is not None:
-        wide = torch.nn.functional.rms_norm(wide, (x.shape[-1],), weight.float(), eps)
-    left, right = wide.chunk(2, dim=-1)
-    cos, sin = cos[:, None].float(), sin[:, None].float()
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    return turned(q, q_norm), turned(k, k_norm), v, slot_mapping, kv_pages
 
 
 def _fake(
@@ -104,9 +120,10 @@ def _fake(
     return kv_pages.new_empty((qkv.shape[-2], num_heads, kv_pages.shape[-1]))
 
 
-register(
+_rotate_and_keep = register(
     "rotate_and_keep",
     "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor slot_mapping, "
     "Tensor(a!) kv_pages, int num_heads, int[] starts) -> Tensor",
     cpu=reference_rotate_and_keep, fake=_fake, kernel="weft.ops.rotary_triton:rotate_and_keep",
+    functional=functional_rotate_and_keep,
 )  # fmt: skip

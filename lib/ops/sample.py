@@ -1,10 +1,11 @@
 """Sampling as a pure function: a request's seed and position fix its random numbers, in any batch, order or split."""
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from weft.ops.logits import scale
-from weft.ops.presence import no_triton, triton_version
+from weft.ops.parts import widened
+from weft.ops.register import register
 from weft.ops.splitmix import exponential, random_bits
 
 
@@ -24,12 +25,14 @@ def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
         Token ids [num_reqs] int64, and [num_reqs] float32 logprobs of them under softmax(logits), temperature 1. Where
         no token can be drawn the logprob is -inf, and the id is some token's.
     """
-    drawn: tuple[Tensor, Tensor] = torch.ops.weft.sample(logits, temperature, seeds, positions)
+    drawn: tuple[Tensor, Tensor] = _sample(logits, temperature, seeds, positions)
     return drawn
 
 
-def _on_cpu(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    return choose(logits, scale(logits.float(), temperature), temperature, seeds, positions)
+def reference_sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """`weft::sample` in plain torch, on any device. What is drawn moves in steps, so that it has no derivative; its
+    logprob has one."""
+    return choose(logits, scale(logits.detach().float(), temperature), temperature, seeds, positions)
 
 
 def choose(
@@ -39,27 +42,16 @@ def choose(
     where all of `scaled` is."""
     noise = -torch.log(exponential(random_bits(seeds, positions, logits.shape[-1])))
     token_ids = torch.where((temperature <= 0)[:, None], scaled, scaled + noise).argmax(-1)
-    logprobs = logits.float().log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)
+    logprobs = widened(logits).log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1)
     # By a subtraction, so that NaN stays NaN.
     return token_ids, logprobs - torch.where(scaled.amax(-1) == -torch.inf, torch.inf, 0.0)
-
-
-def _on_cuda(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    if triton_version() is None:
-        raise no_triton(f"sample(logits on {logits.device}, …)")
-    # Not at the top: a machine without triton can still import weft and run on its CPU.
-    from weft.ops.sample_triton import draw
-
-    return draw(logits, temperature, seeds, positions)
 
 
 def _fake(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(seeds), torch.empty_like(temperature)
 
 
-library.define(
-    "weft::sample", "(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions) -> (Tensor, Tensor)"
-)
-library.impl("weft::sample", "CPU", _on_cpu)
-library.impl("weft::sample", "CUDA", _on_cuda)
-library.register_fake("weft::sample", _fake)
+_sample = register(
+    "sample", "(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions) -> (Tensor, Tensor)",
+    cpu=reference_sample, fake=_fake, kernel="weft.ops.sample_triton:draw",
+)  # fmt: skip

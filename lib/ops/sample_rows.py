@@ -1,12 +1,13 @@
 """Sampling by a table: each request of a batch by its own row's parameters, in one operator; and the count of what it
 generated."""
 
+import attrs
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from weft.errors import RequestError
 from weft.ops.logits import FEATURES, IN_PROMPT, MOST_COUNTED, PENALTIES, SEED, TEMPERATURE, process, scale
-from weft.ops.presence import no_triton, triton_version
+from weft.ops.register import register
 from weft.ops.sample import choose
 from weft.sampling_table import SamplingTable
 from weft.trees import tree_leaves
@@ -41,74 +42,80 @@ def sample_rows(
         raise RequestError(call, f"a table of vocab_size={table.vocab_size}", instead)
     if token_mask is not None and token_mask.shape != (shape := (logits.shape[0], -(-vocab // 32))):
         raise RequestError(call, f"a mask of shape {tuple(token_mask.shape)}", f"one of {shape}, int32")
-    drawn: tuple[Tensor, Tensor] = torch.ops.weft.sample_rows(logits, rows, positions, *tree_leaves(table), token_mask)
+    drawn: tuple[Tensor, Tensor] = _sample_rows(logits, rows, positions, *tree_leaves(table), token_mask)
     return drawn
 
 
-def count_tokens(table: SamplingTable, rows: Tensor, token_ids: Tensor, kept: Tensor) -> None:
-    """Count a token for each request, in place, where `kept` [num_reqs] bool and where the request has penalties.
+def count_tokens(table: SamplingTable, rows: Tensor, token_ids: Tensor, kept: Tensor) -> SamplingTable:
+    """Count a token for each request where `kept` [num_reqs] bool and where the request has penalties: in place, and in
+    a table of its own inside a transform of torch.func.
 
     One operator, `weft::count_tokens`. No row stands twice but padding's, where nothing is kept.
     """
-    if table.vocab_size:
-        torch.ops.weft.count_tokens(table.counts, table.ints, rows, token_ids, kept)
+    if not table.vocab_size:
+        return table
+    made = _count_tokens(table.counts, table.ints, rows, token_ids, kept)
+    return table if made is None else attrs.evolve(table, counts=made[1])
 
 
-def _sample_on_cpu(logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference. Only requests that use something are processed."""
+def reference_sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """`weft::sample_rows` in plain torch, on any device. Only requests that use something are processed."""
     table, token_mask = SamplingTable(*tensors[:-1]), tensors[-1]
     temperature, seeds = table.floats[rows, TEMPERATURE], table.ints[rows, SEED]
     scaled = scale(logits.float(), temperature)
-    used = (rows >= 0) & ((table.ints[rows, FEATURES] != 0) | (token_mask is not None))
-    (own,) = used.nonzero(as_tuple=True)
+    (own,) = _uses_something(table, rows, token_mask).nonzero(as_tuple=True)
     if len(own):
         mask = None if token_mask is None else token_mask[own]
         scaled[own] = process(logits[own], table.rules(rows[own]), positions[own], mask)
     return choose(logits, scaled, temperature, seeds, positions)
 
 
-def _sample_on_cuda(logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    if triton_version() is None:
-        raise no_triton(f"sample_rows(logits on {logits.device}, …)")
-    # Not at the top: a machine without triton can still import weft and run on its CPU.
-    from weft.ops.sample_rows_triton import draw_rows
+def functional_sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """The same without a read on the host: all requests are processed."""
+    table, token_mask = SamplingTable(*tensors[:-1]), tensors[-1]
+    temperature, seeds, constant = table.floats[rows, TEMPERATURE], table.ints[rows, SEED], logits.detach()
+    used = _uses_something(table, rows, token_mask)[:, None]
+    processed = process(constant, table.rules(rows), positions, token_mask)
+    return choose(
+        logits, torch.where(used, processed, scale(constant.float(), temperature)), temperature, seeds, positions
+    )
 
-    return draw_rows(logits, rows, positions, SamplingTable(*tensors[:-1]), tensors[-1])
+
+def _uses_something(table: SamplingTable, rows: Tensor, token_mask: Tensor | None) -> Tensor:
+    return (rows >= 0) & ((table.ints[rows, FEATURES] != 0) | (token_mask is not None))
 
 
 def _sample_fake(logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(positions), torch.empty_like(positions, dtype=torch.float32)
 
 
-def _count_on_cpu(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor) -> None:
+def reference_count_tokens(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor) -> None:
+    """`weft::count_tokens` in plain torch, on any device."""
+    counts[rows, token_ids] = _counted(counts, ints, rows, token_ids, kept)
+
+
+def functional_count_tokens(
+    counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor
+) -> tuple[None, Tensor]:
+    """The same with counts of its own, which it returns."""
+    return None, counts.index_put((rows, token_ids), _counted(counts, ints, rows, token_ids, kept))
+
+
+def _counted(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor) -> Tensor:
     old = counts[rows, token_ids]
     counted = kept & (rows >= 0) & ((ints[rows, FEATURES] & PENALTIES) != 0) & ((old & ~IN_PROMPT) < MOST_COUNTED)
-    counts[rows, token_ids] = old + counted.to(torch.int16)
+    return old + counted.to(torch.int16)
 
 
-def _count_on_cuda(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor) -> None:
-    if triton_version() is None:
-        raise no_triton(f"count_tokens(table on {counts.device}, …)")
-    from weft.ops.sample_rows_triton import count
-
-    count(counts, ints, rows, token_ids, kept)
-
-
-def _count_fake(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor) -> None:
-    return None
-
-
-library.define(
-    "weft::sample_rows",
+_sample_rows = register(
+    "sample_rows",
     "(Tensor logits, Tensor rows, Tensor positions, Tensor floats, Tensor ints, Tensor allowed, Tensor stops, "
     "Tensor bias_ids, Tensor bias, Tensor counts, Tensor? token_mask) -> (Tensor, Tensor)",
-)
-library.impl("weft::sample_rows", "CPU", _sample_on_cpu)
-library.impl("weft::sample_rows", "CUDA", _sample_on_cuda)
-library.register_fake("weft::sample_rows", _sample_fake)
-library.define(
-    "weft::count_tokens", "(Tensor(a!) counts, Tensor ints, Tensor rows, Tensor token_ids, Tensor kept) -> ()"
-)
-library.impl("weft::count_tokens", "CPU", _count_on_cpu)
-library.impl("weft::count_tokens", "CUDA", _count_on_cuda)
-library.register_fake("weft::count_tokens", _count_fake)
+    cpu=reference_sample_rows, fake=_sample_fake, kernel="weft.ops.sample_rows_triton:draw_rows",
+    functional=functional_sample_rows,
+)  # fmt: skip
+_count_tokens = register(
+    "count_tokens", "(Tensor(a!) counts, Tensor ints, Tensor rows, Tensor token_ids, Tensor kept) -> ()",
+    cpu=reference_count_tokens, fake=lambda *tensors: None, kernel="weft.ops.sample_rows_triton:count",
+    functional=functional_count_tokens,
+)  # fmt: skip

@@ -15,6 +15,8 @@ With TRITON_INTERPRET=1 set before, it runs on CPU tensors, for tests.
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -203,11 +205,10 @@ def _process_kernel(
     tl.store(bounds + request, bound.to(tl.float32, bitcast=True))
 
 
-def draw_rows(
-    logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, token_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def draw_rows(logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
     """`weft::sample_rows` on the GPU; see `weft.ops.sample_rows.sample_rows`."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    table, token_mask = SamplingTable(*tensors[:-1]), tensors[-1]
     temperatures, seeds, processed = process_rows(logits, rows, positions, table, token_mask)
     return draw(logits, temperatures, seeds, positions, processed)
 

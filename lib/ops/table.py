@@ -53,7 +53,8 @@ _CPU_COPIES = OpBackend("copies", "torch", "one tensor at a time, or one dtype; 
 _FLASHINFER = OpBackend(
     "paged_attention",
     "flashinfer: not used",
-    "its plan needs the sequence lengths on the host at each step, so a captured step could not replay it",
+    "weft does not call it, installed or not: it plans each step with lengths on the host, and weft's steps read them "
+    "on the device, where they may be ahead of what the host knows",
 )
 
 

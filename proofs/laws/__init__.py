@@ -6,6 +6,8 @@ is to catch.
 """
 
 from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.laws.agreement import differences_are_refused
+from weft.proofs.laws.derivatives import derivatives_are_of_the_step, graphs_of_gradients_are_gradients
 from weft.proofs.laws.dispatch import (
     class_is_kept,
     dispatch_is_least,
@@ -58,6 +60,8 @@ __all__ = [
     "changed_parameters_compute_all",
     "checker_is_right",
     "class_is_kept",
+    "derivatives_are_of_the_step",
+    "differences_are_refused",
     "dispatch_is_least",
     "dropped_graphs_are_not_in_use",
     "engine_serves_as_alone",
@@ -70,6 +74,7 @@ __all__ = [
     "graph_is_eager_on_padded_functions",
     "graph_keeps_what_it_reads",
     "graphs_of_functions_are_functions",
+    "graphs_of_gradients_are_gradients",
     "hosts_agree",
     "image_padding_is_inert",
     "memory_is_estimated",

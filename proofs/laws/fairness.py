@@ -1,4 +1,4 @@
-"""L18: who came first is served first, and everything ends; on the host alone, whatever the tokens are."""
+"""L18: FIFO within a priority, lower numbers first, and everything ends; on the host alone, whatever the tokens are."""
 
 import itertools
 

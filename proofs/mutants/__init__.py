@@ -4,6 +4,8 @@ Each is a real bug of an engine that patched a mutable runner, or its nearest ki
 computes wrong results. `python -m weft.proofs.mutants --out FOLDER` says which law caught which, and on what case.
 """
 
+from weft.proofs.mutants.agreement import AGREEMENT
+from weft.proofs.mutants.derivatives import DERIVATIVES
 from weft.proofs.mutants.drafts import DRAFTS
 from weft.proofs.mutants.graphs import GRAPHS
 from weft.proofs.mutants.planted import Mutant
@@ -13,5 +15,6 @@ from weft.proofs.mutants.steps import STEPS
 
 __all__ = ["MUTANTS", "Mutant"]
 
-MUTANTS = tuple(sorted((*DRAFTS, *GRAPHS, *SCHEDULES, *SERVING, *STEPS), key=lambda mutant: int(mutant.law.number[1:])))
+_ALL = (*AGREEMENT, *DERIVATIVES, *DRAFTS, *GRAPHS, *SCHEDULES, *SERVING, *STEPS)
+MUTANTS = tuple(sorted(_ALL, key=lambda mutant: int(mutant.law.number[1:])))
 """All planted bugs, at least one for each row of `weft.proofs.suite.LAWS`."""

@@ -125,13 +125,14 @@ def _rules_of_the_first(logits: Tensor, table: SamplingTable, rows: Tensor, *whe
     return sample_rows(logits, attrs.evolve(table, floats=floats), rows, *where)
 
 
-def _counts_nothing(table: SamplingTable, *what: Any) -> None:
+def _counts_nothing(table: SamplingTable, *what: Any) -> SamplingTable:
     """Penalties see the prompt alone."""
+    return table
 
 
-def _counts_chunks(table: SamplingTable, rows: Tensor, token_ids: Tensor, kept: Tensor) -> None:
+def _counts_chunks(table: SamplingTable, rows: Tensor, token_ids: Tensor, kept: Tensor) -> SamplingTable:
     """What is drawn behind a chunk of a prompt, and thrown away, is counted."""
-    count_tokens(table, rows, token_ids, torch.ones_like(kept))
+    return count_tokens(table, rows, token_ids, torch.ones_like(kept))
 
 
 def _in_order_of_rows(state: State, batch: Batch) -> Any:

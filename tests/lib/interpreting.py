@@ -15,7 +15,7 @@ def run_interpreted(code: str, *arguments: object, timeout: float | None = None)
     pytest.importorskip("triton")
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    command = [sys.executable, "-c", f"import interpreted\n{code}", *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert not done.returncode, done.stderr
     return done.stdout

@@ -14,10 +14,13 @@ from cli_calls import Weft, assert_refused
 
 import weft
 from weft import cli
+from weft.cli.ranks import Here, Place, in_ranks
 from weft.stages.model import DEMO
 from weft.stages.model import DTYPES as MODEL_DTYPES
 from weft.transforms.generate import Completion
 from weft.transforms.ladder import MODES as LADDER_MODES
+from weft.transforms.transports.distributed import Distributed
+from weft.transforms.transports.threads import Threads
 
 FIELDS = [field.name for field in attrs.fields(Completion)]
 
@@ -142,6 +145,8 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cold": (("--prompt", "A", "--temperature", "-1"), ("saw: temperature=-1.0", "instead: a finite number >= 0")),
     "no temperature": (("--prompt", "A", "--temperature", "nan"), ("saw: temperature=nan",)),
     "no number": (("--prompt", "A", "--max-tokens", "many"), ("argument --max-tokens: invalid int value: 'many'",)),
+    "no time": (("--prompt", "A", "--timeout", "0"), ("argument --timeout: '0': write a number of seconds",)),
+    "no number of seconds": (("--prompt", "A", "--timeout", "inf"), ("argument --timeout: 'inf'", "as in 30")),
     "an abbreviation": (("--prom", "A"), ("unrecognized arguments: --prom A",)),
 }
 
@@ -177,6 +182,15 @@ def test_text_for_a_checkpoint_without_a_tokenizer(run: Weft, ids_only: str) -> 
 def test_cuda_where_there_is_none(run: Weft, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert_refused(run(*command, "--device", "cuda"), "device 'cuda', but torch sees 0 CUDA devices", "'cpu'")
+
+
+def test_a_torch_for_cuda_without_a_driver() -> None:
+    commands = ("doctor",), ("generate", "--model", str(DEMO), "--prompt", "A", "--max-tokens", "3", "--pp", "1")
+    look = f"import no_driver, weft.cli; raise SystemExit(any(map(weft.cli.main, {commands})))"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "torch is built for CUDA" in done.stdout
 
 
 # the process
@@ -267,3 +281,41 @@ def test_under_torchrun_the_first_rank_speaks() -> None:
     assert len(json.loads(line)["token_ids"]) == 5
     wrong = subprocess.run([*command, *options, "--pp", "3"], capture_output=True, text=True, timeout=200)
     assert "saw: --pp 3 under torchrun with 2 processes" in wrong.stderr
+
+
+def time_out(here: Here) -> float:
+    assert isinstance(here.transport, Distributed | Threads)
+    return here.transport.timeout
+
+
+@pytest.mark.parametrize("transport", ["gloo", "threads"])
+def test_a_place_says_how_long_a_stage_may_keep_others_waiting(transport: str) -> None:
+    assert in_ranks(time_out, Place("weft generate", 2, transport, "cpu", timeout=7.5)) == 7.5
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_the_time_out_is_an_option(run: Weft, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    places: list[Place] = []
+    monkeypatch.setattr(f"weft.cli.{command}.in_ranks", lambda fn, place, *_: places.append(place))
+    argv = generate("--prompt", "A") if command == "generate" else ("bench", "--preset", "tiny")
+    assert run(*argv, "--timeout", "7.5")[0] == 0
+    assert run(*argv)[0] == 0
+    assert [place.timeout for place in places] == [7.5, 30.0]
+
+
+# what a checkpoint brings along
+
+
+def test_fields_that_weft_does_not_know_are_one_line(run: Weft, tmp_path: Path) -> None:
+    """Not one for each time that a command, or a rank of it, reads them."""
+    folder = shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("__*"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "my_field": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    line = (
+        "warning: weft does not know these fields of config.json, and ignores them: "
+        "auto_map={'AutoModelForCausalLM': 'modeling.Model'}, my_field=3\n"
+    )
+    for more in ((), ("--pp", "2")):
+        code, out, err = run(*generate("--prompt", "A list is", "--json", *more, model=folder))
+        assert (code, len(out.splitlines()), err) == (0, 1, line)

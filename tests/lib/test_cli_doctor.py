@@ -13,17 +13,10 @@ def test_doctor_says_versions_devices_graphs_and_ops(run: Weft) -> None:
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
-    for row in (["weft", weft.__version__], ["torch", torch.__version__], ["flashinfer", "not", "installed"]):
-        if row[0] != "flashinfer" or not _installed("flashinfer"):
-            assert row in lines
+    for row in (["weft", weft.__version__], ["torch", torch.__version__]):
+        assert row in lines
     assert any(line[:2] == ["cpu", "tape"] for line in lines)
     assert any(line[:3] == ["cpu", "paged_attention", "reference"] for line in lines)
-
-
-def _installed(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
 
 
 def test_doctor_as_json(run: Weft) -> None:

@@ -199,7 +199,10 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("error: weft plan --cohorts 5", "saw: 5 cohorts for 4 requests", "instead: from 1 to 4"),
     ),
     "no cohort": (("--pp", "2", "--cohorts", "0"), ("saw: 0 cohorts for 128 requests",)),
-    "no step": (("--pp", "2", "--steps", "0"), ("error: weft plan --steps 0", "instead: a whole number >= 1")),
+    "no step": (
+        ("--pp", "2", "--steps", "0"),
+        ("error: weft plan --steps 0", "instead: a whole number from 1 to 1000000000"),
+    ),
     "no request": (("--pp", "2", "--requests", "-1"), ("error: weft plan --requests -1",)),
     "no room": (("--pp", "2", "--capacity", "0"), ("error: weft plan --capacity 0",)),
     "no bandwidth": (
@@ -226,7 +229,7 @@ def test_bad_input_is_an_error_with_its_remedy(run: Weft, folder: str, case: str
     assert_refused(run("--model", folder, *more), *parts)
 
 
-def test_a_missing_folder_and_an_unknown_field_are_named(run: Weft, folder: str) -> None:
+def test_a_missing_folder_and_a_field_that_is_not_supported_are_named(run: Weft, folder: str) -> None:
     code, _, err = run("--model", f"{folder}/none", "--pp", "2")
     assert code == 2
     assert "there is no folder" in err

@@ -185,8 +185,8 @@ def test_the_device_is_made_current_where_it_is_not(monkeypatch: pytest.MonkeyPa
 
     x = torch.ones(4, device="cuda")
     y = torch.zeros_like(x)
+    monkeypatch.setattr(module, "current_device", lambda: lambda: 7)
     copy, clone = plan_copies_of_bytes(Copies((y,), True)), plan_clones([x])
-    monkeypatch.setattr(module, "current_device", lambda: 7)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     copy([x])
     assert (y.tolist(), clone([x])[0].tolist()) == ([1.0] * 4, [1.0] * 4)

@@ -164,19 +164,12 @@ print(backends("cuda")[0].implementation, "|", backends("cuda")[0].reason, "|", 
     assert shown.count("pip install 'weft[cuda]'") == 2
 
 
-def test_the_cuda_kernel_raises_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "triton_version", lambda: None)
-    case = draw_case(Shape(DECODE))
-    with pytest.raises(DeviceError, match=r"weft\[cuda\]"):
-        module._on_cuda(*case.args)
-
-
 def test_the_table_says_what_runs_where_and_why() -> None:
     cpu, *_ = backends("cpu")
     assert cpu == OpBackend("paged_attention", "reference", cpu.reason)
     cuda, flashinfer, *_ = backends(torch.device("cuda", 1))
     assert cuda.implementation.startswith(("triton ", "missing"))
     assert flashinfer.implementation == "flashinfer: not used"
-    assert "host" in flashinfer.reason
+    assert flashinfer.reason.startswith("weft does not call it, installed or not: ")
     with pytest.raises(DeviceError, match="weft has no kernels for 'meta'"):
         backends("meta")

@@ -4,7 +4,6 @@
 """
 
 import math
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from interpreting import interpret
 from torch import Tensor, library
 
-from weft.errors import DeviceError
 from weft.ops.sample import sample
 from weft.ops.splitmix import _mix, exponential, random_bits
 from weft.ops.table import backends
@@ -253,13 +251,6 @@ def test_the_kernel_interpreted_draws_what_the_reference_draws(index: int, inter
 def test_sample_is_an_operator() -> None:
     for case in _cases()[:4]:
         library.opcheck(torch.ops.weft.sample.default, case)
-
-
-def test_the_cuda_kernel_raises_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = import_module("weft.ops.sample")
-    monkeypatch.setattr(module, "triton_version", lambda: None)
-    with pytest.raises(DeviceError, match=r"weft\[cuda\]"):
-        module._on_cuda(*_cases()[1])
 
 
 @pytest.mark.gpu

@@ -98,7 +98,7 @@ MISTAKES = {
         RequestError,
         "weft.Speculation(num_tokens=0, ngram=None, model=None)",
         "num_tokens=0",
-        "a whole number >= 1",
+        "a whole number from 1 to 1024",
     ),
     "state: a number for lengths": Mistake(
         lambda: make_state(model(), (), 32),
@@ -119,7 +119,7 @@ MISTAKES = {
         ArgumentError,
         "add(..., temperature=...)",
         "'temperature', which is no argument of it",
-        "weft.SamplingParams(temperature=...), behind the prompt",
+        "weft.SamplingParams(temperature=...), after the prompt",
     ),
     "engine: n-grams of no tokens": Mistake(
         lambda: weft.Speculation(2, ngram=0),

@@ -24,7 +24,7 @@ def test_an_engine_and_what_it_says_print_in_a_line() -> None:
     engine = weft.Engine(model(), graph="none")
     engine.add([1], max_tokens=2)
     assert repr(engine) == "<Engine of Qwen3ForCausalLM; graphified steps here: 0; requests under way: 1>"
-    assert all(len(repr(output)) < 2000 for output in engine)
+    assert all(len(repr(output)) < 200 for output in engine)
 
 
 def test_what_was_refused_leaves_the_settings_alone() -> None:
@@ -67,6 +67,6 @@ def test_no_evidence_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     check(nn.Linear(3, 3), (X,), laws=("graph", "replay"))
     out = " ".join(capsys.readouterr().out.split())
     assert out.count("no evidence:") == 1
-    assert "runs inline: it reads a tensor from outside that requires grad" in out
+    assert "runs inline: it reads Linear.weight from outside, which requires grad" in out
     check(nn.Linear(3, 3).requires_grad_(False), (X,), laws=("graph", "replay"))
     assert "no evidence" not in capsys.readouterr().out

@@ -1,10 +1,20 @@
-"""The notebooks run from their first cell to their last, and nothing of a run is kept in them."""
+"""The notebooks run from their first cell to their last, nothing of a run is kept in them, and the extra `notebook`
+brings what they import."""
 
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "proofs" / "notebooks"
@@ -44,3 +54,70 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     assert [output.text for output in told if output.get("name") == "stderr"] == []
     assert [output for output in told if BAR in output.get("data", {})] == []  # what is short has none
     assert {path.name for path in tmp_path.iterdir()} <= {".hypothesis"}
+
+
+def requirements(names: list[str]) -> set[str]:
+    """Distributions that these requirements of weft's bring, and what those bring in turn."""
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found: set[str] = set()
+    while names:
+        requirement = Requirement(names.pop())
+        name = canonical(requirement.name)
+        if name == "weft":
+            for extra in requirement.extras:
+                names += project["optional-dependencies"][extra]
+            continue
+        extras = ["", *requirement.extras]
+        if name in found or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        try:
+            inner = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # not for this machine
+            continue
+        names += [r for r in inner if any(wanted(Requirement(r), extra) for extra in extras)]
+    return found
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def wanted(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def uses(name: str) -> Iterator[str]:
+    """What a notebook imports, and the names of weft that it says (`weft.proofs.check`), as code."""
+    code = [cell.source for cell in read(name).cells if cell.cell_type == "code"]
+    for node in ast.walk(ast.parse("\n".join(code))):
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        if is_import or (isinstance(node, ast.Attribute) and re.fullmatch(r"weft(\.\w+)+", ast.unparse(node))):
+            yield ast.unparse(node)
+
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"{name} is not in the extra", name=name)
+
+BLOCKED = set(sys.argv[1].split(","))
+sys.meta_path.insert(0, Blocked())
+import weft
+"""
+
+
+def test_the_extra_brings_what_they_import() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    brought = requirements([*project["dependencies"], "weft[notebook]"])
+    assert {"torch", "matplotlib"} <= brought
+    assert "pytest" not in brought
+    known = metadata.packages_distributions().items()
+    others = [module for module, names in known if not {"weft", *brought} & {*map(canonical, names)}]
+    lines = [line for name in NAMES for line in (f"print({name!r})", *dict.fromkeys(uses(name)))]
+    code = "\n".join([BLOCKED, *lines])
+    done = subprocess.run([sys.executable, "-c", code, ",".join(others)], capture_output=True, text=True)
+    assert done.returncode == 0, [done.stdout.splitlines()[-1], done.stderr.splitlines()[-1]]

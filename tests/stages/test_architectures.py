@@ -1,4 +1,4 @@
-"""Every field of a decoder's configuration is used, changes nothing, or is refused."""
+"""Every field of a decoder's configuration is used, changes nothing, is refused, or is told of."""
 
 from typing import Any
 
@@ -8,8 +8,9 @@ from configs import QWEN3, QWEN3_MOE, SMALL, parse
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from theirs import CLASSES
+from transformers import PretrainedConfig
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, ConfigWarning
 from weft.stages.architectures import NEUTRAL, NEUTRAL_AT
 from weft.stages.moe_config import MOE_FIELDS
 
@@ -56,13 +57,19 @@ def test_every_used_field_is_used(name: str) -> None:
 def test_every_field_of_the_experts_is_used(name: str) -> None:
     base = {**QWEN3_MOE, **SMALL}
     assert parse({**base, name: MOE_CHANGES[name]}) != parse(base)
-    with pytest.raises(ConfigError, match=f"weft does not know what {name} does to Qwen3ForCausalLM"):
-        parse({**QWEN3, **SMALL, name: MOE_CHANGES[name]})
+    dense = {**QWEN3, **SMALL, name: MOE_CHANGES[name]}
+    if name in NEUTRAL_AT:
+        with pytest.raises(ConfigError, match=f"weft supports {name}=None in Qwen3ForCausalLM"):
+            parse(dense)
+    else:
+        with pytest.warns(ConfigWarning, match=f"weft does not know these fields of config.json, .* {name}="):
+            parse(dense)
 
 
 # A value other than the default, for each neutral field that a decoder's configuration holds.
 ODD_VALUES: dict[str, Any] = {
     "_name_or_path": "elsewhere",
+    "_model_name_or_path": "elsewhere",
     "transformers_version": "4.0.0",
     "is_llama_config": False,
     "initializer_range": 0.9,
@@ -73,10 +80,13 @@ ODD_VALUES: dict[str, Any] = {
     "output_hidden_states": True,
     "bos_token_id": 7,
     "pad_token_id": 9,
+    "unk_token_id": 11,
     "tokenizer_class": "T5Tokenizer",
     "num_labels": 5,
     "is_decoder": True,
     "max_window_layers": 0,
+    "pretraining_tp": 2,
+    "chunk_size_feed_forward": 2,
     "max_sequence_length": 5,
     "max_length": 5,
     "temperature": 0.1,
@@ -102,15 +112,21 @@ def test_neutral_fields_change_nothing(architecture: str) -> None:
         assert torch.equal(plain(tokens).logits, strange(tokens).logits)
 
 
-UNSUPPORTED = {
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_no_field_of_transformers_own_is_unknown(architecture: str) -> None:
+    """Of its general ones neither, which a file may hold whole."""
+    for fields in (PretrainedConfig().to_dict(), CLASSES[architecture][0]().to_dict()):
+        raw = {name: value for name, value in fields.items() if name != "model_type"}
+        parse({**raw, "architectures": [architecture]}, strict=True)
+
+
+UNSUPPORTED: dict[str, Any] = {
     "hidden_act": "gelu",
     "use_sliding_window": True,
-    "pretraining_tp": 2,
     "partial_rotary_factor": 0.5,
     "is_encoder_decoder": True,
     "add_cross_attention": True,
     "cross_attention_hidden_size": 8,
-    "chunk_size_feed_forward": 2,
     "pruned_heads": {"0": [1]},
     "per_layer_config": {"0": {"intermediate_size": 8}},
     "rope_interleaved": True,
@@ -123,9 +139,10 @@ def test_fields_that_are_neutral_only_at_some_values(name: str) -> None:
     base = {"architectures": ["LlamaForCausalLM"], **SMALL}
     for value in NEUTRAL_AT[name]:
         assert parse({**base, name: value}) == parse(base)
+    value = UNSUPPORTED.get(name, 2.5)
     with pytest.raises(ConfigError) as caught:
-        parse({**base, name: UNSUPPORTED[name]})
-    assert caught.value.seen == f"config.json has {name}={UNSUPPORTED[name]!r}"
+        parse({**base, name: value})
+    assert caught.value.seen == f"config.json has {name}={value!r}"
     assert caught.value.instead.startswith(f"weft supports {name}={NEUTRAL_AT[name][0]!r} in LlamaForCausalLM")
 
 
@@ -133,7 +150,29 @@ def test_fields_that_are_neutral_only_at_some_values(name: str) -> None:
 @settings(max_examples=50, deadline=None)
 def test_no_unknown_field_is_overlooked(name: str, value: Any) -> None:
     assume(name not in NEUTRAL and name not in NEUTRAL_AT and name not in CHANGES and name != "quantization_config")
+    raw = {"architectures": ["LlamaForCausalLM"], name: value}
     with pytest.raises(ConfigError) as caught:
-        parse({"architectures": ["LlamaForCausalLM"], name: value})
-    assert caught.value.seen == f"config.json has {name}={value!r}"
-    assert caught.value.instead.startswith(f"weft does not know what {name} does to LlamaForCausalLM")
+        parse(raw, strict=True)
+    assert caught.value.seen == f"config.json has {name}={value!r:.60}"
+    assert caught.value.instead.startswith("weft does not know what that does to LlamaForCausalLM")
+    with pytest.warns(ConfigWarning) as told:
+        assert parse(raw) == parse({"architectures": ["LlamaForCausalLM"]})
+    [warning] = told
+    said = f"weft does not know these fields of config.json, and ignores them: {name}={value!r:.60}"
+    assert str(warning.message) == said
+
+
+def test_unknown_fields_are_told_of_together() -> None:
+    """Code that a checkpoint brings along is among them: weft has its own for these architectures."""
+    raw = {**QWEN3, "auto_map": {"AutoModel": "modeling.Model"}, **{f"field_{i}": i for i in range(20)}}
+    with pytest.warns(ConfigWarning) as told:
+        parse(raw)
+    [warning] = told
+    assert "ignores them: auto_map={'AutoModel': 'modeling.Model'}, field_0=0, " in str(warning.message)
+    assert str(warning.message).endswith(", field_14=14 and 5 more")
+
+
+def test_what_an_architecture_has_anyway_may_be_said() -> None:
+    assert parse({**QWEN3, "use_qk_norm": True}, strict=True) == parse(QWEN3)
+    with pytest.raises(ConfigError, match="weft supports use_qk_norm=True in Qwen3ForCausalLM"):
+        parse({**QWEN3, "use_qk_norm": False})

@@ -21,6 +21,7 @@ from weft.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
+    ConfigWarning,
     DeviceError,
     RequestError,
     WeftError,
@@ -102,11 +103,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[WeftError], str, str]] =
         "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
         "Qwen2VLForConditionalGeneration",
     ),
-    "an unknown field": (
+    "a field that changes the computation": (
         lambda f: change_config(f, logit_softcap=30.0),
         ConfigError,
         "config.json has logit_softcap=30.0",
-        "weft does not know what logit_softcap does to Qwen3ForCausalLM; remove it if it does nothing",
+        "weft supports logit_softcap=None in Qwen3ForCausalLM, or no logit_softcap",
     ),
     "a damaged config": (
         lambda f: (f / "config.json").write_text("{"),
@@ -140,6 +141,22 @@ def test_a_missing_checkpoint_is_a_missing_file_and_a_damaged_one_a_bad_value(fo
     truncate(folder, 10)
     with pytest.raises(ValueError, match="is damaged"):
         weft.load(folder)
+
+
+def test_fields_that_weft_does_not_know_are_a_warning_or_an_error(folder: Path) -> None:
+    change_config(folder, auto_map={"AutoModel": "modeling.Model"}, my_field=[1, 2])
+    unknown = "auto_map={'AutoModel': 'modeling.Model'}, my_field=[1, 2]"
+    with pytest.warns(ConfigWarning) as told:
+        model = weft.load(folder, "cpu")
+    [warning] = told
+    said = f"weft does not know these fields of config.json, and ignores them: {unknown}"
+    assert str(warning.message) == said
+    assert_equal("the parameters", model.params, weft.load(DEMO, "cpu").params)
+    call, seen = f"weft.load({str(folder)!r}, device='cpu', dtype=None)", f"config.json has {unknown}"
+    instead = "weft does not know what that does to Qwen3ForCausalLM; remove what does nothing, or leave out strict"
+    with refused(ConfigError, call, seen, instead):
+        weft.load(folder, "cpu", strict=True)
+    assert weft.load(DEMO, "cpu", strict=True).config == model.config
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1)])

@@ -1,5 +1,6 @@
 """mRoPE: the decoder of Qwen2-VL against transformers', over a prompt with an image's embeddings, and decoding on."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from unittest import mock
 import attrs
 import pytest
 import torch
+from gradients import gradients_as_params, next_token_loss, relative, worst
 from torch import Tensor
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
@@ -150,6 +152,38 @@ def test_logits_are_those_of_transformers(
     check(found, theirs, embeds, positions)
     if mode != "none":
         assert sum(graph.cache_info().replays for graph in runner.graphs) > 0
+
+
+def test_gradients_are_those_of_transformers(
+    theirs: Any, model: Model, embeds: Tensor, positions: Tensor, tmp_path: Path
+) -> None:
+    """Of all parameters of the text, and of the image's embeddings, in two stages."""
+    ids, runner = torch.tensor(IDS), make_runner(model, Limits(2, 24), num_stages=2, mode="none")
+    [batch] = prompts(embeds, positions, [17])
+    batch = attrs.evolve(batch, targets=torch.tensor([*IDS[1:], 0, *TEXT[1:], 0]))
+    kept = torch.tensor([1.0] * 16 + [0] + [1] * 4 + [0])
+
+    def loss(params: Any, embeds: Tensor) -> Tensor:
+        given = attrs.evolve(batch, inputs_embeds=torch.cat([embeds, torch.zeros(len(TEXT), embeds.shape[1])]))
+        _, out = runner.step(params, state_of(model, 2, positions), given)
+        return -(out.prompt_logprobs * kept).sum()
+
+    (first, last), of_embeds = torch.func.grad(loss, argnums=(0, 1))(runner.params, embeds)
+    found = attrs.evolve(first, layers=first.layers + last.layers, norm=last.norm, lm_head=last.lm_head)
+
+    copied = copy.deepcopy(theirs)
+    own = embeds.clone().requires_grad_()
+    for tokens, at, image in ((ids, positions, own), (torch.tensor(TEXT), torch.arange(5).expand(3, -1), None)):
+        inputs = copied.get_input_embeddings()(tokens)
+        if image is not None:
+            inputs = torch.where((tokens == IMAGE)[:, None], image, inputs)
+        hidden = copied.model.language_model(inputs_embeds=inputs[None], position_ids=at[:, None]).last_hidden_state[0]
+        next_token_loss(copied.lm_head(hidden), tokens.tolist()).backward()
+    wanted = gradients_as_params(copied, tmp_path)
+    error, where = worst(found, wanted)
+    print(f"Qwen2VLForConditionalGeneration: greatest relative error {error:.1e}, at {where}")
+    assert error < 2e-5
+    assert relative(of_embeds, own.grad) < 2e-5
 
 
 def test_graph_of_a_pipeline(theirs: Any, model: Model, embeds: Tensor, positions: Tensor) -> None:

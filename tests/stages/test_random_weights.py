@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saved_models import SMALL, assert_same, whole
 
+from weft.errors import DeviceError
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layer_fields import layer_fields
 from weft.stages.layout import split_layers
@@ -65,3 +66,10 @@ def test_random_parameters() -> None:
     again = random_params(config, whole(config), seed=2, dtype=torch.float64, std=0.1)
     assert again.norm is not None
     assert not torch.equal(params.norm, again.norm)
+
+
+def test_what_no_memory_could_hold_is_refused() -> None:
+    config = attrs.evolve(parse_config({"model_type": "qwen3", **SMALL}, source="a test"), vocab_size=2**31 - 1)
+    config = attrs.evolve(config, hidden_size=2**31 - 1)
+    with pytest.raises(DeviceError, match=r"saw: weights of [0-9.]+ GiB, and cpu has [0-9.]+ GiB of memory\n"):
+        random_params(config, whole(config), seed=0)

@@ -1,25 +1,60 @@
-"""The configurations of released models, in the form in which transformers 4 wrote them."""
+"""The configurations of released models are read as transformers reads them."""
 
 import json
 from typing import Any
 
 import attrs
 import pytest
-from configs import LLAMA_2, LLAMA_3_2, QWEN_2_5, QWEN_3, SMOLLM2, assert_agrees, parse
+import torch
+from configs import QWEN2_VL, assert_agrees, parse
+from released import R1_0528_QWEN3_8B, RELEASED, SEEN
 from theirs import CLASSES
+from transformers import Qwen2VLConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from weft.stages.rope import Rope
+from weft.errors import ConfigWarning
+from weft.stages.config import ModelConfig
+from weft.stages.rope import Rope, inverse_frequencies
+
+CONFIGS = {name: pair[0] for name, pair in CLASSES.items()} | {QWEN2_VL["architectures"][0]: Qwen2VLConfig}
 
 
-@pytest.mark.parametrize("raw", [LLAMA_2, LLAMA_3_2, SMOLLM2, QWEN_2_5, QWEN_3])
-def test_old_files_are_read_as_transformers_reads_them(raw: dict[str, Any]) -> None:
+def assert_as_transformers_reads_it(raw: dict[str, Any], ours: ModelConfig) -> None:
+    """Field by field, and the frequencies of the rotary embedding."""
     architecture = raw["architectures"][0]
-    theirs = CLASSES[architecture][0].from_dict(json.loads(json.dumps(raw)))
-    assert_agrees(attrs.evolve(parse(raw), rope=Rope(theta=parse(raw).rope.theta)), theirs, architecture)
+    theirs = CONFIGS[architecture].from_dict(json.loads(json.dumps(raw)))
+    plain = attrs.evolve(ours, rope=Rope(theta=ours.rope.theta, mrope_section=ours.rope.mrope_section), fp8=None)
+    assert_agrees(plain, theirs, architecture)
+    if architecture in CLASSES:
+        module = LlamaRotaryEmbedding(theirs)
+        frequencies, factor = inverse_frequencies(ours.rope, ours.head_dim, ours.max_position_embeddings)
+        assert torch.equal(frequencies, module.inv_freq)
+        assert factor == module.attention_scaling
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_configuration(name: str) -> None:
+    """Nothing in it is unknown."""
+    ours = parse(RELEASED[name], strict=True)
+    assert_as_transformers_reads_it(RELEASED[name], ours)
+    assert (ours.fp8 is not None) == name.endswith("FP8")
+
+
+def test_a_rotary_embedding_with_a_key_that_transformers_ignores() -> None:
+    with pytest.warns(ConfigWarning, match=r"of config.json, and ignores them: rope_scaling.attn_factor=0.8782"):
+        ours = parse(R1_0528_QWEN3_8B)
+    assert_as_transformers_reads_it(R1_0528_QWEN3_8B, ours)
+
+
+def test_there_are_many_of_all_architectures() -> None:
+    assert len(RELEASED) >= 20
+    assert {raw["architectures"][0] for raw in RELEASED.values()} == set(CONFIGS)
+    assert len(SEEN) >= 12
+    assert {*RELEASED, "DeepSeek-R1-0528-Qwen3-8B"} >= SEEN
 
 
 def test_llama_3_2s_rope() -> None:
-    assert parse(LLAMA_3_2).rope == Rope(
+    assert parse(RELEASED["Llama-3.2-1B"]).rope == Rope(
         theta=500_000.0,
         kind="llama3",
         factor=32.0,

@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configs import QWEN2_VL, QWEN2_VL_2B, assert_agrees, parse
+from configs import QWEN2_VL, assert_agrees, parse
+from released import RELEASED
 from transformers import Qwen2VLConfig
 
 from weft.errors import ConfigError
 from weft.stages.config import load_config
 
 (NAME,) = QWEN2_VL["architectures"]
+QWEN2_VL_2B = RELEASED["Qwen2-VL-2B-Instruct"]
 
 
 def test_a_published_file_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
@@ -42,9 +44,9 @@ def test_missing_fields_have_transformers_defaults() -> None:
             "text_config.model_type is 'qwen2_vl_text' for Qwen2VLForConditionalGeneration",
         ),
         (
-            {"text_config": {"window": 3}},
-            "config.json has window=3",
-            "weft does not know what window does to Qwen2VLForConditionalGeneration",
+            {"text_config": {"final_logit_softcapping": 30.0}},
+            "config.json has final_logit_softcapping=30.0",
+            "weft supports final_logit_softcapping=None in Qwen2VLForConditionalGeneration",
         ),
         (
             {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 23]}},

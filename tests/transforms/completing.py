@@ -146,6 +146,9 @@ class Keeping:
     def flush(self) -> Any:
         return self._kept(self.inner.flush())
 
+    def received(self, done: Any, /) -> Any:
+        return self.inner.received(done)
+
     def _kept(self, done: Any) -> Any:
         self.steps += done
         return done

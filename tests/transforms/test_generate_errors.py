@@ -1,5 +1,6 @@
 """Bad input to `weft.generate`: what each error says, and that it harms no model."""
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -50,6 +51,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"prompts": ["x" * 600]},
         "prompt 0 has 600 tokens; the model's limit is 512, one of them to be generated",
         "shorten it to 511 tokens",
+    ),
+    "what a tokenizer of transformers returns": (
+        {"prompts": [UserDict(input_ids=[65], attention_mask=[1])]},
+        "prompt 0 is {'input_ids': [65], 'attention_mask': [1]}, a UserDict",
+        'its ["input_ids"]',
     ),
     "no tokens": ({"max_tokens": 0}, "max_tokens=0", "a whole number >= 1"),
     "a fraction of tokens": ({"max_tokens": 1.5}, "max_tokens=1.5", "a whole number >= 1"),

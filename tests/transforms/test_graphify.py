@@ -32,7 +32,7 @@ def test_explain_says_what_a_call_would_do_and_does_nothing() -> None:
     assert str(g.freeze().explain(X, 2)).startswith("would raise, being frozen: ")
     assert counts(g) == (1, 1, 0)
     wants = torch.ones(2, requires_grad=True)
-    assert str(g.explain(wants)).startswith("runs inline: an argument requires grad")
+    assert str(g.explain(wants)).startswith("runs inline: x requires grad")
 
 
 def test_capture_runs_nothing_that_shows() -> None:

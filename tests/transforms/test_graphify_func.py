@@ -87,7 +87,7 @@ def test_a_closed_over_parameter_keeps_its_gradient() -> None:
     for _ in range(2):
         assert g(X).requires_grad
     assert counts(g) == (1, 0, 2)
-    assert str(g.explain(X)).startswith("runs inline: it reads a tensor from outside that requires grad, and autograd")
+    assert str(g.explain(X)).startswith("runs inline: it reads w from outside, which requires grad, and autograd")
     with torch.no_grad():
         assert not g(X).requires_grad
         assert str(g.explain(X)).startswith("replays: ")

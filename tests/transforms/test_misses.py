@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import weft
 from weft.errors import CacheMissError, TooManyCapturesError
@@ -183,3 +183,88 @@ def test_keywords_that_were_not_there_are_named() -> None:
     g = graphify(summed)
     g(a=X)
     assert str(g.explain(a=X, b=X)).endswith("; more: structure {'a': *, 'b': *}, captured {'a': *}")
+
+
+LAYER, WEIGHT = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+HELD = {"w": torch.ones(2, requires_grad=True)}
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+    def shifted(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+def closed_over() -> Callable[[Tensor], Tensor]:
+    model = nn.Sequential(nn.Identity(), Scale())
+    return lambda x: model(x)
+
+
+REQUIRES = (
+    " from outside, which requires grad, and autograd must see the operators; torch.no_grad() around the call, or "
+    "requires_grad_(False) on what is not trained, lets it replay (for gradients inside the graph: torch.func.grad "
+    "over parameters that are passed in)"
+)
+ARGUMENT = " requires grad, and autograd must see the operators; torch.no_grad() around the call lifts this"
+INLINE: dict[str, tuple[Callable[[], Graphified[..., Any]], tuple[Any, ...], str]] = {
+    "a module that is closed over": (lambda: graphify(closed_over()), (X,), f"it reads model.1.by{REQUIRES}"),
+    "a global module": (lambda: graphify(lambda x: LAYER(x)), (X,), f"it reads LAYER.weight{REQUIRES}"),
+    "a global": (lambda: graphify(lambda x: x * WEIGHT), (X,), f"it reads WEIGHT{REQUIRES}"),
+    "a tensor in a dict": (
+        lambda: graphify(lambda x: x * HELD["w"]),
+        (X,),
+        f"it reads a tensor of shape (2,){REQUIRES}",
+    ),
+    "the module itself": (lambda: graphify(Scale()), (X,), f"it reads Scale.by{REQUIRES}"),
+    "a method": (lambda: graphify(Scale().shifted), (X,), f"it reads Scale.by{REQUIRES}"),
+    "an argument": (lambda: graphify(lambda p, x: p[0]["w"] * x), ([HELD], X), f"p[0]['w']{ARGUMENT}"),
+    "params": (lambda: graphify(scaled), (WEIGHT, X), f"params{ARGUMENT}"),
+    "a sparse argument": (
+        lambda: graphify(lambda x, y: y * 2),
+        (X, torch.eye(2).to_sparse()),
+        "y is torch.sparse_coo, which has no fixed addresses",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INLINE)
+def test_calls_that_always_run_inline_are_said_once(case: str) -> None:
+    make, args, reason = INLINE[case]
+    g = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for _ in range(ENDLESS - 1):
+            g(*args)
+    with pytest.warns(RuntimeWarning) as caught:
+        g(*args)
+    [warning] = caught
+    assert str(warning.message).startswith(
+        f"{getattr(g, '__name__', 'Scale')}: the last 8 calls replayed nothing, but ran the function "
+        f"itself: {reason}. The last call: {__file__}:"
+    )
+    assert str(g.explain(*args)) == f"runs inline: {reason}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for _ in range(2 * ENDLESS):
+            g(*args)
+    assert g.cache_info().replays == 0
+    assert g.cache_info().eager == 3 * ENDLESS
+
+
+def test_calls_inline_between_replays_or_inside_others_are_no_reason_to_warn() -> None:
+    g = graphify(scaled, reference_argnames=())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for _ in range(2 * ENDLESS):
+            for _ in range(ENDLESS - 1):
+                g(WEIGHT, X)
+            g(X, X)
+            torch.func.grad(lambda w: g(w, X).sum())(X)
+            graphify(lambda x: g(x, x))(X)
+    assert g.cache_info().eager == 2 * ENDLESS * (ENDLESS - 1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.errors import CaptureError
 from weft.proofs.laws import assert_equal
+from weft.transforms.backends.host_reads import refusal
 from weft.transforms.graphify import graphify
 from weft.transforms.memo import CacheInfo
 
@@ -153,7 +154,7 @@ def mask_read(x: Tensor) -> Any:
 
 
 def mask_write(x: Tensor) -> Any:
-    (x * 1)[x > 1] = 0
+    (x * 1)[x > 1] = torch.zeros(())  # a number would be a masked_fill_ since torch 2.15
 
 
 def writes_argument(x: Tensor) -> Any:
@@ -281,3 +282,12 @@ def test_an_error_of_the_function_itself_passes_through() -> None:
         g(state, X)
     assert state.tolist() == [1.0] * 4
     assert bool(X.sum() > 0)  # the modes are gone
+
+
+def test_an_error_of_the_device_is_told_with_the_line_that_raised_it() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(2) @ torch.ones(3)
+    said = str(refusal("graphify(f)", "CUDA refused: it waits", "do not", caught.value))
+    assert said.startswith("graphify(f)\n  saw: CUDA refused: it waits\n       at ")
+    assert "test_refusals.py" in said
+    assert ": torch.ones(2) @ torch.ones(3)\n  instead: do not" in said

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, in_compiled, storage_id, uncompiled
+from weft.torchapi import DispatchMode, in_compiled, signal_capture, storage_id, uncompiled
 from weft.transforms.backends.host_reads import REMEDY, REMEDY_OF_COPIES, HostReads, refusal
 from weft.transforms.backends.operators import (
     COPY,
@@ -171,12 +171,31 @@ class Audit(DispatchMode):
     def _pinned(self, func: Any) -> CaptureError:
         return refusal(self.call, f"{func} makes pinned memory of the host", "make it once, before the call")
 
+    def rehearse(self, fn: Callable[[], Any]) -> None:
+        """Run the function before its capture, so that kernels compile and what is made once is made.
+
+        Libraries refuse to make it where `torch.cuda.is_current_stream_capturing()`; others read tensors on the host
+        where not. So the run is a plain one; and if that is refused, one more is as in the capture.
+        """
+        self.random.rehearse()
+        try:
+            with self:
+                fn()
+            return
+        except CaptureError:
+            self._undo()
+        with signal_capture(), self:
+            fn()
+
     def restart(self) -> None:
         """Forget what a run did, and undo it: the next one is recorded. Random generators are still to be restored."""
+        self._undo()
+        self.random.record()
+
+    def _undo(self) -> None:
         self._rewind()
         self.own = set(self._writable)
         self.external, self._results, self.launches = {}, [], 0
-        self.random.record()
 
     def consults_switches(self) -> bool:
         """Whether it called operators that choose their kernels by `weft.torchapi.backend_switches`."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.errors import CaptureError
 from weft.torchapi import DispatchMode, borrowed, current_stream_id, replayer, stop_allocating_to_pool, storage_id
 from weft.transforms.backends.audit import Audit
+from weft.transforms.backends.host_reads import refusal
 from weft.transforms.backends.operators import tensors_in
 from weft.transforms.buffers import Slabs
 from weft.transforms.results import Outputs
@@ -131,9 +132,7 @@ class CudaBackend:
                 raise
             except RuntimeError:
                 pass  # a kernel that is not loaded yet, perhaps, a new generator, or what an eager run explains
-        audit.random.rehearse()
-        with audit:
-            fn()
+        audit.rehearse(fn)
         self.stream.synchronize()
         self._generators.update(dict.fromkeys(audit.random.before))
         self._warm.add(kind)
@@ -142,9 +141,8 @@ class CudaBackend:
         except (CaptureError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            seen = str(error).splitlines()[0]
-            instead = "move what waits for the device out of it"
-            raise CaptureError(audit.call, f"CUDA refused: {seen}", instead) from error
+            fault = f"CUDA refused: {str(error).splitlines()[0]}"
+            raise refusal(audit.call, fault, "move what waits for the device out of it", error) from error
 
     def _record(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
         audit.random.know(self._generators)

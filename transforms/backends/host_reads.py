@@ -2,8 +2,9 @@
 
 import linecache
 import sys
+import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -120,18 +121,49 @@ def _is_pickled() -> bool:
     return caller is not None and caller.f_globals.get("__name__") != "copy"
 
 
-def refusal(call: str, fault: str, instead: str) -> CaptureError:
-    """The error for something that cannot be captured, with the user's source line."""
-    return CaptureError(call, f"{fault}\n       at {user_line()}", instead)
+def refusal(call: str, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
+    """The error for something that cannot be captured, with the user's source line: the one that runs, or where an
+    `error` is given the one that raised it."""
+    frames = _running() if error is None else [*_raised_in(error), *_running()]
+    remedy = next(filter(None, map(_known_remedy, frames)), instead)
+    return CaptureError(call, f"{fault}\n       at {_line_of(frames)}", remedy)
 
 
 def user_line() -> str:
     """File, line and text of the innermost frame that is neither torch's nor weft's."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in _SKIPPED:
-            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}: {text}"
-        frame = frame.f_back
+    return _line_of(_running())
+
+
+Frame = tuple[types.FrameType, int]
+"""A frame, and the line in it."""
+
+
+def _running() -> list[Frame]:
+    """The frames that run, the innermost first."""
+    return [*traceback.walk_stack(sys._getframe(1))]
+
+
+def _raised_in(error: BaseException) -> list[Frame]:
+    """The frames that an error left, the innermost first."""
+    return [*traceback.walk_tb(error.__traceback__)][::-1]
+
+
+def _line_of(frames: Iterable[Frame]) -> str:
+    for frame, line in frames:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _SKIPPED:
+            text = linecache.getline(frame.f_code.co_filename, line).strip()
+            return f"{frame.f_code.co_filename}:{line}: {text}"
     return "an unknown line"
+
+
+def _known_remedy(at: Frame) -> str:
+    """What to write where other people's code, which has another way, reads on the host; empty if that is not known."""
+    frame, _ = at
+    if frame.f_code.co_name == "_detect_is_causal_mask":
+        return "is_causal=True or False beside the mask (tgt_is_causal=... in a decoder), so that it is not compared"
+    if "Experts" not in type(module := frame.f_locals.get("self")).__name__:
+        return ""
+    if (experts := getattr(getattr(module, "config", None), "_experts_implementation", None)) is None:
+        return ""
+    other = "grouped_mm" if experts == "eager" else "batched_mm"
+    return f"model.set_experts_implementation({other!r}): {experts!r} has the host know which tokens go to which expert"

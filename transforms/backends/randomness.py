@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weft.torchapi import generator_bytes
+from weft.torchapi import generator_bytes, is_capturing
 from weft.transforms.backends.host_reads import refusal
 
 _SEEDED = "it seeds a random generator, or sets its state, which a replay does not repeat: it draws on"
@@ -101,7 +101,7 @@ class Randomness:
             raise UnknownGenerator(self.call)
 
     def _look(self, generator: torch.Generator) -> None:
-        if generator.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if generator.device.type == "cuda" and is_capturing()():
             return  # CUDA itself refuses another seed than the one before
         if generator not in self._seen:
             fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())

@@ -1,7 +1,8 @@
 """The CPU back end: a tape of operators with the hazards of a CUDA graph, on purpose.
 
-Addresses are fixed, Python values are frozen at capture, a replay overwrites the outputs of the one before, and host
-reads are refused. A law that the tape breaks, a graph would break; what holds here can be tested without a GPU.
+Addresses are fixed, Python values are frozen at capture, a replay overwrites the outputs of the one before, host reads
+are refused, and whoever asks torch whether CUDA is capturing is told so. A law that the tape breaks, a graph would
+break; what holds here can be tested without a GPU.
 """
 
 from collections.abc import Callable, Set
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, borrowed, storage_id
+from weft.torchapi import DispatchMode, borrowed, signal_capture, storage_id
 from weft.transforms.backends.audit import Audit
 from weft.transforms.backends.operators import ONLY_MEMORY, TRANSFERS, tensors_in, written
 from weft.transforms.backends.randomness import UnknownGenerator
@@ -132,12 +133,11 @@ class TapeBackend:
         with torch.no_grad():
             if not self._warm:
                 self._warm.append(True)
-                _rehearse(fn, audit)
+                audit.rehearse(fn)
             try:
                 return _record(fn, audit, split_at)
             except UnknownGenerator:  # one that is met for the first time, or that the function makes
-                audit.random.rehearse()
-                _rehearse(fn, audit)
+                audit.rehearse(fn)
                 return _record(fn, audit, split_at)
 
     def lend_memory(self, recording: TapeRecording, _: Set[int]) -> TapeRecording:
@@ -145,14 +145,9 @@ class TapeBackend:
         return recording
 
 
-def _rehearse(fn: Callable[[], Any], audit: Audit) -> None:
-    with audit:
-        fn()
-
-
 def _record(fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> TapeRecording:
     recorder = _Recorder(audit, split_at)
     audit.restart()
-    with recorder, audit:
+    with signal_capture(), recorder, audit:
         outputs = fn()
     return TapeRecording(tuple(recorder.tape), outputs, recorder.num_pieces, recorder.nbytes())

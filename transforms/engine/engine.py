@@ -10,6 +10,7 @@ import attrs
 
 from weft.arguments import names_arguments
 from weft.errors import EngineError, RequestError, WeftError
+from weft.foreign import ENGINE, for_add
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
@@ -44,15 +45,7 @@ from weft.transforms.transports import Transport
 from weft.transforms.transports.local import Local
 
 
-@names_arguments(
-    max_num_seqs="limits=weft.EngineLimits(max_num_reqs=...)",
-    max_num_reqs="limits=weft.EngineLimits(max_num_reqs=...)",
-    max_num_batched_tokens="limits=weft.EngineLimits(max_num_tokens=...)",
-    max_model_len="limits=weft.EngineLimits(max_model_len=...)",
-    pipeline_parallel_size="pipeline=...",
-    mode="graph=...",
-    loras="adapters={name: weft.load_adapter(model, folder)}",
-)
+@names_arguments(**ENGINE)
 class Engine:
     """Continuous batching of a model: requests come and go at any time, and share every step.
 
@@ -138,12 +131,7 @@ class Engine:
         name, graphs = self.model.config.architecture, len(self._stepper.graphs)
         return f"<Engine of {name}; graphified steps here: {graphs}; requests under way: {self.num_unfinished}>"
 
-    @names_arguments(
-        temperature="weft.SamplingParams(temperature=...), behind the prompt",
-        max_new_tokens="max_tokens=...",
-        request_id="id=...",
-        lora="adapter=...",
-    )
+    @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
     def add(
         self,
         prompt: str | Sequence[int] | EmbedsPrompt,
@@ -164,8 +152,8 @@ class Engine:
                 completions, which share the pages of the prompt.
             max_tokens: tokens to generate at most; the model's own limit on positions may end it sooner.
             id: a name that no request under way has; None: one is made.
-            priority: the lower goes first, however long others wait: while enough requests of lower numbers keep
-                coming, it may get no turn. Among equals who came first, so that each of them has its turn.
+            priority: FIFO within a priority; lower numbers first. While enough requests of lower numbers keep coming,
+                one of a higher number gets no turn.
             adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
             mask: a function of the tokens that it has said, called before each of its tokens, that returns those that
                 may be next, such as a grammar's (`weft.transforms.engine.masks.Mask`); None: any. What it says next
@@ -251,8 +239,8 @@ class Engine:
     def warm_up(self) -> Stats:
         """Capture all graphs of the ladder, largest first, with a progress bar on a terminal; without it they are
         captured when they are first needed. On a GPU their kernels are compiled before, several at once. They run on
-        padding, in rows and pages that no request has. Steps that return logprobs of a prompt have graphs of their own,
-        which are captured when one is first asked for.
+        padding, in rows and pages that no request has. Steps with masks, embeddings or logprobs of prompts have graphs
+        of their own, which are captured when one is first needed.
 
         A server that is to answer evenly calls `gc.collect()` and `gc.freeze()` after it: a full collection looks
         through all objects of torch and of the model, which takes 0.1 s, in the midst of a step.
@@ -341,6 +329,7 @@ class Engine:
         while not self.is_idle:
             yield from self.step()
 
+    @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
     def stream(
         self,
         prompt: str | Sequence[int] | EmbedsPrompt,
@@ -405,7 +394,7 @@ class Engine:
 
     def _keep(self, done: Sequence[Done]) -> None:
         if done:
-            self._pending.append(Reading(done))
+            self._pending.append(Reading(done, self._stepper.received(done)))
 
     def _read(self, reading: Reading) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

@@ -121,7 +121,9 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
         embeds, prompt = prompt, prompt.ids
     if not isinstance(prompt, str | list | tuple):
         instead = "its .tolist()" if hasattr(prompt, "tolist") else "a string or a list of token ids"
-        raise RequestError(call, f"{name} is {prompt!r}, a {type(prompt).__name__}", instead)
+        if isinstance(prompt, Mapping) and "input_ids" in prompt:
+            instead = 'its ["input_ids"]'  # of what a tokenizer of transformers returns, or its chat template
+        raise RequestError(call, f"{name} is {prompt!r:.200}, a {type(prompt).__name__}", instead)
     ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise RequestError(call, f"{name} is empty ({prompt!r})", "give at least one token to go on from")

@@ -25,7 +25,7 @@ class RequestOutput:
     token_ids: list[int]
     text: str | None
     finish_reason: str | None
-    track: Track
+    track: Track = attrs.field(repr=False)
     error: WeftError | None = None
 
 

@@ -14,13 +14,14 @@ from weft.errors import RequestError
 from weft.placing import place
 from weft.stages.model import Model
 from weft.stages.mrope import mrope_position_delta
+from weft.summary import Summarized
 
 _MOST = 2**31
 """Positions; those behind the prompt, counted from its largest one, are int64."""
 
 
-@attrs.frozen(eq=False)
-class EmbedsPrompt:
+@attrs.frozen(eq=False, repr=False)
+class EmbedsPrompt(Summarized):
     """A prompt with embeddings in the place of some tokens, such as those of an image, or of all.
 
     Args:

@@ -45,9 +45,11 @@ class Reading:
 
     Args:
         done: what was done, and what each work returned.
+        confirm: called when they are there, before they are read; it raises where they are not to be believed.
     """
 
-    def __init__(self, done: Sequence[tuple[Work, Output | None]]) -> None:
+    def __init__(self, done: Sequence[tuple[Work, Output | None]], confirm: Callable[[], None]) -> None:
+        self._confirm = confirm
         outputs = [out for _, out in done]
         self.works = tuple(work for work, _ in done)
         self._copies = [None if out is None else {n: _to_host(x) for n, x in _tensors(out)} for out in outputs]
@@ -70,6 +72,7 @@ class Reading:
             self._done.synchronize()
         elif self._done is not None and check is not None:
             _wait(self._done, check)
+        self._confirm()
         told = (None if copied is None else _told(copied) for copied in self._copies)
         return list(zip(self.works, told, strict=True))
 

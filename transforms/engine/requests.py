@@ -20,7 +20,7 @@ class Request:
         prompt: token ids, at least one; EMBEDDED (-2) where `given` has an embedding.
         max_tokens: tokens to generate at most.
         sampling: how its tokens are chosen, and all that end it (`SamplingParams.for_request`).
-        priority: the lower goes first, and may leave the others no turn; among equals who came first.
+        priority: FIFO within a priority; lower numbers first, and higher ones may get no turn.
         adapter: the slot of its LoRA adapter; -1: none.
         given: what its prompt has beside token ids; None: nothing.
         is_masked: whether what it may say next depends on what it has said, so that this must have been read.

@@ -135,10 +135,9 @@ def _read(host: HostState, running: Running, token_ids: Sequence[int]) -> int:
 def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ...]]:
     """The next steps: of the next cohort, its decodes, and as many tokens of prompts as the budget allows.
 
-    Who came first, of the least priority, goes first. When pages run out, the last in that order gives up its own, and
-    begins anew later: its tokens are computed again, and none is sampled twice. Of one priority none starves; one of a
-    higher number waits as long as those of lower ones leave nothing, without a bound. A decode that shares a batch with
-    prompts has no drafts.
+    FIFO within a priority; lower numbers first, so that a request of a higher number may wait without a bound. When
+    pages run out, the last in that order gives up its own, and begins anew later: its tokens are computed again, and
+    none is sampled twice. A decode that shares a batch with prompts has no drafts.
 
     Args:
         host: taken.

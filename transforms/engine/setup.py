@@ -11,6 +11,7 @@ from weft.arguments import kind_of, names_arguments
 from weft.descriptor import BatchDescriptor
 from weft.effects import Schema
 from weft.errors import RequestError
+from weft.foreign import LIMITS
 from weft.outputs import IntermediateTensors
 from weft.stages.adapters import Adapter
 from weft.stages.decoder import decoder_stage
@@ -31,7 +32,7 @@ from weft.transforms.pipeline import compose, pipeline
 from weft.transforms.pipeline_checks import wrong_transport
 from weft.transforms.runner import graph_step
 from weft.transforms.transports import Transport
-from weft.trees import tree_leaves
+from weft.trees import tree_leaves, tree_map
 
 _MEMORY_SHARE = 0.85
 """Of a GPU's free memory, for the KV cache and graphs; temporaries get the rest."""
@@ -45,12 +46,7 @@ _CPU_BYTES = 2**30
 _MAX_CONTEXT = 4096
 
 
-@names_arguments(
-    max_num_seqs="max_num_reqs=...",
-    max_num_batched_tokens="max_num_tokens=...",
-    block_size="page_size=...",
-    num_gpu_blocks="num_pages=...",
-)
+@names_arguments(**LIMITS)
 @attrs.frozen(kw_only=True)
 class EngineLimits:
     """What an engine holds at most.
@@ -255,6 +251,7 @@ def make_stepper(
     if speculation is not None:
         stages = speculation.stages(stages)
         params = ((params[0], weights.drafts), *params[1:]) if layouts[0].first else params
+    params = tree_map(_constant, params)
     if num_stages == 1:
         return Stepped(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
     x = _example(model, drafts)
@@ -263,6 +260,11 @@ def make_stepper(
     here = transport.ranks(num_stages)
     graphs = [(spanned[rank], x if rank else None) for rank in here] if len(ladder) else []
     return Streamed(step, params, state, model.device, graphs)
+
+
+def _constant(leaf: Any) -> Any:
+    """A parameter that is not being trained: an engine's steps would keep all that backward() could ask for."""
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def _example(model: Model, drafts: int) -> IntermediateTensors:

@@ -44,8 +44,8 @@ class Speculation:
 
     def __attrs_post_init__(self) -> None:
         call = f"weft.Speculation(num_tokens={self.num_tokens!r}, ngram={self.ngram!r}, model={self.model!r})"
-        if not _is_count(self.num_tokens):
-            raise RequestError(call, f"num_tokens={self.num_tokens!r}", "a whole number >= 1")
+        if not _is_count(self.num_tokens) or self.num_tokens > _MOST_TOKENS:
+            raise RequestError(call, f"num_tokens={self.num_tokens!r}", f"a whole number from 1 to {_MOST_TOKENS}")
         if self.ngram is not None and self.model is not None:
             raise RequestError(call, "two ways to draft", "ngram=..., or model=...")
         if self.model is not None and not isinstance(self.model, Model | ModelConfig):
@@ -131,6 +131,8 @@ class Speculation:
 
 
 _NGRAM = (1, 3)
+_MOST_TOKENS = 1024
+"""Of a step's drafts: its classes and buffers have room for them, one request's beside the other's."""
 
 
 def _is_count(value: Any) -> bool:

@@ -41,6 +41,10 @@ class Stepper(Protocol):
     def flush(self) -> Sequence[Done]:
         """What is still under way, done."""
 
+    def received(self, done: Sequence[Done], /) -> Callable[[], None]:
+        """A function to call before a host reads what is done: it raises where that was computed of what others were
+        not asked for."""
+
     def capture(self) -> None:
         """Capture all that the graphs' ladders hold, without a trace in the states."""
 
@@ -125,6 +129,9 @@ class Stepped:
     def flush(self) -> Sequence[Done]:
         return ()
 
+    def received(self, _: Sequence[Done], /) -> Callable[[], None]:
+        return lambda: None
+
     def capture(self) -> None:
         capture_all(self._examples())
 
@@ -184,6 +191,10 @@ class Streamed:
         self.state, outputs = self._session.close()
         self._session = None
         return self._taken(outputs)
+
+    def received(self, done: Sequence[Done], /) -> Callable[[], None]:
+        last = None if self._session is None else done[-1][0].job - self._first
+        return self.pipelined.transport.received(last)
 
     def _after(self, work: Work) -> int | None:
         """The job that it waits for, in the session; what came before has returned."""

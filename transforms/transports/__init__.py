@@ -1,6 +1,6 @@
 """Transports: what executes a pipeline's programs. One protocol, and a worker for each rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from weft.transforms.transports.plan import Plan
@@ -29,6 +29,10 @@ class Transport(Protocol):
 
     def check(self) -> None:
         """Raise RankError if a rank is known to have failed, while a device computes for it, or waits."""
+
+    def received(self, last: int | None = None, /) -> Callable[[], None]:
+        """A function to call before a host reads what was computed of what was received so far, in a session up to job
+        `last`: it raises where the senders were asked for something else."""
 
     def mail(self, num_ranks: int, /) -> Any:
         """What holds messages that are sent in one run and received in a later one."""

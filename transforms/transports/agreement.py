@@ -35,6 +35,15 @@ class Mark:
     plan: str
 
 
+@attrs.frozen
+class Expected:
+    """What a message must be of: a micro-batch, and a state of the journal."""
+
+    mark: Mark
+    microbatch: int
+    returns: bool
+
+
 class Agreement:
     """One rank's journal, and what it has told the others of it."""
 
@@ -91,16 +100,21 @@ class Agreement:
             shown.append(mark.plan)
         return head
 
-    def compare(self, peer: int, microbatch: int, returns: bool, head: dict[str, Any]) -> None:
+    def expect(self, microbatch: int, returns: bool) -> "Expected":
+        """What the head of a message that this rank is to receive must say."""
+        return Expected(self._marks[microbatch], microbatch, returns)
+
+    def compare(self, peer: int, expected: "Expected", head: dict[str, Any]) -> None:
         """Raise ProgramError unless a rank that sent a message was in the same state when its batch was submitted."""
-        mark = self._marks[microbatch]
+        mark = expected.mark
         if (head["count"], head["chain"]) != (mark.count, mark.chain):
             self._refuse_entry(mark, peer, head)
         if head["plan"] != mark.plan:
             known = self._plans.get(head["plan"])
             text = head.get("text", None if known is None else known.text)
             raise ProgramError(f"step {mark.step} of rank {self.rank}", self._plan_seen(mark, peer, text), SAME)
-        if (head["mb"], head["returns"]) != (microbatch, returns):
+        microbatch = expected.microbatch
+        if (head["mb"], head["returns"]) != (microbatch, expected.returns):
             raise ProgramError(
                 f"step {mark.step} of rank {self.rank}: a message of micro-batch {microbatch} from rank {peer}",
                 f"one of micro-batch {head['mb']}: rank {peer} is in another step",

@@ -4,12 +4,9 @@ Each rank writes what it is about to do before it does it, and the first one tha
 how a process ended. Whoever waits in vain reads all three.
 """
 
-import itertools
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import TypeVar
 
 import attrs
@@ -20,8 +17,6 @@ from weft.transforms.transports.secret import VARIABLE, Secret, Store
 
 T = TypeVar("T")
 
-_BEAT = 0.2
-"""Seconds between two beats."""
 START = "its start"
 """Where a rank is before its first step."""
 
@@ -153,43 +148,23 @@ class Board:
 
 
 class Pulse:
-    """Since when each rank has not beaten, as far as this one has felt; one that never did is not counted."""
+    """How long each rank was seen not to beat; one that never did is not counted."""
 
-    def __init__(self, board: Board) -> None:
-        self.board = board
-        self._last: dict[int, tuple[Beat | None, float]] = {}
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Beat | None, float, float]] = {}
 
-    def feel(self, ranks: Iterable[int]) -> None:
+    def feel(self, board: Board, ranks: Iterable[int]) -> None:
         """Look at the beats of some ranks; the first look begins to count."""
         now = time.monotonic()
         for rank in ranks:
-            beat = self.board.heard(rank)
-            if rank not in self._last or self._last[rank][0] != beat:
-                self._last[rank] = (beat, now)
+            beat = board.heard(rank)
+            known = self._last.get(rank)
+            self._last[rank] = (beat, now if known is None or known[0] != beat else known[1], now)
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks that have not beaten for so long."""
-        now = time.monotonic()
-        return [rank for rank, (beat, since) in self._last.items() if beat is not None and now - since > seconds]
-
-
-class Heart:
-    """A thread that beats, so that others see whether this process still runs."""
-
-    def __init__(self, board: Board) -> None:
-        self.board = board
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name=f"weft heart of rank {board.rank}", daemon=True).start()
-
-    def _run(self) -> None:
-        with suppress(RankError):  # the store is gone, which whoever waits sees
-            for count in itertools.count():
-                self.board.beat(count, None)
-                if self._stopped.wait(_BEAT):
-                    return
-
-    def close(self) -> None:
-        self._stopped.set()
+        """The ranks that were seen not to beat for so long."""
+        seen = list(self._last.items())  # another thread may look
+        return [rank for rank, (beat, since, felt) in seen if beat is not None and felt - since > seconds]
 
 
 def note_exit(store: Store, rank: int, ended: Exit, *, secret: Secret) -> None:

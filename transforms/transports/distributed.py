@@ -1,11 +1,13 @@
 """The transport `distributed`: a process for each rank, under torchrun or `weft.transforms.launch`."""
 
+import atexit
 import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,17 +16,17 @@ from weft.errors import DeviceError, ProgramError, RankError
 from weft.torchdist import rendezvous_store, root_store
 from weft.transforms.transports import plain
 from weft.transforms.transports.agreement import Agreement
-from weft.transforms.transports.board import START, Board, Heart
+from weft.transforms.transports.board import START, Board
 from weft.transforms.transports.failures import check_timeout
 from weft.transforms.transports.gloo import GlooEnd
-from weft.transforms.transports.guard import Guard
+from weft.transforms.transports.guard import Guard, Heart
 from weft.transforms.transports.meeting import attend, gather
 from weft.transforms.transports.messages import DeviceEnd, ProcessEnd, ProcessLink
 from weft.transforms.transports.nccl import NcclEnd
 from weft.transforms.transports.network import Network
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.secret import shared_secret
-from weft.transforms.transports.watch import Watch
+from weft.transforms.transports.watch import END, Watch
 from weft.transforms.transports.wire import Wire
 from weft.transforms.transports.worker import Worker
 
@@ -55,7 +57,8 @@ class Distributed:
         device: where this rank's tensors are; None: `cuda:LOCAL_RANK` where there is one, else the CPU.
         backend: `gloo` for the CPU, `nccl` or `peer` for GPUs; None: by the device. `peer` stores into the neighbour's
             memory (symmetric memory, GPUs of one node that reach each other).
-        timeout: seconds that a rank may keep another one waiting before that raises RankError.
+        timeout: seconds that a rank may keep another one waiting before that raises RankError. Before its first step,
+            where it loads and captures, it may take half an hour, as long as its process runs.
 
     Raises:
         ProgramError: not under a launcher; ranks on several nodes without a secret or an address.
@@ -90,6 +93,7 @@ class Distributed:
             apart = store.clone()  # a connection is held as long as somebody waits on it
             self._guard = _make_guard(end, self.watch, Board(apart, self.rank, root_store(apart), secret, _host()))
             self._close = weakref.finalize(self, _shut, end, wire, self._guard, self.watch)
+            atexit.register(self._close)  # Python 3.13 forgets finalizers in processes that it forks
             self._connect(wire, start)
 
     def _connect(self, wire: Wire, timeout: float) -> None:
@@ -186,6 +190,8 @@ class Distributed:
             if isinstance(self._guard, Guard):
                 self._guard.check()
             self.watch.begin(plan)
+            if self.watch.here.step == 1:
+                self.watch.await_ranks()
             self._link.begin(plan, worker.first)
             effects, (start, stop) = plan.programs[self.rank].effects, plan.span(self.rank)
             for index, effect in enumerate(effects[start:stop], start):
@@ -193,21 +199,42 @@ class Distributed:
                 worker.perform(effect, self._link)
                 if isinstance(self._guard, Guard):
                     self._guard.launched(self.watch.here)
-            self.watch.at(stop, effects[stop] if stop < len(effects) else "its end")
+            self.watch.at(stop, effects[stop] if stop < len(effects) else END)
         except BaseException as error:
-            reason = self._guard.stand_down(error) if isinstance(self._guard, Guard) else error
-            self.watch.fail(reason)
-            self._link.end.close(failed=True)
-            self._link.wire.close()
-            if reason is not error:
-                raise reason from error
+            self._fail(error)
             raise
 
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others that this rank failed, and close its connections; raises what its guard knew before."""
+        reason = self._guard.stand_down(error) if isinstance(self._guard, Guard) else error
+        self.watch.fail(reason)
+        self._link.end.close(failed=True)
+        self._link.wire.close()
+        if reason is not error:
+            raise reason from error
+
     def check(self) -> None:
-        """Raise RankError if a rank has failed, as far as is known now."""
+        """Raise RankError if a rank is known to have failed, and ProgramError if one was asked for something else."""
+        self._confirm(self._link.compare_arrived)
+
+    def received(self, last: int | None = None, /) -> Callable[[], None]:
+        """A function to call before a host reads what its device computes of what was received so far: it waits for
+        what the senders' hosts say of these messages, and raises as `check` does.
+
+        Args:
+            last: of a session, the number of the job up to which they are meant; None: all.
+        """
+        return partial(self._confirm, self._link.received(last))
+
+    def _confirm(self, compare: Callable[[], None]) -> None:
         if isinstance(self._guard, Guard):
             self._guard.check()
         self.watch.raise_failure()
+        try:
+            compare()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def synchronize(self) -> None:
         """Wait until this rank's device has done what it was told, replays of graphs included: only then is what it
@@ -215,6 +242,7 @@ class Distributed:
 
         Raises:
             RankError: a rank has failed, so that it never will, or that it did not receive what it computed with.
+            ProgramError: a rank was asked for something else.
         """
         if isinstance(self._guard, Guard):
             self.watch.at_sync()
@@ -222,7 +250,7 @@ class Distributed:
             while event is not None and not event.query():
                 self._guard.check()
                 time.sleep(_PAUSE)
-        self.check()
+        self.received()()
 
     def close(self) -> None:
         """Close the connections."""
@@ -279,7 +307,7 @@ def _host() -> int | None:
 
 def _make_guard(end: ProcessEnd, watch: Watch, board: Board) -> Guard | Heart:
     """What runs beside a rank: for work on a device a guard, which beats too."""
-    return Guard(watch.beside(board), end) if isinstance(end, DeviceEnd) else Heart(board)
+    return Guard(watch.beside(board), end) if isinstance(end, DeviceEnd) else Heart(watch, board)
 
 
 def _shut(end: ProcessEnd, wire: Wire, guard: Guard | Heart, watch: Watch) -> None:

@@ -1,30 +1,32 @@
-"""The guard of a rank whose work runs on a device: there, a rank that fails shows as a kernel that never ends.
+"""What runs beside a rank. A heart beats, so that others see that its process runs; a guard, where the work runs on a
+device, does that and more: there, a rank that fails shows as a kernel that never ends.
 
 The host launches and goes on; what it launched is marked by events of the device's stream. A thread looks at the oldest
 event that is not done, and at the board. Once another rank has failed, or nothing was done for too long, it knows the
 reason, ends what waits on the device, and whatever the host next asks of the transport raises it.
 """
 
+import itertools
 import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import attrs
 
 from weft.errors import RankError
-from weft.transforms.transports.board import Position, Pulse
+from weft.transforms.transports.board import Board, Position
 from weft.transforms.transports.failures import Failure, described
 from weft.transforms.transports.messages import DeviceEnd, Marked
-from weft.transforms.transports.watch import Watch
+from weft.transforms.transports.watch import END, Watch
 
 _POLL = 0.05
 """Seconds between two looks."""
-_SILENT = 1.0
-"""Seconds without a look after which another rank's guard counts as gone."""
+_BEAT = 0.2
+"""The most seconds between two beats."""
 _GRACE = 5.0
 """Seconds that the host has to hear of a failure, before the process is ended."""
 
@@ -53,6 +55,36 @@ def end_process(error: RankError) -> None:
     os._exit(1)
 
 
+class Heart:
+    """A thread that beats; and that feels the pulse of the others where its host has not moved on for long, so that it
+    knows which of them no longer run if it waits in vain.
+
+    Args:
+        watch: the host's; its place is read.
+        board: for this thread alone.
+    """
+
+    def __init__(self, watch: Watch, board: Board) -> None:
+        self._watch, self._board = watch, board
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name=f"weft heart of rank {watch.rank}", daemon=True).start()
+
+    def _run(self) -> None:
+        watch, here, since = self._watch, None, 0.0
+        with suppress(RankError):  # the store is gone, which whoever waits sees
+            for count in itertools.count():
+                self._board.beat(count, None)
+                if watch.here is not here:
+                    here, since = watch.here, time.monotonic()
+                elif time.monotonic() - since > watch.timeout / 2 and here.instruction != END:
+                    watch.pulse.feel(self._board, range(watch.num_ranks))
+                if self._stopped.wait(min(_BEAT, watch.timeout / 10)):
+                    return
+
+    def close(self) -> None:
+        self._stopped.set()
+
+
 class Guard:
     """A thread that watches what a rank's device was told to do.
 
@@ -79,7 +111,6 @@ class Guard:
         self.end = end
         self._poll, self._grace, self._last = poll, grace, last
         self._marks: deque[Mark] = deque()
-        self._pulse = Pulse(watch.board)
         self._count, self._since = 0, time.monotonic()
         self._closed, self._told = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"weft guard of rank {watch.rank}", daemon=True)
@@ -170,11 +201,8 @@ class Guard:
                 return self.watch.explain(peer, "its process ended", closed=True, waiting=waiting)
         late = time.monotonic() - self._since
         if oldest is None or late < self.watch.timeout / 2:
-            self._pulse = Pulse(self.watch.board)
             return None
-        self._pulse.feel(range(self.watch.num_ranks))
+        self.watch.pulse.feel(self.watch.board, range(self.watch.num_ranks))
         if late < self.watch.timeout:
             return None
-        silent = self._pulse.silent(min(_SILENT, self.watch.timeout / 4))
-        cause = f"no progress for {self.watch.timeout:g} s"
-        return self.watch.explain(self.watch.rank, cause, silent=silent, waiting=waiting)
+        return self.watch.explain(self.watch.rank, f"no progress for {self.watch.timeout:g} s", waiting=waiting)

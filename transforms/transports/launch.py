@@ -9,14 +9,17 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import attrs
+import torch
+from tqdm import tqdm
 
 from weft.errors import ProgramError, RankError
 from weft.torchdist import host_store
@@ -69,14 +72,37 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     context.set_forkserver_preload(["weft.transforms.transports.distributed", "weft.transforms.generate"])
     started: list[tuple[BaseProcess, Connection]] = []
     try:
-        for rank in range(num_ranks):
-            with _named(call):
+        with _named(call), _served(started):
+            for rank in range(num_ranks):
                 started.append(_start(context, _environment(rank, num_ranks, store.port, secret), fn, args))
         ended = _collect(started, timeout + _GRACE, partial(note_exit, store, secret=secret))
     finally:
-        for process, _ in started:
-            _end(process)
+        _end([process for process, _ in started])
     return _results(ended, started)
+
+
+@contextmanager
+def _served(started: Sequence[Any]) -> Iterator[None]:
+    """Start the process that ranks are forks of, if it does not run. It and they are deaf to Ctrl-C, which this process
+    hears: it ends them. Where that happens before the first rank has started, the server may still be importing, and
+    would go on for seconds."""
+    before = _server_pid()
+    resource_tracker.ensure_running()  # here, for it would unblock the signal
+    try:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # and raise what came meanwhile
+        yield
+    except KeyboardInterrupt:
+        if not started and (pid := _server_pid()) not in (None, before):
+            os.kill(pid, signal.SIGTERM)
+        raise
+
+
+def _server_pid() -> int | None:
+    return cast("int | None", vars(forkserver)["_forkserver"]._forkserver_pid)
 
 
 @contextmanager
@@ -101,7 +127,11 @@ def _start(
     ours, theirs = context.Pipe(duplex=False)
     name = f"weft rank {environment['RANK']}"
     process: BaseProcess = context.Process(target=_run_rank, args=(theirs, environment, fn, args), name=name)
-    process.start()
+    try:
+        process.start()
+    except BaseException:
+        ours.close()  # a rank that was asked for, and comes later, ends
+        raise
     theirs.close()
     return process, ours
 
@@ -121,8 +151,12 @@ def _environment(rank: int, num_ranks: int, port: int, secret: Secret) -> dict[s
 
 
 def _run_rank(pipe: Connection, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for a server of ranks that somebody else started
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which outlives a rank that is killed
     os.environ.update(environment)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    if "OMP_NUM_THREADS" not in os.environ:  # ranks that each take all cores keep each other waiting
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(environment["LOCAL_WORLD_SIZE"])))
     try:
         message = pickle.dumps(Ended(fn(*args)))
         atexit._run_exitfuncs()  # transports close, once what they sent has left; multiprocessing would not call them
@@ -134,11 +168,11 @@ def _run_rank(pipe: Connection, environment: dict[str, str], fn: Callable[..., A
     pipe.close()
 
 
-def _end_with_parent() -> None:
-    """A rank does not outlive its launcher."""
+def _end_with_parent(pipe: Connection) -> None:
+    """A rank does not outlive its launcher, nor its start if that was interrupted: then nobody reads the pipe."""
     parent = mp.parent_process()
     assert parent is not None, "a rank is started by a process"
-    wait([parent.sentinel])
+    wait([parent.sentinel, pipe])
     os._exit(1)
 
 
@@ -217,14 +251,25 @@ def _results(ended: dict[int, Ended], started: list[tuple[BaseProcess, Connectio
     raise error
 
 
-def _end(process: BaseProcess) -> None:
-    """End a process that we started, if it has not ended."""
-    process.join(0.1 if process.exitcode is None else 0)
-    if process.exitcode is None:
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End the processes that have not ended."""
+    _join(processes, 0.1 * len(processes))
+    for process in filter(_runs, processes):
         process.terminate()
         with suppress(ProcessLookupError):
             os.kill(cast("int", process.pid), signal.SIGCONT)  # one that was stopped does not hear it otherwise
-        process.join(2.0)
-    if process.exitcode is None:
+    _join(processes, 2.0)
+    for process in filter(_runs, processes):
         process.kill()
-        process.join(2.0)
+    _join(processes, 2.0)
+
+
+def _runs(process: BaseProcess) -> bool:
+    return process.exitcode is None
+
+
+def _join(processes: Sequence[BaseProcess], seconds: float) -> None:
+    """Wait for the end of all, so long at most."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(end - time.monotonic(), 0))

@@ -1,7 +1,7 @@
 """The local transport: all ranks in one process and one thread, their effects interleaved."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -66,6 +66,9 @@ class Local:
 
     def check(self) -> None:
         """Whoever fails here raises here."""
+
+    def received(self, _: int | None = None, /) -> Callable[[], None]:
+        return lambda: None
 
     def mail(self, num_ranks: int, /) -> Queues:
         return Queues(num_ranks)

@@ -38,9 +38,9 @@ def attend(watch: Watch, connect: Callable[[], None], timeout: float) -> None:
     watch.at(0, CONNECT)
     errors: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     threading.Thread(target=lambda: errors.put(_attempt(connect)), name=CONNECT, daemon=True).start()
-    end, pulse = time.monotonic() + timeout, Pulse(watch.board)
+    end, pulse = time.monotonic() + timeout, Pulse()
     while True:
-        pulse.feel(_others(watch))
+        pulse.feel(watch.board, _others(watch))
         try:
             error = errors.get(timeout=_POLL)
         except queue.Empty:
@@ -50,6 +50,7 @@ def attend(watch: Watch, connect: Callable[[], None], timeout: float) -> None:
             error = TimeoutError(f"no progress for {timeout:g} s")
         if error is not None:
             raise _lost(watch, error, pulse.silent(_SILENT)) from error
+        watch.at(0, START)
         return
 
 

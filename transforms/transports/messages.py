@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -14,7 +16,7 @@ from weft.errors import ProgramError
 from weft.ops import transfer
 from weft.transforms.checker import Step, puts
 from weft.transforms.transports import plain
-from weft.transforms.transports.agreement import Agreement, dumped
+from weft.transforms.transports.agreement import Agreement, Expected, dumped
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.watch import Watch
 from weft.transforms.transports.wire import Wire
@@ -118,8 +120,11 @@ class DeviceEnd(ProcessEnd, Protocol):
 
 
 class ProcessLink:
-    """One rank's ends of the edges between processes. A message is a head on the wire, which both hosts compare before
-    anything is computed, and tensors by the end.
+    """One rank's ends of the edges between processes. A message is a head on the wire, which the receiver compares
+    with its own journal, and tensors by the end.
+
+    On the CPU the head is read before the tensors. A device runs ahead of no host: there, the head of a message whose
+    layout is known may be read later, but before anybody reads what was computed (`received`).
 
     Args:
         end: what carries the tensors.
@@ -140,6 +145,8 @@ class ProcessLink:
         self._layouts: dict[str, Layout] = {}  # of what this rank sends
         self._told: dict[int, dict[str, None]] = {}  # to a peer, these of them
         self._received: dict[int, dict[str, Layout]] = {}
+        self._awaited: dict[int, deque[tuple[int, str, Expected]]] = {}  # from a peer, heads still to be read
+        self._count = 0
         self._first = 0
 
     def begin(self, plan: Plan, first: int) -> None:
@@ -169,16 +176,54 @@ class ProcessLink:
     def recv(self, effect: Recv | Broadcast) -> Any:
         source = effect.source if isinstance(effect, Recv) else effect.root
         key, microbatch = self._key(effect, source), self._first + effect.microbatch
-        head = json.loads(self.hear(source))
-        self.agreement.compare(source, microbatch, isinstance(effect, Broadcast), head)
         layouts = self._received.setdefault(source, {})
-        if "layout" in head:
-            _put(layouts, key, Layout.loads(head["layout"]))
+        self._count += 1
+        expected = self.agreement.expect(microbatch, isinstance(effect, Broadcast))
+        self._awaited.setdefault(source, deque()).append((self._count, key, expected))
+        if isinstance(self.end, DeviceEnd) and key in layouts:
+            self.compare_arrived()
+        else:
+            self._compare(source, self._count)
         layout = layouts[key]
         tensors = layout.empty(self.device)
         if filled := [x for x in tensors if x.numel()]:
             transfer.recv(filled, self._number, source, _tag(key, microbatch))
         return layout.build(tensors)
+
+    def compare_arrived(self) -> None:
+        """Compare the heads that have arrived. Raises as `hear` does, and ProgramError for one that differs."""
+        for source, awaited in self._awaited.items():
+            while awaited and (payload := self._hear_at_once(source)) is not None:
+                self._compare_head(source, payload)
+
+    def received(self, last: int | None = None) -> Callable[[], None]:
+        """A function that waits for the heads of messages received so far, and compares them; it raises as
+        `compare_arrived` does.
+
+        Args:
+            last: of micro-batches up to this number; None: of all.
+        """
+        heads = [head for awaited in self._awaited.values() for head in awaited]
+        count = max((own for own, _, head in heads if last is None or head.microbatch <= last), default=0)
+
+        def compare() -> None:
+            for source in self._awaited:
+                self._compare(source, count)
+
+        return compare
+
+    def _compare(self, source: int, count: int) -> None:
+        """Compare the heads from a rank, up to that of message `count` of all."""
+        awaited = self._awaited[source]
+        while awaited and awaited[0][0] <= count:
+            self._compare_head(source, self._hear(source))
+
+    def _compare_head(self, source: int, payload: bytes) -> None:
+        _, key, expected = self._awaited[source].popleft()
+        head = json.loads(payload)
+        self.agreement.compare(source, expected, head)
+        if "layout" in head:
+            _put(self._received[source], key, Layout.loads(head["layout"]))
 
     def tell(self, peer: int, payload: bytes) -> None:
         """Send bytes to a rank's host.
@@ -192,14 +237,25 @@ class ProcessLink:
             raise self.watch.closed(peer, error) from error
 
     def hear(self, peer: int) -> bytes:
-        """The next bytes that a rank's host sent to this one.
+        """The next bytes that a rank's host sent to this one, after the heads of all messages.
 
         Raises:
             RankError: it has gone, or keeps this one waiting for too long.
             ProgramError: it runs another program.
         """
+        self.received()()
+        return self._hear(peer)
+
+    def _hear(self, peer: int) -> bytes:
         try:
-            return self.wire.recv(peer, self.watch.ask(peer))
+            with self.watch.ask(peer) as look:
+                return self.wire.recv(peer, look)
+        except OSError as error:
+            raise self.watch.closed(peer, error) from error
+
+    def _hear_at_once(self, peer: int) -> bytes | None:
+        try:
+            return self.wire.poll(peer)
         except OSError as error:
             raise self.watch.closed(peer, error) from error
 

@@ -170,7 +170,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _is_aligned(message: Tensor) -> bool:
-    return message.storage_offset() % 4 == 0
+    return not message.storage_offset() % 4
 
 
 def _is_small(part: Tensor) -> bool:

@@ -96,6 +96,9 @@ class Threads:
     def check(self) -> None:
         """A run returns when all its threads are done, or raises what one raised."""
 
+    def received(self, _: int | None = None, /) -> Callable[[], None]:
+        return lambda: None
+
     def mail(self, _: int, /) -> dict[Edge, Queue]:
         return {}
 

@@ -1,13 +1,14 @@
 """A rank's view of the others, beside the messages: where they are, and who keeps it waiting."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import attrs
 
 from weft.errors import ProgramError, RankError
 from weft.transforms.transports.agreement import SAME
-from weft.transforms.transports.board import Board, Position, Pulse
+from weft.transforms.transports.board import START, Board, Position, Pulse
 from weft.transforms.transports.failures import Failure, blockers, culprit, described
 from weft.transforms.transports.plan import Plan
 
@@ -19,8 +20,15 @@ SYNC = "synchronize"
 """What a host does that waits for its device; before it, the device may replay steps of which nothing is written."""
 _POLL = 0.1
 """The most seconds between two looks at the board by a rank that waits for it."""
-_LOOK = 1.0
-"""Seconds that a rank that waited in vain looks whether the others beat."""
+END = "its end"
+"""Where a rank is after a step."""
+_WAITS = "wait for rank "
+"""What a rank does, before its first step, that needs another one."""
+_STARTING = 1800.0
+"""Seconds that a rank whose process runs may take to its first step: it loads, compiles and captures. torch's process
+groups wait as long."""
+_SILENT = 1.0
+"""Seconds without a beat after which a process counts as ended, or stopped; less where the time-out is short."""
 _GRACE = 3.0
 """Seconds to wait for a rank to say why, after its connections closed: it may have waited in vain, and look."""
 _MAX_PLANS = 16
@@ -43,12 +51,13 @@ class Watch:
         self.timeout = timeout
         self.failure: Failure | None = None
         self.here = Position()
+        self.pulse = Pulse()
         self._plans: dict[str, Plan] = {}
 
     def beside(self, board: Board) -> "Watch":
         """The view of the same rank from another thread, which asks by a board of its own."""
         other = Watch(board, self.num_ranks, self.timeout)
-        other._plans = self._plans
+        other.pulse, other._plans = self.pulse, self._plans
         return other
 
     def begin(self, plan: Plan) -> None:
@@ -74,38 +83,48 @@ class Watch:
         """Say that this rank waits for its device, and for which time since its last step."""
         self.at(self.here.index + 1 if self.here.instruction == SYNC else 0, SYNC)
 
+    def await_ranks(self) -> None:
+        """Wait until all ranks have begun their first step: what they wait for from then on is timed.
+
+        Raises:
+            RankError: one does not come to it.
+        """
+        self.board.place(self.here)
+        self.board.write(f"begun/{self.rank}", "")
+        for peer in range(self.num_ranks):
+            self.wait(f"begun/{peer}", peer)
+
     def wait(self, key: str, peer: int, timeout: float | None = None) -> str:
         """The text that `peer` writes under a key.
 
         Raises:
             RankError: it does not come.
         """
-        limit = self.timeout if timeout is None else timeout
-        end, pause = time.monotonic() + limit, _POLL / 64
-        while True:
-            failure = self.board.failure()
-            if self.board.has(key):  # asked after: what a rank wrote before it failed counts
-                return self.board.read(key)
-            if failure is not None:
-                self.failure = failure
-                raise failure.for_rank(self.rank, self.here.instruction)
-            if time.monotonic() > end:
-                raise self.explain(peer, f"no progress for {limit:g} s")
-            if self.board.exit(peer) and not self.board.has(key):
-                raise self.explain(peer, "its process ended", closed=True)
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL)
+        pause = _POLL / 64
+        with self._waiting(peer, self.timeout if timeout is None else timeout) as check:
+            while True:
+                failure = self.board.failure()
+                if self.board.has(key):  # asked after: what a rank wrote before it failed counts
+                    return self.board.read(key)
+                if failure is not None:
+                    self.failure = failure
+                    raise failure.for_rank(self.rank, self.here.instruction)
+                check()
+                if self.board.exit(peer) and not self.board.has(key):
+                    raise self.explain(peer, "its process ended", closed=True)
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL)
 
-    def ask(self, peer: int) -> Callable[[], None]:
-        """What to call now and then while this rank waits for a message of `peer`: it raises where none will come,
-        which is RankError, or ProgramError where `peer` is in the same step by another program."""
-        end, was_elsewhere = time.monotonic() + self.timeout, False
+    @contextmanager
+    def ask(self, peer: int) -> Iterator[Callable[[], None]]:
+        """Within, this rank waits for a message of `peer`. Yields what to call now and then: it raises where none will
+        come, which is RankError, or ProgramError where `peer` is in the same step by another program."""
+        was_elsewhere = False
 
         def look() -> None:
             nonlocal was_elsewhere
             self.raise_failure()
-            if time.monotonic() > end:
-                raise self.explain(peer, f"no progress for {self.timeout:g} s")
+            check()
             if self.board.exit(peer):
                 raise self.explain(peer, "its process ended", closed=True)
             theirs = self.board.position(peer)
@@ -118,7 +137,43 @@ class Watch:
                 )
             was_elsewhere = is_elsewhere
 
-        return look
+        with self._waiting(peer, self.timeout) as check:
+            yield look
+
+    @contextmanager
+    def _waiting(self, peer: int, limit: float) -> Iterator[Callable[[], None]]:
+        """Within, this rank waits for `peer`. Yields what to call now and then: it raises RankError after `limit`
+        seconds, or where a rank that runs keeps it waiting by its start, after `_STARTING`."""
+        start, told = time.monotonic(), False
+        end = start + limit
+
+        def check() -> None:
+            nonlocal end, told
+            if self.here.instruction == START and not told:
+                self.board.place(attrs.evolve(self.here, instruction=f"{_WAITS}{peer}"))
+                told = True
+            now = time.monotonic()
+            if now > end - 2 * self._silence:
+                self.pulse.feel(self.board, range(self.num_ranks))
+            if now > end:
+                if end - start >= _STARTING or not self._is_starting(peer):
+                    raise self.explain(peer, f"no progress for {end - start:g} s")
+                end += limit
+
+        yield check
+        if told:
+            self.board.place(self.here)
+
+    @property
+    def _silence(self) -> float:
+        return min(_SILENT, self.timeout / 4)
+
+    def _is_starting(self, peer: int) -> bool:
+        """Whether whom `peer` waits for in the end has not come to its first step, and runs."""
+        silent = self.pulse.silent(self._silence)
+        rank = culprit(peer, lambda waiting: self._blockers(waiting, silent))
+        runs = self.board.heard(rank) is not None and rank not in silent
+        return runs and self.board.position(rank).instruction == START
 
     def fail(self, error: BaseException) -> None:
         """Write down that this rank failed, where it is, for the others; the first to write is believed."""
@@ -149,7 +204,6 @@ class Watch:
         cause: str,
         *,
         closed: bool = False,
-        silent: Collection[int] | None = None,
         waiting: str | None = None,
     ) -> RankError:
         """The error of this rank, which waited in vain.
@@ -158,12 +212,11 @@ class Watch:
             peer: for whom it waited, or itself if its device did.
             cause: what it saw.
             closed: that was the end of `peer`: then it is its fault, unless it soon says why it is not.
-            silent: ranks that no longer beat; None: look.
             waiting: what it was to do; None: what this rank last said.
         """
         waits = self.here.instruction if waiting is None else waiting
         try:
-            found = self.gone([peer], Failure(peer, "", cause)) if closed else self._stalled(peer, cause, silent)
+            found = self.gone([peer], Failure(peer, "", cause)) if closed else self._stalled(peer, cause)
         except RankError as error:
             return error
         return self.post(found).for_rank(self.rank, waits)
@@ -180,9 +233,9 @@ class Watch:
             time.sleep(_POLL / 4)
         return attrs.evolve(otherwise, instruction=self.board.position(otherwise.rank).instruction)
 
-    def _stalled(self, peer: int, cause: str, silent: Collection[int] | None) -> Failure:
+    def _stalled(self, peer: int, cause: str) -> Failure:
         """Whom `peer` waits for in the end, and what that one does not get done; unless somebody has said so."""
-        still = self._silent() if silent is None else silent
+        still = self.pulse.silent(self._silence)
         if (failure := self.board.failure()) is not None:
             return failure
         rank = culprit(peer, lambda waiting: self._blockers(waiting, still))
@@ -194,18 +247,12 @@ class Watch:
         where = self.board.device(rank) if alive else self.board.position(rank)
         return Failure(rank, where.instruction, cause)
 
-    def _silent(self) -> list[int]:
-        """The ranks that no longer beat; it takes a moment, but for a failure that is written down."""
-        pulse, end = Pulse(self.board), time.monotonic() + _LOOK
-        while time.monotonic() < end and self.board.failure() is None:
-            pulse.feel(range(self.num_ranks))
-            time.sleep(_POLL)
-        return pulse.silent(0.7 * _LOOK)
-
     def _blockers(self, rank: int, silent: Collection[int]) -> Sequence[int]:
         """The ranks that must move before one can, as far as is known of its plan."""
         places = [self.board.device(r) for r in range(self.num_ranks)]
         here = places[rank]
+        if here.instruction.startswith(_WAITS):
+            return [int(here.instruction.removeprefix(_WAITS))]
         if here.instruction == SYNC:
             behind = [r for r, place in enumerate(places) if _reached(place) < _reached(here)]
             return sorted(behind, key=lambda r: _reached(places[r]))

@@ -162,10 +162,24 @@ class Wire:
                 ask()
                 asked = time.monotonic() + _LOOK
                 continue
-            if not (more := line.socket.recv(2**16)):
-                raise ConnectionError(f"rank {peer} closed its connection")
-            line.buffer += more
+            self._fill(line, peer)
         return payload
+
+    def poll(self, peer: int) -> bytes | None:
+        """The next frame that a rank sent; None where there is none yet.
+
+        Raises:
+            ConnectionError: as `recv`.
+        """
+        line = self._line(peer)
+        while (payload := self._take(line, peer)) is None and select.select([line.socket], [], [], 0)[0]:
+            self._fill(line, peer)
+        return payload
+
+    def _fill(self, line: _Line, peer: int) -> None:
+        if not (more := line.socket.recv(2**16)):
+            raise ConnectionError(f"rank {peer} closed its connection")
+        line.buffer += more
 
     def _line(self, peer: int) -> _Line:
         if (line := self._lines.get(peer)) is None or self._closed:

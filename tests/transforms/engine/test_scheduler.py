@@ -14,7 +14,7 @@ from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.transforms.engine.host import Budget, HostState
 from weft.transforms.engine.requests import Request, Running
-from weft.transforms.engine.scheduler import add, finish, observe, schedule
+from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
 from weft.transforms.engine.work import Work
 
 STOP = 3
@@ -284,3 +284,26 @@ def test_what_could_never_be_served_is_refused(asked: Request, seen: str) -> Non
         add(host, asked, budget)
     assert error.value.seen == seen
     assert list(host.requests) == ["a"]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_pages_of_parameters_that_have_changed_are_found_by_nobody(changed: bool) -> None:
+    budget = Budget(max_num_reqs=2, max_num_tokens=16, max_pages=8)
+    host = add(HostState.empty(budget, num_pages=16, page_size=2), request("a", (1, 2, 4, 5, 6), 2), budget)
+    host, [work] = schedule(host, budget)
+    host, _ = observe(host, work.job, [[7]])
+    if changed:
+        host = outdate(host)
+        assert not host.running
+        host, [again] = schedule(host, budget)
+        assert [(own.computed, own.generated) for own in again.edits.admissions] == [(0, (7,))]
+        host, _ = observe(host, again.job, [[7]])
+        host = outdate(host)
+    host = add(host, request("b", (1, 2, 4, 5, 6), 2), budget)
+    found = []
+    while not host.is_idle:
+        host, works = schedule(host, budget)
+        for each in works:
+            found += [(own.row, own.computed) for own in each.edits.admissions if len(own.prompt) == 5]
+            host, _ = observe(host, each.job, [[STOP]] * len(each.rows))
+    assert all(computed == 0 for _, computed in found) == changed

@@ -98,9 +98,15 @@ def run_slowly_closing_rank(case: failures.Case, folder: Path) -> None:
     _on_streams(case, folder, closing=0.5)
 
 
-def _on_streams(case: failures.Case, folder: Path, closing: float = 0.0) -> None:
+def use_streams(closing: float = 0.0) -> None:
+    """Transports that this process makes from now on have such a device."""
+
     def make_end(_: str, watch: Watch, device: torch.device, network: Network) -> DeviceEnd:
         return StreamEnd(watch, closing)
 
     distributed._make_end = make_end
+
+
+def _on_streams(case: failures.Case, folder: Path, closing: float = 0.0) -> None:
+    use_streams(closing)
     failures.run_rank(case, folder)

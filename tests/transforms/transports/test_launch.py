@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import scale, told
+from tqdm import tqdm
 
 from weft.errors import ProgramError, RankError
 from weft.transforms.pipeline import pipeline
@@ -161,6 +162,21 @@ def test_what_a_rank_sent_arrives_though_it_has_returned() -> None:
     assert launch(send_much_and_leave, 2) == [0.0, 1e7]
 
 
+def load_slowly(seconds: float, timeout: float) -> list[float]:
+    """Rank 1 comes to its first step late; rank 0 could be steps ahead by then."""
+    transport = Distributed(timeout=timeout)
+    shared = transport.share(2.0)
+    if transport.rank == 1:
+        time.sleep(seconds)
+    made = pipeline([scale] * 2, microbatches=4, transport=transport)
+    _, out = made([torch.tensor(shared)], [torch.zeros(())], torch.ones(4))
+    return [float(x) for x in out]
+
+
+def test_a_rank_that_loads_for_longer_than_the_time_out_is_waited_for() -> None:
+    assert launch(load_slowly, 2, 2.5, 1.0) == [[4.0] * 4] * 2
+
+
 def silent() -> None:
     os._exit(7)
 
@@ -198,6 +214,8 @@ def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
 
 
 def hang(folder: str) -> None:
+    with tqdm(disable=True):  # as `weft.load` makes one
+        pass
     Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(600)
 
@@ -212,7 +230,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
-def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
+def test_ranks_do_not_outlive_their_launcher_and_leave_no_semaphores(tmp_path: Path) -> None:
     code = (
         "from test_launch import hang\nfrom weft.transforms.transports.launch import launch\n"
         f"if __name__ == '__main__':\n    launch(hang, 2, {str(tmp_path)!r})\n"
@@ -220,7 +238,8 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(code)
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": paths})
+    env = {**os.environ, "PYTHONPATH": paths}
+    process = subprocess.Popen([sys.executable, str(script)], env=env, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
         while not all((tmp_path / str(r)).exists() and (tmp_path / str(r)).read_text() for r in range(2)):
@@ -230,7 +249,8 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
         pids = [int((tmp_path / str(r)).read_text()) for r in range(2)]
     finally:
         process.kill()
-        process.wait()
+        _, err = process.communicate()  # once all have ended: the tracker of resources says what was left
+    assert err == ""
     deadline = time.monotonic() + 10
     while not all(map(gone, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -6,7 +6,9 @@ from typing import Any
 
 import attrs
 import pytest
+import streams
 import torch
+from ranks import advance, scale, told
 
 from weft.errors import WeftError
 from weft.sampling import SamplingParams
@@ -15,6 +17,7 @@ from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
+from weft.transforms.pipeline import pipeline
 from weft.transforms.transports.distributed import Distributed
 from weft.transforms.transports.launch import launch
 
@@ -120,6 +123,24 @@ def run_kind(what: str) -> tuple[str, int]:
     return "no error", returned
 
 
+def run_on_a_device(differs: bool) -> list[str]:
+    """Steps on a device, which the host runs ahead of: what rank 1 says differently comes with a layout that rank 0 has
+    seen. What is said of each step, and then of what was read."""
+    streams.use_streams()
+    transport = Distributed(timeout=5)
+    step = pipeline([scale] * 2, advance=advance, transport=transport)
+    state, said = [torch.ones(())], []
+    for number in range(3):
+        transport.assert_equal("the number", f"{number + (differs and transport.rank and number == 2)}")
+
+        def run() -> None:
+            nonlocal state
+            state, _ = step([torch.ones(())], state, torch.ones(3))
+
+        said += [told(run), told(transport.synchronize)]
+    return said
+
+
 KINDS = {what: said for table in (REQUESTS, ENGINES) for what, (_, said) in table.items()} | REST
 
 
@@ -143,3 +164,10 @@ def test_what_differs_is_refused_before_a_token_is_returned(what: str, found: di
     assert second.endswith("instead: the same calls with the same arguments, in the same order, on every rank")
     assert first.startswith("RankError: rank 0: ")
     assert second.splitlines()[1] in first
+
+
+def test_a_host_that_runs_ahead_of_its_device_is_told_before_it_reads() -> None:
+    assert launch(run_on_a_device, 2, False) == [["no error"] * 6] * 2
+    for said in launch(run_on_a_device, 2, True):
+        assert said[:4] == ["no error"] * 4
+        assert all(f"'the number: {number}'" in said[5] for number in (2, 3))  # whichever rank sees it first

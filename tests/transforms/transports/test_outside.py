@@ -1,4 +1,4 @@
-"""Who finds the ports of a run: they are on the loopback interface alone, and what a stranger writes there does nothing."""
+"""A run listens on the loopback interface alone, and what a stranger writes to its ports does nothing."""
 
 import os
 import pickle
@@ -161,7 +161,7 @@ def test_where_a_rank_listens(environment: dict[str, str], num_ranks: int, expec
         (
             {"WEFT_SECRET": SECRET},
             "no WEFT_ADDRESS",
-            "export WEFT_ADDRESS=<the address of this node that the other nodes reach>",
+            "export WEFT_ADDRESS=<the address of this node that",
         ),
     ],
 )

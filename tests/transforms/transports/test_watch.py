@@ -1,6 +1,9 @@
 """The board and the watch: what ranks write down, and whom a rank blames, without processes."""
 
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,8 +14,10 @@ from ranks import advance, scale
 
 from weft.errors import ProgramError, RankError
 from weft.transforms.pipeline import pipeline
-from weft.transforms.transports.board import Board, Exit, Heart, Position, Pulse, note_exit
+from weft.transforms.transports import watch as watch_module
+from weft.transforms.transports.board import Board, Exit, Position, Pulse, note_exit
 from weft.transforms.transports.failures import Failure
+from weft.transforms.transports.guard import Heart
 from weft.transforms.transports.meeting import attend, gather
 from weft.transforms.transports.plan import Plan
 from weft.transforms.transports.secret import Secret
@@ -52,6 +57,17 @@ def together(*calls: Any) -> list[Any]:
 @given(st.builds(Position, st.integers(0, 9), st.text("abc-", min_size=1), st.integers(0, 9), st.text()))
 def test_positions_print_and_parse(position: Position) -> None:
     assert Position.parse(str(position)) == position
+
+
+@contextmanager
+def hearts(watches: list[Watch]) -> Iterator[list[Heart]]:
+    """The ranks' processes run."""
+    found = [Heart(watch, watch.board) for watch in watches]
+    try:
+        yield found
+    finally:
+        for heart in found:
+            heart.close()
 
 
 def test_the_first_failure_is_believed() -> None:
@@ -98,25 +114,88 @@ def test_a_rank_that_is_steps_behind_is_followed_by_the_plan_of_its_step() -> No
     three[0].here = Position(2, second.digest, 0, BEGIN)
     three[0].board.place(three[0].here)
     for peer in (1, 2):
-        assert three[0]._stalled(peer, "no progress", ()).rank == 1
-    found = three[0]._stalled(2, "no progress", ())
+        assert three[0]._stalled(peer, "no progress").rank == 1
+    found = three[0]._stalled(2, "no progress")
     assert found.instruction == "send to 2 [mb 0]"
 
 
 def test_a_rank_that_stopped_is_blamed_for_what_had_not_left_it() -> None:
     """Rank 0 has sent, as far as is written; rank 1 waits for the message."""
-    plan, three = make_plan(3), watches(3, timeout=5)
+    plan, three = make_plan(3), watches(3, timeout=1)
     together(*(lambda watch=watch: watch.begin(plan) for watch in three))
     for watch, index in zip(three, (2, 0, 0), strict=True):
         watch.at(index, plan.programs[watch.rank].effects[index])
-    hearts = [Heart(watch.board) for watch in three]
-    three[0].board.beat(99, None)
-    hearts[0].close()
-    error = three[2].explain(1, "no progress")
+    with hearts(three) as beating:
+        time.sleep(0.3)
+        beating[0].close()
+        time.sleep(1.0)  # rank 2's host waits, which its heart sees
+        error = three[2].explain(1, "no progress")
     assert (error.rank, error.instruction) == (0, "broadcast from 2 [mb 0]")
     assert error.cause == "no progress: its process ended, or was stopped"
-    for heart in hearts:
-        heart.close()
+
+
+def test_a_rank_that_comes_late_to_its_first_step_and_runs_is_waited_for() -> None:
+    plan, both = make_plan(2), watches(2, timeout=0.4)
+
+    def start(watch: Watch, seconds: float) -> float:
+        time.sleep(seconds)
+        watch.begin(plan)
+        watch.await_ranks()
+        return seconds
+
+    with hearts(both):
+        assert together(lambda: start(both[0], 0), lambda: start(both[1], 1.5)) == [0, 1.5]
+        [error] = together(lambda: both[0].wait("late", 1))
+    assert error.cause == "no progress for 0.4 s"  # from then on it is timed
+
+
+def test_a_rank_that_stops_before_its_first_step_is_named_in_time() -> None:
+    one, two = watches(2, timeout=0.8)
+    with hearts([one, two]) as beating:
+        threading.Timer(1.0, beating[1].close).start()
+        start = time.monotonic()
+        with pytest.raises(RankError) as error:
+            one.await_ranks()
+    assert (error.value.rank, error.value.instruction) == (1, "its start")
+    assert error.value.cause == "no progress for 1.6 s: its process ended, or was stopped"
+    assert 1.6 <= time.monotonic() - start < 2.2
+
+
+def test_a_start_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_STARTING", 0.5)
+    one, two = watches(2, timeout=0.4)
+    with hearts([one, two]), pytest.raises(RankError) as error:
+        one.await_ranks()
+    assert (error.value.rank, error.value.instruction) == (1, "its start")
+    assert error.value.cause == "no progress for 0.8 s"
+
+
+def test_ranks_that_wait_for_each_other_before_their_first_step_are_not_starting() -> None:
+    one, two, three = watches(3, timeout=0.4)
+
+    def message(watch: Watch, peer: int) -> None:
+        with watch.ask(peer) as look:
+            while True:
+                look()
+                time.sleep(0.05)
+
+    with hearts([one, two, three]):
+        errors = together(
+            lambda: message(one, 1), lambda: message(two, 0), lambda: three.wait("what rank 1 never writes", 1)
+        )
+    assert {error.instruction for error in errors} <= {"wait for rank 0", "wait for rank 1"}
+    assert {error.cause for error in errors} == {"no progress for 0.4 s"}
+
+
+def test_who_waits_in_vain_says_so_within_its_time() -> None:
+    one, two = watches(2, timeout=0.5)
+    two.begin(make_plan(2))
+    two.at(0, "run stage 1 [mb 0]")
+    with hearts([one, two]):
+        start = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 failed at 'run stage 1"):
+            one.wait("a message", 1)
+        assert time.monotonic() - start < 1.0
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
@@ -164,10 +243,10 @@ def test_a_rank_that_stops_while_it_connects_is_named() -> None:
 
 def test_a_pulse_is_felt_by_what_changes() -> None:
     one, two = watches(2)
-    pulse = Pulse(one.board)
+    pulse = Pulse()
     for count in range(3):
         two.board.beat(count, Position() if count else None)
-        pulse.feel([0, 1])
+        pulse.feel(one.board, [0, 1])
     assert pulse.silent(60) == []
     assert pulse.silent(-1) == [1]  # rank 0 has never beaten
     heard = one.board.heard(1)

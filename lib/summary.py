@@ -1,0 +1,68 @@
+"""`Summarized`: values full of tensors, which print in one line, and are a table in a notebook."""
+
+import re
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from weft.table import Table
+from weft.trees import leaves_with_names
+
+_MOST = 100
+"""Letters of a value that is no tensor."""
+
+
+class Summarized:
+    """A base of attrs classes (`repr=False`) whose tensors are too many, or too large, to print: `repr` says their
+    dtypes and shapes. It reads no values, so that nothing waits for a device."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        given = ((name, value) for name, value in _fields(self).items() if value is not None)
+        return f"{type(self).__name__}({', '.join(f'{name}={_short(value)}' for name, value in given)})"
+
+    def table(self, title: str = "") -> Table:
+        """A row for each tensor; those that differ by a number in their name alone, such as a layer's, share one."""
+        rows: dict[tuple[str, ...], list[str]] = {}
+        sizes: dict[int, int] = {}
+        for field, value in _fields(self).items():
+            for path, leaf in leaves_with_names(value):
+                if isinstance(leaf, Tensor):
+                    name = f"{field}{path}"
+                    rows.setdefault((re.sub(r"\d+", "*", name), _kind(leaf), str(leaf.device)), []).append(name)
+                    sizes[id(leaf)] = leaf.nbytes
+        found = [
+            (names[0] if len(names) == 1 else pattern, f"{len(names)}", kind, device)
+            for (pattern, kind, device), names in rows.items()
+        ]
+        size = f"{len(sizes)} tensors, {sum(sizes.values()) / 2**20:,.1f} MiB"
+        return Table(("name", "tensors", "each", "device"), tuple(found), title or f"{type(self).__name__}: {size}")
+
+    def _repr_html_(self) -> str | None:
+        if getattr(self, "_taken_by", ""):
+            return None  # it was donated, which its `repr` says
+        return self.table()._repr_html_()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in attrs.fields(type(value)) if field.repr}
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
+
+
+def _short(value: Any) -> str:
+    """A value in a few words."""
+    if isinstance(value, Tensor):
+        return _kind(value)
+    if isinstance(value, Summarized):
+        return f"{type(value).__name__}(...)"
+    count = sum(isinstance(leaf, Tensor) for _, leaf in leaves_with_names(value))
+    if count:
+        return f"<{count} tensors>"
+    text = getattr(value, "__name__", None) if callable(value) else None
+    text = " ".join((text or repr(value)).split())
+    return text if len(text) <= _MOST else f"{text[: _MOST - 1]}…"

@@ -1,0 +1,68 @@
+"""L11: ranks that are asked for the same agree, and the first message after a difference is refused."""
+
+import functools
+import json
+from collections.abc import Sequence
+
+import attrs
+
+from weft.errors import ProgramError
+from weft.proofs.difference import LawViolation
+from weft.transforms.schedule import Job, make_programs
+from weft.transforms.transports.agreement import Agreement, dumped
+from weft.transforms.transports.plan import Plan
+
+_LAW = "L11 what differs is refused with the first message"
+
+
+@attrs.frozen
+class Asked:
+    """What a rank was asked for: notes, and then a step by a program."""
+
+    notes: tuple[tuple[str, str], ...]
+    program: str = "scale"
+
+
+@functools.cache
+def _plan(microbatches: int, program: str) -> Plan:
+    return Plan(make_programs(2, [Job()] * microbatches), stages=(program,))
+
+
+def differences_are_refused(steps: Sequence[tuple[int, bool]], mine: Sequence[Asked], theirs: Sequence[Asked]) -> None:
+    """L11: of two ranks, a message is accepted if and only if both were asked for the same up to its step; what either
+    was asked for later does not matter.
+
+    Args:
+        steps: how many micro-batches each has, and whether the last of them is sent and received in the next one.
+        mine, theirs: what each rank was asked for before and in each step.
+    """
+    sender, receiver = Agreement(0), Agreement(1)
+    first, waiting = 0, list[int]()
+    same_in: dict[int, bool] = {}
+    for step, (microbatches, late) in enumerate(steps):
+        oldest, after = min([first, *waiting]), first + microbatches
+        for agreement, asked in ((sender, mine[step]), (receiver, theirs[step])):
+            for note in asked.notes:
+                agreement.add(*note)
+            agreement.begin(_plan(after - oldest, asked.program), oldest, step)
+        same_in |= dict.fromkeys(range(first, after), mine[: step + 1] == theirs[: step + 1])
+        owed = [*waiting, *range(first, after)]
+        first, waiting = after, owed[-1:] if late else []
+        for microbatch in owed[: len(owed) - len(waiting)]:
+            refused = _refusal(sender, receiver, microbatch)
+            if same_in[microbatch] and refused:
+                raise LawViolation(f"{_LAW}: both were asked for {mine[: step + 1]}, and it said: {refused}")
+            if not same_in[microbatch] and not refused:
+                raise LawViolation(f"{_LAW}: {mine[: step + 1]} and {theirs[: step + 1]} were taken for the same")
+            if refused:
+                return
+
+
+def _refusal(sender: Agreement, receiver: Agreement, microbatch: int) -> str:
+    """Why one rank refuses a message of the other; empty if it takes it."""
+    head = json.loads(dumped(sender.head(1, microbatch, False)))
+    try:
+        receiver.compare(0, receiver.expect(microbatch, False), head)
+    except ProgramError as error:
+        return error.seen
+    return ""

@@ -1,0 +1,121 @@
+"""L15 on the models' steps: their derivatives are those of what runs without them, and graphs of these replay."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, func
+
+from weft.batch import Batch
+from weft.donation import clone
+from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.laws.compare import visible, whole
+from weft.proofs.strategies.models import Scenario
+from weft.transforms.graphify import graphify
+from weft.trees import leaves_with_names, tree_leaves, tree_map
+
+STEP = 1e-2
+"""Of a difference, in deviations of the direction. Weights have a deviation of 0.3."""
+NEAR, NOISE = 1e-3, 1e-4
+"""How far a slope may be from that of differences in float32: relative to what one in a random direction is, and at
+all."""
+
+
+def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: str = "cpu") -> None:
+    """L15: under torch.func a model's steps, one after the other over one state, give the loss, tokens and state that
+    they give without; `grad`, `jvp` and `backward` give the slope of that loss, in a direction of all parameters, or of
+    the `place`-th."""
+    run, params = _steps(scenario, device), scenario.params(1, device)
+    expected = run(params)
+    slopes, seen = func.grad_and_value(run, has_aux=True)(params)
+    assert_equal("L15 a step under torch.func: its loss, tokens and state", seen, expected, exact=False)
+
+    recorded = tree_map(lambda x: x.clone().requires_grad_(), params)
+    run(recorded)[0].backward()
+    found = tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, recorded)
+    assert_equal("L15 backward of a step is its grad", found, slopes, exact=False)
+
+    names = [name for name, _ in leaves_with_names(params)]
+    at = list(range(len(names))) if place is None else [place % len(names)]
+    direction = _direction(params, at, scenario.seed)
+    slope, size = _product(slopes, direction), 0.3 * math.sqrt(_product(slopes, slopes, at))
+    pushed: tuple[Any, ...] = func.jvp(run, (params,), (direction,), has_aux=True)
+    forward = pushed[1]
+    measured = _measured(run, params, direction, expected[1][0])
+    for way, one, other in (("grad", slope, measured), ("jvp", forward.item(), slope)):
+        if other is not None and not abs(one - other) <= NEAR * size + NOISE:
+            what = "all parameters" if place is None else names[at[0]]
+            raise LawViolation(
+                f"L15 the slope of a step's loss by {what}: {way} gives {one:.6g}, and it is {other:.6g}"
+            )
+
+
+def graphs_of_gradients_are_gradients(scenario: Scenario, device: str = "cpu") -> None:
+    """L15: a graph of a step and of its gradient gives both, bitwise, for each batch of a sequence."""
+    step, params = whole(scenario), scenario.params(1, device)
+
+    def learn(params: Any, state: Any, batch: Batch) -> Any:
+        def loss(params: Any) -> Any:
+            after, out = step(params, state, batch)
+            return _loss(out.logits), after
+
+        slopes, after = func.grad(loss, has_aux=True)(params)
+        return after, slopes
+
+    graph = graphify(learn, donate_argnames="state")
+    state, other = scenario.state(1, device), scenario.state(1, device)
+    for batch in scenario.batches(device):
+        state, expected = learn(params, state, batch)
+        other, found = graph(params, other, batch)
+        assert_equal("L15 a graph of a step's gradient", found, expected)
+        assert_equal("L15 a graph of a step's gradient: state", visible(other), visible(state))
+    info = graph.cache_info()
+    if info.replays != len(scenario.moves):
+        raise LawViolation(f"L15 a graph of a step's gradient: {info} for {len(scenario.moves)} batches")
+
+
+def _steps(scenario: Scenario, device: str) -> Callable[[Any], tuple[Tensor, tuple[list[Tensor], Any]]]:
+    """All steps of the scenario as one function of the parameters: a loss of all logits; the tokens, and the state."""
+    step, batches, start = whole(scenario), scenario.batches(device), scenario.state(1, device)
+
+    def run(params: Any) -> tuple[Tensor, tuple[list[Tensor], Any]]:
+        state, losses, tokens = clone(start), [], []
+        for batch in batches:
+            state, out = step(params, state, batch)
+            losses.append(_loss(out.logits))
+            tokens.append(out.token_ids)
+        return torch.stack(losses).sum(), (tokens, visible(state))
+
+    return run
+
+
+def _loss(logits: Tensor) -> Tensor:
+    """Each logit with a weight of its own."""
+    return (logits * torch.arange(logits.numel(), device=logits.device).view_as(logits).cos()).mean()
+
+
+def _direction(params: Any, places: Sequence[int], seed: int) -> Any:
+    """Noise of deviation 0.3 in some leaves, 0 in the others."""
+    generator, index = torch.Generator().manual_seed(seed), iter(range(len(tree_leaves(params))))
+    return tree_map(lambda x: (0.3 * torch.randn(x.shape, generator=generator)).to(x) * (next(index) in places), params)
+
+
+def _product(one: Any, other: Any, places: Sequence[int] | None = None) -> float:
+    pairs = list(zip(tree_leaves(one), tree_leaves(other), strict=True))
+    kept = pairs if places is None else [pairs[place] for place in places]
+    return sum(float((a.double() * b.double()).sum()) for a, b in kept)
+
+
+def _measured(run: Callable[[Any], Any], params: Any, direction: Any, tokens: list[Tensor]) -> float | None:
+    """The slope by differences, of second order and then of fourth (Richardson); None where the loss jumps in between:
+    another token was drawn, or another expert chosen."""
+    found = []
+    for step in (STEP, STEP / 2):
+        ends = [run(tree_map(lambda x, d, by=by: x + by * d, params, direction)) for by in (step, -step)]
+        if any(not torch.equal(a, b) for _, (own, _) in ends for a, b in zip(own, tokens, strict=True)):
+            return None
+        found.append(float(ends[0][0] - ends[1][0]) / (2 * step))
+    if abs(found[0] - found[1]) > 1e-2 * (1 + abs(found[1])):
+        return None
+    return (4 * found[1] - found[0]) / 3

@@ -1,0 +1,65 @@
+"""Bugs of what ranks compare with each message."""
+
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from weft.proofs.mutants.planted import Mutant
+from weft.proofs.suite import find
+from weft.transforms.transports.agreement import Agreement, Mark
+from weft.transforms.transports.plan import Plan
+
+_LAW = find("L11", "differs")
+
+
+def _method(name: str, value: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+    return partial(mock.patch.object, Agreement, name, value)
+
+
+def _not_noted(self: Agreement, subject: str, value: str) -> None:
+    pass
+
+
+def _counted(self: Agreement, subject: str, value: str) -> None:
+    self._count += 1
+    self._entries.append((subject, value))
+
+
+def _in_any_order(self: Agreement, subject: str, value: str) -> None:
+    self._count += 1
+    self._entries.append((subject, value))
+    self._chain = str(sorted(self._entries))
+
+
+def _last_alone(self: Agreement, subject: str, value: str) -> None:
+    self._count += 1
+    self._entries.append((subject, value))
+    self._chain = hashlib.blake2b(f"{subject}{value}".encode(), digest_size=8).hexdigest()
+
+
+def _newest(self: Agreement, plan: Plan, first: int, step: int) -> None:
+    """Late messages are held against what the rank is asked for now."""
+    self._plans[plan.digest] = plan
+    mark = Mark(step, self._count, self._chain, plan.digest)
+    self._marks = dict.fromkeys(range(first, first + plan.num_microbatches), mark)
+
+
+def _any_program(self: Agreement, plan: Plan, first: int, step: int) -> None:
+    self._plans[""] = plan
+    mark = Mark(step, self._count, self._chain, "")
+    for microbatch in range(first, first + plan.num_microbatches):
+        self._marks.setdefault(microbatch, mark)
+
+
+AGREEMENT = (
+    Mutant("nothing is noted", _LAW, _method("add", _not_noted)),
+    Mutant("notes are counted, not compared", _LAW, _method("add", _counted)),
+    Mutant("notes are compared in any order", _LAW, _method("add", _in_any_order)),
+    Mutant("the last note alone is compared", _LAW, _method("add", _last_alone)),
+    Mutant("late messages are compared with the newest notes", _LAW, _method("begin", _newest)),
+    Mutant("programs are not compared", _LAW, _method("begin", _any_program)),
+)
+"""Bugs of the journal, and of what is compared of it."""

@@ -1,0 +1,48 @@
+"""Bugs of derivatives: zeros where there are none."""
+
+from typing import Any
+
+from torch import Tensor
+
+from weft.ops.norm import functional_rms_norm
+from weft.ops.paged_attention_functional import _by_kv_head, keep
+from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.mutants.steps import _in_capture
+from weft.proofs.suite import find
+
+
+def _keeps_constants(k: Tensor, v: Tensor, *where: Any) -> Tensor:
+    """What a step writes into the cache is read as if it had always been there."""
+    return keep(k.detach(), v.detach(), *where)
+
+
+def _keeps_constants_in_graphs(k: Tensor, v: Tensor, *where: Any) -> Tensor:
+    return (_keeps_constants if _in_capture() else keep)(k, v, *where)
+
+
+def _norm_of_constants(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """An operator that torch.func sees nothing of."""
+    return functional_rms_norm(x.detach(), weight.detach(), eps)
+
+
+def _constant_queries(q: Tensor, kv_heads: int) -> Tensor:
+    return _by_kv_head(q.detach(), kv_heads)
+
+
+_STEPS, _ROTARY = find("L15", "derivatives"), "weft.ops.rotary"
+
+DERIVATIVES = (
+    Mutant("keys and values are constants", _STEPS, replace(_ROTARY, "keep", _keeps_constants)),
+    Mutant(
+        "queries are constants",
+        _STEPS,
+        replace("weft.ops.paged_attention_functional", "_by_kv_head", _constant_queries),
+    ),
+    Mutant("a norm's derivative is 0", _STEPS, replace("weft.ops.norm", "functional_rms_norm", _norm_of_constants)),
+    Mutant(
+        "in a graph, keys and values are constants",
+        find("L15", "gradients"),
+        replace(_ROTARY, "keep", _keeps_constants_in_graphs),
+    ),
+)
+"""Bugs of the operators' derivatives."""

@@ -1,0 +1,232 @@
+"""Regular expressions out of a checkpoint's files, matched in bounded time.
+
+Python's `re` backtracks: on a name of 40 letters `(\\w|\\w\\w)+!` keeps it, and the whole interpreter, busy for years.
+Here an expression maps the places in a name where a match may begin to those where it may end, part by part, so that
+nothing is tried twice; and it gives up after a fixed number of steps. `re` matches single characters and anchors only.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from weft.errors import ConfigError
+
+MOST_CHARACTERS = 10_000
+"""Of an expression."""
+MOST_STEPS = 20_000
+"""Parts of an expression that are tried on one name: some hundredths of a second. Adapters' own take some hundred."""
+
+Ends = Callable[["_Name", frozenset[int]], frozenset[int]]
+"""Where matches end in a name that begin at one of these places."""
+
+_PLAIN = re.compile(r"[\w.|-]{0,1000000}")
+_REPEAT = re.compile(r"\*|\+|\?|\{(?P<least>\d*)(?P<open>,(?P<most>\d*))?\}")
+_LOOK = {"(?=": (True, True), "(?!": (True, False), "(?<=": (False, True), "(?<!": (False, False)}
+_GROUP = re.compile(r"\((?:\?(?:P<\w+>|:|=|!|<=|<!))?")
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_SINGLE = re.compile(r"\\[AbBdDsSwWZ]|\\[^0-9a-zA-Z]|\\[nrtfav]|[^\\]", re.DOTALL)
+
+
+@attrs.frozen
+class Expression:
+    """A regular expression in Python's syntax, without back references, flags, and what forbids backtracking.
+
+    Args:
+        text: as it was written.
+        before, after: expressions that it stands between.
+
+    Raises:
+        ConfigError: it is none, is too long, or uses what is not supported.
+
+    >>> Expression("(q|k)_proj", before=".*[.]").matches("model.layers.0.self_attn.k_proj")
+    True
+    """
+
+    text: str
+    before: str = ""
+    after: str = ""
+    _ends: Ends = attrs.field(init=False, repr=False, eq=False)
+
+    @_ends.default
+    def _parsed(self) -> Ends:
+        whole, plain = f"{self.before}(?:{self.text}){self.after}", is_plain(self.text)
+        if len(self.text) > MOST_CHARACTERS and not plain:
+            raise self._refuse(f"{len(self.text)} characters, and {MOST_CHARACTERS} are the most")
+        try:
+            re.compile(self.text)  # by itself, so that it cannot end the group that it is put into
+            pattern = re.compile(whole)
+            return _of_plain(pattern) if plain else _Parser(whole).branches()
+        except RecursionError:
+            raise self._refuse("groups are nested too deeply") from None
+        except (re.error, OverflowError) as error:
+            raise self._refuse(str(error)) from None
+        except _UnsupportedError as error:
+            raise self._refuse(f"{error} is not supported") from None
+
+    def matches(self, name: str) -> bool:
+        """Whether it matches the whole of a name.
+
+        Raises:
+            ConfigError: to find out takes more than `MOST_STEPS` steps.
+        """
+        tried = _Name(name)
+        try:
+            return len(name) in self._ends(tried, frozenset([0]))
+        except _TooManyStepsError:
+            raise self._refuse(f"more than {MOST_STEPS} steps to match {name!r}") from None
+
+    def _refuse(self, seen: str) -> ConfigError:
+        return ConfigError(
+            f"the regular expression {self.text!r:.60}", seen, "a list of names, or a simpler expression"
+        )
+
+
+def is_plain(text: str) -> bool:
+    """Whether an expression is a name, or several: there is nothing in it that could be tried in many ways."""
+    return _PLAIN.fullmatch(text) is not None
+
+
+class _TooManyStepsError(Exception):
+    pass
+
+
+class _UnsupportedError(Exception):
+    pass
+
+
+@attrs.define
+class _Name:
+    """A name, and the steps that were taken on it."""
+
+    text: str
+    steps: int = 0
+
+    def count(self, steps: int) -> None:
+        self.steps += steps
+        if self.steps > MOST_STEPS:
+            raise _TooManyStepsError
+
+
+def _of_plain(pattern: re.Pattern[str]) -> Ends:
+    return lambda name, starts: frozenset([len(name.text)] if pattern.fullmatch(name.text) else [])
+
+
+def _single(text: str) -> Ends:
+    """Of a character, a class of them, or an anchor."""
+    match = re.compile(text).match
+
+    def ends(name: _Name, starts: frozenset[int]) -> frozenset[int]:
+        name.count(len(starts))
+        return frozenset(found.end() for start in starts if (found := match(name.text, start)))
+
+    return ends
+
+
+def _sequence(parts: Iterable[Ends]) -> Ends:
+    parts = tuple(parts)
+
+    def ends(name: _Name, starts: frozenset[int]) -> frozenset[int]:
+        for part in parts:
+            name.count(1)
+            starts = part(name, starts)
+        return starts
+
+    return ends
+
+
+def _any_of(branches: tuple[Ends, ...]) -> Ends:
+    def ends(name: _Name, starts: frozenset[int]) -> frozenset[int]:
+        name.count(len(branches))
+        return frozenset().union(*(branch(name, starts) for branch in branches))
+
+    return ends
+
+
+def _repeated(part: Ends, least: int, most: int | None) -> Ends:
+    def ends(name: _Name, starts: frozenset[int]) -> frozenset[int]:
+        # After as many rounds as there are places the next ones change nothing: a place is reached again and again by
+        # matches of nothing, or is not reached any more.
+        rounds = len(name.text) + 1
+        for _ in range(min(least, rounds)):
+            name.count(1)
+            starts = part(name, starts)
+        found = new = starts
+        for _ in range(rounds if most is None else min(most - least, rounds)):
+            name.count(1)
+            new = part(name, new) - found
+            if not new:
+                break
+            found |= new
+        return found
+
+    return ends
+
+
+def _looked(part: Ends, ahead: bool, wanted: bool) -> Ends:
+    def holds(name: _Name, place: int) -> bool:
+        name.count(1 if ahead else place + 1)
+        if ahead:
+            return bool(part(name, frozenset([place])))
+        return any(place in part(name, frozenset([start])) for start in range(place + 1))
+
+    return lambda name, starts: frozenset(place for place in starts if holds(name, place) == wanted)
+
+
+@attrs.define
+class _Parser:
+    """Reads an expression that `re` has compiled, so that it is known to be well formed."""
+
+    text: str
+    at: int = 0
+
+    def branches(self) -> Ends:
+        branches = [self._parts()]
+        while self._takes("|"):
+            branches.append(self._parts())
+        return branches[0] if len(branches) == 1 else _any_of(tuple(branches))
+
+    def _parts(self) -> Ends:
+        parts: list[Ends] = []
+        while self.at < len(self.text) and self.text[self.at] not in "|)":
+            parts.append(self._repeat(self._atom()))
+        return parts[0] if len(parts) == 1 else _sequence(parts)
+
+    def _atom(self) -> Ends:
+        if self.text[self.at] == "(":
+            return self._group()
+        found = (_CLASS if self.text[self.at] == "[" else _SINGLE).match(self.text, self.at)
+        if found is None:
+            raise _UnsupportedError(repr(self.text[self.at : self.at + 2]))
+        self.at = found.end()
+        return _single(re.escape(found[0]) if found[0] in "{}" else found[0])
+
+    def _group(self) -> Ends:
+        found = _GROUP.match(self.text, self.at)
+        opened = found[0] if found else ""
+        if opened == "(" and self.text[self.at + 1] == "?":
+            raise _UnsupportedError(repr(self.text[self.at : self.at + 4]))
+        self.at += len(opened)
+        inner = self.branches()
+        self.at += 1
+        return _looked(inner, *_LOOK[opened]) if opened in _LOOK else inner
+
+    def _repeat(self, part: Ends) -> Ends:
+        found = _REPEAT.match(self.text, self.at)
+        if found is None or found[0] == "{}":
+            return part
+        self.at = found.end()
+        if self._takes("+"):
+            raise _UnsupportedError(repr(f"{found[0]}+"))
+        self._takes("?")  # the fewest or the most first: it does not count where the match ends
+        if found[0] in "*+?":
+            return _repeated(part, int(found[0] == "+"), 1 if found[0] == "?" else None)
+        least = int(found["least"] or 0)
+        most = least if found["open"] is None else int(found["most"]) if found["most"] else None
+        return _repeated(part, least, most)
+
+    def _takes(self, character: str) -> bool:
+        if not self.text.startswith(character, self.at):
+            return False
+        self.at += 1
+        return True

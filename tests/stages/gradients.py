@@ -1,0 +1,155 @@
+"""A loss by weft and by transformers, and its gradients by the fields of weft's parameters, for the tests of these."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from theirs import CLASSES
+from torch import Tensor
+
+import weft
+from weft.batch import Batch
+from weft.stages.model import Model
+from weft.transforms.ladder import Limits
+from weft.transforms.runner import make_runner, make_state
+from weft.trees import leaves_with_names, tree_map
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1]}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {"head_dim": 8, **EXPERTS}),
+}
+LENGTHS = (19, 3, 33, 1)
+
+
+def build(architecture: str, fields: dict[str, Any]) -> Any:
+    """A model of transformers, all of whose weights are random, so that no gradient is near 0."""
+    config_class, model_class = CLASSES[architecture]
+    model = model_class(config_class(**fields)).eval()
+    if architecture == "Qwen3MoeForCausalLM":  # its grouped product asks for multiples of 16 bytes
+        model.set_experts_implementation("eager")
+    return scrambled(model)
+
+
+def scrambled(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    return model
+
+
+def saved(model: Any, folder: Path) -> Model:
+    model.save_pretrained(folder)
+    return weft.load(folder, "cpu")
+
+
+def prompts_of(lengths: Sequence[int], vocab_size: int = 40) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def next_token_loss(logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """-log p of each token but the first, added up; `logits` are of one prompt."""
+    return -logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).sum()
+
+
+def their_gradients(model: Any, prompts: Sequence[Sequence[int]], folder: Path) -> Any:
+    """What backward leaves in a model of transformers, by the fields of weft's parameters."""
+    for ids in prompts:
+        next_token_loss(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0], ids).backward()
+    return gradients_as_params(model, folder)
+
+
+def gradients_as_params(model: Any, folder: Path) -> Any:
+    """The gradients of a model of transformers, read as a checkpoint."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    return saved(model, folder).params
+
+
+def chunked(prompts: Sequence[Sequence[int]], sizes: Sequence[int], **more: Any) -> list[Batch]:
+    """The prompts as batches of at most so many tokens a request; the target of each token is the next one."""
+    made = []
+    for start, end in pairwise((0, *(sum(sizes[: i + 1]) for i in range(len(sizes))))):
+        rows = [row for row, ids in enumerate(prompts) if len(ids) > start]
+        targets = [token for row in rows for token in (*prompts[row], 0)[start + 1 : min(end, len(prompts[row])) + 1]]
+        batch = Batch.ragged(rows, [prompts[row][start:end] for row in rows], **more)
+        made.append(attrs.evolve(batch, targets=torch.tensor(targets).to(batch.rows.device)))
+    return made
+
+
+def loss_of(out: Any, batch: Batch, prompts: Sequence[Sequence[int]], done: dict[int, int]) -> Tensor:
+    """`next_token_loss` of what a batch read of the prompts; `done` counts it."""
+    kept: list[float] = []
+    for row, count in zip(batch.rows.tolist(), batch.query_start_loc.diff().tolist(), strict=True):
+        done[row] = done.get(row, 0) + count
+        kept += [1.0] * (count - 1) + [float(done[row] < len(prompts[row]))]
+    found: Tensor = -(out.prompt_logprobs * torch.tensor(kept).to(out.prompt_logprobs)).sum()
+    return found
+
+
+def loss_by(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    sizes: Sequence[int] = (64,),
+    num_stages: int = 1,
+    mode: str = "none",
+) -> tuple[tuple[Any, ...], Callable[[Any], Tensor]]:
+    """The stages' parameters, and the loss of the prompts as a function of these: in chunks of these sizes, a step
+    each, over pages that start empty."""
+    runner = make_runner(model, Limits(4, 64), num_stages=num_stages, mode=mode)
+
+    def loss(params: Any) -> Tensor:
+        state, found, done = make_state(model, runner.layouts, [48] * len(prompts)), list[Tensor](), dict[int, int]()
+        for batch in chunked(prompts, sizes, device=model.device):
+            state, out = runner.step(params, state, batch)
+            found.append(loss_of(out, batch, prompts, done))
+        return torch.stack(found).sum()
+
+    return runner.params, loss
+
+
+def recorded(params: Any) -> Any:
+    """Leaves that require grad; one that stands twice, as tied weights do, still does."""
+    made: dict[int, Tensor] = {}
+    return tree_map(lambda x: made.setdefault(id(x), x.detach().clone().requires_grad_()), params)
+
+
+def gradients_of(params: Any) -> Any:
+    return tree_map(lambda x: x.grad, params)
+
+
+def untied(gradients: Any) -> Any:
+    """The gradients of tied weights added up, as one tensor has them."""
+    both = gradients.embed_tokens + gradients.lm_head
+    return attrs.evolve(gradients, embed_tokens=both, lm_head=both)
+
+
+def worst(found: Any, wanted: Any) -> tuple[float, str]:
+    """The greatest error of a leaf, relative to its greatest element, and which. `inv_freq` is no weight of theirs."""
+    pairs = zip(leaves_with_names(found), leaves_with_names(wanted), strict=True)
+    errors = [(relative(a, b), path) for (path, a), (_, b) in pairs if not path.endswith("inv_freq")]
+    return max(errors)
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    assert wanted.abs().max() > 0
+    return float((found - wanted).abs().max() / wanted.abs().max())

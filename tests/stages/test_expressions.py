@@ -1,0 +1,103 @@
+"""`Expression` matches what Python's `re` matches, and gives up where that would not end."""
+
+import re
+import time
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError
+from weft.stages.expressions import MOST_CHARACTERS, MOST_STEPS, Expression
+
+NAME = "model.layers.12.self_attn.q_proj"
+
+atoms = st.sampled_from(
+    [*"abq._", r"\.", r"\w", r"\d", ".", "[ab]", "[^a.]", r"[\w.]", "[]a]", "[^]]", r"\b", "^", "$", "{", "}", "{}",
+     "{a}", r"\A", r"\Z", r"\-", "(?<=a)", r"(?<!\.)", "(?<=a.)", r"(?<=\b)"]
+)  # fmt: skip
+repeats = st.sampled_from(["*", "+", "?", "{2}", "{,2}", "{1,}", "{1,2}", "*?", "+?", "??", "{0,3}?", "{,}"])
+
+
+def larger(part: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    pairs = st.tuples(part, part)
+    return st.one_of(
+        st.lists(part, max_size=3).map("".join),
+        st.tuples(part, repeats).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+        pairs.map(lambda pair: f"({pair[0]}|{pair[1]})"),
+        pairs.map(lambda pair: f"{pair[0]}|{pair[1]}"),
+        part.map(lambda one: f"(?={one})"),
+        part.map(lambda one: f"(?!{one})"),
+    )
+
+
+@given(text=st.recursive(atoms, larger, max_leaves=12), name=st.text("abq._1{}", max_size=7))
+@settings(max_examples=600, deadline=None)
+def test_it_matches_what_re_matches(text: str, name: str) -> None:
+    try:
+        expected = re.compile(text).fullmatch(name) is not None
+    except re.error:
+        assume(False)
+    assert Expression(text).matches(name) == expected
+    inside = re.compile(f"a.*(?:{text})b?").fullmatch(f"a{name}") is not None
+    assert Expression(text, before="a.*", after="b?").matches(f"a{name}") == inside
+
+
+@pytest.mark.parametrize(
+    ("text", "matches"),
+    [
+        ("q_proj", False),
+        ("model.layers.12.self_attn.q_proj|lm_head", True),
+        (r".*\.(q|k|v)_proj", True),
+        (r"^(?!.*visual).*(?:q_proj|lm_head).*", True),
+        (
+            r"(?:.*?(?:language|text).*?(?:q_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:q_proj))",
+            True,
+        ),
+        (r"(?P<layer>.*\d+).*", True),
+    ],
+)
+def test_expressions_of_released_adapters(text: str, matches: bool) -> None:
+    assert Expression(text).matches(NAME) == matches
+
+
+ENDLESS = [
+    r"(\w|\w\w|\.)+!", "(.*)*(.*)*(.*)*x!", ".*" * 30 + "!", "((((((((.*)*)*)*)*)*)*)*)*!", "(a{0,60000}){0,60000}b",
+    "(a|a)" * 40 + "!", "(?:" * 20 + ".?" + "){9}" * 20 + "!", "(?:" + "|" * 5000 + "){60000}!",
+    "(?:.*?(.)*?)*" * 200 + "!", "(?=.*" * 100 + ")" * 100 + "!",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ENDLESS)
+def test_what_re_would_be_busy_with_for_ever(text: str) -> None:
+    """It does not match, or it is refused."""
+    begun, found = time.monotonic(), ""
+    try:
+        found = str(Expression(text).matches(NAME))
+    except ConfigError as error:
+        found = error.seen
+    assert found in ("False", f"more than {MOST_STEPS} steps to match {NAME!r}")
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("(q", "missing ), unterminated subpattern at position 0"),
+        ("a)(b", "unbalanced parenthesis at position 1"),
+        ("a{99999999999}", "the repetition number is too large"),
+        ("(" * 50_000 + ")" * 50_000, f"100000 characters, and {MOST_CHARACTERS} are the most"),
+        ("(" * 4000 + ")" * 4000, "groups are nested too deeply"),
+        ("(?i)q_proj", "global flags not at the start of the expression at position 3"),
+        ("(?i:q)_proj", "'(?i:' is not supported"),
+        (r"(.)\1", r"'\\1' is not supported"),
+        ("a*+", "'*+' is not supported"),
+        ("(?>a)", "'(?>a' is not supported"),
+    ],
+)
+def test_what_is_refused(text: str, seen: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Expression(text)
+    assert caught.value.call == f"the regular expression {text!r:.60}"
+    assert caught.value.seen == seen
+    assert caught.value.instead == "a list of names, or a simpler expression"
