@@ -13,6 +13,7 @@ from weft.proofs.laws.versions import HOW
 from weft.proofs.strategies.agreement import conversations
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engines import loads
+from weft.proofs.strategies.odd import odd_loads
 from weft.transforms.ladder import MODES
 
 
@@ -197,6 +198,10 @@ def _engine(masks: bool) -> Callable[[st.DataObject, str], None]:
     return lambda data, device: laws.engine_serves_as_alone(data.draw(loads(masks=masks)))
 
 
+def _faulty(data: st.DataObject, device: str) -> None:
+    laws.faults_end_their_own_request(data.draw(odd_loads()))
+
+
 def _ahead(data: st.DataObject, device: str) -> None:
     laws.run_ahead_is_none(data.draw(loads(("none", "full"))))
 
@@ -255,6 +260,7 @@ LAWS = (
     Law("L11", "what differs is refused with the first message", _asked),
     Law("L11", "an engine serves each completion as alone", _engine(masks=False)),
     Law("L11", "completions with masks are served as if alone", _engine(masks=True)),
+    Law("L11", "faults end their own request, and nothing forbidden is said", _faulty),
     Law("L12", "speculation changes nothing, by prompt lookup", _drafted(lookups())),
     Law("L12", "speculation changes nothing, by a draft model", _drafted(models())),
     Law("L13", "micro-batches are one", _microbatched),

@@ -31,7 +31,7 @@ DEMO = Path(__file__).parent / "demo"
 
 @attrs.frozen(eq=False)
 class Model:
-    """A loaded checkpoint: nothing in it changes.
+    """A loaded checkpoint. Nothing in it changes but by `Engine.update`, which writes its parameters in place.
 
     Args:
         config: from config.json.

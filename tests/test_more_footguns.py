@@ -217,3 +217,28 @@ def test_28_an_engine_of_default_limits_captures_many_graphs() -> None:
     assert len(many) > 30
     assert len(few) < 12
     assert len(weft.make_ladder("none", weft.Limits(64, 2048))) == 0
+
+
+def test_29_a_change_of_parameters_that_torch_does_not_count_is_not_seen() -> None:
+    """An engine finds out that its parameters were changed in place by torch's own count, which leaves out
+    `tensor.data.copy_(...)`, `fused=True` optimizers, and what writes through an array or a kernel of one's own.
+
+    Around it: `engine.update()` after such a change, or `engine.update(params)` in its place.
+    """
+    model = weft.load(weft.stages.DEMO, "cpu")
+    engine = weft.Engine(model, weft.EngineLimits(max_num_reqs=1, max_model_len=64), graph="none")
+    prompt = [5, 6, 7, 8] * 8
+
+    def found() -> int:
+        before = engine.stats().prefix_tokens
+        engine.add(prompt, max_tokens=1)
+        list(engine)
+        return engine.stats().prefix_tokens - before
+
+    assert (found(), found()) == (0, 31)
+    model.params.layers[0].o_proj.mul_(1.5)
+    assert found() == 0
+    model.params.layers[0].o_proj.data.mul_(1.5)
+    assert found() == 31, "pages that the old parameters computed"
+    engine.update()
+    assert found() == 0

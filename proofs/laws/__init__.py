@@ -16,6 +16,7 @@ from weft.proofs.laws.dispatch import (
 )
 from weft.proofs.laws.engine import engine_serves_as_alone, run_ahead_is_none
 from weft.proofs.laws.fairness import served_in_turn
+from weft.proofs.laws.faults import faults_end_their_own_request
 from weft.proofs.laws.func import TRANSFORMS, functions_of_graphs_are_functions, graphs_of_functions_are_functions
 from weft.proofs.laws.graph import (
     graph_is_eager,
@@ -64,6 +65,7 @@ __all__ = [
     "dispatch_is_least",
     "dropped_graphs_are_not_in_use",
     "engine_serves_as_alone",
+    "faults_end_their_own_request",
     "functions_of_graphs_are_functions",
     "graph_is_eager",
     "graph_is_eager_on_calls",

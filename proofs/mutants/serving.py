@@ -1,5 +1,6 @@
 """Bugs of the scheduler and of the pages."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
+from weft.errors import RequestError
 from weft.proofs import serving
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
+from weft.sampling import SamplingParams
 from weft.stages.mrope import mrope_positions
 from weft.state import State
 from weft.transforms.engine import admission
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.host import HostState, end, preempt
+from weft.transforms.engine.intake import check_sampling
 from weft.transforms.engine.masks import Masked, read_mask
 from weft.transforms.engine.pages import Pages, hash_page
 from weft.transforms.engine.prompts import Given, place_positions
@@ -196,8 +200,44 @@ def _pages_are_kept(host: HostState) -> HostState:
     return host
 
 
+class _AllLeft(Masked):
+    """Forgets what the parameters of its request bar."""
+
+    def left_behind(self, _: int) -> torch.Tensor:
+        return torch.full_like(self.left, -1)
+
+
+@contextmanager
+def _some_token_where_none_is_left() -> Iterator[None]:
+    """The token of a row without one is taken for what was drawn."""
+    with replace(_SAMPLES, "Masked", _AllLeft)(), replace("weft.transforms.engine.reading", "is_fault", math.isnan)():
+        yield
+
+
+@contextmanager
+def _refused_where_it_is_admitted() -> Iterator[None]:
+    """Parameters are not checked with the model's own ends before a step admits their request."""
+
+    def without_ends(call: str, model: Any, params: SamplingParams, num_logprobs: int) -> None:
+        if params.seed is None:  # those that the user gave
+            check_sampling(call, model, params, num_logprobs)
+
+    with replace(_INTAKE, "check_sampling", without_ends)(), replace(_INTAKE, "write_rows", lambda *args: None)():
+        yield
+
+
+@contextmanager
+def _blames_value_errors_alone(call: str, instead: str) -> Iterator[None]:
+    """Of what a mask may raise, only what was thought of ends its request."""
+    try:
+        yield
+    except ValueError as error:
+        raise RequestError(call, str(error), instead) from error
+
+
 _SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L11", "engine")
 _ADAPTED, _EMBEDDED, _MASKS = find("L11", "adapters"), find("L11", "embeddings"), find("L11", "masks")
+_FAULTS = find("L11", "faults")
 _PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18"), find("L19")
 _VERSIONS, _CHANGED = find("L23", "pages"), find("L23", "changed")
 _ON_ENGINE, _INTAKE = "weft.transforms.engine.engine", "weft.transforms.engine.intake"
@@ -239,6 +279,13 @@ SERVING = (
     ),
     Mutant("a mask stays in the row of its request", _MASKS, replace(_LOADS, "Engine", _MasksStay)),
     Mutant("a request with a mask runs ahead", _MASKS, replace(_INTAKE, "Request", _free_to_run_ahead)),
+    Mutant("where no token is left, the first one is said", _FAULTS, _some_token_where_none_is_left),
+    Mutant("parameters that bar all are refused by a step", _FAULTS, _refused_where_it_is_admitted),
+    Mutant(
+        "an error of a mask that was not thought of ends the step",
+        _FAULTS,
+        replace("weft.transforms.engine.masks", "blamed", _blames_value_errors_alone),
+    ),
     Mutant("who came last goes first", _TURN, _latest_first),
     Mutant("room is made from the first", _TURN, replace(_DECODES, "_make_room", _makes_room_from_the_first)),
     Mutant("a page is known without the parameters' version", _VERSIONS, replace(_REQUESTS, "salt", _without_version)),

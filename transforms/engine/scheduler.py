@@ -210,7 +210,8 @@ def _targets(parts: Sequence[tuple[Running, int]]) -> tuple[tuple[int, ...], ...
     found = []
     for running, count in parts:
         start, length = running.computed + 1, max(count, 1)
-        own = running.request.prompt[start : start + length]
+        told = running.request.sampling.prompt_logprobs is not None  # another's prompt may hold what is no token
+        own = running.request.prompt[start : start + length] if told else ()
         found.append((*own, *[0] * (length - len(own))))
     return tuple(found)
 

@@ -86,7 +86,8 @@ class Work:
         token_ids: of each request; none for a uniform decode, which goes on from the last tokens.
         samples: whether each samples a token.
         after: the job whose tokens must have returned before this one runs; None: no such job.
-        targets: of each request, the prompt's next token behind each; none where nobody wants a prompt's logprobs.
+        targets: of each request, the prompt's next token behind each, or 0 where it does not want its logprobs; none
+            where nobody does.
         starts: of each request, the tokens before this step; of a decode at most.
         num_active_loras: different adapters of these requests.
         query_len: tokens of each request of a uniform decode: the last one, and drafts.

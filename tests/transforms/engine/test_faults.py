@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 
+from weft.batch import EMBEDDED
 from weft.errors import LogitsError, RequestError
 from weft.proofs.laws.engine import alone
 from weft.proofs.strategies.engines import VOCABULARY, small_model
@@ -160,6 +161,18 @@ def test_a_token_that_the_device_alone_knows_to_be_barred_is_not_said(
     assert odd.error.seen.startswith("no token that can be drawn behind 2 tokens")
     assert outputs["good"].track.token_ids == [5, 5, 5]
     assert engine.stats().pages_held == 0
+
+
+def test_a_prompt_with_embeddings_beside_one_whose_logprobs_are_told_breaks_no_step() -> None:
+    """Their steps look up the next token of each prompt, and an embedding has no id."""
+    engine = Engine(small_model(), SMALL, graph="none", num_logprobs=1)
+    engine.add([3, 4], attrs.evolve(GREEDY, prompt_logprobs=1), max_tokens=5, id="good")
+    embeds = EmbedsPrompt([1, EMBEDDED, EMBEDDED], torch.ones(3, 8))
+    engine.add(embeds, attrs.evolve(GREEDY), max_tokens=2, id="odd")
+    outputs = ended(engine)
+    assert outputs["odd"].finish_reason == "length"
+    assert len(outputs["good"].track.prompt_logprobs) == 1
+    assert_others_go_on(engine, outputs)
 
 
 class Undecodable:

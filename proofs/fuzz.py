@@ -1,0 +1,101 @@
+"""Odd requests in numbers: whatever an engine accepts breaks no step, and says nothing forbidden.
+
+    python -m weft.proofs.fuzz --requests 5000
+
+Draws engines and requests until so many were accepted, and checks each (`weft.proofs.laws.faults`). Prints what became
+of them, and, where the law breaks, the smallest case; then it exits with 1.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import attrs
+import hypothesis
+from hypothesis import HealthCheck, settings
+
+from weft.proofs.difference import LawViolation
+from weft.proofs.laws.faults import Tally, faults_end_their_own_request
+from weft.proofs.strategies.odd import OddLoad, odd_loads
+
+_AT_ONCE = 40
+"""Engines a seed."""
+
+
+@attrs.define
+class Fuzzed:
+    """What became of engines and requests.
+
+    Args:
+        engines: that served; `lost`: of them, with the law broken.
+        tally: of their requests.
+        seconds: that it took.
+    """
+
+    engines: int = 0
+    lost: int = 0
+    tally: Tally = attrs.field(factory=Tally)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        own = self.tally
+        ended = ", ".join(f"{count} {reason}" for reason, count in own.ended.most_common())
+        errors = "".join(f"\n  {count:6} {error}" for error, count in own.errors.most_common())
+        return (
+            f"{own.accepted} requests accepted, {own.masked} of them with masks and {own.embedded} with embeddings; "
+            f"{own.refused} refused; {self.engines} engines, {self.lost} lost or with a forbidden token; {own.tokens} "
+            f"tokens in {self.seconds:.0f} s\ncompletions ended: {ended}\nerrors:{errors}"
+        )
+
+
+def fuzz(num_requests: int, seed: int = 0, tell: Callable[[Fuzzed], None] = lambda found: None) -> Fuzzed:
+    """Serve odd requests until so many were accepted.
+
+    Args:
+        seed: of the first engines; those that follow have the next ones.
+        tell: called now and then with what there is by then.
+
+    Raises:
+        LawViolation: of the smallest case that was found.
+    """
+    found, begin = Fuzzed(), time.perf_counter()
+    while found.tally.accepted < num_requests:
+        _serve(found, seed)
+        found.seconds, seed = time.perf_counter() - begin, seed + 1
+        tell(found)
+    return found
+
+
+def _serve(found: Fuzzed, seed: int) -> None:
+    @hypothesis.seed(seed)
+    @settings(max_examples=_AT_ONCE, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @hypothesis.given(odd_loads())
+    def serve(load: OddLoad) -> None:
+        found.engines += 1
+        try:
+            faults_end_their_own_request(load, found.tally)
+        except LawViolation:
+            found.lost += 1
+            raise
+
+    serve()
+
+
+def main() -> int:
+    """Serve as many as the command line asks for, and print what became of them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=5000, help="accepted ones, at least")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    try:
+        found = fuzz(arguments.requests, arguments.seed, lambda found: print(found.tally.accepted, flush=True))
+    except LawViolation as error:
+        print(error, *getattr(error, "__notes__", ()), sep="\n")
+        return 1
+    print(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""L11 for what goes wrong: whatever `Engine.add` accepts breaks no step, ends alone, and says nothing forbidden."""
+
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from weft.errors import RequestError, WeftError
+from weft.proofs.difference import LawViolation
+from weft.proofs.laws.engine import alone, check_nothing_is_left
+from weft.proofs.strategies.engines import VOCABULARY
+from weft.proofs.strategies.odd import MUTE, OddCall, OddLoad, OddMask
+from weft.sampling import SamplingParams
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.outputs import RequestOutput
+
+_LARGEST_EMBEDDING = 1e9
+"""Of larger ones the squares may be infinite, and the logits NaN."""
+
+
+@attrs.define
+class Tally:
+    """What became of requests.
+
+    Args:
+        refused: by `SamplingParams` or by `add`.
+        accepted: by `add`; `masked`: of those, with a mask; `embedded`: with embeddings.
+        tokens: that were said.
+        ended: completions, by their reasons; `errors`: by what was seen.
+    """
+
+    refused: int = 0
+    accepted: int = 0
+    masked: int = 0
+    embedded: int = 0
+    tokens: int = 0
+    ended: Counter[str] = attrs.field(factory=Counter)
+    errors: Counter[str] = attrs.field(factory=Counter)
+
+
+def faults_end_their_own_request(load: OddLoad, tally: Tally | None = None) -> None:
+    """L11: no step raises, whatever was accepted; each completion ends, once, with a reason, and one that ends by an
+    error has a cause; no token of any is forbidden by its parameters or its mask; a careful request beside them says
+    what it says alone; and nothing is left.
+
+    Args:
+        load: an engine, and requests.
+        tally: what became of them is added to it.
+    """
+    tally = Tally() if tally is None else tally
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ends that are beyond the vocabulary
+        engine = load.engine()
+    careful = SamplingParams(temperature=0.0, ignore_eos=True, bad_token_ids=[MUTE])
+    witness = engine.add((1, 2, 3), careful, max_tokens=5)
+    calls, outputs = _run(load, engine, tally)
+    check_nothing_is_left(engine)
+    for (name, index), own in outputs.items():
+        last = _last(f"completion {index} of {name!r}", own)
+        if name == witness:
+            expected = alone((1, 2, 3), careful, 5)
+            if (last.track.token_ids, last.finish_reason) != expected:
+                raise LawViolation(f"L11 faults: a careful request got {last.track.token_ids}, and alone {expected}")
+            continue
+        _check_said(load, calls[name], last)
+        tally.tokens += len(last.track.token_ids)
+        tally.ended[str(last.finish_reason)] += 1
+        if last.error is not None:
+            tally.errors[re.split(r"[:\d\[]", last.error.seen)[0]] += 1
+    missing = {name: call for name, call in calls.items() if not any(key[0] == name for key in outputs)}
+    if missing:
+        raise LawViolation(f"L11 faults: nothing came of {missing}")
+
+
+Outputs = dict[tuple[str, int], list[RequestOutput]]
+
+
+def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall], Outputs]:
+    """Let everything come, and go, and end: what was accepted, and what each completion got."""
+    calls: dict[str, OddCall] = {}
+    outputs: Outputs = {}
+    step, last = 0, max(call.step for call in load.calls)
+    while step <= last or engine.num_unfinished:
+        got = []
+        for index, call in enumerate(load.calls):
+            if call.step == step and (name := _add(engine, index, call, tally)) is not None:
+                calls[name] = call
+            got += [o for name, own in calls.items() if own is call and call.aborted == step
+                    for o in (engine.abort(name) if engine.is_under_way(name) else ())]  # fmt: skip
+        try:
+            got += engine.step()
+        except Exception as error:
+            raise LawViolation(f"L11 faults: a step raised {type(error).__name__}: {error}") from error
+        for output in got:
+            outputs.setdefault((output.id, output.index), []).append(output)
+        step += 1
+    while not engine.is_idle:
+        engine.step()
+    return calls, outputs
+
+
+def _add(engine: Engine, index: int, call: OddCall, tally: Tally) -> str | None:
+    """Its name; None if it was refused."""
+    name = None if call.id is None else f"{call.id}{index}"
+    options = {"max_tokens": call.max_tokens, "priority": call.priority, "adapter": call.adapter, "mask": call.mask}
+    try:
+        found = engine.add(call.given, SamplingParams(**call.sampling), id=name, **options)  # type: ignore[arg-type]
+    except RequestError:
+        tally.refused += 1
+        return None
+    except Exception as error:
+        raise LawViolation(f"L11 faults: add raised {type(error).__name__}: {error}") from error
+    tally.accepted += 1
+    tally.masked += call.mask is not None
+    tally.embedded += bool(call.embeds)
+    return found
+
+
+def _last(name: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """The output that ends a completion."""
+    reasons = [output.finish_reason for output in outputs]
+    if reasons[-1] not in ("stop", "length", "abort", "error") or any(reasons[:-1]):
+        raise LawViolation(f"L11 faults: {name} ended by {reasons}")
+    said = [token for output in outputs for token in output.token_ids]
+    if said != outputs[-1].track.token_ids:
+        raise LawViolation(f"L11 faults: {name} got {said} in parts, and {outputs[-1].track.token_ids} in all")
+    return outputs[-1]
+
+
+def _check_said(load: OddLoad, call: OddCall, last: RequestOutput) -> None:
+    """The tokens, one after the other, are allowed; and the end has a cause."""
+    tokens, reason = last.track.token_ids, last.finish_reason
+    params = SamplingParams(**call.sampling)
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else load.ends)}
+    for count, token in enumerate(tokens):
+        allowed = _allowed(params, stops, call.mask, tokens[:count])
+        if token not in allowed:
+            seen = f"{token} behind {tokens[:count]}, where {sorted(allowed)} are allowed"
+            raise LawViolation(f"L11 faults: a forbidden token: {seen}")
+        if token in stops and count + 1 < len(tokens):
+            raise LawViolation(f"L11 faults: {tokens} go on behind an end, of {stops}")
+    causes = {
+        "stop": bool(stops & set(tokens[-1:])) or any(stop in _text(load, tokens) for stop in params.stop),
+        "length": len(tokens) == min(call.max_tokens, 24 - len(call.prompt)),
+        "abort": call.aborted is not None,
+        "error": isinstance(last.error, WeftError) and _may_fail(load, call, params, stops, tokens),
+    }
+    if not causes[str(reason)] or (last.error is not None) != (reason == "error"):
+        raise LawViolation(f"L11 faults: {tokens} ended by {reason} without a cause, {last.error}")
+
+
+def _allowed(params: SamplingParams, stops: set[int], mask: OddMask | None, said: Sequence[int]) -> set[int]:
+    """The tokens that a request may say, by brute force."""
+    allowed = set(range(VOCABULARY))
+    if params.allowed_token_ids is not None:
+        allowed &= set(params.allowed_token_ids)
+    allowed -= set(params.bad_token_ids)
+    if len(said) < params.min_tokens:
+        allowed -= stops
+    return allowed if mask is None else allowed & _answer(mask, said)
+
+
+def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
+    """What a mask allows; nothing where it fails."""
+    everything = set(range(VOCABULARY))
+    try:
+        found = mask(said)
+        if found is None:
+            return everything
+        if isinstance(found, torch.Tensor):
+            fits = found.dtype == torch.int32 and found.shape == (1,) and found.layout == torch.strided
+            return {token for token in everything if fits and int(found[0]) >> token & 1}
+        ids = list(found)
+    except Exception:
+        return set()
+    return set(ids) if all(type(one) is int and one in everything for one in ids) else set()
+
+
+def _may_fail(load: OddLoad, call: OddCall, params: SamplingParams, stops: set[int], tokens: Sequence[int]) -> bool:
+    """Whether a request that has said these tokens has a fault: no token is left, one cannot be decoded, or the logits
+    may be no numbers."""
+    large = any(not math.isfinite(value) or abs(value) > _LARGEST_EMBEDDING for value in call.embeds.values())
+    mute = load.decodes == "most" and MUTE in tokens
+    return large or mute or not _allowed(params, stops, call.mask, tokens)
+
+
+def _text(load: OddLoad, tokens: Sequence[int]) -> str:
+    return "" if load.decodes == "nothing" else "".join(chr(97 + token) for token in tokens)
