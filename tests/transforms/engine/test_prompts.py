@@ -140,7 +140,10 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "positions of shape [2, 12], torch.int64, for 12 tokens",
         "[3, 12] int64: get_rope_index(...)[0][:, 0]",
     ),
-    "before the start": ({"positions": POSITIONS - 1}, "a position -1", "positions from 0 on"),
+    "before the start": ({"positions": POSITIONS - 1}, "a position -1", "positions from 0 to 2147483647"),
+    "far behind the end": (
+        {"positions": POSITIONS + 2**62}, f"a position {2**62}", "positions from 0 to 2147483647"
+    ),
     "a token that is none": ({"token_ids": [*IDS[:-1], 99]}, "the prompt holds 99", "token ids are ints"),
     "no token": ({"token_ids": []}, "the prompt is empty", "give at least one"),
 }  # fmt: skip
