@@ -167,7 +167,9 @@ def generate(
     encoded = _encode_prompts(model, prompts, call)
     params = _sampling_of_each(call, model, temperature, sampling, len(encoded))
     adapters = _adapter_of_each(call, adapter, len(encoded))
-    named = {_name(each): each for each in adapters if each is not None}
+    once = {id(each): each for each in adapters if each is not None}
+    named = {f"adapter {place}": each for place, each in enumerate(once.values())}  # alike on every rank
+    names = dict(zip(once, named, strict=True))
     limits = _limits(model, encoded, params, max_tokens, pipeline)
     engine = Engine(
         model,
@@ -181,7 +183,7 @@ def generate(
         speculation=speculation,
     )
     for index, (ids, each, own) in enumerate(zip(encoded, params, adapters, strict=True)):
-        engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=None if own is None else _name(own))
+        engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=names.get(id(own)))
     outputs = _shown(engine, max_tokens * sum(each.n for each in params), progress)
     if stream:
         return outputs
@@ -260,11 +262,6 @@ def _adapter_of_each(call: str, adapter: Any, count: int) -> list[Adapter | None
         instead = f"weft.load_adapter(model, folder), or a list of {count} of them and None"
         raise RequestError(call, f"adapter={adapter!r:.200}", instead)
     return list(each)
-
-
-def _name(adapter: Adapter) -> str:
-    """One name for one adapter, however often it is given."""
-    return f"adapter {id(adapter):x}"
 
 
 def _check_arguments(call: str, max_tokens: int, temperature: float) -> None:
