@@ -385,8 +385,8 @@ def stop_allocating_to_pool(device: torch.device, pool: tuple[int, int]) -> None
 
 def changes_of(tensors: Iterable[torch.Tensor]) -> int:
     """How often these tensors, none of them made in inference mode, were changed in place as far as torch counts it.
-    It counts operators, and what becomes their `.data`; and neither `tensor.data.copy_(...)`, nor fused optimizers, nor
-    what writes to memory behind its back."""
+    It counts operators; and neither what is done to a tensor's `.data`, nor fused optimizers, nor what writes to memory
+    behind its back."""
     return sum(map(_version_of, tensors))
 
 

@@ -210,7 +210,7 @@ class _AllLeft(Masked):
 @contextmanager
 def _some_token_where_none_is_left() -> Iterator[None]:
     """The token of a row without one is taken for what was drawn."""
-    with replace(_SAMPLES, "Masked", _AllLeft)(), replace("weft.transforms.engine.reading", "is_fault", math.isnan)():
+    with replace(_SAMPLES, "Masked", _AllLeft)(), replace("weft.transforms.engine.faults", "is_fault", math.isnan)():
         yield
 
 

@@ -256,10 +256,10 @@ class Engine:
         under way go on from what they have said, with pages that are computed anew; graphs are not captured again.
 
         The tensors are those of `engine.model`, written in place. A change in place that is not announced, as an
-        optimizer's, is found out before the next step as far as torch counts it: operators, and what becomes a tensor's
-        `.data`. Not counted are `tensor.data.copy_(...)`, `fused=True` optimizers, what writes through an array, a
-        kernel of one's own or another process, and tensors made in inference mode: then say `engine.update()`. With
-        stages in other processes, say it of every change, on every rank.
+        optimizer's, is found out before the next step where torch counts it. It counts operators, and neither what is
+        done to a tensor's `.data`, nor `fused=True` optimizers, nor what an array, a kernel of one's own or another
+        process writes, nor tensors made in inference mode: then say `engine.update()`. With stages in other processes,
+        say it of every change, on every rank.
 
         Args:
             params: as a model of `weft.load` has them; or tensors by transformers' names, such as a `state_dict()`:

@@ -3,7 +3,7 @@ raises in a step itself ends the engine."""
 
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from weft.errors import EngineError, LogitsError, RequestError, WeftError
@@ -35,26 +35,45 @@ class Whole:
             self._broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}"
 
 
-@contextmanager
-def blamed(call: str, instead: str) -> Iterator[None]:
-    """Whatever is raised inside, a panic of a Rust extension included, becomes a RequestError; a RequestError stays.
+def blame(error: BaseException, call: str, instead: str) -> RequestError:
+    """What was raised on behalf of one request, as the error of that request; a RequestError stays.
 
     Args:
         call, instead: of that error.
+
+    Raises:
+        BaseException: it is no error of a request, but an interrupt or the like. A panic of a Rust extension is one,
+            though it is no Exception.
     """
+    if isinstance(error, RequestError):
+        return error
+    if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+        raise error
+    blamed = RequestError(call, traceback.format_exception_only(error)[-1].strip(), instead)  # str(error) may raise too
+    blamed.__cause__ = error
+    return blamed
+
+
+@contextmanager
+def blamed(call: str, instead: str) -> Iterator[None]:
+    """What is raised inside is the error of one request, as `blame` makes it."""
     try:
         yield
-    except (RequestError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:  # a Rust extension's panic is no Exception
-        # Not str(error), which may raise itself.
-        seen = traceback.format_exception_only(error)[-1].strip()
-        raise RequestError(call, seen, instead) from error
+    except BaseException as error:
+        if (found := blame(error, call, instead)) is error:
+            raise
+        raise found from error
 
 
 def is_fault(logprob: float) -> bool:
     """Whether a logprob says that no token was drawn: NaN, as the logits were, or -inf."""
     return not logprob > -math.inf
+
+
+def find_faults(logprobs: Sequence[Sequence[float]]) -> dict[int, int]:
+    """The rows in which there is a fault, and the place of the first one in each."""
+    faulty = (row for row, own in enumerate(logprobs) if any(map(is_fault, own)))
+    return {row: next(i for i, x in enumerate(logprobs[row]) if is_fault(x)) for row in faulty}
 
 
 def fault_of(id: str, logprob: float, num_tokens: int) -> WeftError:

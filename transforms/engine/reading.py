@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.outputs import Output
-from weft.transforms.engine.faults import is_fault
+from weft.transforms.engine.faults import find_faults
 from weft.transforms.engine.work import Work
 
 _PAUSE = 2e-5
@@ -107,10 +107,10 @@ def _told(copied: dict[str, Tensor]) -> Told:
 
     top, prompt_top = "top_ids" in copied, "prompt_top_ids" in copied
     pairs = zip(of_rows("top_ids"), of_rows("top_logprobs"), strict=True) if top else ()
-    token_ids, logprobs, faults = of_rows("token_ids"), of_rows("logprobs"), {}
-    for row, own in enumerate(logprobs):
-        if (count := next((i for i, logprob in enumerate(own) if is_fault(logprob)), None)) is not None:
-            faults[row], token_ids[row] = own[count], token_ids[row][:count]
+    token_ids, logprobs = of_rows("token_ids"), of_rows("logprobs")
+    faults = find_faults(logprobs)
+    for row, place in faults.items():
+        token_ids[row] = token_ids[row][:place]
     return Told(
         token_ids,
         logprobs,
@@ -118,7 +118,7 @@ def _told(copied: dict[str, Tensor]) -> Told:
         copied["prompt_logprobs"].tolist() if "prompt_logprobs" in copied else [],
         _pairs(copied["prompt_top_ids"].tolist(), copied["prompt_top_logprobs"].tolist()) if prompt_top else [],
         int(copied["num_drafts"].sum()) if "num_drafts" in copied else 0,
-        faults,
+        {row: logprobs[row][place] for row, place in faults.items()},
     )
 
 

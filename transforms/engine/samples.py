@@ -1,14 +1,13 @@
 """The completions under way: whose request each is of, what it has said, and what it may say next."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import attrs
 from tokenizers import Tokenizer
 
 from weft.errors import RequestError, WeftError
 from weft.transforms.engine.detokenizing import special_ids
-from weft.transforms.engine.faults import blamed, fault_of
+from weft.transforms.engine.faults import blame, fault_of
 from weft.transforms.engine.masks import Mask, Masked, read_mask
 from weft.transforms.engine.outputs import RequestOutput, Sample
 from weft.transforms.engine.reading import Told
@@ -92,10 +91,9 @@ class Samples:
         sample, tokens = self._found[name], told.token_ids[row][:count]
         for index in range(count):
             try:
-                with self._decoding(sample):
-                    stopped = sample.track.take(told, row, index)
-            except RequestError as error:
-                return "error", tokens[: index + 1], error
+                stopped = sample.track.take(told, row, index)
+            except BaseException as error:
+                return "error", tokens[: index + 1], _undecodable(sample, error)
             if stopped:
                 return "stop", tokens[: index + 1], None
         return "", tokens, None
@@ -104,10 +102,6 @@ class Samples:
         """The error of a completion in whose next token's place there is this logprob."""
         sample = self._found[name]
         return fault_of(sample.id, logprob, len(sample.track.request.prompt) + len(sample.track.token_ids))
-
-    def _decoding(self, sample: Sample) -> AbstractContextManager[None]:
-        call = f"the text of request {sample.id!r}, of {len(sample.track.token_ids)} tokens"
-        return blamed(call, "a tokenizer that decodes all tokens of the model, or prompts of token ids without one")
 
     def output(self, name: str, tokens: list[int]) -> RequestOutput:
         """What is new of a completion that goes on."""
@@ -122,12 +116,16 @@ class Samples:
         sample = self._found.pop(name)
         self._masks.pop(name, None)
         try:
-            with self._decoding(sample):
-                sample.track.end(reason)
-        except RequestError as fault:
-            sample.track.reason, error = "error", error or fault
+            sample.track.end(reason)
+        except BaseException as fault:
+            sample.track.reason, error = "error", error or _undecodable(sample, fault)
         others = self._names[sample.id]
         others.remove(name)
         if not others:
             del self._names[sample.id]
         return attrs.evolve(sample.output(sample.track.reason, tokens), error=error)
+
+
+def _undecodable(sample: Sample, error: BaseException) -> RequestError:
+    call = f"the text of request {sample.id!r}, of {len(sample.track.token_ids)} tokens"
+    return blame(error, call, "a tokenizer that decodes every token of the model, or a model without one")

@@ -191,7 +191,7 @@ class Undecodable:
 
 
 class PanicException(BaseException):
-    pass
+    __module__ = "pyo3_runtime"
 
 
 @pytest.mark.parametrize("error", [UnicodeError("no text"), PanicException("index out of bounds")], ids=repr)
@@ -206,7 +206,8 @@ def test_a_token_that_cannot_be_decoded_ends_its_request(
     outputs = ended(engine)
     assert (outputs["odd"].finish_reason, outputs["odd"].track.token_ids) == ("error", [11])
     assert isinstance(outputs["odd"].error, RequestError)
-    assert outputs["odd"].error.seen == f"{type(error).__qualname__}: {error}".replace("Panic", f"{__name__}.Panic")
+    assert outputs["odd"].error.seen == f"{type(error).__qualname__}: {error}".replace("Panic", "pyo3_runtime.Panic")
+    assert outputs["odd"].error.__cause__ is error
     assert outputs["good"].track.token_ids == alone((3, 4), outputs["good"].track.request.sampling, 5)[0]
     assert outputs["good"].track.text == "".join(chr(97 + token) for token in outputs["good"].track.token_ids)
     assert engine.stats().pages_held == 0
@@ -299,5 +300,10 @@ def test_what_an_error_says_of_itself_may_fail_too() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    with pytest.raises(RequestError, match="Silent: <exception str"), blamed("call", "instead"):
+    with pytest.raises(RequestError, match="Silent: <exception str") as error, blamed("call", "instead"):
         raise Silent
+    assert isinstance(error.value.__cause__, Silent)
+    own = RequestError("mine", "seen", "instead")
+    with pytest.raises(RequestError) as error, blamed("call", "instead"):
+        raise own
+    assert error.value is own
