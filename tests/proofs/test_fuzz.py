@@ -1,0 +1,34 @@
+"""Odd requests in numbers: what is counted, and what a broken law ends with."""
+
+import sys
+
+import pytest
+
+from weft.proofs import fuzz as module
+from weft.proofs.fuzz import fuzz, main
+from weft.proofs.mutants import MUTANTS
+
+
+def test_what_became_of_them_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(module, "_AT_ONCE", 4)
+    found = fuzz(8)
+    assert found.lost == 0
+    assert found.tally.accepted >= 8
+    assert found.engines >= 2
+    assert found.tally.ended.total() >= found.tally.accepted
+    assert found.tally.errors.total() == found.tally.ended["error"]
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--requests", "3"])
+    assert main() == 0
+    assert "0 lost or with a forbidden token" in capsys.readouterr().out
+
+
+def test_a_broken_law_is_told_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [bug] = [mutant for mutant in MUTANTS if mutant.name == "where no token is left, the first one is said"]
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--requests", "1000"])
+    with bug.plant():
+        assert main() == 1
+    out = capsys.readouterr().out
+    assert "L11 faults: a forbidden token: " in out
+    assert "load=OddLoad(" in out
