@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import attrs
 import hypothesis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from weft.proofs.difference import LawViolation
 from weft.proofs.laws.faults import Tally, faults_end_their_own_request
@@ -21,6 +21,7 @@ from weft.proofs.strategies.odd import OddLoad, odd_loads
 
 _AT_ONCE = 40
 """Engines a seed."""
+_PHASES = [Phase.generate, Phase.shrink]
 
 
 @attrs.define
@@ -69,7 +70,9 @@ def fuzz(num_requests: int, seed: int = 0, tell: Callable[[Fuzzed], None] = lamb
 
 def _serve(found: Fuzzed, seed: int) -> None:
     @hypothesis.seed(seed)
-    @settings(max_examples=_AT_ONCE, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=_AT_ONCE, deadline=None, database=None, phases=_PHASES, suppress_health_check=list(HealthCheck)
+    )
     @hypothesis.given(odd_loads())
     def serve(load: OddLoad) -> None:
         found.engines += 1

@@ -55,8 +55,10 @@ def interrupted(ready: Callable[[list[int]], bool], later: float) -> tuple[int, 
     """The exit code, stdout and stderr of a command that is interrupted at a moment, and what was left of it soon
     afterwards."""
     command = [sys.executable, "-m", "weft", *GENERATE, "--pp", "2"]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **pipes) as own:
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell starts what runs behind it deaf to Ctrl-C, these tests included.
+    options |= {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, **options) as own:
         try:
             end = time.monotonic() + 60
             while not ready(processes(own.pid)):

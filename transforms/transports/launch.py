@@ -89,16 +89,34 @@ def _served(started: Sequence[Any]) -> Iterator[None]:
     before = _server_pid()
     resource_tracker.ensure_running()  # here, for it would unblock the signal
     try:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with _uninterrupted():
             forkserver.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # and raise what came meanwhile
         yield
     except KeyboardInterrupt:
         if not started and (pid := _server_pid()) not in (None, before):
             os.kill(pid, signal.SIGTERM)
+            vars(forkserver)["_forkserver"]._stop()  # waits for its end: a later launch starts another one
         raise
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Within, Ctrl-C waits. Signals that this thread blocks stay blocked in processes that it starts, but another
+    thread may get them: then Python would raise here all the same."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield
+        return
+    came: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *what: came.append(what))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if came and callable(handler):
+            handler(*came[0])
 
 
 def _server_pid() -> int | None:
@@ -128,7 +146,8 @@ def _start(
     name = f"weft rank {environment['RANK']}"
     process: BaseProcess = context.Process(target=_run_rank, args=(theirs, environment, fn, args), name=name)
     try:
-        process.start()
+        with _uninterrupted():  # the server would end with a traceback if it was asked by halves
+            process.start()
     except BaseException:
         ours.close()  # a rank that was asked for, and comes later, ends
         raise

@@ -255,3 +255,31 @@ def test_ranks_do_not_outlive_their_launcher_and_leave_no_semaphores(tmp_path: P
     while not all(map(gone, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert all(map(gone, pids))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_while_a_rank_is_asked_for_waits_until_it_has_been(tmp_path: Path, rank: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal\n"
+        "from multiprocessing import reduction\n"
+        "from test_launch import place\n"
+        "from weft.transforms.transports.launch import launch\n\n"
+        "if __name__ == '__main__':\n"
+        "    send, asked = reduction.sendfds, []\n"
+        "    def interrupted(*args):\n"
+        "        asked.append(args)\n"
+        f"        if len(asked) == {rank + 1}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "        send(*args)\n"
+        "    reduction.sendfds = interrupted\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "    try:\n"
+        "        launch(place, 2, 7, 'b')\n"
+        "    except KeyboardInterrupt:\n"
+        "        print(len(launch(place, 2, 7, 'b')), 'ranks afterwards')\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr, done.returncode) == ("2 ranks afterwards\n", "", 0)
