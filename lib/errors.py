@@ -1,5 +1,8 @@
 """Every exception that weft raises, the call as written, what was seen, what to write instead; and its warnings."""
 
+_LONGEST = 400
+"""Characters of a call in an error's text; of a longer one the middle is left out."""
+
 
 class WeftError(Exception):
     """Base of weft's exceptions.
@@ -24,7 +27,9 @@ class WeftError(Exception):
         self.instead = instead
 
     def __str__(self) -> str:
-        return f"{self.call}\n  saw: {self.seen}\n  instead: {self.instead}"
+        call, half = self.call, _LONGEST // 2
+        call = call if len(call) <= _LONGEST else f"{call[:half]} … {call[-half:]}"
+        return f"{call}\n  saw: {self.seen}\n  instead: {self.instead}"
 
 
 class ArgumentError(WeftError, TypeError):

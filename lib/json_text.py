@@ -38,7 +38,7 @@ def _inside(value: Any) -> Iterable[Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
-        if found.setdefault(name, value) != value:
+        if found.setdefault(name, value) is not value and found[name] != value:
             raise ValueError(f"an object gives {name!r:.60} two values")
     return found
 

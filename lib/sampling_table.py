@@ -106,9 +106,10 @@ def write_rows(
         _check_row(table, each, tokens)
     device = table.floats.device
     index = place(torch.tensor(rows, dtype=torch.int64), device)
-    floats, ints = torch.zeros(len(rows), 6), torch.zeros(len(rows), 4, dtype=torch.int64)
-    for i, (each, prompt) in enumerate(zip(params, prompts, strict=True)):
-        floats[i], ints[i] = torch.tensor(_floats(each)), torch.tensor(_ints(each, len(prompt)))
+    # The user's default dtype and device are not these.
+    floats = torch.tensor([_floats(each) for each in params], dtype=torch.float32, device="cpu").reshape(-1, 6)
+    all_ints = [_ints(each, len(prompt)) for each, prompt in zip(params, prompts, strict=True)]
+    ints = torch.tensor(all_ints, dtype=torch.int64, device="cpu").reshape(-1, 4)
     table.floats[index], table.ints[index] = place(floats, device), place(ints, device)
     if table.vocab_size:
         for row, each, prompt, own in zip(rows, params, prompts, generated, strict=True):
@@ -157,7 +158,8 @@ def _write_wide(
         table.bias_ids[row] = -1
         table.bias_ids[row, :count] = place(torch.tensor(list(params.logit_bias), dtype=torch.int32), device)
         # Of ints alone torch would make an int64 tensor, which does not hold them all.
-        table.bias[row, :count] = place(torch.tensor([float(bias) for bias in params.logit_bias.values()]), device)
+        bias = torch.tensor([float(bias) for bias in params.logit_bias.values()], dtype=torch.float32, device="cpu")
+        table.bias[row, :count] = place(bias, device)
     if used & PENALTIES:
         counts = {token: min(count, MOST_COUNTED) for token, count in Counter(generated).items()}
         counts |= {token: counts.get(token, 0) + IN_PROMPT for token in set(prompt) - {EMBEDDED}}

@@ -29,9 +29,9 @@ _RUNS = itertools.count()
 _DIST: Any = dist  # whose stores are documented, and not exported for type checkers
 
 
-def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> Any:
-    """A `torch.distributed.Store` shared by all processes of a launcher, under a prefix that no earlier call returned:
-    the default process group's where there is one, else the one at MASTER_ADDR and MASTER_PORT.
+def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
+    """A `torch.distributed.Store` shared by all processes of a launcher, behind the prefix that its keys have, which no
+    earlier call returned: the default process group's where there is one, else the one at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: the environment names no store.
@@ -46,7 +46,8 @@ def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> Any:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         whole = _root(address, port, rank == 0 and not agent, timeout).clone()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives a restart of its ranks
-    return _DIST.PrefixStore(f"weft/{attempt}/{next(_RUNS)}", whole)
+    prefix = f"weft/{attempt}/{next(_RUNS)}"
+    return prefix, _DIST.PrefixStore(prefix, whole)
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from weft.stages.adapter_config import LoraConfig, parse_lora
 from weft.stages.adapters import Adapter, adaptable
 from weft.stages.checkpoint import FLOATS, list_some, open_tensors
 from weft.stages.config import read_object
+from weft.stages.digest import Origin, digest_files, digest_params
 from weft.stages.model import Model
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -53,7 +54,8 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
         handle = stack.enter_context(open_tensors(path / _WEIGHTS, "cpu", call))
         _check_names(list(handle.keys()), wanted, call)
         deltas = {name: _read(handle, name, pairs[name], parts[name].shape, call) for name in parts if name in own}
-    return Adapter(deltas, path)
+    origin = Origin(digest_files(path, (path / _CONFIG, path / _WEIGHTS)), digest_params(deltas))
+    return Adapter(deltas, path, origin=origin)
 
 
 def _check_arguments(model: Any, folder: Any) -> None:
@@ -85,9 +87,11 @@ def _check_names(names: list[str], wanted: set[str], call: str) -> None:
     found = {name: _NAME.fullmatch(name) for name in names}
     if strange := [name for name, match in found.items() if match is None or match["layer"] not in wanted]:
         seen = f"{_WEIGHTS} has {list_some(strange)}, which {_CONFIG} or the model does not explain"
+        if not wanted:
+            seen = f"{_CONFIG} names no module of the model that can be adapted; {_WEIGHTS} has {list_some(strange)}"
         instead = "adapters of the model's own q, k, v, o, gate, up and down projections alone, none of experts"
         raise CheckpointError(call, seen, instead)
-    if missing := [name for name in sorted(wanted) for which in "AB" if _tensor(name, which) not in found]:
+    if missing := [name for name in sorted(wanted) if any(_tensor(name, which) not in found for which in "AB")]:
         seen = f"{_WEIGHTS} has no pair of matrices for {list_some(missing)}, and {_CONFIG} says so"
         raise CheckpointError(call, seen, "check that the two files, and the base model, belong together")
     if not wanted:

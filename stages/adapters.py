@@ -8,6 +8,7 @@ from torch import Tensor
 
 from weft.errors import RequestError
 from weft.stages.config import ModelConfig
+from weft.stages.digest import Origin, digest_params
 from weft.stages.layer_fields import Part, layer_fields
 from weft.stages.layout import StageLayout
 from weft.stages.lora import LayerLora, LoraWeights
@@ -25,10 +26,18 @@ class Adapter:
         deltas: for each linear layer that it changes, by transformers' name (`model.layers.3.self_attn.q_proj`), the
             matrices `a [rank, in]` and `b [out, rank]`, float32, the scaling in b: `b @ (a @ x)` is added.
         path: where it came from.
+        origin: digests of the files that it was loaded from; None where there are none.
     """
 
     deltas: Mapping[str, tuple[Tensor, Tensor]]
     path: Path
+    origin: Origin | None = attrs.field(default=None, kw_only=True)
+
+    @property
+    def weights(self) -> str:
+        """A digest of it, as the ranks of a pipeline compare them: of its files, and whether 4 values of each matrix
+        here are still as they had them; without files, of these values."""
+        return digest_params(self.deltas) if self.origin is None else self.origin.describe(self.deltas)
 
     @property
     def rank(self) -> int:

@@ -199,6 +199,18 @@ def checked_device(device: torch.device | str, call: str) -> torch.device:
         ) from error
 
 
+def weight_files(folder: Path, call: str) -> list[Path]:
+    """The files that hold a checkpoint's tensors, and the index that names them.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointError: there are none, or they cannot be read.
+    """
+    shards = sorted(set(_tensor_files(folder, call).values()))
+    for file in shards:
+        _check_readable(file, call)
+    return shards if shards == [folder / _WEIGHTS] else [folder / _INDEX, *shards]
+
+
 def _tensor_files(folder: Path, call: str) -> dict[str, Path]:
     """Which file holds each of the checkpoint's tensors."""
     check_folder(folder, call)
@@ -222,8 +234,11 @@ def _indexed_files(index: Path, call: str) -> dict[str, Path]:
     except ConfigError as error:
         raise CheckpointError(call, f"{index.name} is no index of shards: {error.seen}", again) from error
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-        seen = f"{index.name} is no index of shards: weight_map is {kind_of(shards)}, not an object of names of files"
-        raise CheckpointError(call, seen, again)
+        what = f"weight_map is {kind_of(shards)}, not an object"
+        if isinstance(shards, dict):
+            name, shard = next((name, shard) for name, shard in shards.items() if not isinstance(shard, str))
+            what = f"weight_map[{name!r:.100}] is {shard!r:.100}, not the name of a file"
+        raise CheckpointError(call, f"{index.name} is no index of shards: {what}", again)
     names = set(shards.values())
     if outside := sorted(name for name in names if not _is_inside(name)):
         seen = f"{index.name} names {list_some(outside)}, which is not a file of {str(index.parent)!r}"
@@ -242,11 +257,18 @@ def _is_inside(name: str) -> bool:
 
 def open_tensors(file: Path, device: str, call: str) -> Any:
     """The file's `safe_open`, which maps it and reads no tensor yet."""
+    _check_readable(file, call)
     try:
         return safe_open(file, framework="pt", device=device)
     except (SafetensorError, OSError) as error:
         seen = f"{file.name} ({file.stat().st_size} bytes) is damaged: {error!s:.300}"
         raise CheckpointError(call, seen, f"copy {file.name} again from where it came from") from error
+
+
+def _check_readable(file: Path, call: str) -> None:
+    if not os.access(file, os.R_OK):
+        seen, instead = f"{str(file)!r:.300}, which this user may not read", "chmod u+r, or another user's rights"
+        raise CheckpointError(call, seen, instead)
 
 
 def _open_all(files: Mapping[str, Path], device: str, call: str, stack: ExitStack) -> dict[Path, Any]:

@@ -30,6 +30,10 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+_FROM_GGUF = (
+    "transformers reads GGUF, and writes what weft does: AutoModelForCausalLM.from_pretrained(folder, gguf_file=…), "
+    "then save_pretrained(…)"
+)
 _MOST_BLOCKS = 2**16
 """A model's feed-forward blocks at most, each expert counted; the largest released models have some 23,000."""
 _MOST_BYTES = 2**26
@@ -153,7 +157,10 @@ def config_in_folder(folder: Path, call: str, *, strict: bool = False) -> ModelC
     check_folder(folder, call)
     if not os.path.isfile(folder / "config.json"):
         instead = "pass a folder that save_pretrained wrote, or that `hf download` filled"
-        raise CheckpointNotFoundError(call, f"{str(folder)!r} has no config.json", instead)
+        seen = f"{str(folder)!r} has no config.json"
+        if file := next(folder.glob("*.gguf"), None):
+            seen, instead = f"{seen}, but {file.name!r:.300}", _FROM_GGUF
+        raise CheckpointNotFoundError(call, seen, instead)
     config = _parse(Fields(read_object(folder / "config.json", call), call, "config.json"), strict)
     if not os.path.isfile(folder / "generation_config.json"):
         return config
@@ -168,7 +175,10 @@ def check_folder(folder: Path, call: str) -> None:
         CheckpointNotFoundError: it is so.
     """
     if os.path.isfile(folder):
-        raise CheckpointNotFoundError(call, f"{str(folder)!r} is a file", f"its folder: {str(folder.parent)!r}")
+        instead = f"its folder: {str(folder.parent)!r}"
+        if folder.suffix == ".gguf":
+            instead = _FROM_GGUF
+        raise CheckpointNotFoundError(call, f"{str(folder)!r} is a file", instead)
     if not os.path.isdir(folder):  # unlike Path's, False also of a name that no file can have
         instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
         raise CheckpointNotFoundError(call, f"there is no folder {str(folder)!r:.300}", instead)

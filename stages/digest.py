@@ -1,6 +1,7 @@
 """Short digests of weights, by which ranks that hold different parts of a model see whether it is one model."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,24 @@ class Origin:
     checkpoint: str
     params: str
 
+    def describe(self, params: Any) -> str:
+        """This, and whether the parameters have changed since, as `digest_params` sees it."""
+        changed = ", changed since it was loaded" * (digest_params(params) != self.params)
+        return f"checkpoint {self.checkpoint}{changed}"
 
-def digest_files(folder: Path) -> str:
-    """A digest of the *.safetensors in a folder: of their names, sizes and headers, and of 512 samples of 64 bytes. It
-    tells checkpoints apart, not files that differ in a few values.
+
+def digest_files(folder: Path, files: Iterable[Path]) -> str:
+    """A digest of the files of a checkpoint: of their names in the folder, sizes and headers, and of 512 samples of 64
+    bytes; JSON is read as a whole. It tells checkpoints apart, not files that differ in a few values.
 
     Raises:
         OSError: a file cannot be read.
     """
-    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+    files = sorted(set(files))
     found = hashlib.blake2b(digest_size=8)
     for file in files:
         size = file.stat().st_size
-        found.update(f"{file.name} {size} ".encode())
+        found.update(f"{file.relative_to(folder).as_posix()} {size} ".encode())
         with file.open("rb") as opened:
             header = min(8 + int.from_bytes(opened.read(8), "little"), size)
             opened.seek(0)

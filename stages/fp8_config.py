@@ -70,6 +70,9 @@ def parse_fp8(fields: Fields) -> Fp8Config | None:
     if not isinstance(fields.raw["quantization_config"], Mapping):
         raise fields.refuse("quantization_config", "quantization_config is an object, or null")
     block = attrs.evolve(fields, raw=fields.raw["quantization_config"], prefix="quantization_config.")
+    if block.raw.get("quant_method", "fp8") != "fp8":
+        instead = "weights in FP8, or not quantised; where transformers has dequantised them, remove the field"
+        raise block.refuse("quant_method", instead)
     for name in ("quant_method", "weight_block_size"):
         if name not in block.raw:
             instead = f"weft supports quantization_config.{name}={_ONLY[name][0]!r}"

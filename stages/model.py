@@ -15,7 +15,7 @@ from weft.arguments import kind_of, names_arguments
 from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError, WeftError
 from weft.foreign import LOAD
 from weft.stages.adapters import Adapter, with_adapters
-from weft.stages.checkpoint import checked_device, read_params
+from weft.stages.checkpoint import checked_device, read_params, weight_files
 from weft.stages.config import ModelConfig, config_in_folder
 from weft.stages.digest import Origin, digest_files, digest_params
 from weft.stages.layout import StageLayout, split_layers
@@ -65,12 +65,18 @@ class Model:
 
     @property
     def weights(self) -> str:
-        """The dtype and a digest of the weights, as the ranks of a pipeline compare them: of the whole checkpoint, and
-        whether this part of it has changed since; without a checkpoint, of the values of a whole model."""
+        """The dtype and a digest of the weights, as the ranks of a pipeline compare them: of samples of the whole
+        checkpoint, and whether 4 values of each tensor here are still as it had them; without a checkpoint, of these
+        values of a whole model."""
         if self.origin is None:
             return f"{self.dtype}, {digest_params(self.params) if self.layout.num_stages == 1 else 'of no checkpoint'}"
-        changed = ", changed since it was loaded" * (digest_params(self.params) != self.origin.params)
-        return f"{self.dtype}, checkpoint {self.origin.checkpoint}{changed}"
+        return f"{self.dtype}, {self.origin.describe(self.params)}"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the ranks of a pipeline must agree on of their model: each field of its configuration, and `weights`."""
+        fields = attrs.asdict(self.config, recurse=False)
+        return {**{f"config.{name}": str(own) for name, own in fields.items()}, "weights": self.weights}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds.
@@ -206,8 +212,9 @@ def load(
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
     layout = _layout(config, stage, call)
     tokenizer = _load_tokenizer(folder, call)
+    files = weight_files(folder, call)
     with ThreadPoolExecutor(1) as beside:  # it reads a few pages of each file, and the load all of them
-        digest = beside.submit(digest_files, folder)
+        digest = beside.submit(digest_files, folder, files)
         params = read_params(folder, config, layout, checked_device(where, call), kind, call, progress=progress)
         origin = Origin(digest.result(), digest_params(params))
         return Model(config, params, tokenizer, folder, layout=layout, origin=origin)

@@ -165,6 +165,9 @@ def generate(
     if drafts is not None and not isinstance(drafts, Speculation):
         raise RequestError(call, f"speculation is {kind_of(drafts)}", "weft.Speculation(num_tokens=...), or None")
     encoded = _encode_prompts(model, prompts, call)
+    if transport is not None:
+        lengths = [len(own.ids) if isinstance(own, EmbedsPrompt) else len(own) for own in encoded]
+        transport.assert_equal("the prompts", f"of {lengths} tokens, max_tokens={max_tokens}")
     params = _sampling_of_each(call, model, temperature, sampling, len(encoded))
     adapters = _adapter_of_each(call, adapter, len(encoded))
     once = {id(each): each for each in adapters if each is not None}

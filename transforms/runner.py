@@ -104,6 +104,9 @@ def make_runner(
     extras: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs}
     stages = tuple(decoder_stage(model.config, layout, **extras) for layout in every)
     params = stage_params(model, layouts)
+    if len(layouts) < num_stages:
+        for subject, value in {**model.facts, "limits": f"{limits}", "mode": mode, **extras}.items():
+            transport.assert_equal(subject, f"{value}")
     if num_stages == 1:
         whole = graph_step(compose(stages, advance=advance), ladder, backend)
         return Runner(whole, params, stages, layouts, (whole,) if len(ladder) else ())

@@ -30,6 +30,6 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a number of seconds, more than 0, as in 30")
+    if not 0 < seconds <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number of seconds, more than 0 and 1e6 at most, as in 30")
     return seconds

@@ -147,6 +147,7 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no number": (("--prompt", "A", "--max-tokens", "many"), ("argument --max-tokens: invalid int value: 'many'",)),
     "no time": (("--prompt", "A", "--timeout", "0"), ("argument --timeout: '0': write a number of seconds",)),
     "no number of seconds": (("--prompt", "A", "--timeout", "inf"), ("argument --timeout: 'inf'", "as in 30")),
+    "more seconds than a clock has": (("--prompt", "A", "--timeout", "1e18"), ("argument --timeout: '1e18'",)),
     "an abbreviation": (("--prom", "A"), ("unrecognized arguments: --prom A",)),
 }
 

@@ -50,5 +50,9 @@ def test_what_is_refused(text: str, seen: str) -> None:
         parse_json(text)
 
 
+def test_a_number_that_is_none_is_said_once() -> None:
+    assert math.isnan(parse_json('{"a": NaN}')["a"])
+
+
 def test_a_field_may_be_said_twice_if_it_says_the_same() -> None:
     assert parse_json('{"a": [1], "a": [1]}') == {"a": [1]}

@@ -214,7 +214,7 @@ def damage(kind: str, folder: Path) -> tuple[str, ...]:
     ("kind", "code", "said"),
     [
         ("deep", 2, "config.json is not JSON: it is nested too deeply"),
-        ("endless", 2, "which adapter_config.json or the model does not explain"),
+        ("endless", 2, "adapter_config.json names no module of the model that can be adapted"),
         ("NaN", 1, "logits that are NaN behind 9 tokens"),
     ],
 )

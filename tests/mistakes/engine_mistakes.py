@@ -69,8 +69,15 @@ MISTAKES = {
         lambda: engine().add([5] * 60, max_tokens=9),
         RequestError,
         "engine.add(..., id='request 0')",
-        "69 tokens with those to generate, where 4 pages hold 64",
-        "a shorter prompt, fewer max_tokens, or more pages",
+        "a prompt of 60 tokens, and 9 to generate; a request may have 64, by EngineLimits.max_model_len",
+        "a shorter prompt, fewer max_tokens, or a greater max_model_len",
+    ),
+    "engine: a chat for a prompt": Mistake(
+        lambda: engine().add([{"role": "user", "content": "A"}], max_tokens=1),
+        RequestError,
+        "engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=1, id='request 0')",
+        "the prompt holds {'role': 'user', 'content': 'A'}",
+        "a text; transformers' apply_chat_template(messages, tokenize=False, …) makes one of a chat",
     ),
     "adapter: one that the engine does not have": Mistake(
         lambda: engine().add("A", max_tokens=1, adapter="sql"),

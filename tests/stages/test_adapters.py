@@ -220,8 +220,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "expression": ({"target_modules": "(q_proj"}, r"target_modules='\(q_proj'(.|\n)*a regular expression: missing \)"),
     "targets": ({"target_modules": 3}, r"target_modules=3(.|\n)*a list of names"),
     "layers": ({"layers_to_transform": ["1"]}, r"layers_to_transform=\['1'\]"),
-    "nothing": ({"target_modules": ["c_attn"]}, r"has base_model(.|\n)*does not explain"),
-    "more": ({"target_modules": ["q_proj", "v_proj"]}, r"no pair of matrices for model.layers.0.self_attn.v_proj"),
+    "nothing": (
+        {"target_modules": ["c_attn"]},
+        r"names no module of the model that can be adapted; (.|\n)*has base_model",
+    ),
+    "more": (
+        {"target_modules": ["q_proj", "v_proj"]},
+        r"no pair of matrices for model.layers.0.self_attn.v_proj, model.layers.1",
+    ),
     "less": ({"layers_to_transform": [1]}, r"has base_model.model.model.layers.0.self_attn.q_proj.lora_A"),
     "other rank": ({"r": 5}, r"lora_A.weight is F32 \(4, 16\)(.|\n)*\(5, 16\)"),
 }

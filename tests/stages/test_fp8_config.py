@@ -35,7 +35,7 @@ def test_what_is_converted_is_what_transformers_converts(pattern: str, module: s
 @pytest.mark.parametrize(
     ("changes", "seen", "instead"),
     [
-        ({"quant_method": "gptq"}, "quant_method='gptq'", "weft supports quantization_config.quant_method='fp8'"),
+        ({"quant_method": "gptq"}, "quant_method='gptq'", "weights in FP8, or not quantised; where transformers"),
         ({"weight_block_size": [64, 64]}, "weight_block_size=[64, 64]", "weft supports quantization_config.weight_"),
         ({"activation_scheme": "static"}, "activation_scheme='static'", "weft supports quantization_config.activation"),
         ({"bits": 8}, "bits=8", "quantization_config takes quant_method, activation_scheme, weight_block_size, fmt"),

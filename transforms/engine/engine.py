@@ -129,7 +129,8 @@ class Engine:
     def __repr__(self) -> str:
         """What it serves, and how far it is."""
         name, graphs = self.model.config.architecture, len(self._stepper.graphs)
-        return f"<Engine of {name}; graphified steps here: {graphs}; requests under way: {self.num_unfinished}>"
+        ended = "; ended by what a step raised" * self._whole.is_broken
+        return f"<Engine of {name}; graphified steps here: {graphs}; requests under way: {self.num_unfinished}{ended}>"
 
     @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
     def add(
@@ -165,7 +166,9 @@ class Engine:
 
         Raises:
             RequestError: it could never be served. Nothing else is touched.
+            EngineError: an earlier step raised, Ctrl-C among others.
         """
+        self._whole.check("engine.add(...)")
         name = self._free_name() if id is None else id
         request = self._intake.request(
             self._count, name, prompt, sampling, max_tokens=max_tokens, priority=priority, adapter=adapter, mask=mask
@@ -263,7 +266,8 @@ class Engine:
 
         Args:
             params: as a model of `weft.load` has them; or tensors by transformers' names, such as a `state_dict()`:
-                those that it does not name stay, and another stage's are skipped. None: they were changed in place.
+                those that it does not name stay, and another stage's are skipped; where every rank is given all of
+                them, 4 values of each are compared between ranks. None: they were changed in place.
             adapters: new ones by the names of the engine's own, of no larger rank.
 
         Raises:
@@ -278,7 +282,8 @@ class Engine:
         if adapters is not None:
             self._weights.check_adapters(call, adapters)
         if self._assert_equal is not None:
-            self._assert_equal("the update", f"{call}, adapters={sorted(adapters or ())}")
+            said = {name: own.weights for name, own in sorted((adapters or {}).items())}
+            self._assert_equal("the update", f"{call} of {self._weights.digest(params)}, adapters={said}")
         with self._whole:
             self._outdate()
             self._weights.write(pairs, adapters or {})
@@ -299,7 +304,8 @@ class Engine:
             What requests got; empty where nothing was to be read.
 
         Raises:
-            EngineError: an earlier step raised, and what it did is not known. Whatever a step raises.
+            EngineError: an earlier step raised, Ctrl-C among others, and what it did is not known. Whatever a step
+                raises.
         """
         self.launch()
         with self._whole:

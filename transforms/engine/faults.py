@@ -24,15 +24,24 @@ class Whole:
     def __enter__(self) -> None:
         if self._inside:
             raise EngineError(self.call, "a call from within a step", "a mask that leaves the engine alone")
+        self.check(self.call)
+        self._inside = True
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it will not be entered again."""
+        return bool(self._broken)
+
+    def check(self, call: str) -> None:
+        """Raise EngineError where it is broken; `call` is what was to be done."""
         if self._broken:
             seen = f"an earlier step that raised {self._broken}; how far its requests came is not known"
-            raise EngineError(self.call, seen, "another weft.Engine(...), and its requests again")
-        self._inside = True
+            raise EngineError(call, seen, "another weft.Engine(...), and its requests again")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._inside = False
         if error is not None:
-            self._broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no words'}"
+            self._broken = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
 
 
 def blame(error: BaseException, call: str, instead: str) -> RequestError:

@@ -134,7 +134,10 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
         raise RequestError(call, f"{name} is a list of strings", "one prompt: a string or a list of token ids")
     known = ids if embeds is None else [t for t in ids if t != EMBEDDED]
     if wrong := [t for t in known if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
-        raise RequestError(call, f"{name} holds {wrong[0]!r}", f"token ids are ints from 0 to {vocab - 1}")
+        instead = f"token ids are ints from 0 to {vocab - 1}"
+        if isinstance(wrong[0], Mapping):
+            instead = "a text; transformers' apply_chat_template(messages, tokenize=False, …) makes one of a chat"
+        raise RequestError(call, f"{name} holds {wrong[0]!r:.200}", instead)
     if embeds is not None:
         embeds.check(call, model)
     return ids

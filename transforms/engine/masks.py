@@ -20,6 +20,9 @@ vocabulary, [ceil(vocab_size / 32)] int32, the lowest first, as XGrammar fills i
 
 On every rank that has a stage it is called alike, and must say the same."""
 
+_MOST_TIMES = 16
+"""Ids that a mask may give, for each that there is."""
+
 
 @attrs.frozen(eq=False)
 class Masked:
@@ -81,12 +84,14 @@ def read_mask(id: str, masked: Masked, said: Sequence[int], vocab_size: int) -> 
         return bits.numpy().tobytes()
 
 
-def _ids(found: Any, vocab_size: int) -> list[int]:
-    ids = []
-    for token in found:  # one after the other: an iterator may have no end
+def _ids(found: Any, vocab_size: int) -> set[int]:
+    ids: set[int] = set()
+    for count, token in enumerate(found):  # one after the other: an iterator may have no end
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise ValueError(f"{token!r} is no token id from 0 to {vocab_size - 1}")
-        ids.append(token)
+        if count == _MOST_TIMES * vocab_size:
+            raise ValueError(f"more than {count} ids, where there are {vocab_size}")
+        ids.add(token)
     return ids
 
 

@@ -38,10 +38,15 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
     if not request.prompt or request.max_tokens < 1:
         seen = f"{len(request.prompt)} prompt tokens, max_tokens={request.max_tokens}"
         raise RequestError(call, seen, "at least one of each")
-    most = min(budget.max_pages, host.pages.num_pages)
-    if host.pages.pages_for(length) > most:
-        seen = f"{length} tokens with those to generate, where {most} pages hold {most * host.pages.page_size}"
-        raise RequestError(call, seen, "a shorter prompt, fewer max_tokens, or more pages")
+    needed, size = host.pages.pages_for(length), host.pages.page_size
+    for most, what, limit in (
+        (budget.max_pages, "a request may have", "max_model_len"),
+        (host.pages.num_pages, "there are", "num_pages"),
+    ):
+        if needed > most:
+            seen = f"a prompt of {len(request.prompt)} tokens, and {request.max_tokens} to generate; {what} "
+            seen += f"{most * size}, by EngineLimits.{limit}"
+            raise RequestError(call, seen, f"a shorter prompt, fewer max_tokens, or a greater {limit}")
     running = Running(request, host.num_arrivals, host.version, [*request.prompt])
     leader = None if behind is None else host.find(behind)
     host.requests[request.id] = running

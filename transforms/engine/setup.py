@@ -15,7 +15,6 @@ from weft.foreign import LIMITS
 from weft.outputs import IntermediateTensors
 from weft.stages.adapters import Adapter
 from weft.stages.decoder import decoder_stage
-from weft.stages.digest import digest_files, digest_params
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model, stage_params
 from weft.stages.split import split_model
@@ -105,6 +104,9 @@ class EngineLimits:
         max_pages = -(-length // self.page_size)
         lens = (1,) if speculation is None else speculation.query_lens
         cohorts = self.num_cohorts or num_stages
+        if self.max_num_tokens < (least := -(-self.max_num_reqs // cohorts)):
+            seen = f"max_num_tokens={self.max_num_tokens}, where a step may be of {least} requests"
+            raise RequestError("weft.EngineLimits(...)", seen, f"max_num_tokens={least} or more, or fewer requests")
         budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, cohorts, self.mixed, lens)
         most = max_pages * self.max_num_reqs
         small = Resolved(budget, 1, self.page_size, speculation)
@@ -215,11 +217,8 @@ def assert_same_engines(
     adapters: Mapping[str, Adapter],
 ) -> None:
     """Note what all ranks must say alike of their engines."""
-    said = {f"config.{name}": own for name, own in attrs.asdict(model.config, recurse=False).items()}
-    said |= {**limits.options, **options}
-    for name, own in adapters.items():  # of one in a folder each rank has read its own layers
-        said[f"adapter {name!r}"] = digest_files(own.path) if own.path.is_dir() else digest_params(own.deltas)
-    said["weights"] = model.weights
+    said = {**model.facts, **limits.options, **options}
+    said |= {f"adapter {name!r}": own.weights for name, own in adapters.items()}
     for subject, value in said.items():
         assert_equal(subject, str(value))
 

@@ -11,6 +11,7 @@ from weft.arguments import kind_of
 from weft.errors import RequestError
 from weft.stages.adapters import Adapter, check_slot, write_slot
 from weft.stages.checkpoint import list_some, places, tensor_shapes
+from weft.stages.digest import digest_params
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams
@@ -75,6 +76,15 @@ class Weights:
             instead = f"names as {next(iter(here))!r}, of the model's own architecture"
             raise RequestError(call, f"{list_some(extra)}, which the model does not have", instead)
         return [_fitting(call, name, here[name], x) for name, x in given.items() if name in here]
+
+    def digest(self, given: Any) -> str:
+        """What all ranks must say alike of parameters that are given: a digest where these are the whole model's."""
+        if given is None:
+            return "what was changed in place"
+        (whole,) = split_layers(self.model.config.num_layers, 1)
+        if not isinstance(given, Mapping) or not given.keys() >= tensor_shapes(self.model.config, whole).keys():
+            return "a part of the model"
+        return digest_params([given[name] for name in sorted(given)])
 
     def check_adapters(self, call: str, adapters: Any) -> None:
         """Refuse adapters that have no slot here.

@@ -66,6 +66,7 @@ class Board:
         exits: where a launcher writes.
         secret: of the run; every record is sealed with it.
         host: the rank whose process hosts the store; None: a launcher's does.
+        prefix: of the store's keys; what was sealed under another one is no record of this transport.
 
     Every method raises RankError where the store is gone, or holds a record that no rank of the run wrote.
     """
@@ -75,16 +76,20 @@ class Board:
     exits: Store
     secret: Secret
     host: int | None = None
+    prefix: str = ""
 
     def has(self, key: str) -> bool:
         return self._reach(lambda: self.store.check([key]))
 
     def read(self, key: str) -> str:
         """The text of a key that is there."""
-        return self._open(key, self._reach(lambda: self.store.get(key)))
+        return self._open(self._name(key), self._reach(lambda: self.store.get(key)))
 
     def write(self, key: str, text: str) -> None:
-        self._reach(lambda: self.store.set(key, self.secret.seal(key, text)))
+        self._reach(lambda: self.store.set(key, self.secret.seal(self._name(key), text)))
+
+    def _name(self, key: str) -> str:
+        return f"{self.prefix}/{key}"
 
     def place(self, position: Position) -> None:
         """Say where this rank is."""
@@ -115,9 +120,10 @@ class Board:
     def post(self, failure: Failure) -> Failure:
         """Write down a failure, unless there is one: the first to write is believed, and returned."""
         record = json.dumps([failure.rank, failure.instruction, failure.cause])
-        sealed = self.secret.seal("failure", record)
+        name = self._name("failure")
+        sealed = self.secret.seal(name, record)
         found = self._reach(lambda: self.store.compare_set("failure", "", sealed))
-        return Failure(*json.loads(self._open("failure", found)))
+        return Failure(*json.loads(self._open(name, found)))
 
     def failure(self) -> Failure | None:
         """The failure that is written down."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
+import attrs
 import torch
 
 from weft.errors import DeviceError, ProgramError, RankError
@@ -80,18 +81,19 @@ class Distributed:
         _check(self.backend, self.device)
         start = max(timeout, _START)
         network = Network.of(os.environ, self.num_ranks)
-        store = _find_store(self.rank, self.num_ranks, start)
+        prefix, store = _find_store(self.rank, self.num_ranks, start)
         self._busy = threading.Lock()
         self._open: object = None  # the mail of a session that has messages under way
         with shared_secret(network.secret, store, self.rank) as secret:
-            board = Board(store, self.rank, root_store(store), secret, _host())
+            board = Board(store, self.rank, root_store(store), secret, _host(), prefix)
             self.watch = Watch(board, self.num_ranks, timeout)
             end = _make_end(self.backend, self.watch, self.device, network)
             wire = Wire(self.rank, self.num_ranks, secret, network.address)
             self._agreement = Agreement(self.rank)
             self._link = ProcessLink(end, self.watch, wire, self._agreement, self.device)
             apart = store.clone()  # a connection is held as long as somebody waits on it
-            self._guard = _make_guard(end, self.watch, Board(apart, self.rank, root_store(apart), secret, _host()))
+            beside = attrs.evolve(board, store=apart, exits=root_store(apart))
+            self._guard = _make_guard(end, self.watch, beside)
             self._close = weakref.finalize(self, _shut, end, wire, self._guard, self.watch)
             atexit.register(self._close)  # Python 3.13 forgets finalizers in processes that it forks
             self._connect(wire, start)
@@ -275,8 +277,8 @@ def _place() -> tuple[int, int]:
     return int(found["RANK"]), int(found["WORLD_SIZE"])
 
 
-def _find_store(rank: int, num_ranks: int, timeout: float) -> Any:
-    """The store that the ranks share.
+def _find_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
+    """The prefix of the keys of the store that the ranks share, and the store.
 
     Raises:
         ProgramError: the environment does not say where.

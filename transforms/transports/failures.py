@@ -1,6 +1,5 @@
 """What went wrong on a rank, and how the others find out which one it was."""
 
-import math
 from collections.abc import Callable, Collection, Sequence
 
 import attrs
@@ -9,11 +8,14 @@ from weft.effects import Program
 from weft.errors import ProgramError, RankError
 from weft.transforms.checker import Machine, takes
 
+_MOST_SECONDS = 1e6
+
 
 def check_timeout(call: str, timeout: object) -> None:
     """Raise ProgramError unless it is a number of seconds."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise ProgramError(f"{call}(timeout={timeout!r})", "no number of seconds", "timeout=30.0: finite, more than 0")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _MOST_SECONDS:
+        instead = f"timeout=30.0: more than 0, and {_MOST_SECONDS:.0e} at most"
+        raise ProgramError(f"{call}(timeout={timeout!r})", "no number of seconds", instead)
 
 
 def described(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -24,7 +25,7 @@ from tqdm import tqdm
 from weft.errors import ProgramError, RankError
 from weft.torchdist import host_store
 from weft.transforms.transports.board import Exit, note_exit
-from weft.transforms.transports.failures import Failure, described
+from weft.transforms.transports.failures import Failure, check_timeout, described
 from weft.transforms.transports.network import LOOPBACK
 from weft.transforms.transports.secret import VARIABLE, Secret
 
@@ -67,7 +68,11 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     call = f"launch({getattr(fn, '__name__', fn)!s:.60}, {num_ranks!r:.60})"
     if not callable(fn) or isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
         raise ProgramError(call, "no function, or no number of ranks", "launch(function, 2, *arguments)")
-    store, secret = host_store(LOOPBACK, timeout), Secret.fresh()
+    if getattr(fn, "__module__", None) == "__main__" and not _can_be_imported(sys.modules["__main__"]):
+        seen = "a function of a notebook or of an interactive session, which another process cannot import"
+        raise ProgramError(call, seen, "put it into a .py file, and import it from there")
+    check_timeout("launch", timeout)
+    store, secret = host_store(LOOPBACK, max(timeout, _GRACE)), Secret.fresh()
     context = mp.get_context("forkserver")  # one process imports torch; the ranks are forks of it
     context.set_forkserver_preload(["weft.transforms.transports.distributed", "weft.transforms.generate"])
     started: list[tuple[BaseProcess, Connection]] = []
@@ -79,6 +84,10 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     finally:
         _end([process for process, _ in started])
     return _results(ended, started)
+
+
+def _can_be_imported(main: Any) -> bool:
+    return getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", None) or "")
 
 
 @contextmanager
@@ -177,7 +186,7 @@ def _run_rank(pipe: Connection, environment: dict[str, str], fn: Callable[..., A
     if "OMP_NUM_THREADS" not in os.environ:  # ranks that each take all cores keep each other waiting
         torch.set_num_threads(max(1, torch.get_num_threads() // int(environment["LOCAL_WORLD_SIZE"])))
     try:
-        message = pickle.dumps(Ended(fn(*args)))
+        message = _pickled_result(fn, fn(*args))
         atexit._run_exitfuncs()  # transports close, once what they sent has left; multiprocessing would not call them
     except SystemExit:
         raise
@@ -193,6 +202,14 @@ def _end_with_parent(pipe: Connection) -> None:
     assert parent is not None, "a rank is started by a process"
     wait([parent.sentinel, pipe])
     os._exit(1)
+
+
+def _pickled_result(fn: Callable[..., Any], result: Any) -> bytes:
+    try:
+        return pickle.dumps(Ended(result))
+    except Exception as error:
+        call, seen = f"launch({getattr(fn, '__name__', fn)!s:.60}, …)", f"a result that cannot be pickled: {error}"
+        raise ProgramError(call, seen, "return numbers, texts, tensors on the CPU, or what is made of these") from error
 
 
 def _pickled_error(error: BaseException) -> bytes:

@@ -10,6 +10,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -22,6 +23,10 @@ _NONCE = 32
 _TAG = 16
 _HELLO = 2.0
 """Seconds that a stranger has to prove that he is a rank."""
+_MOST_STRANGERS = 64
+"""Connections at a time that have not proved themselves: of more, the oldest is closed."""
+_PAUSE = 0.05
+"""Seconds before another connection is accepted where this process cannot hold one more."""
 _LOOK = 0.1
 """Seconds between two calls of what a wait asks."""
 _MOST = 2**31
@@ -60,7 +65,8 @@ class Wire:
         self._lines: dict[int, _Line] = {}
         self._arrived = threading.Condition()
         self._refused = 0
-        self._closed = False
+        self._strangers: deque[socket.socket] = deque()
+        self._closed = self._is_deaf = False
         self._listener = listen(address)
         self.port: int = self._listener.getsockname()[1]
         self.address = f"{address} {self.port}"
@@ -106,20 +112,26 @@ class Wire:
         self._stop_listening()
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_deaf:
             try:
                 own, _ = self._listener.accept()
-            except OSError:  # it was closed
-                return
-            threading.Thread(target=self._welcome, args=(own,), daemon=True).start()
+                with self._arrived:
+                    self._strangers.append(own)
+                    oldest = self._strangers.popleft() if len(self._strangers) > _MOST_STRANGERS else None
+                if oldest is not None:
+                    _hang_up(oldest)
+                threading.Thread(target=self._welcome, args=(own,), daemon=True).start()
+            except (OSError, RuntimeError):  # the listener was closed; or too many files, or threads, are open for now
+                time.sleep(_PAUSE)
 
     def _welcome(self, own: socket.socket) -> None:
         """Let one connection prove that it is a rank; whatever else it sends, it is closed."""
         try:
+            end = time.monotonic() + _HELLO
             own.settimeout(_HELLO)
             mine = os.urandom(_NONCE)
             own.sendall(mine)
-            hello = _read_exactly(own, 4 + _NONCE + _TAG)
+            hello = _read_exactly(own, 4 + _NONCE + _TAG, end)
             who, theirs, tag = hello[:4], hello[4 : 4 + _NONCE], hello[4 + _NONCE :]
             parts = who, self.rank.to_bytes(4, "little"), mine, theirs
             peer = int.from_bytes(who, "little")
@@ -134,6 +146,9 @@ class Wire:
         except (OSError, RefusedError):
             self._refused += 1
             own.close()
+        finally:
+            with self._arrived, suppress(ValueError):  # it was the oldest of too many
+                self._strangers.remove(own)
 
     def send(self, peer: int, payload: bytes) -> None:
         """Send a frame. It waits only where the peer has left megabytes unread.
@@ -210,11 +225,10 @@ class Wire:
             self._closed = True
         self._stop_listening()
         for line in self._lines.values():
-            with suppress(OSError):
-                line.socket.shutdown(socket.SHUT_RDWR)
-            line.socket.close()
+            _hang_up(line.socket)
 
     def _stop_listening(self) -> None:
+        self._is_deaf = True
         with suppress(OSError):  # wakes the thread in accept()
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -230,9 +244,19 @@ def _frame_tag(secret: Secret, sender: int, number: int, payload: bytes) -> byte
     return secret.tag(sender.to_bytes(4, "little"), number.to_bytes(8, "little"), payload)
 
 
-def _read_exactly(own: socket.socket, count: int) -> bytes:
+def _hang_up(own: socket.socket) -> None:
+    """Close a connection that another thread may be reading from."""
+    with suppress(OSError):
+        own.shutdown(socket.SHUT_RDWR)
+    own.close()
+
+
+def _read_exactly(own: socket.socket, count: int, end: float | None = None) -> bytes:
+    """So many bytes, by a time of `time.monotonic()`."""
     found = b""
     while len(found) < count:
+        if end is not None:
+            own.settimeout(max(end - time.monotonic(), 1e-3))
         if not (more := own.recv(count - len(found))):
             raise ConnectionError("the other end closed the connection")
         found += more

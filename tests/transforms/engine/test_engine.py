@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft.batch import Batch
-from weft.errors import LogitsError, ProgramError, RequestError
+from weft.errors import EngineError, LogitsError, ProgramError, RequestError
 from weft.proofs.laws.engine import alone
 from weft.proofs.strategies.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
@@ -47,7 +47,7 @@ def test_a_hundred_times_the_pages_are_served_in_their_turn() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no token": ({"prompt": []}, "the prompt is empty"),
     "longer than the model": ({"prompt": [1] * 24}, "the prompt has 24 tokens; the model's limit is 24"),
-    "longer than the pages": ({"prompt": [1] * 15, "max_tokens": 8}, "23 tokens with those to generate"),
+    "longer than the pages": ({"prompt": [1] * 15, "max_tokens": 8}, "a prompt of 15 tokens, and 8 to generate"),
     "a token that is none": ({"prompt": [99]}, "the prompt holds 99"),
     "nothing to generate": ({"max_tokens": 0}, "max_tokens=0"),
     "an id under way": ({"id": "good"}, "a request of that id that has not ended"),
@@ -285,8 +285,8 @@ def test_what_a_step_raises_all_who_listen_raise(monkeypatch: pytest.MonkeyPatch
         return await asyncio.gather(*streams, return_exceptions=True)
 
     assert [type(result) for result in asyncio.run(both())] == [MemoryError, MemoryError]
-    with pytest.raises(RequestError, match="the prompt is empty"):
-        asyncio.run(read(engine, [], max_tokens=2))
+    with pytest.raises(EngineError, match="an earlier step that raised MemoryError: no more; "):
+        asyncio.run(read(engine, [1], max_tokens=2))
 
 
 class _Elsewhere(Threads):
@@ -311,7 +311,10 @@ def test_streams_of_a_pipeline_over_processes_are_refused() -> None:
         ({"seed": 0.5}, "seed=0.5"),
         ({"transport": "threads"}, "transport='threads'"),
         ({"transport": Threads}, "transport=Threads, the class"),
-        ({"limits": EngineLimits(max_num_reqs=8, max_num_tokens=4)}, "no room for a step of all requests"),
+        (
+            {"limits": EngineLimits(max_num_reqs=8, max_num_tokens=4)},
+            "max_num_tokens=4, where a step may be of 8 requests",
+        ),
     ],
 )
 def test_an_engine_that_cannot_be_is_refused(options: dict[str, Any], seen: str) -> None:

@@ -272,6 +272,25 @@ def test_a_mask_that_meddles_with_its_engine_breaks_no_step(case: str) -> None:
     assert_others_go_on(engine, outputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("when", ["before the request", "behind it"])
+def test_the_default_dtype_is_nothing_to_an_engine(dtype: torch.dtype, when: str) -> None:
+    def said(to: torch.dtype) -> list[int]:
+        engine = Engine(small_model(), graph="none")
+        default = torch.get_default_dtype()
+        sampling = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2, logit_bias={5: 1})
+        try:
+            if when == "before the request":
+                torch.set_default_dtype(to)
+            engine.add([1, 2, 3], sampling, max_tokens=6)
+            torch.set_default_dtype(to)
+            return [token for output in engine for token in output.token_ids]
+        finally:
+            torch.set_default_dtype(default)
+
+    assert said(dtype) == said(torch.float32)
+
+
 def test_an_interrupt_within_a_mask_is_no_fault_of_the_request() -> None:
     engine = Engine(small_model(), SMALL, graph="none")
 

@@ -117,6 +117,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
     "no token of the model's": (lambda said: [VOCABULARY], 0, f"ValueError: {VOCABULARY} is no token id from 0 to 66"),
     "another shape": (lambda said: torch.zeros(2, dtype=torch.int32), 0, "a tensor torch.int32 [2]"),
     "another dtype": (lambda said: torch.zeros(3), 0, "a tensor torch.float32 [3]"),
+    "ids without an end": (lambda said: itertools.cycle([5]), 0, "ValueError: more than 1072 ids, where there are 67"),
     "a number": (lambda said: 3, 0, "TypeError: 'int' object is not iterable"),
 }  # fmt: skip
 

@@ -38,8 +38,10 @@ def test_after_a_step_that_raised_no_other_is_taken(error: BaseException, pipeli
         with pytest.raises(EngineError, match=f"an earlier step that raised {type(error).__name__}") as seen:
             engine.step()
     assert seen.value.instead == "another weft.Engine(...), and its requests again"
-    with pytest.raises(EngineError):
-        asyncio.run(_read(engine, [3]))
+    for after in (lambda: engine.add([3], max_tokens=1), lambda: asyncio.run(_read(engine, [3]))):
+        with pytest.raises(EngineError, match="an earlier step that raised"):
+            after()
+    assert repr(engine).endswith("requests under way: 1; ended by what a step raised>")
     assert [output.finish_reason for output in engine.abort("a")] == ["abort"]
 
 

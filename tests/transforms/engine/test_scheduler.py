@@ -84,7 +84,7 @@ class HostMachine(RuleBasedStateMachine):
             name = first if index == 0 else f"{first}[{index}]"
             asked = request(name, prompt, most, priority, told and index == 0, 0 if index % 2 else penalty)
             if -(-(len(prompt) + most) // 2) > min(4, self.host.pages.num_pages):
-                with pytest.raises(RequestError, match="fewer max_tokens, or more pages"):
+                with pytest.raises(RequestError, match="fewer max_tokens, or a greater"):
                     add(self.host, asked, self.budget)
                 return
             self.host = add(self.host, asked, self.budget, behind=first if index else None)
@@ -268,13 +268,16 @@ def test_followers_copy_the_page_that_the_prompt_fills_in_part_and_share_the_oth
     assert host.num_found == 12
 
 
+_TOO_LONG = "a prompt of 30 tokens, and 7 to generate; "
+
+
 @pytest.mark.parametrize(
     ("asked", "seen"),
     [
         (request("a", (1,), 1), "a request of that id that has not ended"),
         (request("b", (), 1), "0 prompt tokens, max_tokens=1"),
         (request("b", (1,), 0), "1 prompt tokens, max_tokens=0"),
-        (request("b", (1,) * 30, 7), "37 tokens with those to generate, where 9 pages hold 36"),
+        (request("b", (1,) * 30, 7), _TOO_LONG + "a request may have 36, by EngineLimits.max_model_len"),
     ],
 )
 def test_what_could_never_be_served_is_refused(asked: Request, seen: str) -> None:
@@ -284,6 +287,14 @@ def test_what_could_never_be_served_is_refused(asked: Request, seen: str) -> Non
         add(host, asked, budget)
     assert error.value.seen == seen
     assert list(host.requests) == ["a"]
+
+
+def test_more_than_all_pages_is_refused_by_their_name() -> None:
+    budget = Budget(2, 16, 20)
+    with pytest.raises(RequestError) as error:
+        add(HostState.empty(budget, 8, 4), request("b", (1,) * 30, 7), budget)
+    assert error.value.seen == _TOO_LONG + "there are 32, by EngineLimits.num_pages"
+    assert error.value.instead == "a shorter prompt, fewer max_tokens, or a greater num_pages"
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -201,6 +201,33 @@ def test_what_cannot_be_pickled_is_refused(fn: Any, args: Any) -> None:
     assert error.value.instead.startswith("a function of a module or of the script itself, by its name")
 
 
+@pytest.mark.parametrize("timeout", [0, 1e18, "5"])
+def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
+    with pytest.raises(ProgramError, match=r"launch\(timeout=.*\)\n  saw: no number of seconds"):
+        launch(silent, 2, timeout=timeout)
+
+
+def returns_a_function() -> Any:
+    return lambda: 1
+
+
+def test_a_result_that_cannot_be_pickled_is_told() -> None:
+    with pytest.raises(ProgramError) as error:
+        launch(returns_a_function, 2)
+    assert error.value.call == "launch(returns_a_function, …)"
+    assert error.value.seen.startswith("a result that cannot be pickled: ")
+
+
+def test_a_function_of_an_interactive_session_is_refused_before_a_process_starts() -> None:
+    code = (
+        "from weft.transforms import launch\ndef f(): return 1\ntry:\n    launch(f, 2)\n"
+        "except Exception as e:\n    print(type(e).__name__, e.instead)\n"
+    )
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ProgramError put it into a .py file, and import it from there\n"
+    assert done.stderr == ""
+
+
 def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from weft.transforms import launch\ndef f(): return 1\nlaunch(f, 2)\n")

@@ -1,5 +1,6 @@
 """Ranks that are asked for different things are refused before any of them returns a token."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,19 @@ import streams
 import torch
 from ranks import advance, scale, told
 
+from weft.batch import Batch
 from weft.errors import WeftError
 from weft.sampling import SamplingParams
+from weft.stages.checkpoint import places
 from weft.stages.model import DEMO, Model, load
 from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
+from weft.transforms.generate import generate
+from weft.transforms.ladder import Limits
 from weft.transforms.pipeline import pipeline
+from weft.transforms.runner import make_runner, make_state
 from weft.transforms.transports.distributed import Distributed
 from weft.transforms.transports.launch import launch
 
@@ -62,6 +68,9 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
 REST: dict[str, str] = {
     "weights": "changed since it was loaded', where rank 0 has 'weights: torch.bfloat16, checkpoint",
     "configuration": "'config.rms_norm_eps: 0.25', where rank 0 has 'config.rms_norm_eps: ",
+    "adapter's values": "'adapter 'one': ",
+    "update": "'the update: engine.update(params) of ",
+    "adapter of an update": "'the update: engine.update() of what was changed in place, adapters={'one': ",
     "mask": "'the work: job 0: row 0: 4, masks ",
     "abort": "the abort: 'a'', where rank 0 has 'the work: job 0",
     "order": "'the request: 'second', a prompt of 4",
@@ -111,9 +120,17 @@ def run_kind(what: str) -> tuple[str, int]:
         options |= ENGINES[what][0]
     try:
         model = model_of(transport.rank, what)
-        adapter = random_adapter(model.config, ["model.layers.0.self_attn.q_proj"], rank=2, seed=1, std=0.1)
+        names, other = ["model.layers.0.self_attn.q_proj"], odd and "adapter" in what
+        own, new = (random_adapter(model.config, names, rank=2, seed=seed, std=0.1) for seed in (1, 2 + other))
+        adapter = new if other and what == "adapter's values" else own
         engine = Engine(model, pipeline=2, transport=transport, adapters={"one": adapter}, **options)
         ask(engine, what, odd)
+        if what == "update":
+            whole = load(DEMO, "cpu")
+            given = places(whole.params, whole.config, whole.layout)
+            engine.update({name: x * (1.5 if odd else 1.25) for name, x in given.items()})
+        if what == "adapter of an update":
+            engine.update(adapters={"one": new})
         for output in engine:
             returned += len(output.token_ids)
     except WeftError as error:
@@ -164,6 +181,34 @@ def test_what_differs_is_refused_before_a_token_is_returned(what: str, found: di
     assert second.endswith("instead: the same calls with the same arguments, in the same order, on every rank")
     assert first.startswith("RankError: rank 0: ")
     assert second.splitlines()[1] in first
+
+
+def step_by_hand(what: str) -> tuple[str, str]:
+    """A step of a runner, and prompts to `generate`, as rank 1 has other weights or prompts."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+
+    def step() -> None:
+        transport = Distributed(timeout=5)
+        model = model_of(rank, what)
+        runner = make_runner(model, Limits(2, 16), num_stages=2, mode="none", transport=transport)
+        state = make_state(model, runner.layouts, lengths=[8])
+        runner.step(runner.params, state, Batch.ragged(token_ids=[PROMPT], rows=[0]))
+
+    def complete() -> None:
+        prompts = [PROMPT, PROMPT] if rank and what == "prompts" else [PROMPT]
+        generate(model_of(rank, what), prompts, max_tokens=2, pipeline=2, transport=Distributed(timeout=5), seed=1)
+
+    return told(step), told(complete)
+
+
+def test_runners_compare_their_models_and_prompts_are_counted_first() -> None:
+    assert launch(step_by_hand, 2, "nothing") == [("no error", "no error")] * 2
+    for what in ("weights", "configuration"):
+        _, (step, _) = launch(step_by_hand, 2, what)
+        assert KINDS[what] in step
+    _, (_, completed) = launch(step_by_hand, 2, "prompts")
+    assert "'the prompts: of [4, 4] tokens, max_tokens=2', where rank 0 has 'the prompts: of [4] " in completed
 
 
 def test_a_host_that_runs_ahead_of_its_device_is_told_before_it_reads() -> None:

@@ -54,6 +54,17 @@ def together(*calls: Any) -> list[Any]:
     return found
 
 
+def test_a_record_of_another_transport_of_the_run_is_none_of_this_one() -> None:
+    store = dist.HashStore()
+    first, second = (dist.PrefixStore(f"weft/0/{number}", store) for number in range(2))
+    boards = [Board(own, 0, store, SECRET, prefix=f"weft/0/{number}") for number, own in enumerate((first, second))]
+    boards[0].post(Failure(1, "recv", "long ago"))
+    assert str(boards[0].failure()) == str(Failure(1, "recv", "long ago"))
+    second.set("failure", first.get("failure"))
+    with pytest.raises(RankError, match=r"'weft/0/1/failure' holds .* not sealed with this run's secret"):
+        boards[1].failure()
+
+
 @given(st.builds(Position, st.integers(0, 9), st.text("abc-", min_size=1), st.integers(0, 9), st.text()))
 def test_positions_print_and_parse(position: Position) -> None:
     assert Position.parse(str(position)) == position

@@ -1,13 +1,17 @@
 """The wire: what ranks send arrives in order, and whoever does not hold the secret is refused."""
 
+import contextlib
+import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from weft.transforms.transports import wire as module
 from weft.transforms.transports.network import LOOPBACK
 from weft.transforms.transports.secret import Secret
 from weft.transforms.transports.wire import RefusedError, Wire
@@ -99,6 +103,61 @@ def test_strangers_keep_no_rank_from_connecting() -> None:
     assert one.recv(0, nobody) == b"here"
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((LOOPBACK, zero.port))  # once all are there, nothing listens
+    for each in (*strangers, zero, one):
+        each.close()
+
+
+def test_a_process_that_can_open_no_more_files_accepts_again_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, one = wires(2)
+    listener: Any = zero._listener
+
+    class Full:
+        """A listener that fails as where there are too many open files, 20 times."""
+
+        left = 20
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listener, name)
+
+        def accept(self) -> Any:
+            if self.left:
+                self.left -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return listener.accept()
+
+    monkeypatch.setattr(zero, "_listener", Full())
+    monkeypatch.setattr(module, "_PAUSE", 1e-3)
+    socket.create_connection((LOOPBACK, zero.port)).close()  # the thread returns from the listener that it waits at
+    one.connect(0, zero.address, 5)
+    zero.await_ranks(5)
+    assert not zero._listener.left
+    for each in (zero, one):
+        each.close()
+
+
+def test_whoever_proves_nothing_is_sent_away_in_time_however_slowly_he_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_HELLO", 0.3)
+    (zero,) = wires(1)
+    with socket.create_connection((LOOPBACK, zero.port)) as stranger:
+        begin = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - begin < 5:
+                stranger.sendall(b"a")
+                time.sleep(0.1)
+        assert time.monotonic() - begin < 3
+    zero.close()
+
+
+def test_of_too_many_strangers_the_oldest_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_STRANGERS", 4)
+    zero, one = wires(2)
+    strangers = [socket.create_connection((LOOPBACK, zero.port)) for _ in range(5)]
+    strangers[0].settimeout(5)
+    assert len(strangers[0].recv(100)) == 32
+    with contextlib.suppress(ConnectionResetError):
+        assert strangers[0].recv(100) == b""
+    one.connect(0, zero.address, 5)
+    zero.await_ranks(5)
     for each in (*strangers, zero, one):
         each.close()
 
