@@ -144,7 +144,7 @@ MISTAKES = {
         lambda: launch(lambda: None, 2),
         ProgramError,
         "launch(<lambda>, 2)",
-        "Can't pickle local object '<lambda>.<locals>.<lambda>'",
+        "Can't <any> local object '<lambda>.<locals>.<lambda>'",
         "a function of a module or of the script itself, by its name, and arguments that can be pickled",
     ),
     "scan: a step without a state": Mistake(
