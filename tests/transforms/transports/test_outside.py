@@ -75,7 +75,7 @@ def test_a_pickle_in_the_store_is_never_opened(keys: tuple[str, ...], tmp_path: 
             assert text == "no error"
         if keys == ("failure",):
             assert text.startswith("RankError: ")
-            assert re.search("'failure' holds \\d+ bytes that are not sealed with this run's secret", text)
+            assert re.search(r"'weft/0/\d/failure' holds \d+ bytes that are not sealed with this run's secret", text)
 
 
 def run_with_secret(secrets: list[str]) -> str:
