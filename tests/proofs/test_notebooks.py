@@ -20,6 +20,8 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "proofs" / "notebooks"
 NAMES = ("1-first-steps", "2-a-pipeline-is-a-program", "3-a-real-model", "4-research", "5-proofs")
 BAR = "application/vnd.jupyter.widget-view+json"
+OF_TORCH = re.compile(r"\S*/site-packages/torch/\S+ FutureWarning: ")
+"""What torch says of itself, as 2.15 does at the first `torch.func.jvp`; outside notebooks it is ignored too."""
 SECONDS = 120
 """For a cell; all notebooks together take about a minute of two idle cores."""
 
@@ -51,7 +53,8 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
         notebook, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
     told = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert [output.text for output in told if output.get("name") == "stderr"] == []
+    said = [output.text for output in told if output.get("name") == "stderr"]
+    assert [text for text in said if not OF_TORCH.match(text)] == []
     assert [output for output in told if BAR in output.get("data", {})] == []  # what is short has none
     assert {path.name for path in tmp_path.iterdir()} <= {".hypothesis"}
 
