@@ -30,8 +30,8 @@ _DIST: Any = dist  # whose stores are documented, and not exported for type chec
 
 
 def rendezvous_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
-    """A `torch.distributed.Store` shared by all processes of a launcher, behind the prefix that its keys have, which no
-    earlier call returned: the default process group's where there is one, else the one at MASTER_ADDR and MASTER_PORT.
+    """The prefix of the keys, which no earlier call returned, and a `torch.distributed.Store` that all processes of a
+    launcher share: the default process group's where there is one, else the one at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: the environment names no store.

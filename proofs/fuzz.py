@@ -26,7 +26,7 @@ _PHASES = [Phase.generate, Phase.shrink]
 
 @attrs.define
 class Fuzzed:
-    """What became of engines and requests.
+    """Counts of engines and requests.
 
     Args:
         engines: that served; `lost`: of them, with the law broken.

@@ -24,7 +24,7 @@ _LARGEST_EMBEDDING = 1e9
 
 @attrs.define
 class Tally:
-    """What became of requests.
+    """Counts of requests.
 
     Args:
         refused: by `SamplingParams` or by `add`.
@@ -139,7 +139,7 @@ def _check_said(load: OddLoad, call: OddCall, last: RequestOutput) -> None:
     for count, token in enumerate(tokens):
         allowed = _allowed(params, stops, call.mask, tokens[:count])
         if token not in allowed:
-            seen = f"{token} behind {tokens[:count]}, where {sorted(allowed)} are allowed"
+            seen = f"{token} after {tokens[:count]}, where {sorted(allowed)} are allowed"
             raise LawViolation(f"L11 faults: a forbidden token: {seen}")
         if token in stops and count + 1 < len(tokens):
             raise LawViolation(f"L11 faults: {tokens} go on behind an end, of {stops}")

@@ -1,6 +1,8 @@
 """What a new user is told besides errors: in notes, where something is printed, where there is no evidence."""
 
 import contextlib
+import shutil
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -70,3 +72,27 @@ def test_no_evidence_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "runs inline: it reads Linear.weight from outside, which requires grad" in out
     check(nn.Linear(3, 3).requires_grad_(False), (X,), laws=("graph", "replay"))
     assert "no evidence" not in capsys.readouterr().out
+
+
+def test_an_error_shows_both_ends_of_a_long_call() -> None:
+    barred = weft.SamplingParams(bad_token_ids=range(257))
+    with pytest.raises(errors.RequestError) as error:
+        weft.Engine(model(), graph="none").add([1], barred, max_tokens=3, id="mine")
+    said, call = str(error.value).splitlines()[0], error.value.call
+    assert (said[:200], said[-200:]) == (call[:200], call[-200:])
+    assert len(said) <= 403 < len(call)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_gguf_file_is_told_of_transformers(tmp_path: Path, whole: bool) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"instead: transformers reads GGUF, and writes what weft"):
+        weft.load(tmp_path if whole else file, "cpu")
+
+
+def test_an_index_with_an_entry_that_names_no_file(tmp_path: Path) -> None:
+    shutil.copy(weft.stages.DEMO / "config.json", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": 3}}')
+    with pytest.raises(errors.CheckpointError, match=r"weight_map\['model.norm.weight'\] is 3, not the name of a file"):
+        weft.load(tmp_path, "cpu")

@@ -110,20 +110,20 @@ def _served(started: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Within, Ctrl-C waits. Signals that this thread blocks stay blocked in processes that it starts, but another
-    thread may get them: then Python would raise here all the same."""
+    """Within, Ctrl-C waits, and processes that are started never hear it: they inherit what this thread blocks. Another
+    thread may get the signal, and Python raises in the main one: there, the handler waits too."""
     handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or handler is None:
-        yield
-        return
+    handles = threading.current_thread() is threading.main_thread() and handler is not None
     came: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *what: came.append(what))
+    if handles:
+        signal.signal(signal.SIGINT, lambda *what: came.append(what))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
+        if handles:
+            signal.signal(signal.SIGINT, handler)
         if came and callable(handler):
             handler(*came[0])
 

@@ -140,6 +140,9 @@ class Wire:
             with self._arrived:
                 if not self.rank < peer < self.num_ranks or peer in self._lines or self._closed:
                     raise RefusedError
+                if own not in self._strangers:  # it was sent away as the oldest of too many
+                    raise RefusedError
+                self._strangers.remove(own)
                 own.sendall(self._secret.tag(b"accepts", *parts))
                 self._lines[peer] = _line(own, self._secret.derived(*parts))
                 self._arrived.notify_all()
@@ -147,7 +150,7 @@ class Wire:
             self._refused += 1
             own.close()
         finally:
-            with self._arrived, suppress(ValueError):  # it was the oldest of too many
+            with self._arrived, suppress(ValueError):  # it has proved itself, or was sent away
                 self._strangers.remove(own)
 
     def send(self, peer: int, payload: bytes) -> None:
