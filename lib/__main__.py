@@ -4,9 +4,9 @@ import sys
 
 
 def main() -> int:
-    """Run one command and return its exit code (`weft.cli.main`)."""
+    """Run one command and return its exit code (`weft.transforms.cli.main`)."""
     try:
-        from weft.cli import main as run
+        from weft.transforms.cli import main as run
 
         return run()
     except KeyboardInterrupt:

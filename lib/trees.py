@@ -14,8 +14,7 @@ from torch import Tensor
 from weft.alike import alike
 from weft.arguments import kind_of
 from weft.errors import DescriptorError, TreeError
-from weft.torchapi import children_of, unnamed_children
-from weft.torchapi import pytree as _pytree
+from weft.torchapi import children_of, pytree as _pytree, unnamed_children
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")

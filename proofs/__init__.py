@@ -90,45 +90,6 @@ otherwise, it compares by `find_difference`, and says with LawViolation.
 many examples there are, `@pytest.mark.gpu` is skipped without a GPU, and the fixture `weft_device` runs a test on both.
 """
 
-import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from lazy_loader import attach_stub
 
-if TYPE_CHECKING:
-    from weft.proofs.checking import check
-    from weft.proofs.code import to_code
-    from weft.proofs.difference import Difference, LawViolation, find_difference
-    from weft.proofs.elements import Tolerance
-    from weft.proofs.equivalence import Counterexample, assert_equivalent
-
-_HOMES = {
-    "weft.proofs.checking": ("check",),
-    "weft.proofs.code": ("to_code",),
-    "weft.proofs.difference": ("Difference", "LawViolation", "find_difference"),
-    "weft.proofs.elements": ("Tolerance",),
-    "weft.proofs.equivalence": ("Counterexample", "assert_equivalent"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-__all__ = [
-    "Counterexample",
-    "Difference",
-    "LawViolation",
-    "Tolerance",
-    "assert_equivalent",
-    "check",
-    "find_difference",
-    "to_code",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """On first use, so that pytest's start does not import torch (`weft.proofs.plugin`)."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'weft.proofs' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, "laws", "plugin", "strategies"})
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)  # pytest loads the plugin, which must not import torch

@@ -31,9 +31,9 @@ from weft.proofs.search import (
 from weft.proofs.subject import Arguments, Subject
 from weft.proofs.user_laws import LAWS, UserLaw
 from weft.stages.model import pick_device
-from weft.transforms.graphified import Graphified
-from weft.transforms.graphify import graphify
-from weft.transforms.options import GraphifyOptions
+from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.options import GraphifyOptions
 
 MOST_CALLS = 4
 """In a sequence of calls that is one example."""

@@ -8,8 +8,8 @@ import attrs
 
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
-from weft.transforms.dispatch import Decision, dispatch
-from weft.transforms.ladder import CAPABILITIES, MODES, Ladder, Limits, make_ladder, rungs, token_rungs
+from weft.transforms.graphs.dispatch import Decision, dispatch
+from weft.transforms.graphs.ladder import CAPABILITIES, MODES, Ladder, Limits, make_ladder, rungs, token_rungs
 
 QUERY_LENS = ((1,), (2,), (1, 3))
 LORAS = ((0,), (0, 2))

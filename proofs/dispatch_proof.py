@@ -19,8 +19,8 @@ from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
 from weft.proofs.dispatch_exhaustive import check_all
 from weft.proofs.symbolic import Path, Verdict, flag, prove, unknown
-from weft.transforms.dispatch import dispatch, excess
-from weft.transforms.ladder import MODES, Ladder, Limits, make_ladder
+from weft.transforms.graphs.dispatch import dispatch, excess
+from weft.transforms.graphs.ladder import MODES, Ladder, Limits, make_ladder
 
 
 def unknown_descriptor(path: Path, name: str) -> Any:

@@ -32,13 +32,13 @@ from tqdm import tqdm
 
 from weft.effects import Effect
 from weft.errors import RankError
-from weft.transforms.graphify import graphify
-from weft.transforms.pipeline import Pipelined, pipeline
-from weft.transforms.transports import Transport
-from weft.transforms.transports.distributed import Distributed
-from weft.transforms.transports.launch import launch
-from weft.transforms.transports.plan import Plan
-from weft.transforms.transports.worker import Link, Worker
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.pipeline import Pipelined, pipeline
+from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.distributed import Distributed
+from weft.transforms.pipelines.transports.launch import launch
+from weft.transforms.pipelines.transports.plan import Plan
+from weft.transforms.pipelines.transports.worker import Link, Worker
 
 NUM_RANKS = (2, 3, 4)
 STEPS = 4

@@ -27,8 +27,8 @@ from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, Model
 from weft.stages.params import num_bytes
 from weft.stages.random_weights import random_params
-from weft.transforms.ladder import Limits
-from weft.transforms.runner import make_runner, make_state
+from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.graphs.ladder import Limits
 
 QWEN3_0_6B = {
     "architectures": ["Qwen3ForCausalLM"],

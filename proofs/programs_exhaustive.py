@@ -1,10 +1,9 @@
 """What it means that programs are right, by trying every order in which ranks could move.
 
-A second, slower definition, which shares nothing with `weft.transforms.checker` but the effects: a world is where each
-rank is, what it holds, and what is in flight; every step that some rank can take leads to another world. Programs are
-right if in no world that can be reached a rank goes wrong, and if the only worlds with no way on are those in which
-all ranks are at their end and nothing is in flight; on edges that hold one, two or three messages.
-"""
+A second, slower definition, which shares nothing with `weft.transforms.pipelines.checker` but the effects: a world is
+where each rank is, what it holds, and what is in flight; every step that some rank can take leads to another world.
+Programs are right if in no world that can be reached a rank goes wrong, and if the only worlds with no way on are those
+in which all ranks are at their end and nothing is in flight; on edges that hold one, two or three messages."""
 
 from collections.abc import Iterator, Sequence
 

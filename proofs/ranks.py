@@ -29,14 +29,14 @@ from weft.proofs.serving import serve
 from weft.proofs.strategies.traces import Trace, traces
 from weft.state import advance
 from weft.transforms.engine.steppers import Stepped, Streamed
-from weft.transforms.graphified import Graphified
-from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits, make_ladder
-from weft.transforms.pipeline import pipeline
-from weft.transforms.transports import Transport
-from weft.transforms.transports.distributed import BackendName, Distributed
-from weft.transforms.transports.launch import launch
-from weft.transforms.transports.local import Local
+from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Limits, make_ladder
+from weft.transforms.pipelines.pipeline import pipeline
+from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.distributed import BackendName, Distributed
+from weft.transforms.pipelines.transports.launch import launch
+from weft.transforms.pipelines.transports.local import Local
 
 VARIANTS = ("none", "piecewise", "full", "full_and_piecewise", "whole step")
 """How a rank runs: its stage eagerly, or graphified in a mode; or all of its step as one graph: receive, run, sample,

@@ -48,7 +48,8 @@ def names_of(face: str) -> list[str]:
     """The public names of a module, in order."""
     module = import_module(face)
     if face != "weft.errors":
-        return list(getattr(module, "__all__", ()))
+        names = getattr(module, "__all__", ())
+        return [name for name in names if not inspect.ismodule(getattr(module, name))]
     return [name for name, value in vars(module).items() if getattr(value, "__module__", "") == face]
 
 

@@ -19,8 +19,8 @@ import z3
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
 from weft.proofs.symbolic import Integer, Path, Verdict, flag, prove, unknown
-from weft.transforms.checker import Edge, Step, check, puts, takes
-from weft.transforms.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
+from weft.transforms.pipelines.checker import Edge, Step, check, puts, takes
+from weft.transforms.pipelines.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
 
 Place = tuple[int, int]  # of an effect: its rank, and how many of that rank's are before it
 

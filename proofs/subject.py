@@ -13,9 +13,9 @@ from weft.padding import pad, unpad
 from weft.proofs.difference import LawViolation, find_difference
 from weft.proofs.elements import Tolerance
 from weft.proofs.search import copies
-from weft.transforms.call import invoke
-from weft.transforms.graphified import Graphified
-from weft.transforms.results import find_next_value
+from weft.transforms.graphs.calls.call import invoke
+from weft.transforms.graphs.calls.results import find_next_value
+from weft.transforms.graphs.graphified import Graphified
 from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 Arguments = dict[str, Any]

@@ -14,7 +14,7 @@ from weft.proofs.strategies.agreement import conversations
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engines import loads
 from weft.proofs.strategies.odd import odd_loads
-from weft.transforms.ladder import MODES
+from weft.transforms.graphs.ladder import MODES
 
 
 @attrs.frozen

@@ -13,9 +13,9 @@ from weft.proofs.laws.compare import visible
 from weft.proofs.search import copies
 from weft.proofs.subject import Arguments, Subject
 from weft.state import State
-from weft.transforms.borrowing import lends
-from weft.transforms.graphify import graphify
-from weft.transforms.microbatch import microbatch
+from weft.transforms.graphs.calls.borrowing import lends
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.microbatch import microbatch
 from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Calls = Sequence[Arguments]

@@ -7,7 +7,7 @@ from weft.stages.adapters import Adapter, reserve_slots, with_adapters, write_sl
 from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config
 from weft.stages.decoder import decoder_stage
-from weft.stages.layout import StageLayout, split_layers
+from weft.stages.layout import StageLayout, balance, split_layers
 from weft.stages.model import DEMO, Model, load
 from weft.stages.module import ModuleStage, from_module
 from weft.stages.params import DecoderParams, LayerParams, slice_params
@@ -23,6 +23,7 @@ __all__ = [
     "ModelConfig",
     "ModuleStage",
     "StageLayout",
+    "balance",
     "decoder_stage",
     "from_module",
     "load",

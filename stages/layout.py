@@ -1,8 +1,14 @@
-"""Which layers a stage owns."""
+"""Which layers a stage owns: `StageLayout`, and the splits `split_layers` and `balance`."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
 
 import attrs
 
-from weft.errors import ProgramError
+from weft.arguments import kind_of
+from weft.errors import CostError, ProgramError
 
 
 @attrs.frozen
@@ -72,3 +78,109 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[StageLayout, ...]:
     sizes = [least + (i in by_nearness[:left_over]) for i in range(num_stages)]
     starts = [sum(sizes[:i]) for i in range(num_stages)]
     return tuple(StageLayout(i, num_stages, starts[i], starts[i] + sizes[i]) for i in range(num_stages))
+
+
+def balance(
+    layer_costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
+) -> tuple[StageLayout, ...]:
+    """The contiguous split that minimises the cost of the slowest stage: exact, by dynamic programming over where the
+    stages end, in exact arithmetic, so that equal sums are ties whatever their rounding.
+
+    Of the splits that are as good, it is the one nearest to `split_layers`: of the least sum, over the stages, of
+    layers more or fewer than there; of those as near, of the least sum of squares of the stages' costs; and then the
+    one whose first stage that differs is the smaller. So it is `split_layers` itself wherever that is as good as any.
+
+    Args:
+        layer_costs: of each layer, in any unit.
+        num_stages: of which each owns a layer.
+        first: what the first stage costs besides its layers: the embedding.
+        last: likewise the last: the final norm, the head, the sampler.
+
+    Raises:
+        ProgramError: fewer than one stage, or more stages than layers.
+        CostError: a cost that is negative or not finite.
+
+    >>> [stage.stop - stage.start for stage in balance([1.0] * 30, 4, last=3.0)]
+    [8, 8, 8, 6]
+    """
+    given: Any = layer_costs
+    if not isinstance(given, Sequence):
+        call = f"balance({given!r:.60}, {num_stages!r})"
+        raise CostError(call, kind_of(given), "a list of the cost of each layer: [1.0] * 30")
+    if not 1 <= num_stages <= len(layer_costs):
+        seen = f"{len(layer_costs)} layers for {num_stages} stages"
+        instead = f"from 1 to {len(layer_costs)} stages, so that each owns a layer"
+        raise ProgramError(f"balance(<{len(layer_costs)} layers>, {num_stages!r})", seen, instead)
+    even = split_layers(len(layer_costs), num_stages)
+    layers = ((f"layer {index}", cost) for index, cost in enumerate(layer_costs))
+    for name, value in (*layers, ("first", first), ("last", last)):
+        if not 0 <= value < math.inf:
+            call = f"balance(<{len(layer_costs)} layers>, {num_stages}, first={first!r}, last={last!r})"
+            raise CostError(call, f"{name} costs {value!r}", "a finite number >= 0")
+    split = _Split(*_prefix_sums(layer_costs, first, last), tuple(len(stage.layers) for stage in even))
+    stops = split.nearest(split.least_slowest())
+    return tuple(StageLayout(i, num_stages, a, b) for i, (a, b) in enumerate(zip((0, *stops), stops, strict=False)))
+
+
+def _prefix_sums(layer_costs: Sequence[float], first: float, last: float) -> tuple[tuple[int, ...], int, int]:
+    """The costs of the first 0, 1, ... layers, and `first` and `last`: as ints of one unit, with nothing rounded."""
+    costs = [Fraction(cost) for cost in (*layer_costs, first, last)]
+    unit = math.lcm(*(cost.denominator for cost in costs))
+    *layers, extra_first, extra_last = (int(cost * unit) for cost in costs)
+    sums = [0]
+    for cost in layers:
+        sums.append(sums[-1] + cost)
+    return tuple(sums), extra_first, extra_last
+
+
+_Rank = tuple[int, int, tuple[int, ...]]
+"""Of stages, what the nearest has least of: layers more or fewer than even, the squares of the costs, the ends."""
+
+
+@attrs.frozen
+class _Split:
+    """The problem: `sums[i]` is the cost of the first i layers; `even` holds the sizes of the even split."""
+
+    sums: tuple[int, ...]
+    first: int
+    last: int
+    even: tuple[int, ...]
+
+    def cost(self, stage: int, start: int, stop: int) -> int:
+        ends = self.first * (stage == 0) + self.last * (stage == len(self.even) - 1)
+        return self.sums[stop] - self.sums[start] + ends
+
+    def stops(self, stage: int) -> range:
+        """Where a stage may end, so that each has a layer."""
+        later, layers = len(self.even) - 1 - stage, len(self.sums) - 1
+        return range(stage + 1, layers - later + 1) if later else range(layers, layers + 1)
+
+    def least_slowest(self) -> int:
+        """The cost of the slowest stage in the best split."""
+        best = {0: 0}  # where the stages so far end: the slowest of them
+        for stage in range(len(self.even)):
+            best = {
+                stop: min(
+                    max(slowest, self.cost(stage, start, stop)) for start, slowest in best.items() if start < stop
+                )
+                for stop in self.stops(stage)
+            }
+        (slowest,) = best.values()
+        return slowest
+
+    def nearest(self, most: int) -> tuple[int, ...]:
+        """Where the stages end in the split nearest to the even one whose slowest stage costs at most `most`."""
+        best: dict[int, _Rank] = {0: (0, 0, ())}  # by where the stages so far end
+        for stage, size in enumerate(self.even):
+            found: dict[int, _Rank] = {}
+            for stop in self.stops(stage):
+                ways = [
+                    (far + abs(stop - start - size), squares + self.cost(stage, start, stop) ** 2, (*stops, stop))
+                    for start, (far, squares, stops) in best.items()
+                    if start < stop and self.cost(stage, start, stop) <= most
+                ]
+                if ways:
+                    found[stop] = min(ways)
+            best = found
+        ((_, _, stops),) = best.values()
+        return stops

@@ -5,10 +5,9 @@ import math
 
 import attrs
 
-from weft.stages.balance import balance
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import layer_fields
-from weft.stages.layout import StageLayout, split_layers
+from weft.stages.layout import StageLayout, balance, split_layers
 
 _REQUESTS, _CONTEXT = 64, 512
 """Of the step that is reckoned with."""

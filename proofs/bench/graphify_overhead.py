@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from weft.proofs.environment import environment
-from weft.transforms.graphified import Graphified
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.graphify import graphify
 
 Step = Callable[..., tuple[Tensor, ...]]
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops import experts as experts_op
-from weft.ops import fp8, gate, linear, norm, rotary
+from weft.ops import experts as experts_op, fp8, gate, linear, norm, rotary
 from weft.ops.parts import sum_parts
 
 _LEAST_BYTES = 2**28

@@ -22,7 +22,7 @@ from weft.ops.sample_rows import sample_rows
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
 from weft.sampling_table import SamplingTable, write_rows
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.graphify import graphify
 
 ASKED: dict[str, dict[str, Any]] = {
     "nothing": {},

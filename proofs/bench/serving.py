@@ -22,15 +22,15 @@ from typing import Any
 import attrs
 import torch
 
-from weft.cli.bench import Wanted, evenly, finish, make_prompts, serve, start, warm_up
-from weft.cli.bench_figures import RankFigures, figures
-from weft.cli.bench_options import WORKLOADS
-from weft.cli.choices import MODES
-from weft.cli.presets import PRESETS
-from weft.cli.ranks import Here, Place, in_ranks
-from weft.cli.sources import Source
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
+from weft.transforms.cli.bench import Wanted, evenly, finish, make_prompts, serve, start, warm_up
+from weft.transforms.cli.bench_figures import RankFigures, figures
+from weft.transforms.cli.bench_options import WORKLOADS
+from weft.transforms.cli.choices import MODES
+from weft.transforms.cli.presets import PRESETS
+from weft.transforms.cli.ranks import Here, Place, in_ranks
+from weft.transforms.cli.sources import Source
 from weft.transforms.engine.engine import Engine
 
 _PROMPTS, _MORE = 64, 64

@@ -21,14 +21,14 @@ from typing import Any
 import attrs
 import torch
 
-from weft.cli.presets import PRESETS
-from weft.cli.ranks import Here
-from weft.cli.sources import Source
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
+from weft.transforms.cli.presets import PRESETS
+from weft.transforms.cli.ranks import Here
+from weft.transforms.cli.sources import Source
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.transports.local import Local
+from weft.transforms.pipelines.transports.local import Local
 
 _STEPS = 24
 _WIDTH = 78

@@ -8,9 +8,9 @@ import attrs
 
 from weft.errors import ProgramError
 from weft.proofs.difference import LawViolation
-from weft.transforms.schedule import Job, make_programs
-from weft.transforms.transports.agreement import Agreement, dumped
-from weft.transforms.transports.plan import Plan
+from weft.transforms.pipelines.schedule import Job, make_programs
+from weft.transforms.pipelines.transports.agreement import Agreement, dumped
+from weft.transforms.pipelines.transports.plan import Plan
 
 _LAW = "L11 what differs is refused with the first message"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from weft.descriptor import Descriptor
 from weft.proofs.strategies.models import Scenario
 from weft.state import State, advance
-from weft.transforms.pipeline import compose
+from weft.transforms.pipelines.pipeline import compose
 from weft.trees import tree_map
 
 D = TypeVar("D", bound=Descriptor)

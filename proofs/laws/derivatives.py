@@ -12,7 +12,7 @@ from weft.donation import clone
 from weft.proofs.difference import LawViolation, assert_equal
 from weft.proofs.laws.compare import visible, whole
 from weft.proofs.strategies.models import Scenario
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.graphify import graphify
 from weft.trees import leaves_with_names, tree_leaves, tree_map
 
 STEP = 1e-2

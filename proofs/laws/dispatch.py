@@ -14,9 +14,9 @@ from weft.proofs.difference import LawViolation
 from weft.proofs.laws.compare import larger, whole
 from weft.proofs.strategies.images import ImageScenario, Resolution
 from weft.proofs.strategies.models import Scenario
-from weft.transforms.dispatch import dispatch
-from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits, make_ladder
+from weft.transforms.graphs.dispatch import dispatch
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Limits, make_ladder
 
 
 def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
@@ -59,7 +59,7 @@ def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str =
 
 def graphs_module() -> Any:
     """The module whose `dispatch` graphify calls (the package's attribute of that name is the function)."""
-    return import_module("weft.transforms.graphs")
+    return import_module("weft.transforms.graphs.cache")
 
 
 def own_classes_are_dispatched(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:

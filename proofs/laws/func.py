@@ -8,7 +8,7 @@ from torch import Tensor, func, nn
 
 from weft.proofs.difference import LawViolation, assert_equal
 from weft.proofs.strategies.functions import Mapping
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.graphify import graphify
 
 F = Callable[[Tensor, Tensor], Tensor]
 Transform = Callable[[F, Tensor, Tensor], Any]

@@ -14,8 +14,8 @@ from weft.proofs.strategies.calls import Call, called, worlds
 from weft.proofs.strategies.functions import Function, Rows
 from weft.proofs.strategies.images import ImageScenario, Resolution
 from weft.proofs.strategies.models import Scenario
-from weft.transforms.dispatch import dispatch
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.dispatch import dispatch
+from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map
 
 

@@ -11,9 +11,9 @@ from weft.proofs.laws.compare import visible, whole
 from weft.proofs.strategies.functions import Function
 from weft.proofs.strategies.models import Scenario
 from weft.state import advance
-from weft.transforms.graphify import graphify
-from weft.transforms.microbatch import microbatch
-from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.microbatch import microbatch
+from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.trees import tree_map
 
 

@@ -15,8 +15,8 @@ from weft.proofs.laws.compare import visible, whole
 from weft.proofs.strategies.models import Move, Scenario
 from weft.sampling_table import SamplingTable, write_rows
 from weft.state import advance
-from weft.transforms.graphify import graphify
-from weft.transforms.pipeline import pipeline
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.pipeline import pipeline
 
 WAYS = ("eager", "graph", "pipeline", "pipeline of graphs", "graph of a pipeline")
 

@@ -13,7 +13,7 @@ from weft.errors import ProgramError
 from weft.proofs.difference import LawViolation
 from weft.proofs.programs_exhaustive import fault, fenced
 from weft.proofs.strategies.programs import Broken, Scheduled
-from weft.transforms.checker import check
+from weft.transforms.pipelines.checker import check
 
 WORLDS = 5_000
 """Places that ranks can be at, for which all orders are tried of what a generator made."""

@@ -16,10 +16,10 @@ from weft.transforms.engine.prompts import Given
 from weft.transforms.engine.requests import Request
 from weft.transforms.engine.steppers import Done, Streamed
 from weft.transforms.engine.work import Work, advance_work, edited
-from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits, lora_rungs, make_ladder
-from weft.transforms.pipeline import Pipelined, compose, pipeline
-from weft.transforms.transports import Transport
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Limits, lora_rungs, make_ladder
+from weft.transforms.pipelines.pipeline import Pipelined, compose, pipeline
+from weft.transforms.pipelines.transports import Transport
 from weft.trees import leaves_with_names
 
 TABLES = (

@@ -9,8 +9,8 @@ from unittest import mock
 
 from weft.proofs.mutants.planted import Mutant
 from weft.proofs.suite import find
-from weft.transforms.transports.agreement import Agreement, Mark
-from weft.transforms.transports.plan import Plan
+from weft.transforms.pipelines.transports.agreement import Agreement, Mark
+from weft.transforms.pipelines.transports.plan import Plan
 
 _LAW = find("L11", "differs")
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 import attrs
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from hypothesis.errors import Flaky, FlakyStrategyDefinition
 
 from weft.proofs.difference import LawViolation

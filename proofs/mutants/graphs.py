@@ -13,20 +13,32 @@ from torch import Tensor
 from weft.padding import inert, pad
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
-from weft.transforms.backends.tape import Operation, TapeBackend, TapeRecording
-from weft.transforms.call import hashable_signature, key_of, take_apart_again
-from weft.transforms.capture import Before, Entry
-from weft.transforms.graphs import Graphs
-from weft.transforms.memo import LeafKey, leaf_key
-from weft.transforms.ready import Reader
-from weft.transforms.results import Outputs
-from weft.transforms.transfer import CopyIn, Handover, Together, hand_over, tails
+from weft.transforms.graphs.backends.tape import Operation, TapeBackend, TapeRecording
+from weft.transforms.graphs.cache import Graphs
+from weft.transforms.graphs.calls.call import hashable_signature, key_of, take_apart_again
+from weft.transforms.graphs.calls.memo import LeafKey, leaf_key
+from weft.transforms.graphs.calls.ready import Reader
+from weft.transforms.graphs.calls.results import Outputs
+from weft.transforms.graphs.calls.transfer import CopyIn, Handover, Together, hand_over, tails
+from weft.transforms.graphs.capture import Before, Entry
 from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
-_GRAPHS, _REPLAY, _MEMORY = "weft.transforms.graphs", "weft.transforms.replay", "weft.transforms.memory"
-_GRAPHIFIED, _CAPTURE, _CALL = "weft.transforms.graphified", "weft.transforms.capture", "weft.transforms.call"
-_TRANSFER, _RESULTS, _READY = "weft.transforms.transfer", "weft.transforms.results", "weft.transforms.ready"
-_READER, _TAPE, _PADDING = "weft.transforms.reader", "weft.transforms.backends.tape", "weft.padding"
+_GRAPHS, _REPLAY, _MEMORY = (
+    "weft.transforms.graphs.cache",
+    "weft.transforms.graphs.replay",
+    "weft.transforms.graphs.memory",
+)
+_GRAPHIFIED, _CAPTURE, _CALL = (
+    "weft.transforms.graphs.graphified",
+    "weft.transforms.graphs.capture",
+    "weft.transforms.graphs.calls.call",
+)
+_TRANSFER, _RESULTS, _READY = (
+    "weft.transforms.graphs.calls.transfer",
+    "weft.transforms.graphs.calls.results",
+    "weft.transforms.graphs.calls.ready",
+)
+_READER, _TAPE, _PADDING = "weft.transforms.graphs.calls.reader", "weft.transforms.graphs.backends.tape", "weft.padding"
 
 
 def _nothing(self: CopyIn, leaves: Sequence[Any]) -> None:

@@ -21,14 +21,14 @@ from weft.proofs.suite import find
 from weft.sampling_table import SamplingTable
 from weft.state import State, _find_adapters, advance, resolve
 from weft.torchapi import in_dispatch_mode
-from weft.transforms.dispatch import Decision, dispatch
-from weft.transforms.ladder import Ladder, as_ladder
-from weft.transforms.microbatch import join, split
-from weft.transforms.transports.worker import Link, Worker
+from weft.transforms.graphs.dispatch import Decision, dispatch
+from weft.transforms.graphs.ladder import Ladder, as_ladder
+from weft.transforms.pipelines.microbatch import join, split
+from weft.transforms.pipelines.transports.worker import Link, Worker
 
-_GRAPHS = "weft.transforms.graphs"
+_GRAPHS = "weft.transforms.graphs.cache"
 _COMPARE, _DECODER, _STATE = "weft.proofs.laws.compare", "weft.stages.decoder", "weft.state"
-_PIPELINE, _MICROBATCH = "weft.transforms.pipeline", "weft.transforms.microbatch"
+_PIPELINE, _MICROBATCH = "weft.transforms.pipelines.pipeline", "weft.transforms.pipelines.microbatch"
 
 
 def _in_capture() -> bool:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
-from weft.transforms.ladder import Limits, lora_rungs
+from weft.transforms.graphs.ladder import Limits, lora_rungs
 
 
 @st.composite

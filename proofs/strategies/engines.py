@@ -21,7 +21,7 @@ from weft.stages.random_weights import random_adapter, random_params
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
-from weft.transforms.ladder import MODES
+from weft.transforms.graphs.ladder import MODES
 
 VOCABULARY = 12
 _STD = 0.5

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send, TensorSchema
 from weft.proofs.programs_exhaustive import fault
-from weft.transforms.schedule import Job, make_programs
+from weft.transforms.pipelines.schedule import Job, make_programs
 
 SCHEMAS = tuple(Schema((TensorSchema("h", ("num_tokens", width), torch.float32),)) for width in (4, 8))
 

@@ -13,7 +13,8 @@ import torch
 def run_interpreted(code: str, *arguments: object, timeout: float | None = None) -> str:
     """What the code prints; it may import the modules beside this one."""
     pytest.importorskip("triton")
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-c", f"import interpreted\n{code}", *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)

@@ -5,8 +5,7 @@ import itertools
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from copy_cases import Pair, copied, make, moved, pairs
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weft.ops import copies as module
 from weft.ops.byte_copies import Copies, is_dense, same_bytes

@@ -14,7 +14,7 @@ from weft.ops import copies as module
 from weft.ops.byte_copies import Copies
 from weft.ops.copies import plan_clones, plan_copies_of_bytes
 from weft.ops.copies_triton import ARITIES
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.graphify import graphify
 
 _INTERPRETED = """
 import sys, torch
@@ -37,8 +37,8 @@ def test_the_kernel_interpreted_copies_what_torch_copies(tmp_path: Path) -> None
 
 _GRAPHIFIED = """
 from weft.ops import copies
-import weft.transforms.clones, weft.transforms.transfer
-for home in (copies, weft.transforms.clones, weft.transforms.transfer):
+import weft.transforms.graphs.calls.clones, weft.transforms.graphs.calls.transfer
+for home in (copies, weft.transforms.graphs.calls.clones, weft.transforms.graphs.calls.transfer):
     home.uses_kernel = lambda device: True
 launches = []
 plan = copies._plan

@@ -4,8 +4,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weft.descriptor import BatchDescriptor, Descriptor
 from weft.errors import DescriptorError

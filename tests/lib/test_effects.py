@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weft.batch import Batch
 from weft.effects import (
@@ -24,7 +23,7 @@ from weft.effects import (
 )
 from weft.errors import ProgramError
 from weft.outputs import IntermediateTensors, Output
-from weft.transforms.schedule import streaming
+from weft.transforms.pipelines.schedule import streaming
 
 FAST = settings(deadline=None, max_examples=80)
 DTYPES = st.sampled_from((torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64))

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weft.ops.ngram import find_drafts
 

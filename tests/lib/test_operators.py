@@ -11,7 +11,7 @@ from torch import Tensor, library
 from weft.errors import DerivativeError
 from weft.ops import paged_attention
 from weft.torchapi import overload_of
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.graphify import graphify
 
 FP8 = torch.float8_e4m3fn
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -7,8 +7,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from interpreting import interpret
 from paged_cases import DECODE, FIXED, TOLERANCE, Case, Request, Shape, assert_matches, bits, draw_case
 from torch import Tensor

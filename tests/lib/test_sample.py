@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from interpreting import interpret
 from torch import Tensor, library
 
 from weft.ops.sample import sample
 from weft.ops.splitmix import _mix, exponential, random_bits
 from weft.ops.table import backends
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.graphify import graphify
 
 FAST = settings(deadline=None, max_examples=60)
 MASK = (1 << 64) - 1

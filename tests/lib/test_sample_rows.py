@@ -6,8 +6,7 @@ from collections import Counter
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sample_cases import VOCAB, make_case, random_logits
 
 from weft.donation import clone

@@ -18,7 +18,7 @@ from weft.ops.table import backends
 from weft.proofs.laws import assert_equal
 from weft.sampling import SamplingParams
 from weft.sampling_table import SamplingTable, write_rows
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_leaves
 
 # The operators and their kernels --------------------------------------------------------------------------------------

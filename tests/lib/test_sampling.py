@@ -6,8 +6,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weft.donation import clone
 from weft.errors import RequestError

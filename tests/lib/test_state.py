@@ -6,8 +6,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
@@ -19,7 +18,7 @@ from weft.padding import pad
 from weft.proofs.laws import assert_equal
 from weft.sampling import SamplingParams
 from weft.state import State, admit, advance, resolve
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_leaves
 
 FAST = settings(deadline=None, max_examples=80)

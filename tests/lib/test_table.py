@@ -26,7 +26,7 @@ from weft.transforms import (
     plan_cohorts,
     simulate,
 )
-from weft.transforms.generate import Completion
+from weft.transforms.engine.generate import Completion
 
 NASTY = "<script>alert('x')</script> & \"more\""
 TABLE = Table(("name", "size"), ((NASTY, "8"), ("b", "1.5 KiB"), ("", "")), f"of {NASTY}")

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from weft.ops import tiles
 from weft.ops.tiles import MEASURED, MOST_SCANNED, Tile, expert_key, expert_tile, linear_key, linear_parts, linear_tile

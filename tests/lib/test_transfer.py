@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.errors import CaptureError, ProgramError
 from weft.ops import transfer
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.graphify import graphify
 
 
 class Mirror:

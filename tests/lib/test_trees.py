@@ -7,8 +7,7 @@ import attrs
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 

@@ -8,8 +8,7 @@ from typing import Any
 import attrs
 import pytest
 from answers import X, model
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import weft

@@ -8,8 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import find
-from hypothesis import strategies as st
+from hypothesis import find, strategies as st
 from rich.console import Console
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from weft.proofs.checking import check
 from weft.proofs.equivalence import Counterexample
 from weft.proofs.strategies import Rows, pure_functions, scenarios, tensors
 from weft.state import advance
-from weft.transforms.pipeline import compose
+from weft.transforms.pipelines.pipeline import compose
 from weft.trees import axes, descriptor_field, pytree
 
 ROWS = tensors(st.integers(1, 3), 2)
@@ -170,7 +169,7 @@ def test_a_branch_on_data() -> None:
 
 def test_the_graph_law_sees_replays_of_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted graphify that forgets to fill its inputs: only a second call, of other values, shows it."""
-    monkeypatch.setattr("weft.transforms.replay.plan_copies", lambda *args: None)
+    monkeypatch.setattr("weft.transforms.graphs.replay.plan_copies", lambda *args: None)
     name, error = broken(lambda x: x * 2, (tensors(1),), laws="graph")
     assert name == "graph"
     calls = error.values[0][1]

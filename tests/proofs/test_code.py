@@ -9,8 +9,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from weft.descriptor import BatchDescriptor
 from weft.effects import Recv, Schema, TensorSchema

@@ -17,8 +17,8 @@ from weft.descriptor import BatchDescriptor
 from weft.proofs import dispatch_proof
 from weft.proofs.strategies import descriptors, limits
 from weft.proofs.symbolic import Path, explore, prove, unknown
-from weft.transforms.dispatch import excess
-from weft.transforms.ladder import make_ladder
+from weft.transforms.graphs.dispatch import excess
+from weft.transforms.graphs.ladder import make_ladder
 
 QUICK = settings(max_examples=100, database=None)
 
@@ -79,7 +79,7 @@ class Wider(BatchDescriptor):
 
 @contextmanager
 def instead(cls: type) -> Iterator[None]:
-    homes = ("weft.proofs.strategies.classes", "weft.transforms.ladder", "weft.proofs.dispatch_proof")
+    homes = ("weft.proofs.strategies.classes", "weft.transforms.graphs.ladder", "weft.proofs.dispatch_proof")
     with ExitStack() as stack:
         for home in homes:
             stack.enter_context(mock.patch.object(import_module(home), "BatchDescriptor", cls))

@@ -7,8 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from weft.batch import Batch
 from weft.proofs.difference import Difference, LawViolation, assert_equal, find_difference

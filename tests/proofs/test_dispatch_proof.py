@@ -14,9 +14,9 @@ pytest.importorskip("z3")
 from weft.descriptor import BatchDescriptor
 from weft.proofs import dispatch_exhaustive, dispatch_proof
 from weft.proofs.symbolic import Path, Verdict, explore, prove, unknown
-from weft.transforms import ladder
-from weft.transforms.dispatch import Decision, dispatch
-from weft.transforms.ladder import Ladder, as_ladder
+from weft.transforms.graphs import ladder
+from weft.transforms.graphs.dispatch import Decision, dispatch
+from weft.transforms.graphs.ladder import Ladder, as_ladder
 
 PROOFS: dict[str, Callable[[], Iterator[Verdict]]] = {
     "order": dispatch_proof.prove_order,
@@ -121,7 +121,7 @@ def blind(own: Any, given: Any) -> Any:
 
 def later(own: Any, given: Any) -> Any:
     """Of incomparable classes the later one, whatever it pads."""
-    with replaced("weft.transforms.dispatch", "excess", lambda larger, own: {}):
+    with replaced("weft.transforms.graphs.dispatch", "excess", lambda larger, own: {}):
         return dispatch(own, given)
 
 
@@ -172,7 +172,7 @@ LADDER: dict[str, tuple[str, Callable[..., Any], str]] = {
 @pytest.mark.parametrize("name", LADDER)
 def test_a_bug_in_make_ladder_is_refuted(name: str) -> None:
     attribute, fn, part = LADDER[name]
-    with replaced("weft.transforms.ladder", attribute, fn):
+    with replaced("weft.transforms.graphs.ladder", attribute, fn):
         refuted = (v.counterexample for v in dispatch_proof.prove_ladders() if v.counterexample is not None)
         assert any(text.startswith(part) for text in refuted)
 

@@ -1,8 +1,7 @@
 """The laws hold, on the tape everywhere and on CUDA graphs where there is a GPU."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from weft.proofs.suite import LAWS, Law
 

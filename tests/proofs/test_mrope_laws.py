@@ -4,8 +4,7 @@ graphs where there is a GPU."""
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weft.proofs import laws, strategies
 

@@ -16,8 +16,8 @@ import z3
 from weft.effects import Effect, Fence, Program, Recv, Run, Send
 from weft.proofs import schedule_proof
 from weft.proofs.symbolic import Path, Verdict, explore
-from weft.transforms import schedule
-from weft.transforms.schedule import Job, make_programs, streaming
+from weft.transforms.pipelines import schedule
+from weft.transforms.pipelines.schedule import Job, make_programs, streaming
 
 PROOFS: dict[str, Callable[[], Iterator[Verdict]]] = {
     "loops": lambda: schedule_proof.prove_loops(3, 8, 3),

@@ -7,8 +7,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from theirs import CLASSES
@@ -29,9 +28,9 @@ from weft.stages.model import Model, stage_params
 from weft.stages.random_weights import random_adapter, random_params
 from weft.stages.states import empty_states
 from weft.state import State, admit, advance, resolve
-from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits, lora_rungs, make_ladder
-from weft.transforms.pipeline import compose
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Limits, lora_rungs, make_ladder
+from weft.transforms.pipelines.pipeline import compose
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The following:RuntimeWarning")
 

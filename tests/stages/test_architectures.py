@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 from configs import QWEN3, QWEN3_MOE, SMALL, parse
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from theirs import CLASSES
 from transformers import PretrainedConfig
 

@@ -6,12 +6,10 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from weft.errors import CostError, ProgramError
-from weft.stages.balance import balance
-from weft.stages.layout import StageLayout, split_layers
+from weft.stages.layout import StageLayout, balance, split_layers
 
 
 def stage_costs(layouts: Sequence[StageLayout], costs: Sequence[float], first: float, last: float) -> list[Fraction]:

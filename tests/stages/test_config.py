@@ -8,8 +8,7 @@ import attrs
 import pytest
 import torch
 from configs import LLAMA, QWEN2, QWEN3, QWEN3_MOE, assert_agrees, parse
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from theirs import CLASSES
 from transformers import (
     PretrainedConfig,

@@ -14,9 +14,9 @@ from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, Model, load
 from weft.stages.params import slice_params
 from weft.state import State, advance
-from weft.transforms.graphify import graphify
-from weft.transforms.pipeline import compose, pipeline
-from weft.transforms.runner import make_state
+from weft.transforms.engine.runner import make_state
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.pipeline import compose, pipeline
 
 IDS = [5, 9, 2, 40, 7, 11]
 

@@ -4,8 +4,7 @@ import re
 import time
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from weft.errors import ConfigError
 from weft.stages.expressions import MOST_CHARACTERS, MOST_STEPS, Expression

@@ -19,7 +19,7 @@ from weft.stages.layer_fields import layer_fields, row_starts
 from weft.stages.layout import split_layers
 from weft.stages.params import LayerParams, slice_params
 from weft.stages.random_weights import random_params
-from weft.transforms.ladder import MODES
+from weft.transforms.graphs.ladder import MODES
 from weft.trees import leaves_with_names
 
 FP8 = torch.float8_e4m3fn

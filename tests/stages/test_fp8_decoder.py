@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, library
 
 from weft.batch import Batch
-from weft.cli.presets import PRESETS
 from weft.errors import DescriptorError
 from weft.ops.attention_quantized import paged_attention_quantized
 from weft.ops.fp8 import quantize
@@ -18,8 +17,9 @@ from weft.stages.config import ModelConfig, parse_config
 from weft.stages.model import Model
 from weft.stages.random_weights import random_params
 from weft.stages.split import split_model
-from weft.transforms.ladder import Limits
-from weft.transforms.runner import make_runner, make_state
+from weft.transforms.cli.presets import PRESETS
+from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.graphs.ladder import Limits
 
 SMALL = {
     "hidden_size": 256,

@@ -27,14 +27,12 @@ from gradients import (
     untied,
     worst,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import weft
 from weft.batch import Batch
-from weft.cli.presets import PRESETS
 from weft.drafting import Drafting
 from weft.errors import DerivativeError
 from weft.proofs.strategies import ARCHITECTURES, ROPES
@@ -44,10 +42,11 @@ from weft.stages.drafting import model_drafter
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, stage_params
 from weft.stages.random_weights import random_adapter, random_params
-from weft.transforms.generate import generate
-from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits
-from weft.transforms.runner import make_runner, make_state
+from weft.transforms.cli.presets import PRESETS
+from weft.transforms.engine.generate import generate
+from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Limits
 from weft.trees import tree_leaves, tree_map
 
 TOLERANCE = 2e-5

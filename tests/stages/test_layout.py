@@ -1,8 +1,7 @@
 """Which layers a stage owns."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from refusal import refused
 
 from weft.errors import ProgramError

@@ -3,8 +3,7 @@
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import weft
@@ -20,11 +19,11 @@ from weft.stages import logprobs as module
 from weft.stages.logprobs import prompt_logprobs, top_logprobs
 from weft.stages.model import DEMO, Model
 from weft.state import advance
-from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits
-from weft.transforms.microbatch import microbatch, split
-from weft.transforms.pipeline import compose
-from weft.transforms.runner import Runner, make_runner, make_state
+from weft.transforms.engine.runner import Runner, make_runner, make_state
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Limits
+from weft.transforms.pipelines.microbatch import microbatch, split
+from weft.transforms.pipelines.pipeline import compose
 
 FAST = settings(deadline=None, max_examples=30)
 COUNT = 3

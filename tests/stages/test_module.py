@@ -12,8 +12,8 @@ from weft.donation import clone, donated_argnames
 from weft.errors import CaptureError, DonatedError
 from weft.proofs.laws import assert_equal
 from weft.stages.module import ModuleStage, from_module
-from weft.transforms.graphify import graphify
-from weft.transforms.pipeline import compose, pipeline
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.pipeline import compose, pipeline
 
 LAW = "a stage is its module"
 

@@ -25,12 +25,12 @@ from weft.stages.params import slice_params
 from weft.state import State, advance
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.runner import SPLIT_AT, make_runner, make_state
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
-from weft.transforms.graphify import graphify
-from weft.transforms.ladder import Limits, make_ladder
-from weft.transforms.pipeline import compose, pipeline
-from weft.transforms.runner import SPLIT_AT, make_runner, make_state
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Limits, make_ladder
+from weft.transforms.pipelines.pipeline import compose, pipeline
 
 IMAGE, STEPS = 60, 5
 IDS = [5, 9, *[IMAGE] * 12, 40, 7, 11]

@@ -6,8 +6,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen2VLTextConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

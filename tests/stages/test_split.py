@@ -2,12 +2,12 @@
 
 import pytest
 
-from weft.cli.presets import PRESETS
 from weft.errors import ProgramError
 from weft.stages import DEMO, load, load_config, split_model
 from weft.stages.config import parse_config
 from weft.transforms import make_runner
-from weft.transforms.ladder import Limits
+from weft.transforms.cli.presets import PRESETS
+from weft.transforms.graphs.ladder import Limits
 
 
 @pytest.mark.parametrize(

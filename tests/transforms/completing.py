@@ -13,13 +13,13 @@ from torch import Tensor
 
 import weft
 from weft.transforms.engine import engine as engine_module
+from weft.transforms.engine.generate import Completion
 from weft.transforms.engine.setup import make_stepper
 from weft.transforms.engine.steppers import Stepper
 from weft.transforms.engine.work import Work
-from weft.transforms.generate import Completion
 
 # By name: a package that shows the function `generate` would hide the module of that name.
-generate_module = import_module("weft.transforms.generate")
+generate_module = import_module("weft.transforms.engine.generate")
 
 PIPELINES = (1, 2, 3)
 TOLERANCE = 1e-4

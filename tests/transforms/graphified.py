@@ -14,8 +14,8 @@ from torch import Tensor
 from weft.donation import clone
 from weft.errors import CaptureError
 from weft.proofs.laws import assert_equal
-from weft.transforms.graphified import Graphified
-from weft.transforms.graphify import graphify
+from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.graphify import graphify
 from weft.trees import pytree, static
 
 LAW = "graphify changes nothing"

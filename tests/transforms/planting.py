@@ -8,8 +8,8 @@ import torch
 
 from weft.effects import Effect, Program, Schema, TensorSchema, parse_effect
 from weft.errors import ProgramError
-from weft.transforms.checker import check
-from weft.transforms.schedule import streaming
+from weft.transforms.pipelines.checker import check
+from weft.transforms.pipelines.schedule import streaming
 
 SCHEMA = Schema((TensorSchema("h", ("num_tokens", 4), torch.float32),))
 OTHER = Schema((TensorSchema("h", ("num_tokens", 8), torch.float32),))

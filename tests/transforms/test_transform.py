@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import weft
@@ -16,7 +15,7 @@ from weft.errors import ProgramError
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Function, pure_functions, stage_lists
 from weft.transforms import Carried, Threads, Transform, compose, graphify, lift, microbatch, pipeline, scan
-from weft.transforms.borrowing import lends
+from weft.transforms.graphs.calls.borrowing import lends
 
 LAW = "a transform of one's own is what one would write by hand"
 

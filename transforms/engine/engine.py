@@ -40,9 +40,9 @@ from weft.transforms.engine.steppers import Done, Stepper
 from weft.transforms.engine.streaming import Streams
 from weft.transforms.engine.weights import Params
 from weft.transforms.engine.work import Work
-from weft.transforms.graphified import Graphified
-from weft.transforms.transports import Transport
-from weft.transforms.transports.local import Local
+from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.local import Local
 
 
 @names_arguments(**ENGINE)

@@ -31,7 +31,7 @@ class EmbedsPrompt(Summarized):
             transformers' `get_rope_index` says. None: as text does.
 
     >>> from weft.stages.model import DEMO, load
-    >>> from weft.transforms.generate import generate
+    >>> from weft.transforms.engine.generate import generate
     >>> model = load(DEMO, "cpu")
     >>> ids = model.encode("The function returns")
     >>> prompt = EmbedsPrompt([EMBEDDED, *ids[1:]], model.params.embed_tokens[ids])

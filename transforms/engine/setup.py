@@ -22,15 +22,15 @@ from weft.stages.states import empty_states
 from weft.state import State, advance
 from weft.transforms.engine.host import Budget
 from weft.transforms.engine.intake import is_count
+from weft.transforms.engine.runner import graph_step
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
 from weft.transforms.engine.weights import Weights
 from weft.transforms.engine.work import advance_work, edited
-from weft.transforms.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
-from weft.transforms.pipeline import compose, pipeline
-from weft.transforms.pipeline_checks import wrong_transport
-from weft.transforms.runner import graph_step
-from weft.transforms.transports import Transport
+from weft.transforms.graphs.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
+from weft.transforms.pipelines.pipeline import compose, pipeline
+from weft.transforms.pipelines.pipeline_checks import wrong_transport
+from weft.transforms.pipelines.transports import Transport
 from weft.trees import tree_leaves, tree_map
 
 _MEMORY_SHARE = 0.85

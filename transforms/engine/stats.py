@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from weft.descriptor import BatchDescriptor
-from weft.transforms.dispatch import dispatch
 from weft.transforms.engine.host import HostState
 from weft.transforms.engine.reading import Told
 from weft.transforms.engine.work import Work
-from weft.transforms.graphified import Graphified
-from weft.transforms.ladder import Ladder
+from weft.transforms.graphs.dispatch import dispatch
+from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.ladder import Ladder
 
 
 @attrs.frozen

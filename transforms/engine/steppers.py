@@ -10,11 +10,11 @@ import torch
 from weft.batch import Batch
 from weft.outputs import Output
 from weft.transforms.engine.work import PlacedWork, Work, apply_edits
-from weft.transforms.graphified import Graphified
-from weft.transforms.memory import MemoryEstimate
-from weft.transforms.pipeline import Pipelined
-from weft.transforms.schedule import Job
-from weft.transforms.session import Session
+from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.memory import MemoryEstimate
+from weft.transforms.pipelines.pipeline import Pipelined
+from weft.transforms.pipelines.schedule import Job
+from weft.transforms.pipelines.session import Session
 
 _MAX_PLACED = 16
 

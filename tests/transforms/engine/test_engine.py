@@ -20,8 +20,8 @@ from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.tracking import Track
-from weft.transforms.ladder import MODES
-from weft.transforms.transports.threads import Threads
+from weft.transforms.graphs.ladder import MODES
+from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_leaves
 
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=16)

@@ -11,8 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -28,7 +27,7 @@ from weft.transforms.engine.requests import Running, sample_seeds
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.tracking import Track
-from weft.transforms.ladder import MODES
+from weft.transforms.graphs.ladder import MODES
 
 EXAMPLES = {mode: 40 if mode == "none" else 7 for mode in MODES}
 """Traces of each mode in each of three splits; Hypothesis runs about as many again that it does not count."""

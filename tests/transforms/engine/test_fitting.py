@@ -15,7 +15,7 @@ from weft.transforms.engine import setup
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
-from weft.transforms.transports.threads import Threads
+from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_leaves
 
 LIMITS = EngineLimits(max_num_reqs=8, max_num_tokens=32, max_model_len=2000, page_size=4)

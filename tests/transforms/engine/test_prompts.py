@@ -19,7 +19,7 @@ from weft.transforms.engine.prompts import EmbedsPrompt, read_given
 from weft.transforms.engine.requests import Request
 from weft.transforms.engine.scheduler import add, schedule
 from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.transports.threads import Threads
+from weft.transforms.pipelines.transports.threads import Threads
 
 LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=24)
 TEXT = [1, 2, 3, 4]

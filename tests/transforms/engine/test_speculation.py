@@ -24,7 +24,7 @@ from weft.transforms.engine.scheduler import add, observe, schedule
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.tracking import Track
-from weft.transforms.ladder import MODES
+from weft.transforms.graphs.ladder import MODES
 
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=20, max_model_len=24, page_size=4, num_pages=24)
 ITSELF = Speculation(4, model=small_model())

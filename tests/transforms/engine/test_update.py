@@ -19,7 +19,7 @@ from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
-from weft.transforms.transports.threads import Threads
+from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_leaves, tree_map
 
 LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=2, num_pages=60)

@@ -1,0 +1,33 @@
+from . import effects as effects, errors as errors, proofs as proofs, stages as stages, transforms as transforms
+from .batch import EMBEDDED as EMBEDDED, LAST_TOKEN as LAST_TOKEN, Batch as Batch
+from .descriptor import BatchDescriptor as BatchDescriptor, Descriptor as Descriptor
+from .donation import clone as clone, donate as donate, donates as donates
+from .effects import Program as Program, Schema as Schema
+from .errors import WeftError as WeftError
+from .outputs import IntermediateTensors as IntermediateTensors, Output as Output
+from .padding import inert as inert, pad as pad, unpad as unpad
+from .sampling import SamplingParams as SamplingParams
+from .settings import assert_max_captures as assert_max_captures, config as config, no_capture as no_capture
+from .stages.adapter_checkpoint import load_adapter as load_adapter
+from .stages.adapters import Adapter as Adapter
+from .stages.model import Model as Model, load as load
+from .state import State as State, admit as admit, advance as advance
+from .transforms.engine.engine import Engine as Engine
+from .transforms.engine.generate import Completion as Completion, generate as generate
+from .transforms.engine.outputs import RequestOutput as RequestOutput
+from .transforms.engine.prompts import EmbedsPrompt as EmbedsPrompt
+from .transforms.engine.setup import EngineLimits as EngineLimits
+from .transforms.engine.speculation import Speculation as Speculation
+from .transforms.graphs.calls.borrowing import check_borrowed as check_borrowed
+from .transforms.graphs.dispatch import Decision as Decision, dispatch as dispatch
+from .transforms.graphs.dispatch_table import dispatch_table as dispatch_table
+from .transforms.graphs.graphified import clear_caches as clear_caches
+from .transforms.graphs.graphify import graphify as graphify
+from .transforms.graphs.ladder import Ladder as Ladder, Limits as Limits, make_ladder as make_ladder
+from .transforms.graphs.piecewise import piecewise as piecewise
+from .transforms.pipelines.microbatch import microbatch as microbatch
+from .transforms.pipelines.pipeline import compose as compose, pipeline as pipeline
+from .transforms.pipelines.scan import scan as scan
+from .trees import axes as axes, descriptor_field as descriptor_field, pytree as pytree, static as static
+
+__version__: str

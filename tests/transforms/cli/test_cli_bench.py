@@ -1,0 +1,354 @@
+"""`weft bench`: what it measures, against counts by hand and by the graphs; that modes and splits score the same."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from cli_calls import Weft, assert_refused
+from rich.console import Console
+
+from weft.stages.checkpoint import tensor_shapes
+from weft.stages.config import parse_config
+from weft.stages.layout import split_layers
+from weft.stages.model import DEMO, load
+from weft.transforms import cli
+from weft.transforms.cli import evaluate
+from weft.transforms.cli.bench import Wanted, serve, start
+from weft.transforms.cli.bench_figures import RankFigures, Served, Spread, figures
+from weft.transforms.cli.bench_options import WORKLOADS
+from weft.transforms.cli.bench_report import show
+from weft.transforms.cli.evaluate import Score
+from weft.transforms.cli.presets import PRESETS
+from weft.transforms.cli.ranks import Here, Place
+from weft.transforms.cli.sources import Source
+from weft.transforms.engine.stats import Stats
+from weft.transforms.pipelines.transports.local import Local
+
+HELD_OUT = Path(__file__).parent / "held_out.jsonl"
+SMALL = ("--input-len", "6", "--output-len", "5", "--num-prompts", "7", "--max-num-seqs", "4", "--max-num-tokens", "16")
+
+
+@pytest.fixture
+def run(run: Weft) -> Weft:
+    """`weft bench ARGS`."""
+    return partial(run, "bench")
+
+
+def measured(run: Weft, *more: str) -> Any:
+    code, out, err = run("--preset", "tiny", "--device", "cpu", "--json", *SMALL, *more)
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+# what is measured
+
+
+@pytest.mark.parametrize("graph", cli.MODES)
+@pytest.mark.parametrize("pp", ["1", "2"])
+def test_every_token_is_counted_and_nothing_is_captured_meanwhile(run: Weft, graph: str, pp: str) -> None:
+    found = measured(run, "--graph", graph, "--pp", pp, "--transport", "local")
+    assert (found["num_requests"], found["output_tokens"], found["total_tokens"]) == (7, 35, 77)
+    assert found["output_tokens_per_s"] == pytest.approx(35 / found["seconds"])
+    assert found["total_tokens_per_s"] == pytest.approx(77 / found["seconds"])
+    assert found["captures"] == 0
+    assert all(0 < found["ttft"][name] < 1e3 * found["seconds"] for name in ("mean", "p50", "p99"))
+    (rank,) = found["ranks"]
+    assert (rank["num_graphs"] > 0, rank["graph_bytes"] > 0) == (graph != "none",) * 2
+    assert min(rank["load_seconds"], rank["engine_seconds"], rank["warm_up_seconds"]) > 0
+    assert rank["first_token_seconds"] > sum(rank[f"{part}_seconds"] for part in ("load", "engine", "capture"))
+    shares = found["graphs"]["shares"]
+    assert sum(shares.values()) == pytest.approx(1)
+    none, piecewise, full = shares["none"], shares["piecewise"], shares["full"]
+    expected = {
+        "none": none == 1,
+        "piecewise": piecewise == 1,
+        "full_decode_only": full > none > 0 == piecewise,
+        "full": full > none > 0 == piecewise,  # prompts of 6 tokens are more than 4 requests can decode
+        "full_and_piecewise": full > piecewise > 0 == none,
+    }
+    assert expected[graph]
+
+
+def wanted(graph: str, pp: int) -> Wanted:
+    place = Place("weft bench", pp, "local", "cpu")
+    return Wanted(Source(None, "tiny", True, None), 6, 5, 7, 4, 16, graph, 0.0, 0, 1, place)
+
+
+@pytest.mark.parametrize("graph", [mode for mode in cli.MODES if mode != "none"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:
+    asked = wanted(graph, pp)
+    engine, _ = start(Here(Local(), pp, "cpu"), asked, False)
+    before = [one.cache_info() for one in engine.graphs]
+    found = figures(serve(engine, [[i, 1, 2, 3, 4, 5] for i in range(7)], asked.sampling, 5, False), 6, [])
+    assert len(engine.graphs) == pp
+    for was, one in zip(before, engine.graphs, strict=True):
+        now = one.cache_info()
+        replays, eager = now.replays - was.replays, now.eager - was.eager
+        assert replays + eager == found.num_steps
+        assert found.graphs.shares["none"] == pytest.approx(eager / (replays + eager))
+
+
+NOTHING: Any = {field.name: {} if "Mapping" in str(field.type) else 0 for field in attrs.fields(Stats)}
+
+
+def test_figures_by_hand() -> None:
+    before = Stats(**NOTHING)
+    after = attrs.evolve(before, modes={"full": 3, "none": 1}, tokens=18, padding=3)
+    read = [[1.0, 1.5, 3.0], [2.0]]
+    rank = RankFigures("cpu", 1.0, 2.0, 3.0)
+    found = figures(Served(read, before, after), 10, [rank])
+    assert (found.seconds, found.output_tokens, found.total_tokens) == (3.0, 4, 24)
+    assert (found.output_tokens_per_s, found.total_tokens_per_s) == (pytest.approx(4 / 3), 8.0)
+    assert found.ttft == Spread(1500.0, 1500.0, 1990.0)
+    assert found.tpot == Spread(1000.0, 1000.0, 1000.0)
+    assert found.itl == Spread(1000.0, 1000.0, 1490.0)
+    assert (found.num_steps, found.graphs.shares) == (4, {"full": 0.75, "piecewise": 0.0, "none": 0.25})
+    assert found.graphs.padding == pytest.approx(3 / 21)
+    assert figures(Served([[1.0]], before, before), 1, []).itl is None
+
+
+def test_the_tables_are_for_reading(run: Weft) -> None:
+    code, out, err = run("--preset", "tiny", "--device", "cpu", *SMALL)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    lines = [line.split() for line in out.splitlines()]
+    for part in ("tiny, 1 stage, graphs: full_and_piecewise", "time to the first token (TTFT)", "(TPOT)", "(ITL)"):
+        assert part in out
+    assert ["requests", "in", "out", "seconds", "output", "tok/s", "total", "tok/s"] in lines
+    assert any(line[:3] == ["7", "6", "5"] for line in lines)
+    assert any(line[:2] == ["0", "cpu"] for line in lines)
+
+
+def test_the_start_of_gpus_fits_a_terminal_with_its_headers(capsys: pytest.CaptureFixture[str]) -> None:
+    before = Stats(**NOTHING)
+    rank = RankFigures("cuda:7", 102.34, 11.23, 126.1, 1.0, 528.25, 162, 4700 * 2**20, 137 * 2**30)
+    found = figures(Served([[1.0]], before, attrs.evolve(before, modes={"full": 1})), 10, [rank])
+    show(wanted("full", 1), found, Console(width=80, highlight=False))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = [line.split() for line in lines]
+    assert ["rank", "device", "load", "engine", "capture", "token", "graphs", "MiB", "GiB"] in shown
+    assert ["0", "cuda:7", "102.34", "11.23", "126.10", "528.25", "162", "4700.0", "137.00"] in shown
+
+
+@pytest.mark.parametrize("pp", ["1", "2"])
+def test_drafts_are_counted(run: Weft, pp: str) -> None:
+    """A model that drafts for itself is right; nothing is captured while the clock runs."""
+    model = ("--model", str(DEMO), "--dtype", "float32", "--device", "cpu", "--draft", str(DEMO), "--speculate", "2")
+    code, out, _ = run(*model, "--pp", pp, "--transport", "local", "--json", *SMALL, "--max-num-tokens", "16")
+    found = json.loads(out)
+    assert (code, found["output_tokens"], found["captures"], found["wanted"]["speculate"]) == (0, 35, 0, 2)
+    assert found["accepted"] == found["drafted"] > 0
+    _, shown, _ = run(*model, *SMALL)
+    assert ["by", "a", "step", "verified", "right", "share"] in [line.split() for line in shown.splitlines()]
+
+
+def test_a_checkpoint_in_ranks_of_its_own_and_a_file(run: Weft, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    model = ("--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--pp", "2", "--graph", "full")
+    code, shown, err = run(*model, *SMALL, "--out", str(out))
+    assert (code, err) == (0, "")
+    assert shown.startswith(f"{DEMO}, 2 stages, graphs: full\n")
+    found = json.loads(out.read_text())
+    assert [rank["num_graphs"] > 0 for rank in found["ranks"]] == [True, True]
+    assert found["wanted"]["model"] == str(DEMO)
+    assert (found["wanted"]["stages"], found["wanted"]["dummy"], found["output_tokens"]) == (2, False, 35)
+
+
+def test_random_weights_for_a_folder(run: Weft) -> None:
+    code, out, _ = run("--model", str(DEMO), "--load-format", "dummy", "--device", "cpu", "--json", *SMALL)
+    assert (code, json.loads(out)["wanted"]["dummy"]) == (0, True)
+
+
+def test_workloads_are_the_usual_ones() -> None:
+    assert WORKLOADS == {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
+
+
+# presets
+
+
+PARAMETERS = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b-fp8": 30_532_122_624,
+    "llama-3.1-8b": 8_030_261_248,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_presets_have_as_many_parameters_as_the_models(name: str) -> None:
+    config = parse_config(PRESETS[name], source=name)
+    (whole,) = split_layers(config.num_layers, 1)
+    shapes = {name: shape for name, shape in tensor_shapes(config, whole).items() if "scale" not in name}
+    assert sum(map(math.prod, shapes.values())) == PARAMETERS[name]
+
+
+def test_plan_takes_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(("plan", "--preset", "qwen3-0.6b", "--pp", "2", "--json")) == 0
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert (model["architecture"], model["num_layers"]) == ("Qwen3ForCausalLM", 28)
+
+
+# --eval
+
+
+def scored(run: Weft, *more: str) -> tuple[int, Any]:
+    model = ("--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "16")
+    code, out, err = run(*model, "--eval", str(HELD_OUT), "--json", *more)
+    assert err == ""
+    return code, json.loads(out)
+
+
+def test_the_shipped_checkpoint_scores_the_same_in_every_mode_and_split(run: Weft) -> None:
+    code, found = scored(run, "--pp", "1,2,3", "--transport", "local")
+    assert (code, found["agree"]) == (0, True)
+    scores = found["scores"]
+    assert [(score["graph"], score["stages"]) for score in scores] == [(g, pp) for pp in (1, 2, 3) for g in cli.MODES]
+    for score in scores:
+        same = ("bits_per_byte", "bits_per_token", "perplexity", "accuracy", "difference")
+        assert [score[name] for name in same] == [scores[0][name] for name in same], "to the last bit"
+        assert (score["accuracy"], score["difference"]) == (0.8, 0.0)
+        assert score["replayed"] == {"none": 0.0, "full_decode_only": score["replayed"]}.get(score["graph"], 1.0)
+        assert (score["replayed"] > 0) == (score["graph"] != "none")
+
+
+def test_the_score_is_that_of_the_models_own_logits(run: Weft) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    model, bits, count = load(DEMO, "cpu", "float32"), 0.0, 0
+    for text in (task["text"] for task in map(json.loads, HELD_OUT.read_text().splitlines()) if "text" in task):
+        ids = torch.tensor([model.encode(text)])
+        with torch.no_grad():
+            logprobs = reference(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        bits, count = bits - logprobs.sum().item() / math.log(2), count + len(logprobs)
+    _, found = scored(run, "--graph", "none")
+    assert found["tokens"] == count
+    assert found["scores"][0]["bits_per_token"] == pytest.approx(bits / count, abs=1e-4)
+
+
+def test_ranks_of_their_own_score_the_same(run: Weft) -> None:
+    code, found = scored(run, "--pp", "1,2", "--graph", "full")
+    assert (code, [score["stages"] for score in found["scores"]]) == (0, [1, 2])
+
+
+def test_long_texts_go_in_windows_and_bytes_are_those_that_are_scored(run: Weft, tmp_path: Path) -> None:
+    file, text = tmp_path / "long.jsonl", "é" + "A list is a list. " * 60
+    file.write_text(json.dumps({"text": text}) + "\n\n")
+    model = ("--model", str(DEMO), "--device", "cpu", "--graph", "none", "--json")
+    code, out, _ = run(*model, "--eval", str(file))
+    found = json.loads(out)
+    assert (code, found["questions"], found["scores"][0]["accuracy"]) == (0, 0, None)
+    assert found["tokens"] == len(text.encode()) - 1  # a token a byte, and the first byte is not predicted
+    assert found["bytes"] == len(text.encode()) - 2  # nor is the character that it begins
+
+
+Plant = Callable[[Score], Score]
+
+
+def _worse(score: Score) -> Score:
+    return attrs.evolve(score, logprobs=[[x - 1e-3 for x in own] for own in score.logprobs])
+
+
+def _other_answer(score: Score) -> Score:
+    return attrs.evolve(score, answers=[("?", False), *score.answers[1:]])
+
+
+def _nan(score: Score) -> Score:
+    return attrs.evolve(score, logprobs=[[math.nan, *score.logprobs[0][1:]], *score.logprobs[1:]])
+
+
+def _cut(score: Score) -> Score:
+    return attrs.evolve(score, logprobs=[score.logprobs[0][1:], *score.logprobs[1:]])
+
+
+@pytest.mark.parametrize("damage", [_worse, _other_answer, _nan, _cut])
+def test_a_mode_that_scores_otherwise_is_found(run: Weft, monkeypatch: pytest.MonkeyPatch, damage: Plant) -> None:
+    score = evaluate._score
+
+    def planted(here: Any, wanted: Any, model: Any, graph: str, *rest: Any) -> Score:
+        found = score(here, wanted, model, "none", *rest)
+        return damage(attrs.evolve(found, graph=graph)) if graph == "full" else attrs.evolve(found, graph=graph)
+
+    monkeypatch.setattr(evaluate, "_score", planted)
+    code, found = scored(run, "--max-num-tokens", "512")
+    assert (code, found["agree"]) == (1, False)
+    assert [row["graph"] for row in found["scores"] if not row["agrees"]] == ["full"]
+    code, out, _ = run("--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--eval", str(HELD_OUT))
+    assert code == 1
+    assert max(map(len, out.splitlines()[1:])) <= 80
+    assert "do NOT score the same" in out
+    assert out.count("DIFFERS") == 1
+
+
+BAD_TASKS: dict[str, tuple[str, str]] = {
+    "nothing": ("\n", "no task in it"),
+    "no JSON": ('{"text": "a"}\n{"text": \n', "line 2 is no JSON"),
+    "a list": ('["a"]', "line 1 has no names"),
+    "a mixture": ('{"text": "a", "answer": "b"}', "line 1 has 'answer', 'text'"),
+    "a number": ('{"text": 1}', "line 1 has text=1"),
+    "an empty answer": ('{"prompt": "a", "answer": ""}', "line 1 has answer=''"),
+    "too long": (json.dumps({"prompt": "a" * 500, "answer": "b" * 13}), "line 1 has 513 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TASKS)
+def test_bad_tasks_are_named_by_their_line(run: Weft, tmp_path: Path, case: str) -> None:
+    text, seen = BAD_TASKS[case]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(text)
+    assert_refused(run("--model", str(DEMO), "--device", "cpu", "--eval", str(file)), f"--eval {file}", f"saw: {seen}")
+
+
+# bad input: exit code 2, the error on stderr, nothing on stdout
+
+
+TINY = ("--preset", "tiny", "--device", "cpu")
+SCORE = ("--model", str(DEMO), "--device", "cpu", "--eval", str(HELD_OUT))
+BAD: dict[str, tuple[tuple[str, ...], str]] = {
+    "no model": (("--device", "cpu"), "one of the arguments --model --preset is required"),
+    "two models": ((*TINY, "--model", "m"), "not allowed with argument"),
+    "an unknown preset": (("--preset", "gpt"), "argument --preset: invalid choice: 'gpt'"),
+    "weights of a preset": ((*TINY, "--load-format", "auto"), "a preset has no weights"),
+    "half the lengths": ((*TINY, "--input-len", "2"), "--input-len and --output-len go together"),
+    "lengths twice": ((*TINY, *SMALL, "--workload", "mixed"), "--workload says both lengths"),
+    "no prompt": ((*TINY, "--num-prompts", "0"), "weft bench --num-prompts 0"),
+    "no output": ((*TINY, "--input-len", "1", "--output-len", "0"), "weft bench --output-len 0"),
+    "behind": ((*TINY, "--run-ahead", "-1"), "weft bench --run-ahead -1"),
+    "few tokens a step": ((*TINY, "--max-num-tokens", "64"), "saw: 64 tokens a step for 128 requests"),
+    "too long": ((*TINY, "--input-len", "2000", "--output-len", "49"), "saw: requests of 2049 tokens"),
+    "all modes": ((*TINY, "--graph", "all"), "one run is timed"),
+    "several splits": ((*TINY, "--pp", "1,2"), "one run is timed"),
+    "a split in words": ((*TINY, "--pp", "two"), "argument --pp: 'two': write a whole number"),
+    "more stages than layers": ((*TINY, "--pp", "5"), "saw: 5 stages; the model has 4 layers"),
+    "no stage": ((*TINY, "--pp", "0"), "saw: 0 stages; the model has 4 layers"),
+    "cold": ((*TINY, *SMALL, "--temperature", "-1"), "saw: temperature=-1.0"),
+    "no folder for the file": ((*TINY, "--out", "none/such/file"), "--out none/such/file: a file in a folder"),
+    "random weights scored": ((*TINY, "--eval", str(HELD_OUT)), "--eval scores the weights and the tokenizer"),
+    "a seed of a score": ((*SCORE, "--seed", "1"), "--seed says what is timed, and --eval times nothing"),
+    "a length of a score": ((*SCORE, "--input-len", "1"), "--input-len says what is timed"),
+    "no tasks": (("--model", str(DEMO), "--eval", "none.jsonl"), "it cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_an_error_with_its_remedy(run: Weft, case: str) -> None:
+    more, text = BAD[case]
+    assert_refused(run(*more), text)
+
+
+def test_help_needs_no_torch(run: Weft) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(name in out for name in (*PRESETS, *WORKLOADS, "--eval"))
+    look = "import sys; from weft.transforms import cli; cli.build_parser(); "
+    look += "sys.exit(bool({'torch', 'rich', 'numpy'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", look], check=False).returncode == 0

@@ -1,0 +1,114 @@
+"""`weft demo`: all four ways are equal, a planted difference is found, and what it refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from cli_calls import Weft, assert_refused
+
+from weft.ops.logits import SEED
+from weft.transforms.cli import demo as demo_module
+from weft.transforms.cli.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
+from weft.transforms.engine.runner import Runner, make_runner
+
+
+def test_demo_shows_that_all_four_ways_are_equal(run: Weft) -> None:
+    code, out, err = run("demo", "--device", "cpu", "--max-tokens", "5")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    for prompt in demo_module.PROMPTS:
+        assert out.count(prompt.strip()) == 1
+    counts = {row[0]: row[2:] for row in rows if len(row) == 5 and row[0] in {way.name for way in demo_module.WAYS}}
+    assert counts == {
+        "eager": ["0", "0", "5"],
+        "graphified": ["1", "4", "1"],
+        "pipelined": ["0", "0", "20"],
+        "both": ["4", "16", "4"],
+    }
+    assert [row[-1] for row in rows if row[1:2] in (["eager"], ["pipelined"])] == ["holds"] * 4
+    assert "EQUAL after each of 5 steps: identical tokens" in " ".join(out.split())
+
+
+def _plant(monkeypatch: pytest.MonkeyPatch, victim: Way, damage: Callable[[Any, Any], None]) -> None:
+    """Let the third step that `victim` runs return a state, or an output, that `damage` changed."""
+
+    def planted(model: Any, limits: Any, **options: Any) -> Runner:
+        runner = make_runner(model, limits, **options)
+        calls: list[Any] = []
+        if (options["num_stages"], options["mode"]) != (victim.num_stages, victim.mode):
+            return runner
+
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            state, out = runner.step(params, state, batch)
+            calls.append(batch)
+            if len(calls) == 3:
+                damage(state, out)
+            return state, out
+
+        return attrs.evolve(runner, step=step)
+
+    monkeypatch.setattr(demo_module, "make_runner", planted)
+
+
+def _damage_pages(state: Any, _: Any) -> None:
+    state[-1].kv_pages[-1, 0, -1] += 1e-3  # a page that no step reads before the run ends: no token shows it
+
+
+def _damage_table(state: Any, _: Any) -> None:
+    state[-1].sampling.ints[0, SEED] += 1  # greedy sampling does not read it
+
+
+def _damage_token(state: Any, _: Any) -> None:
+    for stage in state:
+        stage.last_tokens[0] = 0
+
+
+def _damage_logits(_: Any, out: Any) -> None:
+    out.logits[0, 0] = float("nan")
+
+
+PLANTED: dict[str, tuple[Way, Callable[[Any, Any], None], str]] = {
+    "pages": (GRAPHIFIED, _damage_pages, "graphified against eager: the KV pages differ by 1.0e-03, allowed 0"),
+    "pages of stage 1": (BOTH, _damage_pages, "both against pipelined: the KV pages differ by 1.0e-03, allowed 0"),
+    "table of stage 1": (PIPELINED, _damage_table, "pipelined against eager: a stage's request table differs"),
+    "token": (GRAPHIFIED, _damage_token, "graphified against eager: the tokens differ in step 4, the last"),
+    "NaN": (GRAPHIFIED, _damage_logits, "graphified against eager: the logits differ by nan, allowed 0"),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_demo_finds_a_planted_difference(run: Weft, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    victim, damage, text = PLANTED[case]
+    _plant(monkeypatch, victim, damage)
+    code, out, err = run("demo", "--device", "cpu", "--max-tokens", "6")
+    assert (code, err) == (1, "")
+    shown = " ".join(out.split())
+    assert text in shown
+    assert "NOT EQUAL: the four ways did not compute the same." in shown
+    assert "EQUAL after each" not in shown
+
+
+def test_demo_refuses_more_tokens_than_the_model_has_positions(run: Weft) -> None:
+    most = 512 - len("The function returns")
+    for count in ("0", str(most + 1)):
+        result = run("demo", "--device", "cpu", "--max-tokens", count)
+        assert_refused(result, f"error: weft demo --max-tokens {count}", f"instead: a number from 1 to {most}")
+
+
+def test_demo_leaves_the_number_of_threads_as_it_was(run: Weft) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert run("demo", "--device", "cpu", "--max-tokens", "1")[0] == 0
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_nan_holds_nowhere() -> None:
+    same = Comparison(BOTH, EAGER, 1, tokens=True, logits=0.0, kv_pages=0.0, tables=True, bitwise=True, exact=False)
+    assert same.holds
+    assert not attrs.evolve(same, logits=float("nan")).holds
+    assert not attrs.evolve(same, exact=True, bitwise=False).holds

@@ -1,0 +1,248 @@
+"""`weft plan`: what it predicts, against arithmetic by hand; what it prints; what it refuses."""
+
+import json
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from cli_calls import Weft, assert_refused
+
+from weft.effects import Program
+from weft.stages.model import DEMO, load
+from weft.stages.params import num_bytes
+from weft.transforms.pipelines.checker import check
+
+
+@pytest.fixture
+def run(run: Weft) -> Weft:
+    """`weft plan ARGS`."""
+    return partial(run, "plan")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A model whose head is as large as 4 layers, without weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 8,
+        "vocab_size": 2304,
+        "max_position_embeddings": 4096,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+LAYER = 2 * (2 * 64 + 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 128)
+HEAD = 2 * (2304 * 64 + 64)
+KV = 2 * 2 * 16 * 2
+ROW = 64 * 2
+
+
+def predicted(run: Weft, folder: str, *more: str) -> Any:
+    code, out, err = run("--model", folder, "--bandwidth", "1", "--json", *more)
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_the_bytes_are_those_of_the_shapes(run: Weft, folder: str) -> None:
+    found = predicted(run, folder, "--pp", "2")["model"]
+    assert found["bytes"] == {"layer": LAYER, "head": HEAD, "embedding": ROW, "kv": KV, "message": ROW}
+    assert (found["architecture"], found["num_layers"], found["dtype"]) == ("LlamaForCausalLM", 8, "bfloat16")
+
+
+def test_experts_cost_what_the_tokens_touch(run: Weft, tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 384,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "vocab_size": 256,
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    attention = (512 * 256 + 256 * 256) + 4 * (4 * 2 + 2 * 2) + 2 * (2 * 256 + 2 * 128)
+    experts = 4 * (3 * 128 * 256 + 4 * 3 * 2)
+    dense = attention + 3 * 384 * 256 + 4 * 3 * 3 * 2
+    sparse = attention + 2 * 4 * 256
+    found = predicted(run, str(tmp_path), "--pp", "3", "--requests", "2", "--cohorts", "1", "--context", "0")
+    assert found["model"]["bytes"]["layer"] == max(sparse + experts, dense)
+    touched = sparse + experts * (1 - 0.75**2)
+    seconds = [stage["seconds"] for stage in found["splits"]["even"]]
+    assert seconds == pytest.approx([(touched + 2 * 512) / 1e9, dense / 1e9, (touched + 512 + 256 * 512) / 1e9])
+
+
+def test_the_bytes_are_those_of_a_checkpoint(run: Weft) -> None:
+    found = predicted(run, str(DEMO), "--pp", "1")["model"]["bytes"]
+    model = load(DEMO, "cpu", "bfloat16")
+    params = model.params
+    assert model.config.tie_word_embeddings
+    assert num_bytes(params) == 6 * found["layer"] + found["head"] + params.inv_freq.nbytes
+
+
+def test_a_stage_costs_its_bytes_over_the_bandwidth(run: Weft, folder: str) -> None:
+    found = predicted(run, folder, "--pp", "2", "--requests", "12", "--cohorts", "3", "--context", "100")
+    layer, embedding = LAYER + 4 * 100 * KV, 4 * ROW
+    for name, sizes in (("balanced", (5, 3)), ("even", (4, 4))):
+        split = found["splits"][name]
+        assert tuple(stage["stop"] - stage["start"] for stage in split) == sizes
+        wanted = [(sizes[0] * layer + embedding) / 1e9, (sizes[1] * layer + HEAD) / 1e9]
+        assert [stage["seconds"] for stage in split] == pytest.approx(wanted)
+
+
+def test_the_prediction_is_that_of_the_slowest_stage(run: Weft, folder: str) -> None:
+    found = predicted(run, folder, "--pp", "2", "--requests", "12", "--cohorts", "3")
+    seconds = [stage["seconds"] for stage in found["splits"]["balanced"]]
+    assert found["predicted"]["step_time"] == pytest.approx(3 * max(seconds))
+    assert found["predicted"]["tokens_per_second"] == pytest.approx(12 / (3 * max(seconds)))
+    assert found["predicted"]["bubbles"] == pytest.approx([1 - one / max(seconds) for one in seconds])
+    assert found["costs"] == "bytes over bandwidth, not measured"
+
+
+def test_transfers_cost_what_the_options_say(run: Weft, folder: str) -> None:
+    options = ("--pp", "2", "--requests", "2", "--cohorts", "1", "--steps", "1", "--link", "0.5", "--latency", "30")
+    found = predicted(run, folder, *options)
+    seconds = [stage["seconds"] for stage in found["splits"]["balanced"]]
+    transfers = 2 * 30e-6 + (2 * ROW + 2 * 12) / 0.5e9
+    assert found["timeline"]["step_time"] == pytest.approx(sum(seconds) + transfers)
+    assert found["timeline"]["peak_bytes"] == [2 * ROW] * 2
+
+
+def test_the_default_number_of_cohorts_is_the_best_of_the_table(run: Weft, folder: str) -> None:
+    found = predicted(run, folder, "--pp", "3", "--requests", "64")
+    assert [row["cohorts"] for row in found["cohorts"]] == [1, 2, 3, 4, 5, 6]
+    best = max(found["cohorts"], key=lambda row: row["tokens_per_second"])
+    assert found["predicted"] == {name: value for name, value in best.items() if name != "bubble"}
+    asked = predicted(run, folder, "--pp", "3", "--requests", "64", "--cohorts", "9")
+    assert [row["cohorts"] for row in asked["cohorts"]] == [1, 2, 3, 4, 5, 6, 9]
+    assert (asked["predicted"]["cohorts"], asked["best"]) == (9, found["best"])
+
+
+def test_the_programs_parse_and_pass_their_check(run: Weft, folder: str) -> None:
+    found = predicted(run, folder, "--pp", "4", "--cohorts", "2", "--steps", "3")
+    programs = [Program.parse(text) for text in found["programs"]]
+    check(programs)
+    ran = [(e["rank"], e["effect"]) for e in found["timeline"]["events"]]
+    assert ran == [(p.rank, str(e)) for p in programs for e in p.effects]
+
+
+def test_the_text_is_for_reading(run: Weft, folder: str) -> None:
+    code, out, err = run("--model", folder, "--pp", "2", "--requests", "12", "--cohorts", "3", "--bandwidth", "1")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    for part in (
+        "LlamaForCausalLM, 8 layers, bfloat16\na layer's weights 74 kB; the head 295 kB, on the last stage",
+        "KV cache of a request, 1024 tokens of context: 131 kB a layer",
+        "12 requests; memory read at 1 GB/s\na transfer takes no time; an edge holds 2 messages",
+        "the split, for a cohort of 4\nstage  balanced                  even\n    0    4 layers",
+        "the programs: 2 steps of each of 3 cohorts, micro-batches in turn\nrank 0 of 2\n  run stage 0 [mb 0]\n",
+        "    ms |0 ",
+        "rank 1 ...",
+        "cohorts  of requests     step  tokens/s  bubble\n",
+        "predicted with 3 cohorts of 4: a step in",
+        "bubbles: rank 0 ",
+        "Predicted, not measured: the costs are bytes over bandwidth.",
+    ):
+        assert part in out
+
+
+def test_the_picture_is_written_beside(run: Weft, folder: str, tmp_path: Path) -> None:
+    alone = run("--model", folder, "--pp", "2")
+    assert run("--model", folder, "--pp", "2", "--svg", str(tmp_path / "plan.svg")) == alone
+    svg = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    ranks = [node.text for node in ElementTree.fromstring(svg).iter() if (node.text or "").startswith("rank ")]
+    assert ranks[:2] == ["rank 0", "rank 1"]
+
+
+def test_a_picture_that_cannot_be_written_says_where(run: Weft, folder: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "nowhere" / "plan.svg")
+    code, out, err = run("--model", folder, "--pp", "2", "--svg", file)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: weft plan --svg {file}\n  saw: No such file or directory")
+
+
+def test_a_narrow_terminal_is_no_failure(run: Weft, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert run("--model", folder, "--pp", "2")[0] == 0
+
+
+def test_the_context_is_half_of_few_positions(run: Weft) -> None:
+    assert predicted(run, str(DEMO), "--pp", "2")["wanted"]["context"] == 256
+
+
+BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "more stages than layers": (
+        ("--pp", "9"),
+        ("error: weft plan --pp 9", "saw: 9 stages; the model has 8 layers", "instead: from 1 stage to one a layer"),
+    ),
+    "no stage": (("--pp", "0"), ("saw: 0 stages; the model has 8 layers",)),
+    "no stages said": ((), ("the following arguments are required: --pp",)),
+    "more cohorts than requests": (
+        ("--pp", "2", "--requests", "4", "--cohorts", "5"),
+        ("error: weft plan --cohorts 5", "saw: 5 cohorts for 4 requests", "instead: from 1 to 4"),
+    ),
+    "no cohort": (("--pp", "2", "--cohorts", "0"), ("saw: 0 cohorts for 128 requests",)),
+    "no step": (
+        ("--pp", "2", "--steps", "0"),
+        ("error: weft plan --steps 0", "instead: a whole number from 1 to 1000000000"),
+    ),
+    "no request": (("--pp", "2", "--requests", "-1"), ("error: weft plan --requests -1",)),
+    "no room": (("--pp", "2", "--capacity", "0"), ("error: weft plan --capacity 0",)),
+    "no bandwidth": (
+        ("--pp", "2", "--bandwidth", "0"),
+        ("error: weft plan --bandwidth 0", "saw: 0 GB/s", "instead: a number > 0, in GB/s"),
+    ),
+    "free memory": (("--pp", "2", "--bandwidth", "inf"), ("saw: inf GB/s",)),
+    "a link that is none": (("--pp", "2", "--link", "nan"), ("error: weft plan --link nan",)),
+    "a message from the future": (
+        ("--pp", "2", "--latency", "-1"),
+        ("error: weft plan --latency -1", "saw: -1 microseconds", "a finite number >= 0, in microseconds"),
+    ),
+    "more context than positions": (
+        ("--pp", "2", "--context", "4096"),
+        ("error: weft plan --context 4096", "the model has 4096 positions", "instead: from 0 to 4095"),
+    ),
+    "no number": (("--pp", "two"), ("argument --pp: invalid int value: 'two'",)),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_an_error_with_its_remedy(run: Weft, folder: str, case: str) -> None:
+    more, parts = BAD[case]
+    assert_refused(run("--model", folder, *more), *parts)
+
+
+def test_a_missing_folder_and_a_field_that_is_not_supported_are_named(run: Weft, folder: str) -> None:
+    code, _, err = run("--model", f"{folder}/none", "--pp", "2")
+    assert code == 2
+    assert "there is no folder" in err
+    config = Path(folder) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_experts": 8}))
+    code, _, err = run("--model", folder, "--pp", "2")
+    assert code == 2
+    assert "num_experts" in err
+
+
+def test_it_needs_no_weights_and_its_help_no_torch(run: Weft, tmp_path: Path) -> None:
+    shutil.copy(Path(DEMO) / "config.json", tmp_path)
+    assert run("--model", str(tmp_path), "--pp", "2")[0] == 0
+    assert run("--help")[0] == 0
+    look = "import sys, weft.transforms.cli; weft.transforms.cli.build_parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look], check=False).returncode == 0

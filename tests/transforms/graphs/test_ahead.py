@@ -1,0 +1,146 @@
+"""Kernels compiled ahead of the captures: a run that launches none leaves no trace, and asks for all that a capture
+launches."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.donation import clone
+from weft.proofs.laws import assert_equal
+from weft.proofs.strategies import Rows
+from weft.stages.model import DEMO, load
+from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.graphs.ahead import _Zeros, compile_ahead
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Limits
+
+
+class Jit:
+    """Stands for a kernel of triton's: notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.launched: list[Any] = []
+        self.compiled: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.launched.append((grid, args, options))
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> None:
+        self.compiled.append((grid, args, options))
+
+
+def test_a_kernel_is_launched_or_compiled() -> None:
+    pytest.importorskip("triton")
+    from weft.ops.kernel_triton import Kernel, compiling
+
+    jit = Jit()
+    kernel = Kernel(jit)
+    kernel[(2,)](1, BLOCK=4)
+    with compiling():
+        for size in (5, 5, 5.0):
+            kernel[(3,)](size, BLOCK=8)
+    with pytest.raises(ZeroDivisionError), compiling():
+        raise ZeroDivisionError
+    kernel[(6,)](7)
+    assert jit.launched == [((2,), (1,), {"BLOCK": 4}), ((6,), (7,), {})]
+    assert jit.compiled == [((3,), (5,), {"BLOCK": 8}), ((3,), (5.0,), {"BLOCK": 8})], "once for each kind"
+
+
+def test_results_of_our_operators_are_zeros_and_their_arguments_stay() -> None:
+    x, weight = torch.ones(2, 4), torch.ones(3, 4)
+    with _Zeros():
+        assert not torch.ops.weft.linear(x, weight, None).any()
+        assert (x @ weight.T == 4).all()
+    assert bool(x.all())
+    assert bool(weight.all())
+
+
+def test_it_leaves_no_trace() -> None:
+    model = load(DEMO)
+    runner = make_runner(model, Limits(4, 32), mode="full_and_piecewise")
+    state, (graph,) = make_state(model, runner.layouts, [32] * 4), runner.graphs
+    state, _ = runner.step(runner.params, state, Batch.ragged([0, 1], [[1, 2, 3], [4]]))
+    before, captures = clone(state), graph.cache_info().captures
+    call = graph._example((runner.params, state, Batch.decode([0])), {})
+    compile_ahead(graph._of, call, graph._graphs)
+    assert_equal("no trace", state, before)
+    assert graph.cache_info().captures == captures
+    graph.cache_clear()
+    example = runner.params, state, Batch.decode([0])
+    call = graph._example(example, {})
+    compile_ahead(graph._of, call, graph._graphs)
+    graph.capture(*example)
+    assert graph.memory_analysis().buffer_bytes == graph.memory_estimate(*example).buffer_bytes
+
+
+def test_a_class_that_finds_no_memory_is_left_to_the_capture() -> None:
+    pytest.importorskip("triton")
+    ran: list[int] = []
+
+    def step(rows: Rows) -> Rows:
+        ran.append(len(rows.x))
+        if len(rows.x) > 2:
+            raise torch.OutOfMemoryError("full")
+        return Rows(rows.descriptor, rows.x + 1)
+
+    graph = graphify(step, ladder=[BatchDescriptor(n, n) for n in (4, 2)])
+    call = graph._example((Rows(BatchDescriptor(1, 1), torch.ones(1, 3)),), {})
+    compile_ahead(graph._of, call, graph._graphs)
+    assert ran == [4, 2]
+
+
+def test_it_neither_writes_what_graphs_read_nor_fails_where_the_memory_is_full() -> None:
+    def full(x: Tensor) -> Tensor:
+        if x.numel() > 2:
+            raise torch.OutOfMemoryError
+        return x + 1
+
+    graph = graphify(full)
+    graph(torch.ones(2))
+    for size in (1, 9):
+        call = graph._example((torch.zeros(size),), {})
+        backend = graph._graphs.backend_for(call)
+        compile_ahead(graph._of, call, graph._graphs)
+    assert backend.slabs.nbytes == 8
+    (entry,) = graph._graphs.memo.values()
+    assert entry.buffers[0].tolist() == [1, 1]
+
+
+_COUNTS = """
+import triton, weft
+from triton import knobs
+from weft.batch import Batch
+from weft.stages.model import DEMO, load
+from weft.transforms.graphs.ladder import Limits
+from weft.transforms.engine.runner import make_runner, make_state
+compiled = []
+def listen(*, src, metadata, metadata_group, times, cache_hit):
+    compiled.append(cache_hit)
+knobs.compilation.listener = listen
+model = load(DEMO, "cuda")
+runner = make_runner(model, Limits(8, 64), mode="full_and_piecewise")
+state, (graph,) = make_state(model, runner.layouts, [64] * 8), runner.graphs
+example = runner.params, state, Batch.decode([0], device="cuda")
+graph.compile_ahead(*example)
+ahead = len(compiled)
+graph.capture(*example)
+print(ahead, len(compiled) - ahead, any(compiled))
+"""
+
+
+@pytest.mark.gpu
+def test_a_capture_finds_all_that_it_launches_compiled(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", _COUNTS], env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    ahead, later, found = done.stdout.split()
+    assert int(ahead) > 10, done.stdout
+    assert (later, found) == ("0", "False"), done.stdout

@@ -1,0 +1,273 @@
+"""Bad input to graphify: what each error is and says, and that nothing half done is left behind.
+
+`test_refusals.py` has the table of all that a replay could not repeat.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from refusal import REMEDY, at, refused
+from torch import Tensor, nn
+
+import weft
+from weft.donation import clone
+from weft.errors import CaptureError, DeviceError
+from weft.proofs.laws import assert_equal
+from weft.stages.module import from_module
+from weft.transforms.graphs.calls.memo import CacheInfo
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.pipeline import compose, pipeline
+
+
+def branches(x: Tensor) -> Tensor:
+    y = x * 2
+    if y.sum() > 0:
+        return y
+    return -y
+
+
+def loops(x: Tensor) -> Tensor:
+    while (x < 100).all():
+        x = x * 2
+    return x
+
+
+def reads_an_item(x: Tensor) -> Tensor:
+    scale = x.max().item()
+    return x * scale
+
+
+def asks_a_helper(x: Tensor) -> Tensor:
+    return branches(x + 1)
+
+
+UNFIT: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
+    (branches, "a branch on a tensor's value", at(branches, "if y.sum()")),
+    (loops, "a branch on a tensor's value", at(loops, "while")),
+    (reads_an_item, "Tensor.item reads a tensor on the host", at(reads_an_item, ".item()")),
+    (asks_a_helper, "a branch on a tensor's value", at(branches, "if y.sum()")),
+]
+
+
+@pytest.mark.parametrize(("fn", "seen", "line"), UNFIT, ids=[fn.__name__ for fn, *_ in UNFIT])
+def test_a_function_that_cannot_be_captured_names_its_line(
+    fn: Callable[[Tensor], Tensor], seen: str, line: str
+) -> None:
+    """The innermost line of the user's own; and nothing is kept, so that a second call says it again."""
+    x, graph = torch.tensor([1.0, 2.0]), graphify(fn)
+    for _ in range(2):
+        with refused(CaptureError, f"graphify({fn.__name__})", seen + line, REMEDY):
+            graph(x)
+    assert graph.cache_info() == CacheInfo()
+    assert x.tolist() == [1.0, 2.0]
+    assert bool(x.sum() == 3), "outside a capture the host may read again"
+
+
+class Gate(nn.Module):
+    """A module that branches on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if y.sum() > 0:
+            return y
+        return x
+
+
+def test_a_modules_line_is_named() -> None:
+    """Of a stage alone, of a whole step, and of a stage in a pipeline."""
+    made, batch = from_module(Gate()), torch.ones(1, 2)
+    whole, spanned = graphify(compose([made.stage])), pipeline([graphify(made.stage)])
+    seen = "a branch on a tensor's value" + at(Gate.forward, "if y.sum()")
+    with refused(CaptureError, "graphify(stage Gate)", seen, REMEDY):
+        graphify(made.stage)(made.params, made.state, batch, None)
+    with refused(CaptureError, "graphify(step)", seen, REMEDY):
+        whole((made.params,), (made.state,), batch)
+    with refused(CaptureError, "graphify(stage Gate)", seen, REMEDY):
+        spanned((made.params,), (made.state,), batch)
+
+
+class Flaw:
+    """A step over {"sum": …, "steps": …} that works in place and, while `kind` is set, fails once it has begun."""
+
+    def __init__(self, kind: str | None) -> None:
+        self.kind = kind
+
+    def step(self, params: Tensor, state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        state["sum"].add_(batch.sum(0))
+        state["steps"].add_(1)
+        y = batch @ params
+        if self.kind == "item":
+            y = y * state["sum"].sum().item()
+        if self.kind == "branch" and (y > 0).any():
+            y = -y
+        if self.kind == "own":
+            raise KeyError("the user's own error")
+        if self.kind == "write":
+            params.zero_()
+        return state, y
+
+
+@pytest.mark.parametrize("call", ["call", "capture"])
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("item", CaptureError), ("branch", CaptureError), ("write", CaptureError), ("own", KeyError)],
+)
+def test_a_failed_capture_leaves_the_state_and_the_next_call_works(
+    kind: str, error: type[Exception], call: str
+) -> None:
+    flaw, params, batch = Flaw(kind), torch.randn(2, 3), torch.randn(4, 2)
+    state = {"sum": torch.randn(2), "steps": torch.tensor(7)}
+    before = clone((params, state, batch))
+    graph = graphify(flaw.step, donate_argnames=["state"])
+    with pytest.raises(error):
+        (graph if call == "call" else graph.capture)(params, state, batch)
+    assert_equal("after a failed capture", (params, state, batch), before)
+    assert graph.cache_info() == CacheInfo()
+
+    flaw.kind = None
+    expected, wanted = Flaw(None).step(params, clone(state), batch)
+    state, y = graph(params, state, batch)
+    assert_equal("after the next call", (state, y), (expected, wanted))
+    assert graph.cache_info() == CacheInfo(captures=1, replays=1, currsize=1)
+
+
+def test_a_failed_capture_harms_no_graph_captured_before() -> None:
+    flaw, params = Flaw(None), torch.randn(2, 3)
+    state = {"sum": torch.zeros(2), "steps": torch.tensor(0)}
+    graph = graphify(flaw.step, donate_argnames=["state"])
+    state, _ = graph(params, state, torch.ones(4, 2))
+    flaw.kind = "item"
+    with pytest.raises(CaptureError):
+        graph(params, state, torch.ones(5, 2))
+    state, y = graph(params, state, torch.ones(4, 2))
+    assert torch.equal(y, torch.ones(4, 2) @ params)
+    assert (state["sum"].tolist(), int(state["steps"])) == ([8.0, 8.0], 2)
+    assert graph.cache_info() == CacheInfo(captures=1, replays=2, currsize=1)
+
+
+def two(x: Tensor, y: Any) -> Tensor:
+    return x + y
+
+
+class Opaque:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+STATIC = "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes"
+FOREIGN: dict[str, tuple[Any, str, str]] = {
+    "an array": (np.ones(2), "y is no tensor and cannot be hashed (<any>)", "torch.from_numpy(array)"),
+    "a numpy number": (np.float32(3), "y is a float32, <any>", "float(...) or int(...) of it"),
+    "a module": (nn.Linear(2, 2), "y is a Linear, <any>", "its parameters, with torch.func.functional_call, <any>"),
+    "an object": (Opaque(1), "y is an Opaque, which is neither a tensor, a plain value nor a pytree", STATIC),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_arguments_that_are_no_tensors(case: str) -> None:
+    value, seen, instead = FOREIGN[case]
+    with refused(CaptureError, "two(...)", seen, instead):
+        graphify(two)(torch.ones(2), value)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), (torch.ones(2), 1)])
+def test_a_static_argument_that_holds_a_tensor(value: Any) -> None:
+    instead = "take y out of static_argnames: tensors are read at each call"
+    with refused(CaptureError, "two(...)", "y, a static argument, holds a tensor", instead):
+        graphify(two, static_argnames="y")(torch.ones(2), value)
+
+
+def yields(x: Tensor) -> Iterator[Tensor]:
+    yield x
+
+
+async def awaits(x: Tensor) -> Tensor:
+    return x
+
+
+def test_what_is_no_function_of_results() -> None:
+    seen, instead = "a function that yields or awaits, of which a call runs nothing", "a function that returns <any>"
+    for fn in (yields, awaits):
+        with refused(CaptureError, f"graphify({fn.__name__}, ...)", seen, instead):
+            graphify(fn)
+    with refused(CaptureError, "graphify(3, ...)", "3, which is no function", "a function over tensors"):
+        graphify(3)  # type: ignore[call-overload]
+
+
+def chooses(x: Tensor) -> Tensor:
+    found: Tensor = torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+    return found
+
+
+def prints(x: Tensor) -> Tensor:
+    print(x)
+    return x + 1
+
+
+def returns_an_object(x: Tensor) -> Opaque:
+    return Opaque(x + 1)
+
+
+def test_what_a_function_does_that_a_graph_cannot() -> None:
+    x = torch.ones(2)
+    seen = "torch.cond chooses what runs, which a graph cannot" + at(chooses, "torch.cond")
+    instead = "torch.where, with both branches computed; or call torch.cond outside the function"
+    with refused(CaptureError, "graphify(chooses)", seen, instead):
+        graphify(chooses)(x)
+    seen = "Tensor.__repr__ reads a tensor on the host" + at(prints, "print(")
+    show = "call it inside weft.no_capture(replay=False), where it may print; or "
+    with refused(CaptureError, "graphify(prints)", seen, show + REMEDY):
+        graphify(prints)(x)
+    with weft.no_capture(replay=False):
+        assert graphify(prints)(x).tolist() == [2, 2]
+    seen = "its result is of class Opaque, neither tensor, plain value nor pytree"
+    instead = "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+    with refused(CaptureError, "graphify(returns_an_object)", seen, instead):
+        graphify(returns_an_object)(x)
+
+
+def test_a_write_to_what_a_function_closes_over() -> None:
+    norm, linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+
+    def train(x: Tensor) -> Tensor:
+        loss: Tensor = linear(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    instead = (
+        "return a new tensor, or pass it in (a module's: weft.stages.from_module) and donate the argument "
+        "(donate_argnames=...)"
+    )
+    before = clone(dict(norm.state_dict()))
+    for fn in (train, norm):
+        with pytest.raises(CaptureError, match="writes to a tensor from outside it") as error:
+            graphify(fn)(torch.ones(3, 2))
+        assert error.value.instead == instead
+    assert_equal("a refused capture leaves no trace", dict(norm.state_dict()), before)
+
+
+@pytest.mark.parametrize("most", ["1", -1, True, None])
+def test_a_number_of_captures_that_is_none(most: Any) -> None:
+    call = f"weft.assert_max_captures({most!r})"
+    with refused(CaptureError, call, "no number of captures", "an int >= 0"), weft.assert_max_captures(most):
+        pass
+
+
+def test_the_cuda_back_end_without_a_device_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    graph = graphify(Flaw(None).step, donate_argnames=["state"], backend="cuda")
+    state = {"sum": torch.ones(2), "steps": torch.tensor(1)}
+    seen, instead = "this machine has no CUDA device", "move the arguments there, or write backend='tape'"
+    with refused(DeviceError, "graphify(..., backend='cuda')", seen, instead):
+        graph(torch.ones(2, 3), state, torch.ones(4, 2))
+    assert (state["sum"].tolist(), int(state["steps"])) == ([1.0, 1.0], 1)
+    assert graph.cache_info() == CacheInfo()

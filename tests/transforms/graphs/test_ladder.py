@@ -1,0 +1,225 @@
+"""make_ladder: what a mode may capture under its limits."""
+
+from itertools import pairwise
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from weft.descriptor import BatchDescriptor as B
+from weft.errors import DescriptorError
+from weft.transforms.graphs.dispatch import dispatch
+from weft.transforms.graphs.ladder import (
+    CAPABILITIES,
+    MODES,
+    Ladder,
+    Limits,
+    lora_rungs,
+    make_ladder,
+    rungs,
+    token_rungs,
+)
+
+FAST = settings(deadline=None, max_examples=60)
+LIMITS = st.builds(
+    Limits,
+    st.integers(1, 40),
+    st.integers(1, 90),
+    st.lists(st.integers(1, 4), min_size=1, unique=True).map(tuple),
+    st.integers(0, 9).map(lora_rungs),
+)
+GRAPHED = st.sampled_from([m for m in MODES if m != "none"])
+
+
+UNIFORM = ("full_decode_only", "full", "full_and_piecewise")
+
+
+@FAST
+@given(GRAPHED, LIMITS)
+def test_every_rung_is_within_the_limits_once_and_reachable(mode: str, limits: Limits) -> None:
+    ladder = make_ladder(mode, limits)
+    for way, classes in (("full", ladder.full), ("piecewise", ladder.piecewise)):
+        assert len(set(classes)) == len(classes)
+        for rung in classes:
+            assert 1 <= rung.num_reqs <= limits.max_num_reqs
+            assert rung.num_reqs <= rung.num_tokens <= limits.max_num_tokens
+            assert rung.query_len in (None, *limits.query_lens)
+            assert rung.num_active_loras in limits.active_loras
+            assert (dispatch(rung, ladder).mode, dispatch(rung, ladder).descriptor) == (way, rung)
+
+
+@FAST
+@given(GRAPHED, LIMITS)
+def test_what_each_mode_holds(mode: str, limits: Limits) -> None:
+    ladder = make_ladder(mode, limits)
+    assert any(d.is_uniform for d in ladder.full) == (
+        mode in UNIFORM and min(limits.query_lens) <= limits.max_num_tokens
+    )
+    assert all(d.is_uniform or mode == "full" for d in ladder.full)
+    assert bool(ladder.piecewise) == ("piecewise" in mode)
+    whole = make_ladder("full_decode_only", limits).full
+    assert [d for d in ladder.piecewise if d.is_uniform] == [d for d in whole if mode == "piecewise"]
+
+
+@FAST
+@given(LIMITS)
+def test_there_is_one_ragged_class_in_pieces_a_number_of_tokens(limits: Limits) -> None:
+    classes = [d for d in make_ladder("piecewise", limits).piecewise if not d.is_uniform]
+    by_loras = {(d.num_tokens, d.num_active_loras) for d in classes}
+    assert len(by_loras) == len(classes)
+    for tokens in range(1, limits.max_num_tokens + 1):
+        for reqs in {1, min(tokens, limits.max_num_reqs)}:
+            assert dispatch(B(tokens, reqs), Ladder(piecewise=classes)).mode == "piecewise"
+
+
+@FAST
+@given(LIMITS, st.integers(1, 90))
+def test_cutting_one_ladder_never_cuts_the_other(limits: Limits, tokens: int) -> None:
+    cut = attrs.evolve(limits, max_num_reqs=1)
+    whole, fewer = make_ladder("full_and_piecewise", limits), make_ladder("full_and_piecewise", cut)
+    assert {d.num_tokens for d in whole.piecewise} == {d.num_tokens for d in fewer.piecewise}
+
+
+@FAST
+@given(GRAPHED, LIMITS)
+def test_largest_first(mode: str, limits: Limits) -> None:
+    ladder = make_ladder(mode, limits)
+    for classes in (ladder.full, ladder.piecewise):
+        for i, larger in enumerate(classes):
+            assert not any(smaller.covers(larger) for smaller in classes[i + 1 :])
+
+
+@FAST
+@given(st.sampled_from(UNIFORM), LIMITS)
+def test_every_decode_batch_within_the_limits_is_a_whole_graph(mode: str, limits: Limits) -> None:
+    ladder = make_ladder(mode, limits)
+    for query_len in limits.query_lens:
+        for n in range(1, min(limits.max_num_reqs, limits.max_num_tokens // query_len) + 1):
+            decision = dispatch(B.uniform(n, query_len), ladder)
+            assert decision.mode == "full"
+            # In mode full a ragged class may take it with less padding.
+            assert decision.descriptor.query_len == query_len or mode == "full"
+
+
+def test_one_number_of_tokens_and_two_query_lengths_are_two_graphs() -> None:
+    ladder = make_ladder("full_and_piecewise", Limits(8, 64, (2, 4)))
+    assert dispatch(B.uniform(4, 2), ladder).descriptor == B.uniform(4, 2)
+    assert dispatch(B.uniform(2, 4), ladder).descriptor == B.uniform(2, 4)
+
+
+def test_numbers_of_loras_have_graphs_of_their_own() -> None:
+    ladder = make_ladder("full_decode_only", Limits(2, 64, active_loras=lora_rungs(4)))
+    assert {d.num_active_loras for d in ladder.full} == {0, 1, 2, 4}
+    assert dispatch(B.uniform(2, 1, 3), ladder).descriptor == B.uniform(2, 1, 4)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("query_lens", [(1,), (1, 3)])
+def test_a_mode_that_the_attention_cannot_is_an_error(capability: str, mode: str, query_lens: tuple[int, ...]) -> None:
+    able = {
+        "never": ["none", "piecewise"],
+        "uniform_single_token": [
+            "none",
+            "piecewise",
+            *(["full_decode_only", "full_and_piecewise"] * (query_lens == (1,))),
+        ],
+        "uniform": ["none", "piecewise", "full_decode_only", "full_and_piecewise"],
+        "always": list(MODES),
+    }[capability]
+    limits = Limits(4, 16, query_lens)
+    if mode in able:
+        assert make_ladder(mode, limits, capability=capability) == make_ladder(mode, limits)
+    else:
+        with pytest.raises(DescriptorError, match=f"in a whole graph {capability}; this mode needs"):
+            make_ladder(mode, limits, capability=capability)
+
+
+@FAST
+@given(LIMITS)
+def test_full_takes_every_mixed_batch_up_to_its_tokens(limits: Limits) -> None:
+    ladder = make_ladder("full", limits)
+    most = min(limits.max_num_reqs * max(limits.query_lens), limits.max_num_tokens)
+    for tokens in range(1, most + 1):
+        for reqs in {1, min(tokens, limits.max_num_reqs)}:
+            assert dispatch(B(tokens, reqs), ladder).mode == "full"
+        assert dispatch(B(most + tokens, 1), ladder).mode == "none"
+
+
+@given(st.integers(1, 700))
+def test_rungs_are_increasing_end_at_the_limit_and_stay_close(limit: int) -> None:
+    sizes = rungs(limit)
+    assert sizes[-1] == limit
+    assert list(sizes) == sorted(set(sizes))
+    assert all(b - a <= max(8, a // 8) for a, b in pairwise(sizes))
+    sizes = token_rungs(limit)
+    assert sizes[-1] == limit
+    assert list(sizes) == sorted(set(sizes))
+    assert all(b - a <= (a if a < 128 else a // 4) for a, b in pairwise(sizes))
+
+
+def test_rungs_by_hand() -> None:
+    assert (rungs(0), rungs(1), rungs(3), rungs(9)) == ((), (1,), (1, 2, 3), (1, 2, 4, 8, 9))
+    assert rungs(300)[-5:] == (224, 240, 256, 288, 300)
+    assert (token_rungs(0), token_rungs(1), token_rungs(3), token_rungs(9)) == ((), (1,), (1, 2, 3), (1, 2, 4, 8, 9))
+    assert token_rungs(520)[-10:] == (128, 160, 192, 224, 256, 320, 384, 448, 512, 520)
+
+
+def test_none_is_no_graph_and_pure() -> None:
+    limits = Limits(8, 64)
+    assert make_ladder("none", limits) == Ladder()
+    assert make_ladder("full", limits) == make_ladder("full", Limits(8, 64, (1,)))
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(DescriptorError) as error:
+        make_ladder("fulll", Limits(1, 1))
+    assert error.value.call.startswith("make_ladder('fulll', Limits(max_num_reqs=1, max_num_tokens=1")
+    assert (error.value.seen, error.value.instead) == ("an unknown mode", f"one of {', '.join(MODES)}")
+
+
+def test_sizes_of_ones_own() -> None:
+    ladder = make_ladder("full_decode_only", Limits(8, 64, (1, 2)), sizes=(8, 3))
+    assert [str(d) for d in ladder] == ["uniform x2, 8 reqs", "uniform x1, 8 reqs", "uniform x2, 3 reqs",
+                                        "uniform x1, 3 reqs"]  # fmt: skip
+
+
+def test_no_size_at_all_is_not_every_size() -> None:
+    assert make_ladder("full", Limits(8, 64), sizes=()) == Ladder()
+
+
+def test_a_size_twice_is_one_rung() -> None:
+    assert make_ladder("full_decode_only", Limits(8, 64), sizes=(4, 4)) == Ladder(full=(B.uniform(4),))
+
+
+@pytest.mark.parametrize("sizes", [(0,), (-1,), (4, 0)])
+def test_a_size_that_no_batch_can_have_is_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(DescriptorError, match=str(min(sizes))):
+        make_ladder("full_decode_only", Limits(8, 16), sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", [[100], (9, 10), 3, "8", [1.5], ["1"]])
+def test_sizes_beyond_the_limits_or_no_sizes_are_refused(sizes: Any) -> None:
+    with pytest.raises(DescriptorError, match=r"no size that a batch|no list of ints"):
+        make_ladder("full_decode_only", Limits(8, 64), sizes=sizes)
+    assert make_ladder("none", Limits(8, 64), sizes=[100]) == Ladder()
+
+
+@pytest.mark.parametrize(("limits", "seen"), [
+    ((-4, 8), "max_num_reqs=-4"), ((0, 0), "max_num_reqs=0"), (("4", 8), "max_num_reqs='4'"),
+    ((4, 0), "max_num_tokens=0"), ((4, 8.0), "max_num_tokens=8.0"), ((4, True), "max_num_tokens=True"),
+])  # fmt: skip
+def test_limits_that_no_batch_meets_are_refused(limits: tuple[Any, Any], seen: str) -> None:
+    with pytest.raises(DescriptorError) as error:
+        Limits(*limits)
+    assert str(error.value) == (
+        f"weft.Limits({limits[0]!r}, {limits[1]!r})\n  saw: {seen}\n"
+        "  instead: whole numbers of requests and tokens, at least 1"
+    )
+
+
+@pytest.mark.parametrize("limits", [Limits(8, 8, ()), Limits(8, 8, (0,)), Limits(8, 8, (1, -1))])
+def test_query_lengths_that_no_batch_can_have_are_refused(limits: Limits) -> None:
+    with pytest.raises(DescriptorError):
+        make_ladder("full", limits)

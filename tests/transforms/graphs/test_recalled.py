@@ -1,0 +1,260 @@
+"""Calls whose arguments by reference are those of one before: what was known of these is not asked again, and nothing
+else is different."""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+from graphified import LAW, X
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from weft.descriptor import BatchDescriptor
+from weft.donation import donate
+from weft.errors import CacheMissError, CaptureError, DonatedError, StaleResultError, WeftError
+from weft.proofs.laws import assert_equal
+from weft.transforms.graphs.calls import call as calls
+from weft.transforms.graphs.calls.borrowing import check_borrowed
+from weft.transforms.graphs.calls.ready import MAX_RECALLED, Reader
+from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.graphify import graphify
+from weft.trees import axes, descriptor_field, pytree
+
+
+@pytree
+@attrs.frozen(eq=False)
+class Weights:
+    layers: tuple[Tensor, ...]
+    scale: float
+
+
+@pytree
+@attrs.frozen(eq=False)
+class Rows:
+    descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
+    x: Any = attrs.field(metadata=axes("num_tokens"))
+
+
+def rows(size: int) -> Rows:
+    return Rows(BatchDescriptor(size, size), torch.arange(4.0 * size).reshape(size, 4))
+
+
+def step(params: Weights, state: dict[str, Tensor], batch: Rows, how: Any = 1) -> Any:
+    out = batch.x * params.layers[0] + params.layers[1] * params.scale * how + state["sum"]
+    return {"sum": state["sum"] + 1, "n": state["n"] + 1}, Rows(batch.descriptor, out)
+
+
+def make_step(**options: Any) -> Graphified[..., Any]:
+    sizes = [BatchDescriptor(n, n) for n in (8, 4)]
+    return graphify(step, ladder=sizes, donate_argnames="state", static_argnames="how", **options)
+
+
+def make_state() -> dict[str, Tensor]:
+    return {"sum": torch.zeros(4), "n": torch.zeros(())}
+
+
+def make_weights(by: float = 0.0) -> Weights:
+    return Weights((X + 1 + by, X + 2), 2.0)
+
+
+def flattened(g: Graphified[..., Any], *args: Any) -> tuple[Any, list[str]]:
+    """The result of a call, and which of its arguments were flattened and asked for their properties."""
+    asked: list[str] = []
+    whole = calls.leaf_key
+
+    def leaf_key(leaf: Any, shape: Any, by_reference: bool) -> Any:
+        asked.append("by reference" if by_reference else "copied")
+        return whole(leaf, shape, by_reference)
+
+    with mock.patch.object(calls, "leaf_key", leaf_key):
+        return g(*args), asked
+
+
+def test_a_new_size_asks_nothing_of_what_is_known() -> None:
+    g, params, state = make_step(), make_weights(), make_state()
+    others = make_state()
+    for turn, size in enumerate((8, 7, 3, 6, 3, 1)):
+        others, expected = step(params, others, rows(size))
+        (state, out), asked = flattened(g, params, state, rows(size))
+        assert_equal(LAW, (state, out), (others, expected))
+        assert ("by reference" in asked) == (turn == 0)
+        assert ("copied" in asked) == (turn != 4)
+    assert g.cache_info().captures == 2
+
+
+def test_it_is_asked_again_of_other_weights_and_of_another_state() -> None:
+    g, weights = make_step(), [make_weights(), make_weights(5.0)]
+    states, others = [make_state(), make_state()], [make_state(), make_state()]
+    for size in (8, 7, 6, 5):
+        for world in (0, 1, 1, 0):
+            others[world], expected = step(weights[world], others[world], rows(size))
+            states[world], out = g(weights[world], states[world], rows(size))
+            assert_equal(LAW, (states[world], out), (others[world], expected))
+    assert g.cache_info().captures == 2
+
+
+def test_what_differs_is_named_as_ever() -> None:
+    g, params, state = make_step(), make_weights(), make_state()
+    state, _ = g(params, state, rows(8))
+    g.freeze()
+    with pytest.raises(CacheMissError, match=r"batch\.x.*dtype|dtype.*batch\.x"):
+        g(params, state, Rows(BatchDescriptor(7, 7), rows(7).x.int()))
+    assert g(params, state, rows(7))[1].x.shape == (7, 4)
+
+
+class Odd(Tensor):
+    pass
+
+
+def test_what_is_copied_is_asked_all_that_it_was() -> None:
+    g, params = graphify(lambda params, x: x @ params.layers[0], reference_argnames="params"), make_weights()
+    g(params, torch.ones(2, 4))
+    with pytest.raises(WeftError, match=r"x is .*subclass of Tensor"):
+        g(params, torch.ones(3, 4).as_subclass(Odd))
+    assert g(params, torch.ones(3, 4, requires_grad=True)).requires_grad
+    assert g(params, torch.ones(5, 4).to_sparse()).tolist() == [10.0] * 5
+    assert g.cache_info().captures == 1
+
+
+def test_a_donated_tensor_that_is_copied_too_is_refused() -> None:
+    g = graphify(lambda state, x: state + x.sum(), donate_argnames="state")
+    state = g(torch.zeros(4), torch.ones(2))
+    with pytest.raises(DonatedError, match="x is a tensor that the same call donates"):
+        g(state, state)
+    assert g(state, torch.ones(3)).tolist() == [5.0] * 4
+
+
+def test_what_was_lent_and_overwritten_is_refused_all_the_same() -> None:
+    lent = graphify(lambda x: x * 2, outputs="borrow")
+    g, params = graphify(lambda params, x: params * x.sum(), reference_argnames="params"), torch.ones(4)
+    with check_borrowed():
+        stale = lent(torch.ones(2))
+        lent(torch.zeros(2))
+    g(params, torch.ones(3))
+    with pytest.raises(StaleResultError):
+        g(params, stale)
+
+
+@pytree
+@attrs.define(eq=False)
+class Options:
+    value: Any
+
+
+def test_a_static_argument_that_came_to_hold_a_tensor_is_refused() -> None:
+    g = graphify(lambda params, x, options: params * x.sum(), reference_argnames="params", static_argnames="options")
+    params, options = torch.ones(4), Options(1)
+    g(params, torch.ones(2), options)
+    options.value = torch.ones(1)
+    with pytest.raises(CaptureError, match="options, a static argument, holds a tensor"):
+        g(params, torch.ones(3), options)
+
+
+def test_neither_weights_nor_a_state_are_kept_alive() -> None:
+    g, params, state = make_step(), make_weights(), make_state()
+    for size in (8, 7, 6):
+        state, _ = g(params, state, rows(size))
+    readers = [reader for found in g._readers.values() for reader in found]
+    known = [ready.plan for reader in readers for found in reader.recalled.values() for ready in found]
+    assert known
+    held = [weakref.ref(leaf) for leaf in (*params.layers, *state.values())]
+    del params, state
+    gc.collect()
+    assert [leaf() for leaf in held] == [None] * 4
+
+
+def test_more_than_are_kept_are_right_all_the_same() -> None:
+    g = graphify(lambda params, x: params * x.sum(), reference_argnames="params")
+    several = [torch.full((4,), float(i)) for i in range(MAX_RECALLED + 5)]
+    for size in (2, 3):
+        for params in several:
+            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # a capture each
+                seen = g(params, torch.ones(size))
+            assert_equal(LAW, seen, params * size)
+
+
+# Whatever is done to the arguments in between, it is as if nothing were known ---------------------------------------
+
+
+@attrs.define(eq=False)
+class World:
+    """Arguments, and what may become of them between two calls."""
+
+    params: Any = attrs.field(factory=lambda: [make_weights(), make_weights(5.0)])
+    states: Any = attrs.field(factory=lambda: [make_state(), make_state()])
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def change(self, what: str) -> None:
+        weight = self.params[0].layers[0]
+        match what:
+            case "moved":
+                weight.data = weight.data + 1
+            case "of another type":
+                weight.data = weight.data.double()
+            case "requires grad":
+                weight.requires_grad_(not weight.requires_grad)
+            case "taken":
+                with suppress(DonatedError):
+                    donate(weight, to="somebody")
+            case "made again":
+                self.params[0] = Weights(self.params[0].layers, 2.0)
+            case "another scale":
+                self.params[0] = Weights(self.params[0].layers, 3.0)
+            case "tied":
+                self.params[0] = Weights((self.params[0].layers[1],) * 2, 2.0)
+            case "no grad":
+                self.around = torch.no_grad
+            case "inference mode":
+                self.around = torch.inference_mode
+            case "nothing around":
+                self.around = nullcontext
+
+    def call(self, g: Graphified[..., Any], world: int, size: int, kind: str, how: Any) -> Any:
+        x = rows(size).x
+        odd = {"strided": x.repeat(1, 2)[:, ::2], "integers": x.int(), "sparse": x.to_sparse(), "none": None}
+        odd |= {"requires grad": x.clone().requires_grad_(), "a weight": self.params[world].layers[0][None]}
+        batch = Rows(BatchDescriptor(size, size), odd.get(kind, x))
+        try:
+            with self.around():
+                self.states[world], out = g(self.params[world], self.states[world], batch, how)
+            return out, self.states[world]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+CHANGES = (
+    *("moved", "of another type", "requires grad", "taken", "made again", "another scale", "tied"),
+    *("no grad", "inference mode", "nothing around"),
+)
+KINDS = ("plain", "plain", "plain", "strided", "integers", "sparse", "requires grad", "a weight", "none")
+EVENTS = st.one_of(
+    st.sampled_from(CHANGES),
+    st.tuples(st.integers(0, 1), st.integers(1, 9), st.sampled_from(KINDS), st.sampled_from((1, 1, 1, 1.0, True, 2))),
+)
+
+
+@given(st.lists(EVENTS, min_size=2, max_size=12))
+def test_it_is_as_if_nothing_were_known(events: Sequence[Any]) -> None:
+    said = []
+    for recall in (Reader.recall, lambda *args: None):
+        world, g, own = World(), make_step(), []
+        with mock.patch.object(Reader, "recall", recall):
+            for event in events:
+                if isinstance(event, str):
+                    world.change(event)
+                else:
+                    own.append(world.call(g, *event))
+        said.append((own, g.cache_info(), g.captured()))
+    for first, second in zip(said[0][0], said[1][0], strict=True):
+        if isinstance(first, str) or isinstance(second, str):
+            assert first == second
+        else:
+            assert_equal("recalled or not", first, second)
+    assert said[0][1:] == said[1][1:]

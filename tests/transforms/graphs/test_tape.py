@@ -1,0 +1,254 @@
+"""The tape: that it replays what it recorded, and that it has the hazards of a CUDA graph on purpose."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.errors import CaptureError
+from weft.proofs.laws import assert_equal
+from weft.transforms.graphs.backends import make_backend
+from weft.transforms.graphs.backends.audit import Audit, Inputs
+from weft.transforms.graphs.backends.tape import TapeBackend, TapeRecording
+
+LAW = "a tape replays what it recorded"
+
+
+def record(fn: Callable[..., Any], *buffers: Tensor, own: tuple[Tensor, ...] = ()) -> TapeRecording:
+    """A tape of `fn` on buffers that it may read, and `own` ones that it may also write."""
+    named = [(f"buffer {i}", b) for i, b in enumerate(buffers)]
+    return TapeBackend().capture(lambda: fn(*buffers, *own), Audit("record(fn)", Inputs(own, named)))
+
+
+def replays(fn: Callable[[Tensor], Any], shape: tuple[int, ...] = (2, 3)) -> None:
+    """Three replays on new values in the buffer give what `fn` gives for them."""
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    buffer = values[0].clone()
+    recording = record(fn, buffer)
+    assert_equal(f"{LAW}, at capture", recording.outputs, fn(values[0].clone()))
+    for value in values[1:]:
+        buffer.copy_(value)
+        recording.replay()
+        assert_equal(LAW, recording.outputs, fn(value.clone()))
+
+
+def in_place(x: Tensor) -> Tensor:
+    return x.clone().add_(1).mul_(x).clamp_(min=0).sub_(3.0)
+
+
+def written_view(x: Tensor) -> Any:
+    y = torch.zeros(2, 3)
+    row = y[1]
+    row.add_(x[0])
+    y[:, ::2].mul_(2)
+    y.t()[0] = 5.0
+    return y, row
+
+
+def indexed(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, torch.tensor([2, 0])] = x[:, 1:]
+    return y.index_add_(0, torch.tensor([1]), x[:1])
+
+
+def out_variant(x: Tensor) -> Any:
+    y = torch.empty(2, 3)
+    torch.mul(x, 2, out=y)
+    values, indices = torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int64)
+    torch.topk(y, 2, out=(values, indices))
+    return y, values, indices
+
+
+def out_variant_resized(x: Tensor) -> Tensor:
+    y = torch.empty(0)
+    torch.add(x, 1, out=y)
+    return y * 2
+
+
+def foreach(x: Tensor) -> Any:
+    pair = [x * 1, x * 2]
+    torch._foreach_add_(pair, 1.0)
+    return torch._foreach_mul(pair, 2.0)
+
+
+def data_swap(x: Tensor) -> Tensor:
+    y = x * 1
+    y.data = x * 2
+    return y + 0
+
+
+def transposed_in_place(x: Tensor) -> Tensor:
+    y = x * 1
+    y.t_()
+    return y + 0
+
+
+def transposed_in_place_after_a_view(x: Tensor) -> Any:
+    y = x[:, :2] * 1
+    row = y[0]
+    y.t_()
+    return y, row + 0
+
+
+def unsqueezed_in_place(x: Tensor) -> Tensor:
+    return (x * 1).unsqueeze_(0)
+
+
+def squeezed_in_place(x: Tensor) -> Tensor:
+    return (x[:1] * 1).squeeze_(0)
+
+
+def resized_in_place(x: Tensor) -> Tensor:
+    y = torch.zeros(2)
+    y.resize_(2, 3)
+    return y.copy_(x)
+
+
+def returns_its_input(x: Tensor) -> Any:
+    y = x * 2
+    return y.contiguous(), y.to(torch.float32), y.reshape(2, 3), y.expand(2, 3), x
+
+
+def functional_call(x: Tensor) -> Any:
+    q = x[None, None]
+    return torch.nn.functional.scaled_dot_product_attention(q, q, q), torch.nn.functional.layer_norm(x, (3,))
+
+
+def overwritten_input_of_an_earlier_op(x: Tensor) -> Any:
+    y = x * 1
+    z = y + 1
+    y.zero_()
+    return z, y
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "functional": lambda x: torch.softmax(x @ x.t(), -1),
+    "in place": in_place,
+    "written view": written_view,
+    "indexed": indexed,
+    "multiple outputs": lambda x: (*x.sort(), *x.max(1), *torch.linalg.qr(x), *x.split(1)),
+    "out variant": out_variant,
+    "out variant, resized": out_variant_resized,
+    "foreach": foreach,
+    "ops returning inputs": returns_its_input,
+    "chunks of one result": lambda x: [c + 1 for c in (x * 2).chunk(3, 1)],
+    "data swap": data_swap,
+    "factories": lambda x: torch.arange(3) + torch.zeros(3).fill_(2) + torch.full((3,), 1.0) + x,
+    "a constant": lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
+    "empty, then filled": lambda x: torch.empty(2, 3).copy_(x).add_(torch.empty_like(x).zero_()),
+    "zero-size": lambda x: (x[:0] * 2, torch.cat([x[:0], x])),
+    "dtype": lambda x: (x.double() * 2, x.to(torch.int32), x > 0),
+    "broadcast": lambda x: (x * 2).sum(0, keepdim=True).expand(4, 3),
+    "composite": functional_call,
+    "overwritten input": overwritten_input_of_an_earlier_op,
+    "complex": lambda x: torch.fft.fft(x).conj() * 2,
+    "transposed in place": transposed_in_place,
+    "transposed in place after a view": transposed_in_place_after_a_view,
+    "unsqueezed in place": unsqueezed_in_place,
+    "squeezed in place": squeezed_in_place,
+    "resized in place": resized_in_place,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_replay_is_the_function_on_what_the_buffers_hold_now(name: str) -> None:
+    replays(FUNCTIONS[name])
+
+
+def test_hazard_a_replay_overwrites_the_outputs_of_the_one_before() -> None:
+    buffer = torch.ones(2)
+    recording = record(lambda x: x * 3, buffer)
+    held = recording.outputs
+    buffer.fill_(2)
+    recording.replay()
+    assert recording.outputs is held
+    assert held.tolist() == [6, 6]
+
+
+def test_hazard_addresses_are_fixed() -> None:
+    buffer, elsewhere = torch.ones(2), torch.full((2,), 9.0)
+    recording = record(lambda x: (x + 1, x), buffer)
+    places = [t.data_ptr() for t in recording.outputs]
+    buffer = elsewhere  # a rebound name is nothing to a graph
+    recording.replay()
+    assert recording.outputs[0].tolist() == [2, 2]
+    assert [t.data_ptr() for t in recording.outputs] == places
+
+
+def test_hazard_python_values_are_frozen() -> None:
+    scale, calls = [2.0], []
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x * scale[0] if len(calls) <= 2 else x * 0
+
+    recording = record(fn, torch.ones(2))
+    scale[0] = 50.0
+    recording.replay()
+    assert recording.outputs.tolist() == [2, 2]
+    assert len(calls) == 2  # the warm-up, and the capture
+
+
+def test_hazard_in_place_ops_on_its_own_tensors_run_again() -> None:
+    own = torch.zeros(2)
+    recording = record(lambda s: s.add_(1), own=(own,))
+    assert own.tolist() == [2, 2]  # by the warm-up, and by the capture
+    for i in (3.0, 4.0):
+        recording.replay()
+        assert own.tolist() == [i, i]
+
+
+def test_hazard_what_it_reads_from_outside_is_read_again() -> None:
+    outside = torch.ones(2)
+    recording = record(lambda x: x + outside, torch.zeros(2))
+    outside.fill_(7)
+    recording.replay()
+    assert recording.outputs.tolist() == [7, 7]
+
+
+def test_what_it_reads_from_outside_stays_alive() -> None:
+    def recorded(value: float) -> TapeRecording:
+        outside = torch.full((2,), value)
+        return record(lambda x: x + outside, torch.zeros(2))
+
+    recordings = [recorded(float(i)) for i in range(20)]  # freed memory would be handed out again
+    for i, recording in enumerate(recordings):
+        recording.replay()
+        assert recording.outputs.tolist() == [i, i]
+
+
+def test_a_buffer_overwritten_while_it_is_an_output_is_the_output() -> None:
+    buffer = torch.ones(2)
+    recording = record(lambda x: x, buffer)
+    buffer.fill_(5)
+    assert recording.outputs.tolist() == [5, 5]
+
+
+def test_host_reads_are_refused_and_nothing_stays_open() -> None:
+    with pytest.raises(CaptureError, match="record"):
+        record(lambda x: x.sum().item(), torch.ones(2))
+    assert torch.ones(2).sum().item() == 2.0
+
+
+def test_autograd_does_not_record_a_replay() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    recording = record(lambda x: x * weight, torch.ones(2))
+    recording.replay()
+    assert not recording.outputs.requires_grad
+
+
+def test_two_tapes_do_not_touch_each_other() -> None:
+    buffer = torch.ones(2)
+    first, second = record(lambda x: x + 1, buffer), record(lambda x: x * 10, buffer)
+    buffer.fill_(3)
+    first.replay()
+    assert (first.outputs.tolist(), second.outputs.tolist()) == ([4, 4], [10, 10])
+    second.replay()
+    assert (first.outputs.tolist(), second.outputs.tolist()) == ([4, 4], [30, 30])
+
+
+def test_the_tape_is_the_choice_without_a_gpu_tensor() -> None:
+    assert make_backend(None, [torch.ones(1)]).name == "tape"
+    assert make_backend("tape", []).name == "tape"

@@ -1,0 +1,261 @@
+"""The checker refuses each planted fault, and says what is wrong and what to write instead."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import HealthCheck, given, settings
+from planting import FED, OTHER, SCHEMA, Fault, before, planted, program, refused, replaced, without
+
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
+from weft.proofs.laws import broken_programs_are_refused, checker_is_right, schedules_are_right
+from weft.proofs.programs_exhaustive import fault, fenced
+from weft.proofs.strategies import FAULTS, Broken, Scheduled, broken_programs, edited_programs, programs
+from weft.transforms.pipelines.checker import Edge, Machine, Step, check, interleave, puts, takes
+from weft.transforms.pipelines.pipeline import pipeline
+from weft.transforms.pipelines.schedule import Job, make_programs, streaming
+
+# What ranks say to each other.
+
+ORDER = "the same micro-batches in the same order, and one schema, on both ends of an edge"
+PAIRING = "give every send a recv, and order them so that one message an edge is enough"
+PLAIN = streaming(3, 2, schema=SCHEMA)
+
+MEETINGS: dict[str, tuple[int, Fault, str, str]] = {
+    "recvs swapped": (2, before("recv from 1 [mb 1]", "recv from 1 [mb 0]"),
+        f"rank 1: 'send to 2 [mb 0]: {SCHEMA}' meets rank 2: 'recv from 1 [mb 1]: {SCHEMA}'", ORDER),
+    "schema": (1, replaced("recv from 0 [mb 1]", Recv(0, 1, OTHER)),
+        f"rank 0: 'send to 1 [mb 1]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 1]: {OTHER}'", ORDER),
+    "no schema": (1, replaced("recv from 0 [mb 1]", Recv(0, 1)),
+        f"rank 0: 'send to 1 [mb 1]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 1]'", ORDER),
+    "schema of what returns": (0, replaced("broadcast from 2 [mb 1]", Broadcast(2, 1, SCHEMA)),
+        f"rank 2: 'broadcast from 2 [mb 1]' meets rank 0: 'broadcast from 2 [mb 1]: {SCHEMA}'", ORDER),
+    "send missing": (1, without("send to 2 [mb 1]"),
+        f"no rank can go on: rank 2: 'recv from 1 [mb 1]: {SCHEMA}' waits for rank 1; "
+        "rank 1: 'broadcast from 2 [mb 1]' waits for rank 2: a cycle", PAIRING),
+    "nothing returns": (2, without("broadcast from 2 [mb 1]"),
+        "no rank can go on: rank 0: 'broadcast from 2 [mb 1]' waits for rank 2, which is at its end", PAIRING),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_what_meets_and_what_waits(name: str) -> None:
+    rank, change, seen, instead = MEETINGS[name]
+    error = refused(planted(FED, rank, change))
+    assert (error.call, error.instead) == ("check of 3 programs", instead)
+    assert seen in error.seen
+
+
+def test_a_chain_ends_with_the_rank_that_is_at_its_end() -> None:
+    error = refused(planted(PLAIN, 0, without("send to 1 [mb 1]")))
+    assert error.seen == (
+        f"no rank can go on: rank 1: 'recv from 0 [mb 1]: {SCHEMA}' waits for rank 0, which is at its end"
+    )
+
+
+def test_what_nobody_receives() -> None:
+    made = make_programs(2, [Job(), Job()], advances=False)
+    error = refused(planted(made, 0, without("broadcast from 1 [mb 1]")))
+    assert error.seen == "rank 1: 'broadcast from 1 [mb 1]' is never received"
+    assert error.instead == "a broadcast on rank 0"
+
+
+def test_a_cycle_in_words() -> None:
+    """Rank 0 waits for what returns before it sends what rank 1 makes it of."""
+    made = [program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]", "send to 1 [mb 0]"),
+            program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]")]  # fmt: skip
+    assert refused(made).seen == (
+        "no rank can go on: rank 0: 'broadcast from 1 [mb 0]' waits for rank 1; "
+        "rank 1: 'recv from 0 [mb 0]' waits for rank 0: a cycle"
+    )
+
+
+def test_a_deadlock_that_a_larger_buffer_hides_is_one() -> None:
+    """Rank 0 takes in what returned only once it has sent all: too far ahead for one message an edge."""
+
+    def late(effects: list[Effect]) -> None:
+        effects.sort(key=lambda e: isinstance(e, Broadcast) or str(e).startswith("run advance"))
+
+    made = planted(streaming(2, 6, feedback=True), 0, late)
+    assert refused(made).seen == (
+        "no rank can go on: rank 0: 'send to 1 [mb 3]' waits for rank 1; "
+        "rank 1: 'broadcast from 1 [mb 1]' waits for rank 0: a cycle"
+    )
+    list(interleave(made, capacity=3))
+
+
+def test_a_fence_that_waits_for_ever() -> None:
+    made = [program(0, 2, "run stage 0 [mb 0]", "send to 1 [mb 0]", "run stage 0 [mb 1]", "send to 1 [mb 1]",
+                    "fence [mb 1]", "broadcast from 1 [mb 0]", "broadcast from 1 [mb 1]"),
+            program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]", "fence [mb 0]",
+                    "recv from 0 [mb 1]", "run stage 1 [mb 1]", "broadcast from 1 [mb 1]")]  # fmt: skip
+    assert refused(made).seen == (
+        "no rank can go on: rank 0: 'fence [mb 1]' waits for rank 1; rank 1: 'fence [mb 0]' waits for rank 0: a cycle"
+    )
+
+
+# What ranks have in common.
+
+
+def test_programs_of_other_ranks_are_refused() -> None:
+    for made in (streaming(3, 1)[:2], streaming(3, 1)[::-1], streaming(2, 1) + streaming(1, 1)):
+        error = refused(made)
+        assert error.seen.startswith("program ")
+        assert " says it is of rank " in error.seen
+        assert error.instead == "give the programs of all ranks, in order"
+
+
+@pytest.mark.parametrize(("made", "buffers", "seen"), [((), None, "no program"), (PLAIN, 0, "buffers=0")])
+def test_no_program_and_no_buffer_are_refused(made: Sequence[Program], buffers: int | None, seen: str) -> None:
+    assert refused(made, buffers).seen == seen
+
+
+def test_a_class_that_differs_on_one_rank() -> None:
+    made = [attrs.evolve(p, classes=("uniform 2 reqs", "ragged 3 tokens, 2 reqs")) for p in PLAIN]
+    check(made)
+    error = refused([*made[:2], attrs.evolve(made[2], classes=("uniform 2 reqs", "uniform 2 reqs"))])
+    assert error.seen == (
+        "rank 0 has micro-batches ('uniform 2 reqs', 'ragged 3 tokens, 2 reqs'), "
+        "and rank 2 ('uniform 2 reqs', 'uniform 2 reqs')"
+    )
+    assert error.instead == "make the batch by the same pure function on every rank"
+
+
+def test_one_class_a_micro_batch() -> None:
+    error = refused([attrs.evolve(p, classes=("a", "b", "c")) for p in PLAIN])
+    assert (error.seen, error.instead) == ("rank 0 runs micro-batches [0, 1]", "each of the 3 from 0 on, once")
+
+
+def test_a_micro_batch_that_one_rank_omits() -> None:
+    def omit(effects: list[Effect]) -> None:
+        effects[:] = [e for e in effects if e.microbatch != 1]
+
+    error = refused(planted(FED, 1, omit))
+    assert error.seen == "rank 0 runs micro-batches [0, 1], and rank 1 [0]"
+    assert error.instead == "the same micro-batches in the same order on every rank"
+    gap = [attrs.evolve(p, effects=tuple(e for e in p.effects if e.microbatch)) for p in FED]
+    assert refused(gap).seen == "rank 0 runs micro-batches [1]"
+
+
+def test_an_order_that_differs_though_the_edges_agree() -> None:
+    """Rank 1 receives 0 and 1, runs 1 and 0, and sends 1 and 0, which rank 2 takes; the ranks' states would differ."""
+    last = ("recv from 1 [mb 1]", "run stage 2 [mb 1]", "recv from 1 [mb 0]", "run stage 2 [mb 0]")
+    made = [program(0, 3, "run stage 0 [mb 0]", "send to 1 [mb 0]", "run stage 0 [mb 1]", "send to 1 [mb 1]"),
+            program(1, 3, "recv from 0 [mb 0]", "recv from 0 [mb 1]", "run stage 1 [mb 1]", "send to 2 [mb 1]",
+                    "run stage 1 [mb 0]", "send to 2 [mb 0]"),
+            program(2, 3, *last)]  # fmt: skip
+    list(interleave(made))
+    assert refused(made).seen == "rank 0 runs micro-batches [0, 1], and rank 1 [1, 0]"
+
+
+def test_another_order_on_all_ranks_is_right() -> None:
+    renamed = ([attrs.evolve(e, microbatch=1 - e.microbatch) for e in p.effects] for p in FED)
+    check([attrs.evolve(p, effects=tuple(effects)) for p, effects in zip(FED, renamed, strict=True)])
+
+
+def test_an_advance_missing_on_one_rank() -> None:
+    error = refused(planted(FED, 1, without("run advance [mb 1]")))
+    assert error.seen == "rank 1 advances with micro-batches [0] of 2, and rank 0 with [0, 1]"
+    assert error.instead == "every rank advances with each micro-batch once, or none with any"
+
+
+def test_an_advance_missing_on_all_ranks() -> None:
+    made = FED
+    for rank in range(3):
+        made = planted(made, rank, without("run advance [mb 1]"))
+    assert refused(made).seen == "rank 0 advances with micro-batches [0] of 2, and rank 0 with [0]"
+
+
+# The machine.
+
+
+def test_what_an_effect_puts_and_takes() -> None:
+    assert puts(Step(0, Send(1, 0)), 3) == (Edge(0, 1, "stages"),)
+    assert puts(Step(2, Broadcast(2, 0)), 3) == (Edge(2, 0, "returns"), Edge(2, 1, "returns"))
+    assert puts(Step(0, Broadcast(2, 0)), 3) == puts(Step(0, Run("advance", 0)), 3) == ()
+    assert takes(Step(1, Recv(0, 0))) == Edge(0, 1, "stages")
+    assert takes(Step(0, Broadcast(2, 0))) == Edge(2, 0, "returns")
+    assert takes(Step(2, Broadcast(2, 0))) is takes(Step(0, Fence(0))) is None
+
+
+def test_a_broadcast_is_no_barrier() -> None:
+    """Its root goes on once the message is on its way, though no other rank has come to it."""
+    made = [program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]"), program(1, 2, "broadcast from 1 [mb 0]")]
+    machine = Machine(made)
+    assert machine.ready() == [Step(0, Run("stage 0", 0)), Step(1, Broadcast(1, 0))]
+    machine.move(Step(1, Broadcast(1, 0)))
+    assert machine.next(1) is None
+    assert machine.ready() == [Step(0, Run("stage 0", 0))]
+
+
+def test_a_fence_waits_until_all_that_was_sent_of_its_micro_batch_is_received() -> None:
+    machine = Machine([program(0, 2, "send to 1 [mb 0]", "fence [mb 0]"), program(1, 2, "recv from 0 [mb 0]")])
+    machine.move(Step(0, Send(1, 0)))
+    assert machine.blockers(Step(0, Fence(0))) == (1,)
+    assert machine.blockers(Step(0, Fence(1))) == ()
+    machine.move(Step(1, Recv(0, 0)))
+    assert machine.ready() == [Step(0, Fence(0))]
+
+
+# Thousands of programs.
+
+QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
+
+
+def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refused() -> None:
+    """A case of `broken_programs` has a dozen of them; the law of `edited_programs` tells right from wrong itself."""
+    refused_ones = accepted = 0
+
+    @settings(deadline=None, max_examples=200, suppress_health_check=QUIET)
+    @given(broken_programs())
+    def broken(case: Broken) -> None:
+        nonlocal refused_ones, accepted
+        broken_programs_are_refused(case)
+        refused_ones, accepted = refused_ones + len(case.wrong), accepted + 1
+
+    @settings(deadline=None, max_examples=800, suppress_health_check=QUIET)
+    @given(edited_programs())
+    def edited(case: Scheduled) -> None:
+        nonlocal refused_ones, accepted
+        checker_is_right(case)
+        right = fault(case.programs, buffers=case.buffers) is None and fenced(case.programs, case.buffers)
+        refused_ones, accepted = refused_ones + (not right), accepted + right
+
+    @settings(deadline=None, max_examples=400, suppress_health_check=QUIET)
+    @given(programs())
+    def made(case: Scheduled) -> None:
+        nonlocal accepted
+        schedules_are_right(case)
+        accepted += 1
+
+    for examples in (broken, edited, made):
+        examples()
+    assert refused_ones >= 2000
+    assert accepted >= 800
+
+
+def test_each_named_fault_breaks_some_programs() -> None:
+    seen: set[str] = set()
+
+    @settings(deadline=None, max_examples=100, suppress_health_check=QUIET)
+    @given(broken_programs())
+    def collect(case: Broken) -> None:
+        seen.update(case.wrong)
+
+    collect()
+    assert seen == {*FAULTS, "another class", "another root"}
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        (PLAIN[0], "a Program"),
+        ([str(p) for p in PLAIN], "a list of other things"),
+        (pipeline([lambda p, s, batch, x: (s, batch)]), "a Pipelined"),
+    ],
+)
+def test_what_is_no_list_of_programs_is_refused(given: Any, seen: str) -> None:
+    error = refused(given)
+    assert error.seen == seen
+    assert error.instead == "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)"

@@ -1,0 +1,112 @@
+"""A device on the CPU: what is sent and received is done by a thread, in order, while the host goes on."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.proofs import failures
+from weft.transforms.pipelines.transports import distributed
+from weft.transforms.pipelines.transports.messages import DeviceEnd
+from weft.transforms.pipelines.transports.network import Network
+from weft.transforms.pipelines.transports.watch import Watch
+
+
+class Done:
+    """An event of the thread."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+
+class StreamEnd:
+    """An end over the store, whose host calls return at once, as a GPU's do."""
+
+    def __init__(self, watch: Watch, closing: float) -> None:
+        self.watch, self.closing = watch, closing
+        store: Any = watch.board.store
+        self.store = store.clone()
+        self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.counts = {way: [0] * watch.num_ranks for way in ("send", "recv")}
+        self.aborted = threading.Event()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self.tasks.get()()
+
+    def connect(self, _: float, /) -> None: ...
+    def drain(self) -> None: ...
+
+    def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
+        key = self._key("send", peer)
+        self.tasks.put(lambda: self.store.set(key, b"".join(t.numpy().tobytes() for t in tensors)))
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
+        key = self._key("recv", peer)
+
+        def receive() -> None:
+            while not self.store.check([key]):
+                if self.aborted.is_set():
+                    return
+                time.sleep(0.005)
+            data = torch.frombuffer(bytearray(self.store.get(key)), dtype=torch.uint8)
+            parts = data.split([t.nbytes for t in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.reshape(-1).view(torch.uint8).copy_(part)
+
+        self.tasks.put(receive)
+
+    def _key(self, way: str, peer: int) -> str:
+        self.counts[way][peer] += 1
+        source, to = (self.watch.rank, peer) if way == "send" else (peer, self.watch.rank)
+        return f"message/{source}/{to}/{self.counts[way][peer]}"
+
+    def mark(self) -> Done:
+        done = Done()
+        self.tasks.put(done.reached.set)
+        return done
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self, failed: bool = False) -> None:
+        if failed:
+            self.abort()
+            time.sleep(self.closing)
+            return
+        done = self.mark()
+        while not done.query():
+            time.sleep(0.005)
+
+
+def run_rank(case: failures.Case, folder: Path) -> None:
+    """A rank of the proof of failures, on such a device."""
+    _on_streams(case, folder)
+
+
+def run_slowly_closing_rank(case: failures.Case, folder: Path) -> None:
+    """The same, where what failed takes its time to close: others hear of it, and its own guard does."""
+    _on_streams(case, folder, closing=0.5)
+
+
+def use_streams(closing: float = 0.0) -> None:
+    """Transports that this process makes from now on have such a device."""
+
+    def make_end(_: str, watch: Watch, device: torch.device, network: Network) -> DeviceEnd:
+        return StreamEnd(watch, closing)
+
+    distributed._make_end = make_end
+
+
+def _on_streams(case: failures.Case, folder: Path, closing: float = 0.0) -> None:
+    use_streams(closing)
+    failures.run_rank(case, folder)

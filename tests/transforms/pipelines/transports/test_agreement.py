@@ -1,0 +1,86 @@
+"""Ranks that decide by themselves what they should decide alike are found out, by name, before any of them returns."""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.errors import ProgramError, RankError
+from weft.stages.decoder import decoder_stage
+from weft.stages.layout import split_layers
+from weft.stages.model import DEMO, load
+from weft.state import advance
+from weft.transforms.engine.runner import make_state
+from weft.transforms.graphs import cache as graphs
+from weft.transforms.graphs.dispatch import Decision
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Ladder
+from weft.transforms.pipelines.pipeline import pipeline
+from weft.transforms.pipelines.transports.distributed import Distributed
+from weft.transforms.pipelines.transports.launch import launch
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
+
+
+def _largest(descriptor: Any, ladder: Ladder[Any]) -> Decision[Any]:
+    return Decision("full", max(ladder.full, key=lambda d: d.num_tokens), "the largest: of this rank's own accord")
+
+
+def whole_step(deciding: int | None, from_step: int) -> list[int]:
+    """A rank's whole step as one graph: receive, run, sample, send, advance; one rank may dispatch by its own rule,
+    from some step on."""
+    transport = Distributed(backend="gloo", timeout=8.0)
+    rank, model = transport.rank, load(DEMO, "cpu", stage=(transport.rank, 2))
+    layouts = split_layers(model.config.num_layers, 2)
+    stages = [decoder_stage(model.config, layout) for layout in layouts]
+    ladder = [BatchDescriptor(16, 4), BatchDescriptor(4, 2), BatchDescriptor.uniform(2)]
+    step = graphify(pipeline(stages, advance=advance, transport=transport), ladder=ladder, collectives=True)
+    state = make_state(model, [layouts[rank]], [32, 32])
+    prompts = Batch.ragged([0, 1], [[5, 6], [7]])
+    for number, batch in enumerate((prompts, Batch.decode([0, 1]), Batch.decode([0, 1]))):
+        by_itself = rank == deciding and number >= from_step
+        with mock.patch.object(graphs, "dispatch", _largest) if by_itself else nullcontext():
+            state, out = step((model.params,), state, batch)
+    ids: list[int] = out.token_ids.tolist()
+    return ids
+
+
+def advancing(how: str) -> None:
+    transport = Distributed(backend="gloo", timeout=8.0)
+    advances: dict[str, Any] = {"first": lambda s, batch, out: s + 1, "other": lambda s, batch, out: s, "none": None}
+    own = advances[how if transport.rank else "first"]
+    step = pipeline([lambda p, s, batch, x: (s, batch)] * 2, advance=own, transport=transport)
+    step([None], [0], torch.ones(2))
+
+
+@pytest.mark.parametrize("how", ["other", "none"])
+def test_what_advances_is_compared_too(how: str) -> None:
+    """Else the states of the ranks would drift apart."""
+    with pytest.raises(ProgramError, match=r"saw: 'advance: .*', where rank 0 has 'advance: <lambda> \w{12}'") as error:
+        launch(advancing, 2, how)
+    assert ("'advance: none'" in error.value.seen) == (how == "none")
+
+
+def test_ranks_that_dispatch_alike_agree() -> None:
+    first, second = launch(whole_step, 2, None, 0)
+    assert first == second
+    assert len(first) == 2
+
+
+@pytest.mark.parametrize("deciding", [0, 1])
+def test_programs_of_different_classes_are_found_out_at_their_first_step(deciding: int) -> None:
+    classes = ["'mb 0: ragged 16 tokens, 4 reqs'", "'mb 0: ragged 4 tokens, 2 reqs'"]
+    with pytest.raises(ProgramError, match=", where rank 0 has ".join(classes[::-1] if deciding == 0 else classes)):
+        launch(whole_step, 2, deciding, 0)
+
+
+def test_a_rank_that_takes_another_graph_later_keeps_nobody_waiting() -> None:
+    """It replays what the others have never seen: they are told who is not where they are."""
+    with pytest.raises((ProgramError, RankError)):
+        launch(whole_step, 2, 1, 1)

@@ -1,0 +1,144 @@
+"""Fingerprints of stages: what changes them, what does not, and that they are the same in every process."""
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.transports.fingerprint import fingerprint
+
+WIDTH = 4
+depth = 4
+
+
+def of(fn: Callable[..., Any]) -> str:
+    return fingerprint("stage 0", fn).split()[-1]
+
+
+def closing_over(value: Any) -> Callable[..., Any]:
+    return lambda x: (x, value)
+
+
+@attrs.frozen
+class Config:
+    """What stages close over."""
+
+    width: int
+    sizes: tuple[int, ...] = ()
+    device: Any = None
+
+
+def helped(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A stage whose helper, of its module, is `fn`."""
+    namespace: dict[str, Any] = {"helper": fn}
+    exec("def stage(x):\n    return helper(x)", namespace)
+    stage: Callable[..., Any] = namespace["stage"]
+    return stage
+
+
+@attrs.frozen
+class Called:
+    """A stage that is an object."""
+
+    factor: int
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.factor
+
+
+def scaled(fn: Callable[..., Any], by: float) -> Callable[..., Any]:
+    """A transform as a user would write it."""
+
+    @functools.wraps(fn)
+    def run(x: Any) -> Any:
+        return by * fn(x)
+
+    return run
+
+
+DIFFERENT: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (lambda x: x.sin(), lambda x: x.cos()),
+    (lambda x: x + 1, lambda x: x + 2),
+    (lambda x: [i + 1 for i in x], lambda x: [i + 2 for i in x]),
+    (lambda x, y=1: x, lambda x, y=2: x),
+    (closing_over(1), closing_over(1.5)),
+    (closing_over(torch.float16), closing_over(torch.bfloat16)),
+    (closing_over([1, 2]), closing_over([2, 1])),
+    (closing_over({"a": 1}), closing_over({"a": 2})),
+    (closing_over(Config(1)), closing_over(Config(2))),
+    (closing_over(Config(1, (1,))), closing_over(Config(1, (2,)))),
+    (closing_over(lambda x: x + 1), closing_over(lambda x: x - 1)),
+    (helped(lambda x: x + 1), helped(lambda x: x - 1)),
+    (helped(helped(lambda x: x + 1)), helped(helped(lambda x: x - 1))),
+    (functools.partial(max, 1), functools.partial(max, 2)),
+    (Called(1), Called(2)),
+    (graphify(lambda x: x + 1), graphify(lambda x: x - 1)),
+    (scaled(helped, 2.0), scaled(helped, 3.0)),
+    (scaled(graphify(lambda x: x + 1), 2.0), scaled(graphify(lambda x: x - 1), 2.0)),
+]
+
+
+@pytest.mark.parametrize("pair", DIFFERENT, ids=range(len(DIFFERENT)))
+def test_what_stages_do_changes_it(pair: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
+    one, other = pair
+    assert of(one) == of(one) != of(other)
+
+
+SAME: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (closing_over(torch.zeros(1)), closing_over(torch.ones(2))),
+    (closing_over(torch.device("cpu")), closing_over(torch.device("meta"))),
+    (closing_over(Config(1, device=torch.device("cpu"))), closing_over(Config(1, device=torch.device("meta")))),
+]
+
+
+@pytest.mark.parametrize("pair", SAME, ids=range(len(SAME)))
+def test_what_may_differ_from_rank_to_rank_does_not(pair: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
+    assert of(pair[0]) == of(pair[1])
+
+
+def test_constants_of_a_module_count_and_its_variables_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stage(x: Any) -> Any:
+        return x * WIDTH + depth
+
+    before = of(stage)
+    monkeypatch.setitem(globals(), "depth", 5)
+    assert of(stage) == before
+    monkeypatch.setitem(globals(), "WIDTH", 5)
+    assert of(stage) != before
+
+
+def test_functions_that_call_each_other_have_one() -> None:
+    namespace: dict[str, Any] = {}
+    exec("def even(n):\n    return n == 0 or odd(n - 1)\ndef odd(n):\n    return n and even(n - 1)", namespace)
+    assert of(namespace["even"]) != of(namespace["odd"])
+
+
+def test_a_cell_that_is_not_filled_yet_is_passed_over() -> None:
+    def stage(x: Any) -> Any:
+        return later(x)
+
+    before = of(stage)
+    later = closing_over(1)
+    assert of(stage) != before
+
+
+_PROGRAM = """
+from weft.stages.config import parse_config
+from weft.transforms.pipelines.transports.fingerprint import fingerprint
+print(fingerprint("stage 0", lambda x: x in {"a", "b", "c", "d"} or x in ("a", {"e": {"f", "g"}})))
+print(fingerprint("advance", parse_config))
+"""
+
+
+def test_it_is_the_same_in_every_process() -> None:
+    said = {
+        subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=True).stdout
+        for _ in range(3)
+    }
+    assert len(said) == 1

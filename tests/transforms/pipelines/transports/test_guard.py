@@ -1,0 +1,270 @@
+"""The guard of a device, with fakes for the events and for what carries messages: no GPU."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import scale
+
+from weft.errors import RankError
+from weft.transforms.pipelines.pipeline import pipeline
+from weft.transforms.pipelines.transports.board import START, Board, Exit, Position, note_exit
+from weft.transforms.pipelines.transports.failures import Failure
+from weft.transforms.pipelines.transports.guard import Guard
+from weft.transforms.pipelines.transports.plan import Plan
+from weft.transforms.pipelines.transports.secret import Secret
+from weft.transforms.pipelines.transports.watch import SYNC, Watch
+
+SECRET = Secret.fresh()
+PLAN = Plan(pipeline([scale] * 2).programs(1))
+
+
+class Event:
+    """An event of a device, done when it is told to be."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.broken: str | None = None
+
+    def query(self) -> bool:
+        if self.broken:
+            raise RuntimeError(self.broken)
+        return self.done
+
+
+class Device:
+    """An end whose work is what is pending; an abort ends it, unless it is deaf."""
+
+    def __init__(self, deaf: bool = False) -> None:
+        self.deaf = deaf
+        self.aborted = threading.Event()
+        self.pending: list[Event] = []
+
+    def mark(self) -> Event:
+        self.pending.append(Event())
+        return self.pending[-1]
+
+    def abort(self) -> None:
+        self.aborted.set()
+        for event in self.pending if not self.deaf else []:
+            event.done = True
+
+    def send(self, *_: Any) -> None: ...
+    def recv(self, *_: Any) -> None: ...
+    def connect(self, _: float, /) -> None: ...
+    def drain(self) -> None: ...
+    def close(self, failed: bool = False) -> None: ...
+
+
+class Run:
+    """Two ranks of a step, their devices, and the guard of each."""
+
+    def __init__(self, timeout: float = 0.3, grace: float = 0.3, deaf: bool = False) -> None:
+        self.store = dist.HashStore()
+        self.ended: list[RankError] = []
+        self.devices = [Device(deaf) for _ in range(2)]
+        self.watches = [Watch(Board(self.store, rank, self.store, SECRET), 2, timeout) for rank in range(2)]
+        for watch in self.watches:
+            watch.begin(PLAN)
+        self.guards = [
+            Guard(watch.beside(watch.board), device, poll=0.01, grace=grace, last=self.ended.append)
+            for watch, device in zip(self.watches, self.devices, strict=True)
+        ]
+
+    def launch(self, rank: int, index: int) -> Event:
+        """The rank's host goes on to the effect after, its device gets one to do."""
+        watch, effects = self.watches[rank], PLAN.programs[rank].effects
+        watch.at(index, effects[index])
+        event = self.guards[rank].launched(watch.here)
+        watch.at(index + 1, effects[index + 1] if index + 1 < len(effects) else "its end")
+        assert isinstance(event, Event)
+        return event
+
+    def close(self) -> None:
+        for device in self.devices:
+            for event in device.pending:
+                event.broken, event.done = None, True
+        for guard in self.guards:
+            guard.close()
+
+
+@pytest.fixture
+def runs() -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def make(**options: Any) -> Run:
+        made.append(Run(**options))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.close()
+
+
+def error_of(guard: Guard, seconds: float = 5.0) -> RankError:
+    """What the guard comes to say."""
+    end = time.monotonic() + seconds
+    while guard.error is None:
+        assert time.monotonic() < end, "the guard says nothing"
+        time.sleep(0.005)
+    with pytest.raises(RankError) as error:
+        guard.check()
+    return error.value
+
+
+def test_what_is_done_in_time_is_no_failure(runs: Callable[..., Run]) -> None:
+    run = runs(timeout=0.6)
+    for index in (0, 1):
+        event = run.launch(0, index)
+        time.sleep(0.4)
+        event.done = True
+    time.sleep(0.7)
+    for guard in run.guards:
+        guard.check()
+    assert not any(device.aborted.is_set() for device in run.devices)
+
+
+def test_a_kernel_that_never_ends_is_blamed_on_its_rank_by_both(runs: Callable[..., Run]) -> None:
+    """Rank 0's device hangs in its stage, though its host is at the end; rank 1's waits to receive."""
+    run = runs()
+    run.launch(0, 0)
+    run.launch(0, 1)
+    run.launch(1, 0)
+    run.launch(1, 1)
+    for rank, (guard, waiting) in enumerate(zip(run.guards, ("run stage 0", "recv from 0"), strict=True)):
+        error = error_of(guard)
+        assert (error.rank, error.instruction) == (0, "run stage 0 [mb 0]")
+        assert error.cause == "no progress for 0.3 s"
+        assert error.call == f"rank {rank}: '{waiting} [mb 0]'"
+        assert run.devices[rank].aborted.wait(1)
+    assert run.ended == []
+
+
+def test_a_host_that_stalls_is_blamed_though_its_device_is_idle(runs: Callable[..., Run]) -> None:
+    run = runs()
+    run.watches[0].at(0, PLAN.programs[0].effects[0])
+    run.launch(1, 0)
+    error = error_of(run.guards[1])
+    assert (error.rank, error.instruction) == (0, "run stage 0 [mb 0]")
+    assert (error_of(run.guards[0]).rank, run.ended) == (0, [])  # it hears of itself
+
+
+def test_a_rank_whose_guard_is_gone_is_blamed_where_its_host_was(runs: Callable[..., Run]) -> None:
+    run = runs(timeout=0.8)
+    run.launch(0, 0)  # the device is in its stage, the host about to send
+    time.sleep(0.1)
+    run.guards[0]._closed.set()  # as if its process had been killed
+    run.launch(1, 0)
+    error = error_of(run.guards[1])
+    assert (error.rank, error.instruction) == (0, "send to 1 [mb 0]")
+    assert error.cause == "no progress for 0.8 s: its process ended, or was stopped"
+
+
+def test_of_replays_the_rank_that_waits_less_often_for_its_device_is_blamed(runs: Callable[..., Run]) -> None:
+    """Nothing of a replay is written down; rank 0 stalls before its second."""
+    run = runs()
+    for rank, times in ((0, 1), (1, 2)):
+        for count in range(times):
+            run.watches[rank].at_sync()
+            event = run.guards[rank].launched(run.watches[rank].here)
+            assert isinstance(event, Event)
+            event.done = count == 0
+    for guard in run.guards:
+        error = error_of(guard)
+        assert (error.rank, error.instruction) == (0, SYNC)
+
+
+def test_a_failure_that_is_written_down_is_heard_at_once(runs: Callable[..., Run]) -> None:
+    run = runs(timeout=60)
+    run.launch(1, 0)
+    run.watches[0].board.post(Failure(0, "run stage 0 [mb 0]", "ValueError: no"))
+    error = error_of(run.guards[1])
+    assert str(error).startswith(
+        "rank 1: 'recv from 0 [mb 0]'\n  saw: rank 0 failed at 'run stage 0 [mb 0]': ValueError: no"
+    )
+    assert run.devices[1].aborted.wait(1)
+
+
+def test_an_end_that_the_launcher_saw_is_heard_at_once(runs: Callable[..., Run]) -> None:
+    run = runs(timeout=60)
+    run.watches[0].at(0, PLAN.programs[0].effects[0])
+    run.launch(1, 0)
+    note_exit(run.store, 1, Exit(True, "its function returned"), secret=SECRET)  # which is no failure
+    time.sleep(0.1)
+    run.guards[1].check()
+    note_exit(run.store, 0, Exit(False, "SIGKILL"), secret=SECRET)
+    error = error_of(run.guards[1])
+    assert (error.rank, error.instruction, error.cause) == (0, "run stage 0 [mb 0]", "its process ended: SIGKILL")
+
+
+def test_a_device_that_fails_itself_is_named(runs: Callable[..., Run]) -> None:
+    run = runs(timeout=60)
+    run.launch(0, 0).broken = "CUDA error: an illegal memory access was encountered\nand more"
+    for guard in run.guards:
+        error = error_of(guard)
+        assert (error.rank, error.instruction) == (0, "run stage 0 [mb 0]")
+        assert error.cause == "its device failed: CUDA error: an illegal memory access was encountered"
+
+
+def test_a_host_that_does_not_ask_is_ended_with_the_named_error(runs: Callable[..., Run]) -> None:
+    run = runs(timeout=0.2, grace=0.1)
+    run.launch(1, 0)
+    end = time.monotonic() + 5
+    while not run.ended and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [(error.rank, error.instruction) for error in run.ended] == [(0, START)]
+
+
+def test_a_host_that_failed_itself_is_not_ended(runs: Callable[..., Run]) -> None:
+    run = runs(timeout=60, grace=0.1)
+    run.launch(0, 0)
+    mine = ValueError("mine")
+    assert run.guards[0].stand_down(mine) is mine
+    run.watches[0].fail(mine)
+    time.sleep(0.4)
+    assert run.ended == []
+
+
+def test_what_a_host_raises_for_an_abort_is_explained(runs: Callable[..., Run]) -> None:
+    run = runs(timeout=60)
+    run.launch(1, 0)
+    run.watches[0].board.post(Failure(0, "run stage 0 [mb 0]", "ValueError: no"))
+    error_of(run.guards[1])
+    aborted = RuntimeError("NCCL communicator was aborted")
+    reason = run.guards[1].stand_down(aborted)
+    assert isinstance(reason, RankError)
+    assert reason.cause == "ValueError: no"
+
+
+def test_a_call_that_does_not_return_is_watched(runs: Callable[..., Run]) -> None:
+    run = runs(timeout=0.2)
+    with pytest.raises(RankError) as error, run.guards[1].during(Position(instruction="connect")):
+        assert run.devices[1].aborted.wait(5)
+    assert error.value.call == "rank 1: 'connect'"
+
+
+def test_a_device_that_hangs_to_the_end_ends_the_process(runs: Callable[..., Run]) -> None:
+    run = runs(timeout=0.2, deaf=True)
+    run.launch(1, 0)
+    error = error_of(run.guards[1])
+    assert run.ended == []
+    run.guards[1].close()
+    assert run.ended == [error]
+
+
+def test_a_board_that_is_gone_is_an_error_too(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs(timeout=60)
+    run.launch(1, 0)
+
+    def gone(*_: Any) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+    class Gone:
+        set = get = check = compare_set = gone
+
+    run.guards[1].watch.board = Board(Gone(), 1, Gone(), SECRET)
+    error = error_of(run.guards[1])
+    assert "the launcher, which hosts the store of the run, has ended (Connection reset by peer)" in str(error)

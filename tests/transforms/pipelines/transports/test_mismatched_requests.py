@@ -1,0 +1,218 @@
+"""Ranks that are asked for different things are refused before any of them returns a token."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import streams
+import torch
+from ranks import advance, scale, told
+
+from weft.batch import Batch
+from weft.errors import WeftError
+from weft.sampling import SamplingParams
+from weft.stages.checkpoint import places
+from weft.stages.model import DEMO, Model, load
+from weft.stages.random_weights import random_adapter
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.generate import generate
+from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.speculation import Speculation
+from weft.transforms.graphs.ladder import Limits
+from weft.transforms.pipelines.pipeline import pipeline
+from weft.transforms.pipelines.transports.distributed import Distributed
+from weft.transforms.pipelines.transports.launch import launch
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
+
+PROMPT, OTHER = [5, 6, 7, 8], [5, 6, 7, 9]
+
+
+def sampled(**kwargs: Any) -> dict[str, Any]:
+    return {"sampling": SamplingParams(**{"temperature": 0.5, "seed": 1, **kwargs})}
+
+
+REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "prompt": ({"prompt": OTHER}, "a prompt of 4 tokens ("),
+    "longer prompt": ({"prompt": [*PROMPT, 1]}, "a prompt of 5 tokens ("),
+    "max_tokens": ({"max_tokens": 7}, "max_tokens=7"),
+    "priority": ({"priority": 1}, "priority=1"),
+    "id": ({"id": "b"}, "'b', a prompt"),
+    "mask or none": ({"mask": lambda said: [3]}, "masked"),
+    "adapter": ({"adapter": "one"}, "adapter 0"),
+    "temperature": (sampled(temperature=0.6), "temperature=0.6"),
+    "seed": (sampled(seed=2), "seed=2"),
+    "top_p": (sampled(top_p=0.9), "top_p=0.9"),
+    "top_k": (sampled(top_k=3), "top_k=3"),
+    "penalty": (sampled(repetition_penalty=1.2), "repetition_penalty=1.2"),
+    "bias": (sampled(logit_bias={3: 1.0}), "logit_bias={3: 1.0}"),
+    "bad tokens": (sampled(bad_token_ids=[3]), "bad_token_ids=(3,)"),
+    "stop": (sampled(stop=["a"]), "stop=('a',)"),
+    "stop tokens": (sampled(stop_token_ids=[9]), "stop_token_ids="),
+    "ignore_eos": (sampled(ignore_eos=True), "ignore_eos=True"),
+    "n": (sampled(n=2), "n=2"),
+}
+"""What rank 1 asks for in place of the others, and what its error says of it."""
+
+ENGINES: dict[str, tuple[dict[str, Any], str]] = {
+    "limits": ({"limits": EngineLimits(max_num_reqs=3, max_model_len=32)}, "'max_num_reqs: 3', where rank 0 has '"),
+    "engine seed": ({"seed": 4}, "'seed: 4', where rank 0 has 'seed: 3'"),
+    "mode": ({"graph": "full"}, "'graph: full', where rank 0 has 'graph: none'"),
+    "speculation": ({"speculation": Speculation(2, ngram=(1, 2))}, "'query_lens: (1, 2, 3)'"),
+}
+
+REST: dict[str, str] = {
+    "weights": "changed since it was loaded', where rank 0 has 'weights: torch.bfloat16, checkpoint",
+    "configuration": "'config.rms_norm_eps: 0.25', where rank 0 has 'config.rms_norm_eps: ",
+    "adapter's values": "'adapter 'one': ",
+    "update": "'the update: engine.update(params) of ",
+    "adapter of an update": "'the update: engine.update() of what was changed in place, adapters={'one': ",
+    "mask": "'the work: job 0: row 0: 4, masks ",
+    "abort": "the abort: 'a'', where rank 0 has 'the work: job 0",
+    "order": "'the request: 'second', a prompt of 4",
+    "one more request": "the request: 'more'",
+}
+
+
+def model_of(rank: int, what: str) -> Model:
+    model = load(DEMO, "cpu", stage=(rank, 2))
+    if what == "weights" and rank == 1:
+        model.params.layers[0].o_proj[:] += 0.01
+    if what == "configuration" and rank == 1:
+        model = attrs.evolve(model, config=attrs.evolve(model.config, rms_norm_eps=0.25))
+    return model
+
+
+def ask(engine: Engine, what: str, odd: bool) -> None:
+    """Add requests; one rank asks for something else."""
+    request: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "id": "a", **sampled()}
+    if odd and what in REQUESTS:
+        request |= REQUESTS[what][0]
+    if what == "mask":
+        request["mask"] = (lambda said: [3]) if odd else (lambda said: [4])
+    if what == "order":
+        for name in ("second", "first") if odd else ("first", "second"):
+            engine.add(**(request | {"id": name, "prompt": PROMPT}))
+    engine.add(**request)
+    if what == "abort":
+        engine.add(PROMPT, max_tokens=2, id="another")
+    if odd and what == "abort":
+        engine.abort("a")
+    if odd and what == "one more request":
+        engine.add(PROMPT, max_tokens=2, id="more")
+
+
+def run_all(kinds: list[str]) -> list[tuple[str, int]]:
+    """For each kind, the words of the error on this rank, and how many tokens it returned."""
+    torch.set_num_threads(1)
+    return [run_kind(what) for what in kinds]
+
+
+def run_kind(what: str) -> tuple[str, int]:
+    transport = Distributed(timeout=10)
+    odd, returned = transport.rank == 1, 0
+    options: dict[str, Any] = {"graph": "none", "seed": 3, "limits": EngineLimits(max_num_reqs=4, max_model_len=32)}
+    if odd and what in ENGINES:
+        options |= ENGINES[what][0]
+    try:
+        model = model_of(transport.rank, what)
+        names, other = ["model.layers.0.self_attn.q_proj"], odd and "adapter" in what
+        own, new = (random_adapter(model.config, names, rank=2, seed=seed, std=0.1) for seed in (1, 2 + other))
+        adapter = new if other and what == "adapter's values" else own
+        engine = Engine(model, pipeline=2, transport=transport, adapters={"one": adapter}, **options)
+        ask(engine, what, odd)
+        if what == "update":
+            whole = load(DEMO, "cpu")
+            given = places(whole.params, whole.config, whole.layout)
+            engine.update({name: x * (1.5 if odd else 1.25) for name, x in given.items()})
+        if what == "adapter of an update":
+            engine.update(adapters={"one": new})
+        for output in engine:
+            returned += len(output.token_ids)
+    except WeftError as error:
+        return f"{type(error).__name__}: {error}", returned
+    finally:
+        transport.close()
+    return "no error", returned
+
+
+def run_on_a_device(differs: bool) -> list[str]:
+    """Steps on a device, which the host runs ahead of: what rank 1 says differently comes with a layout that rank 0 has
+    seen. What is said of each step, and then of what was read."""
+    streams.use_streams()
+    transport = Distributed(timeout=5)
+    step = pipeline([scale] * 2, advance=advance, transport=transport)
+    state, said = [torch.ones(())], []
+    for number in range(3):
+        transport.assert_equal("the number", f"{number + (differs and transport.rank and number == 2)}")
+
+        def run() -> None:
+            nonlocal state
+            state, _ = step([torch.ones(())], state, torch.ones(3))
+
+        said += [told(run), told(transport.synchronize)]
+    return said
+
+
+KINDS = {what: said for table in (REQUESTS, ENGINES) for what, (_, said) in table.items()} | REST
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[tuple[str, int]]]:
+    kinds = ["nothing", *KINDS]
+    return {what: list(each) for what, *each in zip(kinds, *launch(run_all, 2, kinds, timeout=120), strict=True)}
+
+
+def test_ranks_that_are_asked_for_the_same_agree(found: dict[str, Any]) -> None:
+    assert found["nothing"] == [("no error", 6)] * 2
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_what_differs_is_refused_before_a_token_is_returned(what: str, found: dict[str, Any]) -> None:
+    (first, by_first), (second, by_second) = found[what]
+    assert (by_first, by_second) == (0, 0)
+    assert second.startswith("ProgramError: step 1 of rank 1\n  saw: '")
+    assert KINDS[what] in second
+    assert ", where rank 0 has '" in second
+    assert second.endswith("instead: the same calls with the same arguments, in the same order, on every rank")
+    assert first.startswith("RankError: rank 0: ")
+    assert second.splitlines()[1] in first
+
+
+def step_by_hand(what: str) -> tuple[str, str]:
+    """A step of a runner, and prompts to `generate`, as rank 1 has other weights or prompts."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+
+    def step() -> None:
+        transport = Distributed(timeout=5)
+        model = model_of(rank, what)
+        runner = make_runner(model, Limits(2, 16), num_stages=2, mode="none", transport=transport)
+        state = make_state(model, runner.layouts, lengths=[8])
+        runner.step(runner.params, state, Batch.ragged(token_ids=[PROMPT], rows=[0]))
+
+    def complete() -> None:
+        prompts = [PROMPT, PROMPT] if rank and what == "prompts" else [PROMPT]
+        generate(model_of(rank, what), prompts, max_tokens=2, pipeline=2, transport=Distributed(timeout=5), seed=1)
+
+    return told(step), told(complete)
+
+
+def test_runners_compare_their_models_and_prompts_are_counted_first() -> None:
+    assert launch(step_by_hand, 2, "nothing") == [("no error", "no error")] * 2
+    for what in ("weights", "configuration"):
+        _, (step, _) = launch(step_by_hand, 2, what)
+        assert KINDS[what] in step
+    _, (_, completed) = launch(step_by_hand, 2, "prompts")
+    assert "'the prompts: of [4, 4] tokens, max_tokens=2', where rank 0 has 'the prompts: of [4] " in completed
+
+
+def test_a_host_that_runs_ahead_of_its_device_is_told_before_it_reads() -> None:
+    assert launch(run_on_a_device, 2, False) == [["no error"] * 6] * 2
+    for said in launch(run_on_a_device, 2, True):
+        assert said[:4] == ["no error"] * 4
+        assert all(f"'the number: {number}'" in said[5] for number in (2, 3))  # whichever rank sees it first

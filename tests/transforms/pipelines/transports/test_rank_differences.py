@@ -1,0 +1,151 @@
+"""What differs between ranks is found with their first message, and named on each of them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import advance, scale, told
+
+from weft.effects import Schema
+from weft.transforms.pipelines.pipeline import pipeline
+from weft.transforms.pipelines.transports.distributed import Distributed
+from weft.transforms.pipelines.transports.launch import launch
+
+
+def count_stages(num_stages: int) -> str:
+    return told(lambda: pipeline([scale] * num_stages, transport=Distributed(timeout=5)))
+
+
+def test_a_process_for_each_stage() -> None:
+    assert (
+        launch(count_stages, 2, 3)
+        == [
+            "ProgramError: pipeline(..., transport=Distributed(device='cpu', backend='gloo'))\n"
+            "  saw: 3 stages and 2 processes\n  instead: a process for each stage"
+        ]
+        * 2
+    )
+
+
+def other(p: Any, s: Any, batch: Any, x: Any) -> Any:
+    y = (batch if x is None else x) * p
+    return s + y.cos().sum(), y
+
+
+def other_advance(s: torch.Tensor, batch: torch.Tensor, out: Any) -> torch.Tensor:
+    return s - batch.sum()
+
+
+def closing_over(value: Any) -> Callable[..., Any]:
+    def stage(p: Any, s: Any, batch: Any, x: Any) -> Any:
+        return s, (batch if x is None else x) * p + value
+
+    return stage
+
+
+def with_helper(p: Any, s: Any, batch: Any, x: Any) -> Any:
+    return s, helper(batch if x is None else x)
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def _other_helper(x: torch.Tensor) -> torch.Tensor:
+    return x + 2
+
+
+def beside(_: Any, p: torch.Tensor, s: torch.Tensor, batch: torch.Tensor, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return scale(p, s, batch, x)
+
+
+def differ(what: str) -> str:
+    """Take a step in which rank 1 has something else."""
+    torch.set_num_threads(1)
+    transport = Distributed(timeout=5)
+    mine = transport.rank == 1
+    stage: Callable[..., Any] = scale
+    if what == "stage":
+        stage = other if mine else scale
+    elif what == "closure":
+        stage = closing_over(1 + mine)
+    elif what == "partial":
+        stage = partial(beside, torch.ones(()) if mine else None)
+    elif what == "helper":
+        globals()["helper"] = _other_helper if mine else helper
+        stage = with_helper
+    batch = torch.arange(4.0)
+    schema = Schema.parse("[2] float64" if mine else "[2] float32") if what == "schema" else None
+    microbatches = (2 + mine) if what == "microbatches" else 2
+    made = pipeline(
+        [stage] * transport.num_ranks,
+        microbatches=microbatches,
+        schema=schema,
+        advance={"advance": None, "other advance": other_advance}.get(what, advance) if mine else advance,
+        transport=transport,
+    )
+    state: Any = [torch.zeros(())]
+    if what == "batch":
+        batch = torch.arange(5.0 if mine else 4.0)
+    if what == "later batch":
+        state, _ = made([torch.ones(())], state, batch)
+        batch = torch.arange(5.0 if mine else 6.0)
+    return told(lambda: made([torch.ones(())], state, batch))
+
+
+@pytest.mark.parametrize(
+    ("what", "zero", "one"),
+    [
+        ("stage", "stage 0: scale", "stage 0: other"),
+        ("closure", "stage 0: stage", "stage 0: stage"),
+        ("partial", "stage 0: partial", "stage 0: partial"),
+        ("helper", "stage 0: with_helper", "stage 0: with_helper"),
+        ("microbatches", "mb 0: [2] float32", "mb 0: [1] float32"),
+        ("schema", "send to 1 [mb 0]: [2] float32", "send to 1 [mb 0]: [2] float64"),
+        ("advance", "advance: advance", "advance: none"),
+        ("other advance", "advance: advance", "advance: other_advance"),
+        ("batch", "mb 1: [2] float32", "mb 1: [3] float32"),
+        ("later batch", "mb 0: [3] float32", "mb 0: [2] float32"),
+    ],
+)
+def test_what_differs_is_named_by_both_ranks(what: str, zero: str, one: str) -> None:
+    first, second = launch(differ, 2, what)
+    step = 2 if what == "later batch" else 1
+    call, seen, instead = second.splitlines()
+    assert call == f"ProgramError: step {step} of rank 1"
+    assert seen.startswith(f"  saw: '{one}")
+    assert f"', where rank 0 has '{zero}" in seen
+    assert instead.startswith("  instead: the same code, configuration and batches on every rank")
+    assert first.startswith("RankError: rank 0: '")
+    schema = ": [2] float64" * (what == "schema")
+    assert f"rank 1 failed at 'recv from 0 [mb 0]{schema}': {second.splitlines()[0]}\n{seen}" in first
+
+
+def test_of_three_ranks_all_name_the_one_that_differs() -> None:
+    said = launch(differ, 3, "stage")
+    assert said[1].startswith("ProgramError: step 1 of rank 1\n  saw: 'stage 0: other")
+    for text in (said[0], said[2]):
+        assert text.startswith("RankError: ")
+        assert "rank 1 failed at 'recv from 0 [mb 0]': ProgramError: step 1 of rank 1\n  saw: 'stage 0: other" in text
+        assert "', where rank 0 has 'stage 0: scale" in text
+
+
+def differ_in_what_ran_before() -> str:
+    """Rank 1 takes a step that both have agreed on, while rank 0 takes one that they have not."""
+    transport = Distributed(timeout=5)
+    made = pipeline([scale] * 2, transport=transport)
+    state, _ = made([torch.ones(())], [torch.ones(())], torch.ones(3))
+    batch = torch.ones(3 if transport.rank else 2)
+    return told(lambda: made([torch.ones(())], state, batch))
+
+
+def test_a_rank_in_another_program_is_named() -> None:
+    first, second = launch(differ_in_what_ran_before, 2)
+    assert second.startswith(
+        "ProgramError: step 2 of rank 1\n  saw: 'mb 0: [3] float32', where rank 0 has 'mb 0: [2] float32'"
+    )
+    assert first.startswith(
+        "RankError: rank 0: 'broadcast from 1 [mb 0]'\n  saw: rank 1 failed at 'recv from 0 [mb 0]'"
+    )

@@ -1,0 +1,215 @@
+"""What a result depends on beside the arguments: a replay is of a capture in the same surroundings."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from weft.errors import CacheMissError, CaptureError
+from weft.proofs.laws import assert_equal
+from weft.stages.module import from_module
+from weft.transforms.graphs.calls.memo import CacheInfo
+from weft.transforms.graphs.graphify import graphify
+
+LAW = "graphify changes nothing"
+X = torch.arange(4.0)
+
+
+def either(x: Tensor) -> Tensor:
+    return x * 2 if torch.is_grad_enabled() else x * 3
+
+
+def test_the_grad_mode_is_part_of_the_key() -> None:
+    g = graphify(either)
+    for _ in range(3):
+        assert_equal(LAW, g(X), X * 2)
+        with torch.no_grad():
+            assert_equal(LAW, g(X), X * 3)
+            assert str(g.explain(X)).startswith("replays: ")
+    assert g.cache_info().captures == 2
+
+
+def test_a_miss_names_the_grad_mode() -> None:
+    g = graphify(either)
+    g(X)
+    with torch.no_grad():
+        assert "grad mode: False, captured True" in str(g.explain(X))
+
+
+def test_a_compiled_graph_in_the_other_grad_mode_has_its_own() -> None:
+    compiled = graphify(either).lower(X).compile()
+    for _ in range(2):
+        assert_equal(LAW, compiled(X), X * 2)
+        with torch.no_grad():
+            assert_equal(LAW, compiled(X), X * 3)
+
+
+def test_arguments_that_require_grad_do_so_inside() -> None:
+    def slope(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad((x**2).sum(), x)[0]
+
+    g, x = graphify(slope), X.clone().requires_grad_()
+    with torch.no_grad():
+        for _ in range(2):
+            assert_equal(LAW, g(x), slope(x))
+    assert g.cache_info().replays == 2
+
+
+def test_a_tensor_from_outside_may_come_to_require_grad() -> None:
+    w = torch.ones(4)
+    g = graphify(lambda x: x * w)
+    for requires in (False, True, False, True):
+        w.requires_grad_(requires)
+        for _ in range(2):
+            assert g(X).requires_grad == requires
+    assert (g.cache_info().captures, g.cache_info().replays, g.cache_info().eager) == (1, 4, 4)
+
+
+def test_weights_under_autocast_are_cast_at_each_replay() -> None:
+    linear = nn.Linear(4, 4)
+    g = graphify(lambda x: linear(x))
+    with torch.no_grad():
+        for value in (0.25, 0.5, 0.0):
+            linear.weight.fill_(value)
+            for x in (X, torch.ones(2, 4)):
+                with torch.autocast("cpu", torch.bfloat16):
+                    assert_equal(LAW, g(x), linear(x))
+                    assert_equal(LAW, g(x), linear(x))
+    assert g.cache_info().captures == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.is_autocast_cache_enabled()
+
+
+KERNELS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+
+
+def test_the_kernel_of_attention_is_part_of_the_key() -> None:
+    q = torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(0))
+
+    def attend(q: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, q, q)
+
+    g = graphify(attend)
+    for kernel in KERNELS:
+        with sdpa_kernel(kernel):
+            for _ in range(2):
+                assert torch.equal(g(q), attend(q))
+    assert g.cache_info().captures == 2
+    assert "kernels of attention: " in str(g.explain(q))
+
+
+def test_switches_that_are_not_consulted_are_asked_for_only_at_a_miss() -> None:
+    g = graphify(lambda x: x * 2)
+    g(X)
+    with torch.backends.cudnn.flags(benchmark=not torch.backends.cudnn.benchmark):
+        assert_equal(LAW, g(X), X * 2)
+    assert g.cache_info().captures == 1
+
+
+def test_the_fast_path_of_attention_is_refused_by_name() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        with pytest.raises(CaptureError) as caught:
+            graphify(lambda x: layer(x))(x)
+        assert "saw: the fast path of torch.nn's attention, which this capture cannot take" in str(caught.value)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            g = graphify(lambda x: layer(x))
+            for value in (x, x + 1):
+                assert_equal(LAW, g(value), layer(value))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+class Scale(TorchFunctionMode):
+    """Multiplies every sine; all of them read alike."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def __repr__(self) -> str:
+        return "Scale"
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * self.by if func is torch.sin else result
+
+
+def test_a_function_mode_is_the_same_only_as_itself() -> None:
+    g = graphify(lambda x: torch.sin(x))
+    for by in range(1, 6):
+        with Scale(by):
+            assert_equal(LAW, g(X), torch.sin(X))
+    kept = Scale(7.0)
+    for _ in range(2):
+        with kept:
+            assert_equal(LAW, g(X), torch.sin(X))
+    assert g.cache_info().captures == 6
+
+
+def test_a_default_device_is_a_mode_by_name() -> None:
+    g = graphify(lambda x: x + torch.ones(4))
+    for _ in range(3):
+        with torch.device("cpu"):
+            assert_equal(LAW, g(X), X + 1)
+    assert g.cache_info().captures == 1
+
+
+def test_what_was_compiled_is_refused() -> None:
+    compiled = torch.compile(lambda x: x * 2, backend="eager")
+    with pytest.raises(CaptureError, match=r"saw: what torch\.compile made, which cannot compile"):
+        graphify(compiled)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"saw: it calls what torch\.compile made, which cannot compile"):
+            graphify(lambda x: compiled(x) + 1)(X)
+        assert_equal("outside", compiled(X), X * 2)
+
+
+def test_a_graph_runs_inside_what_is_compiled() -> None:
+    g = graphify(lambda x: x * 2 + 1)
+    for fn in (g, lambda x: g(x * 3) * 2):
+        compiled = torch.compile(fn, backend="eager")
+        for x in (X, X + 1):
+            assert_equal("compile of graphify", compiled(x), fn(x))
+    assert g.cache_info().captures == 1
+
+
+MODULES: dict[str, Callable[[nn.Module], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+    "itself": lambda module: (module, (X,)),
+    "its method": lambda module: (module.forward, (X,)),
+    "its stage": lambda module: (from_module(module).stage, ({}, {}, X, None)),
+}
+
+
+@pytest.mark.parametrize("way", MODULES)
+def test_whether_a_module_is_training_is_part_of_the_key(way: str) -> None:
+    module = nn.Dropout(1.0)
+    fn, arguments = MODULES[way](module)
+    g = graphify(fn)
+    for _ in range(3):
+        for training in (True, False):
+            module.train(training)
+            assert_equal(LAW, g(*arguments), fn(*arguments))
+    assert g.cache_info() == CacheInfo(captures=2, replays=6, currsize=2)
+
+
+def test_a_miss_names_the_mode_of_the_module() -> None:
+    module = nn.Dropout(0.5)
+    g = graphify(module)
+    compiled = g.lower(X).compile()
+    g.freeze()
+    g(X)
+    module.eval()
+    for one in (g, compiled):
+        with pytest.raises(CacheMissError, match=r"module\.training: False, captured True"):
+            one(X)

@@ -1,0 +1,42 @@
+from . import engine as engine
+from .engine.runner import Runner as Runner, make_runner as make_runner, make_state as make_state
+from .graphs.cache import Explanation as Explanation
+from .graphs.calls.memo import CacheInfo as CacheInfo
+from .graphs.captured import CapturedGraph as CapturedGraph, CapturedGraphs as CapturedGraphs
+from .graphs.dispatch import Decision as Decision, dispatch as dispatch
+from .graphs.dispatch_table import DispatchTable as DispatchTable, dispatch_table as dispatch_table
+from .graphs.graphified import Graphified as Graphified
+from .graphs.graphify import graphify as graphify
+from .graphs.ladder import (
+    MODES as MODES,
+    Ladder as Ladder,
+    Limits as Limits,
+    lora_rungs as lora_rungs,
+    make_ladder as make_ladder,
+)
+from .graphs.lower import Compiled as Compiled, Lowered as Lowered
+from .graphs.memory import MemoryAnalysis as MemoryAnalysis, MemoryEstimate as MemoryEstimate
+from .graphs.piecewise import piecewise as piecewise
+from .pipelines.checker import check as check
+from .pipelines.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow, plan_cohorts as plan_cohorts
+from .pipelines.events import Event as Event
+from .pipelines.measure import Recorder as Recorder, measure as measure
+from .pipelines.microbatch import join as join, microbatch as microbatch, split as split
+from .pipelines.pipeline import Pipelined as Pipelined, compose as compose, pipeline as pipeline
+from .pipelines.scan import scan as scan
+from .pipelines.schedule import (
+    Job as Job,
+    decode_jobs as decode_jobs,
+    jobs_for as jobs_for,
+    make_programs as make_programs,
+    streaming as streaming,
+)
+from .pipelines.session import Session as Session
+from .pipelines.simulate import Costs as Costs, simulate as simulate
+from .pipelines.timeline import Comparison as Comparison, Timeline as Timeline, compare as compare
+from .pipelines.transports import Transport as Transport
+from .pipelines.transports.distributed import Distributed as Distributed
+from .pipelines.transports.launch import launch as launch
+from .pipelines.transports.local import Local as Local
+from .pipelines.transports.threads import Threads as Threads
+from .transform import Carried as Carried, Transform as Transform, lift as lift

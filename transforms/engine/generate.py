@@ -1,0 +1,274 @@
+"""`generate`: prompts in, completions out, by an engine of their own."""
+
+from collections.abc import Iterator, Sequence
+from math import exp, inf
+from typing import Any, Literal, overload
+
+import attrs
+from tqdm.auto import tqdm
+
+from weft.arguments import kind_of, names_arguments
+from weft.errors import RequestError, WeftError
+from weft.foreign import for_generate
+from weft.markup import bars, element, text, titled
+from weft.sampling import SamplingParams
+from weft.stages.adapters import Adapter
+from weft.stages.model import Model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.intake import check_sampling, encode_prompt, is_count
+from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.setup import EngineLimits, check_engine
+from weft.transforms.engine.speculation import Speculation
+from weft.transforms.pipelines.pipeline_checks import wrong_transport
+from weft.transforms.pipelines.transports import Transport
+
+_MAX_TEMPERATURE = 1e38  # of float32
+MAX_NUM_REQS = 256
+"""Completions under way at once, at most; more of them wait."""
+MAX_NUM_TOKENS = 2048
+"""Tokens of a step at most; longer prompts go in chunks."""
+
+
+@attrs.frozen
+class Completion:
+    """What was generated for one prompt.
+
+    Args:
+        text: the tokens as text, without special tokens; None where the checkpoint has no tokenizer.
+        token_ids: the tokens, the end-of-sequence token included.
+        logprobs: for each, the natural logarithm of the model's probability of it, before temperature and all else.
+        finish_reason: `stop` (a token or a text that ends it), `length` (`max_tokens`, or the model's own limit), or
+            `error`.
+        top_logprobs: for each, those of the likeliest tokens; None unless `SamplingParams.logprobs` asks for them.
+        prompt_logprobs: of each token of the prompt but the first; None unless `SamplingParams.prompt_logprobs` asks.
+        prompt_top_logprobs: those of the likeliest tokens in their place.
+        error: with the reason `error`, what went wrong behind these tokens, such as logits that are NaN.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[float] | None = None
+    prompt_top_logprobs: list[dict[int, float]] | None = None
+    error: WeftError | None = None
+
+    def _repr_html_(self) -> str:
+        shown = [(exp(p), f"token {i}: {t}, p = {exp(p):.3f}") for i, (t, p) in enumerate(self._tokens())]
+        said = text(self.token_ids if self.text is None else self.text)
+        what = f"{len(self.token_ids)} tokens, {self.finish_reason}; the bars: the model's probability of each"
+        written = element("div", said, style="white-space: pre-wrap; font-family: monospace; margin: 0.3em 0")
+        return titled(text(what), written, bars(shown))
+
+    def _tokens(self) -> Iterator[tuple[int, float]]:
+        """Tokens and logprobs; of one that is no number, that of a token that cannot be."""
+        for token, logprob in zip(self.token_ids, self.logprobs, strict=False):
+            yield token, logprob if logprob <= 0 else -inf
+
+
+@overload
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int] | EmbedsPrompt],
+    *,
+    max_tokens: int,
+    temperature: float = ...,
+    seed: int | None = ...,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+    pipeline: int = ...,
+    graph: str = ...,
+    adapter: Adapter | Sequence[Adapter | None] | None = ...,
+    speculation: Speculation | None = ...,
+    transport: Transport | None = ...,
+    progress: bool = ...,
+    stream: Literal[False] = ...,
+) -> list[Completion]: ...
+@overload
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int] | EmbedsPrompt],
+    *,
+    max_tokens: int,
+    temperature: float = ...,
+    seed: int | None = ...,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+    pipeline: int = ...,
+    graph: str = ...,
+    adapter: Adapter | Sequence[Adapter | None] | None = ...,
+    speculation: Speculation | None = ...,
+    transport: Transport | None = ...,
+    progress: bool = ...,
+    stream: Literal[True],
+) -> Iterator[RequestOutput]: ...
+@names_arguments(**for_generate(attrs.fields_dict(SamplingParams)))
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int] | EmbedsPrompt],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    pipeline: int = 1,
+    graph: str = "full",
+    adapter: Adapter | Sequence[Adapter | None] | None = None,
+    speculation: Speculation | None = None,
+    transport: Transport | None = None,
+    progress: bool = False,
+    stream: bool = False,
+) -> list[Completion] | Iterator[RequestOutput]:
+    """Complete prompts, all in one engine.
+
+    Args:
+        model: from `weft.load`.
+        prompts: strings, lists of token ids, or `weft.EmbedsPrompt`s, of any lengths.
+        max_tokens: tokens to generate for each at most; the model's own limit on positions may end one sooner.
+        temperature: 0 is greedy; short for `sampling=SamplingParams(temperature=...)`.
+        seed: of all random choices: with it and its place in the list, a prompt's completion is the same in any
+            company, split and graph mode, up to rounding of the logits. None: a fresh one.
+        sampling: how tokens are chosen and what ends a completion, of all prompts or one a prompt. A seed in it is that
+            prompt's, whatever its place.
+        pipeline: stages that the layers are split into.
+        graph: one of `weft.transforms.MODES`.
+        adapter: a LoRA from `weft.load_adapter`, of all prompts or one a prompt; None: the model alone.
+        speculation: how tokens are drafted, to be verified several a step; no token changes. None: they are not.
+        transport: where the stages run; None: in this process. Every rank makes the same call, and returns the same.
+        progress: show a progress bar.
+        stream: return the outputs as they come (`RequestOutput`, whose `id` is the prompt's place in the list, as a
+            string), instead of the completions at the end.
+
+    Returns:
+        One completion a prompt, in order; of a prompt with `SamplingParams(n=...)` so many in a row.
+
+    Raises:
+        RequestError: a prompt or an argument that cannot be served, more stages than layers among them.
+
+    >>> from weft.stages.model import DEMO, load
+    >>> model = load(DEMO, "cpu")
+    >>> [completion] = generate(model, ["The function returns"], max_tokens=4)
+    >>> len(completion.token_ids), completion.finish_reason
+    (4, 'length')
+    >>> text = completion.text
+    >>> text == "".join(o.text for o in generate(model, ["The function returns"], max_tokens=4, stream=True))
+    True
+    """
+    call = (
+        f"weft.generate(model, prompts, max_tokens={max_tokens!r}, temperature={temperature!r}, pipeline={pipeline!r})"
+    )
+    check_engine(call, model, graph, pipeline, seed, transport)
+    _check_arguments(call, max_tokens, temperature)
+    if (wrong := wrong_transport(transport)) is not None:
+        raise RequestError(call, *wrong)
+    drafts: Any = speculation
+    if drafts is not None and not isinstance(drafts, Speculation):
+        raise RequestError(call, f"speculation is {kind_of(drafts)}", "weft.Speculation(num_tokens=...), or None")
+    encoded = _encode_prompts(model, prompts, call)
+    if transport is not None:
+        lengths = [len(own.ids) if isinstance(own, EmbedsPrompt) else len(own) for own in encoded]
+        transport.assert_equal("the prompts", f"of {lengths} tokens, max_tokens={max_tokens}")
+    params = _sampling_of_each(call, model, temperature, sampling, len(encoded))
+    adapters = _adapter_of_each(call, adapter, len(encoded))
+    once = {id(each): each for each in adapters if each is not None}
+    named = {f"adapter {place}": each for place, each in enumerate(once.values())}  # alike on every rank
+    names = dict(zip(once, named, strict=True))
+    limits = _limits(model, encoded, params, max_tokens, pipeline)
+    engine = Engine(
+        model,
+        limits,
+        pipeline=pipeline,
+        graph=graph,
+        transport=transport,
+        num_logprobs=_num_logprobs(params),
+        seed=seed,
+        adapters=named,
+        speculation=speculation,
+    )
+    for index, (ids, each, own) in enumerate(zip(encoded, params, adapters, strict=True)):
+        engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=names.get(id(own)))
+    outputs = _shown(engine, max_tokens * sum(each.n for each in params), progress)
+    if stream:
+        return outputs
+    last = {(int(output.id), output.index): output for output in outputs}
+    return [_completion(last[key]) for key in sorted(last)]
+
+
+def _shown(engine: Engine, total: int, progress: bool) -> Iterator[RequestOutput]:
+    """The outputs of an engine, counted by a progress bar."""
+    with tqdm(total=total, desc="generate", unit="token", disable=not progress) as bar:
+        for output in engine:
+            bar.update(len(output.token_ids))
+            yield output
+
+
+def _completion(output: RequestOutput) -> Completion:
+    track = output.track
+    asked = track.request.sampling
+    told = asked.prompt_logprobs is not None
+    return Completion(
+        track.text if track.tokenizer is not None else None,
+        track.token_ids,
+        track.logprobs,
+        track.reason,
+        None if asked.logprobs is None else track.top_logprobs,
+        track.prompt_logprobs if told else None,
+        track.prompt_top_logprobs if told else None,
+        output.error,
+    )
+
+
+def _limits(
+    model: Model,
+    prompts: Sequence[Sequence[int] | EmbedsPrompt],
+    params: Sequence[SamplingParams],
+    max_tokens: int,
+    stages: int,
+) -> EngineLimits:
+    """Rows and pages for all, as far as there is room."""
+    rows = min(sum(each.n for each in params), MAX_NUM_REQS)
+    longest = min(max(map(len, prompts)) + max_tokens, model.config.max_position_embeddings)
+    tokens = max(MAX_NUM_TOKENS, -(-rows // stages))
+    return EngineLimits(max_num_reqs=rows, max_num_tokens=tokens, max_model_len=longest)
+
+
+def _encode_prompts(model: Model, prompts: Any, call: str) -> list[list[int] | EmbedsPrompt]:
+    if not isinstance(prompts, list | tuple) or not prompts or all(isinstance(p, int) for p in prompts):
+        raise RequestError(call, f"prompts={prompts!r}", "pass a list of prompts, each a string or a list of token ids")
+    encoded = [encode_prompt(model, prompt, call, f"prompt {index}") for index, prompt in enumerate(prompts)]
+    return [own if isinstance(own, EmbedsPrompt) else ids for own, ids in zip(prompts, encoded, strict=True)]
+
+
+def _num_logprobs(params: Sequence[SamplingParams]) -> int:
+    return max(max(each.logprobs or 0, each.prompt_logprobs or 0) for each in params)
+
+
+def _sampling_of_each(
+    call: str, model: Model, temperature: float, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if sampling is not None and temperature != 0:
+        raise RequestError(call, f"temperature={temperature!r} beside sampling", "SamplingParams(temperature=...)")
+    given = SamplingParams(temperature=temperature) if sampling is None else sampling
+    each = [given] * count if isinstance(given, SamplingParams) else given
+    is_list = isinstance(each, list | tuple) and all(isinstance(params, SamplingParams) for params in each)
+    if not is_list or len(each) != count:
+        raise RequestError(call, f"sampling={sampling!r:.200}", f"one SamplingParams, or a list of {count}")
+    for params in each:
+        check_sampling(call, model, params, _num_logprobs(each))
+    return list(each)
+
+
+def _adapter_of_each(call: str, adapter: Any, count: int) -> list[Adapter | None]:
+    each = [adapter] * count if adapter is None or isinstance(adapter, Adapter) else adapter
+    is_list = isinstance(each, list | tuple) and all(own is None or isinstance(own, Adapter) for own in each)
+    if not is_list or len(each) != count:
+        instead = f"weft.load_adapter(model, folder), or a list of {count} of them and None"
+        raise RequestError(call, f"adapter={adapter!r:.200}", instead)
+    return list(each)
+
+
+def _check_arguments(call: str, max_tokens: int, temperature: float) -> None:
+    if not is_count(max_tokens):
+        raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
+    if not isinstance(temperature, int | float) or not 0 <= temperature <= _MAX_TEMPERATURE:
+        raise RequestError(call, f"temperature={temperature!r}", "a finite number >= 0; 0 is greedy")

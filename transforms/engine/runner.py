@@ -1,0 +1,174 @@
+"""A model as one step, for experiments without an engine: its stages composed, graphified, spanned; and a state."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.effects import Schema, TensorSchema
+from weft.errors import ProgramError, RequestError
+from weft.outputs import Output
+from weft.sampling import SamplingParams
+from weft.stages.decoder import DecoderStage, decoder_stage
+from weft.stages.layout import StageLayout
+from weft.stages.model import Model, stage_params
+from weft.stages.params import num_bytes
+from weft.stages.split import split_model
+from weft.stages.states import empty_states
+from weft.state import State, admit, advance
+from weft.table import Table
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Ladder, Limits, make_ladder
+from weft.transforms.pipelines.pipeline import compose, pipeline
+from weft.transforms.pipelines.pipeline_checks import is_number, wrong_transport
+from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.local import Local
+
+PAGE_SIZE = 16
+"""Tokens a page."""
+SPLIT_AT = ("weft::paged_attention",)
+"""Where a decoder is cut into pieces."""
+
+
+@attrs.frozen(eq=False, repr=False)
+class Runner:
+    """A model made ready to step: the step, its parameters a stage, and how to make its state.
+
+    Args:
+        step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage that runs here.
+        params: one entry for each of these.
+        stages: the plain stages that the step is composed of, all of them.
+        layouts: which layers each stage owns that runs here.
+        graphs: the graphified functions inside the step, for their `cache_info()`.
+    """
+
+    step: Callable[[Any, Any, Batch], tuple[Any, Output]]
+    params: tuple[Any, ...]
+    stages: tuple[DecoderStage, ...]
+    layouts: tuple[StageLayout, ...]
+    graphs: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        of = ", ".join(f"{layout.start} to {layout.stop - 1}" for layout in self.layouts)
+        return f"<Runner of {len(self.stages)} stages: layers {of} here, {len(self.graphs)} graphified>"
+
+    def _repr_html_(self) -> str:
+        rows = (
+            (f"{layout.index}", f"{layout.start} to {layout.stop - 1}", f"{num_bytes(own) / 2**20:,.1f} MiB")
+            for layout, own in zip(self.layouts, self.params, strict=True)
+        )
+        return Table(("stage", "layers", "parameters"), tuple(rows), repr(self))._repr_html_()
+
+
+def make_runner(
+    model: Model,
+    limits: Limits,
+    *,
+    num_stages: int = 1,
+    mode: str = "full",
+    backend: str | None = None,
+    keep_logits: bool = False,
+    num_logprobs: int = 0,
+    transport: Transport | None = None,
+) -> Runner:
+    """Compose the model's stages into a step: `graphify(compose(...))` on one stage, `pipeline(map(graphify, stages))`
+    on more.
+
+    Args:
+        model: the checkpoint.
+        limits: what a batch can be; bounds the ladder.
+        num_stages: pipeline stages; a batch is cut into as many micro-batches.
+        mode: a graph mode (`weft.transforms.graphs.ladder.MODES`).
+        backend: of graphify.
+        keep_logits: whether outputs hold logits.
+        num_logprobs: of how many of the likeliest tokens outputs hold the logprobs.
+        transport: of the pipeline; None: `Local()`.
+
+    Raises:
+        ProgramError: more stages than layers, or a model that is another part than runs here.
+        DescriptorError: an unknown mode.
+    """
+    ladder = make_ladder(mode, limits)
+    if (wrong := wrong_transport(transport)) is not None:
+        raise ProgramError(f"make_runner(model, limits, num_stages={num_stages}, transport=...)", *wrong)
+    if not is_number(num_stages, least=1) or num_stages > model.config.num_layers:
+        seen = f"num_stages={num_stages!r}; the model has {model.config.num_layers} layers"
+        call = f"make_runner(model, limits, num_stages={num_stages!r})"
+        raise ProgramError(call, seen, "from 1 stage to one a layer")
+    transport = transport or Local()
+    every = split_model(model.config, num_stages)
+    layouts = tuple(every[rank] for rank in transport.ranks(num_stages))
+    extras: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs}
+    stages = tuple(decoder_stage(model.config, layout, **extras) for layout in every)
+    params = stage_params(model, layouts)
+    if len(layouts) < num_stages:
+        for subject, value in {**model.facts, "limits": f"{limits}", "mode": mode, **extras}.items():
+            transport.assert_equal(subject, f"{value}")
+    if num_stages == 1:
+        whole = graph_step(compose(stages, advance=advance), ladder, backend)
+        return Runner(whole, params, stages, layouts, (whole,) if len(ladder) else ())
+    spanned = [graph_step(stage, ladder, backend) for stage in stages]
+    step = pipeline(spanned, microbatches=num_stages, advance=advance, schema=_travels(model), transport=transport)
+    return Runner(step, params, stages, layouts, tuple(spanned) if len(ladder) else ())
+
+
+def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
+    """A decoder's step or stage graphified, in pieces around its attention where the ladder asks for them; as it is
+    where the ladder is empty."""
+    return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
+
+
+def _travels(model: Model) -> Schema:
+    """What one stage sends to the next."""
+    hidden = TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype)
+    has_mrope = model.config.rope.mrope_section is not None
+    return Schema((hidden, *((TensorSchema("positions", ("num_tokens", 3), torch.int64),) if has_mrope else ())))
+
+
+def make_state(
+    model: Model,
+    layouts: Sequence[StageLayout],
+    lengths: Sequence[int],
+    sampling: Sequence[SamplingParams] | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
+    mrope_position_deltas: Sequence[int] | None = None,
+) -> tuple[State, ...]:
+    """Each stage's state with one request a length admitted, in rows 0, 1, ...; pages enough for each to grow to its
+    length.
+
+    Args:
+        model: the checkpoint.
+        layouts: of the stages, as `Runner.layouts`.
+        lengths: the most tokens that each request will hold.
+        sampling, prompts, mrope_position_deltas: one a request, as `weft.state.admit` takes them. None: greedy; prompts
+            that no penalty counts; 0.
+
+    Raises:
+        RequestError: lengths that no requests have.
+    """
+    if not isinstance(lengths, Sequence) or not lengths or not all(isinstance(n, int) and n >= 1 for n in lengths):
+        seen = f"lengths={lengths!r:.60}"
+        raise RequestError("make_state(model, layouts, lengths)", seen, "a list of whole numbers >= 1, one a request")
+    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    asked = [SamplingParams(temperature=0.0)] * len(lengths) if sampling is None else sampling
+
+    said = prompts or [()] * len(lengths)
+    states = empty_states(
+        model.config,
+        layouts,
+        max_num_reqs=len(lengths),
+        num_pages=ends[-1],
+        max_pages=max(counts),
+        page_size=PAGE_SIZE,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    rows = range(len(lengths))
+    return tuple(
+        admit(empty, rows, pages, asked, said, mrope_position_deltas=mrope_position_deltas) for empty in states
+    )

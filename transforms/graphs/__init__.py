@@ -1,0 +1,1 @@
+"""Captured graphs: `graphify` and `piecewise`, and what they are made of."""

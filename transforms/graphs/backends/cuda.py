@@ -1,0 +1,255 @@
+"""The GPU back end: `torch.cuda.CUDAGraph`, one memory pool for all captures of one graphified function.
+
+A capture is a whole graph, or pieces: the capture is interrupted at each split operator, which runs by itself at every
+replay, between the graph before it and the graph after it.
+"""
+
+import contextlib
+import functools
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Set
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import CaptureError
+from weft.torchapi import DispatchMode, borrowed, current_stream_id, replayer, stop_allocating_to_pool, storage_id
+from weft.transforms.graphs.backends.audit import Audit
+from weft.transforms.graphs.backends.host_reads import refusal
+from weft.transforms.graphs.backends.operators import tensors_in
+from weft.transforms.graphs.calls.buffers import Slabs
+from weft.transforms.graphs.calls.results import Outputs
+from weft.trees import tree_map
+
+
+@attrs.frozen(eq=False)
+class SplitCall:
+    """A split operator between two pieces: what it reads, and where the next piece expects its results.
+
+    The tensors are borrowed: their memory is the pool's, an input buffer's, or the caller's.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: tuple[Tensor, ...]
+
+    def run(self) -> None:
+        results = tensors_in(self.func(*self.args, **self.kwargs))
+        for target, result in zip(self.targets, results, strict=True):
+            target.copy_(result)
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """A CUDA graph, and the split operator that runs before it (None for the first)."""
+
+    before: SplitCall | None
+    graph: torch.cuda.CUDAGraph
+
+
+@attrs.frozen(eq=False)
+class CudaRecording:
+    """The pieces, their outputs in the pool, and the tensors from outside that they read."""
+
+    pieces: tuple[Piece, ...]
+    outputs: Any
+    external: tuple[Tensor, ...]
+    replay: Callable[[], None]
+    nbytes: int
+    driver_bytes: int
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.pieces)
+
+
+def _replay_of(pieces: tuple[Piece, ...]) -> Callable[[], None]:
+    """What replays the pieces in order, with nothing but the split operators between them."""
+    if len(pieces) == 1:
+        return replayer(pieces[0].graph)
+    return functools.partial(_replay_pieces, [(piece.before, replayer(piece.graph)) for piece in pieces])
+
+
+def _replay_pieces(pieces: list[tuple[SplitCall | None, Callable[[], None]]]) -> None:
+    for before, replay in pieces:
+        if before is not None:
+            before.run()
+        replay()
+
+
+class CudaBackend:
+    """Captures on a side stream, the first time after an eager warm-up there (kernels compile, libraries make their
+    workspaces).
+
+    The outputs of a capture stay referenced, so that no later capture of the pool reuses their memory, unless they are
+    copied after every replay (`lend_memory`).
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.slabs = Slabs()
+        self._warm: set[tuple[bool, int]] = set()
+        self._generators: dict[torch.Generator, None] = {}
+        self._stream_id = current_stream_id(self.stream.device_index)
+        self._last = self.stream.cuda_stream
+
+    def enter(self) -> None:
+        """Make the current stream wait for that of the last replay: they share buffers and a pool."""
+        if (current := self._stream_id()) != self._last:
+            self._follow(current)
+
+    def _follow(self, current: int) -> None:
+        last = torch.cuda.ExternalStream(self._last, self.device)
+        torch.cuda.current_stream(self.device).wait_stream(last)
+        self._last = current
+
+    def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                return self._capture(fn, audit, split_at)
+        finally:
+            # Also after a refusal: what is restored then must come after what a run wrote.
+            current.wait_stream(self.stream)
+
+    def _capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
+        """Warm up for the first capture of a kind; for later ones only if CUDA refuses without."""
+        kind = (bool(split_at), threading.get_ident())  # a thread has library handles of its own
+        if kind in self._warm:
+            try:
+                return self._record(fn, audit, split_at)
+            except (CaptureError, torch.OutOfMemoryError):
+                raise
+            except RuntimeError:
+                pass  # a kernel that is not loaded yet, perhaps, a new generator, or what an eager run explains
+        audit.rehearse(fn)
+        self.stream.synchronize()
+        self._generators.update(dict.fromkeys(audit.random.before))
+        self._warm.add(kind)
+        try:
+            return self._record(fn, audit, split_at)
+        except (CaptureError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            fault = f"CUDA refused: {str(error).splitlines()[0]}"
+            raise refusal(audit.call, fault, "move what waits for the device out of it", error) from error
+
+    def _record(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
+        audit.random.know(self._generators)
+        audit.restart()
+        free, reserved = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_reserved(self.device)
+        session = _Session(self.device, self.pool, split_at, audit)
+        try:
+            outputs = session.run(fn)
+        except BaseException:
+            # The allocator may hold the pool of a void capture for one that is still going on.
+            self.pool = torch.cuda.graph_pool_handle()
+            raise
+        tensors = max(torch.cuda.memory_reserved(self.device) - reserved, 0)
+        driver = max(free - torch.cuda.mem_get_info(self.device)[0] - tensors, 0)
+        pieces = tuple(session.pieces)
+        external = tuple(audit.external.values())
+        return CudaRecording(pieces, outputs, external, _replay_of(pieces), tensors, driver)
+
+    def lend_memory(self, recording: CudaRecording, made: Set[int]) -> CudaRecording:
+        """With outputs that name their memory, and do not hold it: the graph keeps the pool alive that it is in."""
+        outputs: Outputs = recording.outputs
+        leaves = (borrowed(x) if _is_on(self.device, x) and storage_id(x) in made else x for x in outputs.leaves)
+        return attrs.evolve(recording, outputs=attrs.evolve(outputs, leaves=tuple(leaves)))
+
+
+def _is_on(device: torch.device, x: Any) -> bool:
+    return isinstance(x, Tensor) and x.device == device and not x.is_quantized
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """No collection meanwhile: it could destroy some other graph, which CUDA forbids to a thread that captures."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Session(DispatchMode):
+    """One capture: graphs begun and ended around each split operator."""
+
+    def __init__(self, device: torch.device, pool: Any, split_at: frozenset[str], audit: Audit) -> None:
+        super().__init__()
+        self.device, self.pool, self.split_at, self.audit = device, pool, split_at, audit
+        self.pieces: list[Piece] = []
+        self._graph = torch.cuda.CUDAGraph()
+        self._before: SplitCall | None = None
+        self._results: tuple[Tensor, ...] = ()
+
+    def run(self, fn: Callable[[], Any]) -> Any:
+        with _without_garbage_collection(), self._voided_by_errors():
+            self._begin()
+            with self if self.split_at else contextlib.nullcontext(), self.audit:
+                outputs = fn()
+            self._end()
+        return outputs
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name not in self.split_at:
+            return func(*args, **kwargs)
+        self._end()
+        # A capture only records: the piece must run for the operator to find values that it can read.
+        self._run_last()
+        result = func(*args, **kwargs)
+        call = tree_map(lambda x: borrowed(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        self._begin()
+        # Memory of the pool, which a later piece may reuse once the function has dropped the result.
+        targets = tree_map(lambda x: torch.empty_like(x) if isinstance(x, Tensor) else x, result)
+        self._results = tuple(tensors_in(result))
+        self._before = SplitCall(func, call[0], call[1], tuple(borrowed(t) for t in tensors_in(targets)))
+        return targets
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        for generator in self.audit.random.before:
+            if generator.device.type == "cuda":
+                self._graph.register_generator_state(generator)
+        self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        with warnings.catch_warnings():
+            # Two split operators may follow each other, with nothing between them.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            self._graph.capture_end()
+        self.pieces.append(Piece(self._before, self._graph))
+
+    def _run_last(self) -> None:
+        if self._before is not None:
+            for target, result in zip(self._before.targets, self._results, strict=True):
+                target.copy_(result)
+        self._graph.replay()
+
+    @contextlib.contextmanager
+    def _voided_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # The capture is void, and may say so once more when it is ended; the stream is usable after that. The
+            # allocator is told only by a capture that ends well.
+            try:
+                self._graph.capture_end()
+            except RuntimeError:
+                stop_allocating_to_pool(self.device, self.pool)
+            raise

@@ -1,0 +1,344 @@
+"""A call of a graphified function, taken apart by how each argument enters a graph."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from weft.alike import alike
+from weft.donation import refuse_donated
+from weft.errors import DescriptorError, DonatedError
+from weft.padding import padded_shape
+from weft.torchapi import children_of, function_modes, in_dispatch_mode, in_functorch_transform, storage_id, switches
+from weft.transforms.graphs.calls.borrowing import refuse_stale
+from weft.transforms.graphs.calls.memo import (
+    Key,
+    Part,
+    check_hashable,
+    check_plain,
+    check_statics,
+    check_tensors,
+    leaf_key,
+)
+from weft.transforms.graphs.calls.overlap import overlap, overlaps_itself
+from weft.trees import (
+    TreeSpec,
+    keys_in,
+    leaf_axes,
+    leaves_with_names,
+    map_sized,
+    tree_flatten,
+    tree_structure,
+)
+
+
+@attrs.frozen
+class Roles:
+    """How a function's arguments enter its graphs.
+
+    Args:
+        signature: of the function.
+        static: names whose values are part of the key.
+        donated: names whose storage the function takes.
+        by_reference: names that are captured where they are: the donated ones, and others such as params. All the rest
+            is copied in.
+        module: that the function is, or is a method of; whether it is training is part of the key. None: no module.
+    """
+
+    signature: inspect.Signature
+    static: tuple[str, ...]
+    donated: tuple[str, ...]
+    by_reference: tuple[str, ...]
+    module: nn.Module | None = None
+
+    def training(self) -> bool | None:
+        """Whether the module is training; None where there is none."""
+        return None if self.module is None else self.module.training
+
+
+@attrs.frozen
+class Call:
+    """One call's arguments: static values, the caller's own tensors, and values to copy in."""
+
+    statics: dict[str, Any]
+    references: dict[str, Any]
+    copied: dict[str, Any]
+    reference_leaves: list[Any]
+    reference_tree: TreeSpec
+    copied_leaves: list[Any]
+    copied_tree: TreeSpec
+    training: bool | None
+    recalled: "Recalled | None" = None
+    _reference_part: list[Part] = attrs.field(factory=list, init=False, eq=False, repr=False)
+
+    def reference_part(self) -> Part:
+        """What keys say of the arguments by reference."""
+        if self.recalled is not None:
+            return self.recalled.part
+        if not self._reference_part:
+            leaves = (leaf_key(x, None, True) for x in self.reference_leaves)
+            self._reference_part.append(_part(self.reference_tree, leaves))
+        return self._reference_part[0]
+
+    def new_leaves(self) -> tuple[Any, ...]:
+        """The leaves that no call before was asked about."""
+        return (*(() if self.recalled else self.reference_leaves), *self.copied_leaves)
+
+    def leaf_names(self) -> list[str]:
+        """Each leaf's path as the caller would write it, the references first."""
+        names = []
+        for name, value in (*self.references.items(), *self.copied.items()):
+            names += [name + path for path, _ in leaves_with_names(value)]
+        return names
+
+    def new_names(self) -> list[str]:
+        """The paths of `new_leaves`."""
+        return self.leaf_names()[-len(self.new_leaves()) :]
+
+
+@attrs.frozen
+class Recalled:
+    """What is known of a call's arguments by reference: they lie where those of one before did, in the same shapes.
+
+    Args:
+        tree: the structure of those by reference.
+        part: what keys say of them.
+    """
+
+    tree: TreeSpec
+    part: Part
+
+
+def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Bind a call's arguments and sort them by role.
+
+    Raises:
+        DonatedError: one of them was donated before, or stands twice in the call and is donated.
+        StaleResultError: one of them is a borrowed result that was overwritten (inside `weft.check_borrowed()`).
+    """
+    statics, references, copied = _bind(roles, name, args, kwargs)
+    reference_leaves, reference_tree = tree_flatten(references)
+    copied_leaves, copied_tree = tree_flatten(copied)
+    for leaf in (*reference_leaves, *copied_leaves):
+        refuse_donated(leaf, call=f"{name}(...)")
+        refuse_stale(leaf, call=f"{name}(...)")
+    call = Call(
+        statics, references, copied, reference_leaves, reference_tree, copied_leaves, copied_tree, roles.training()
+    )
+    if roles.donated:
+        _refuse_donated_twice(call, roles, name)
+    return call
+
+
+def take_apart_again(
+    roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], recalled: Recalled, leaves: Sequence[Any]
+) -> Call:
+    """`take_apart` for a call with the static arguments and the `leaves` by reference of one before, of whose tensors
+    none was donated since.
+
+    Raises:
+        DonatedError: one of those stands in what is copied, and is donated.
+        StaleResultError: as `take_apart`.
+    """
+    statics, references, copied = _bind(roles, name, args, kwargs)
+    copied_leaves, copied_tree = tree_flatten(copied)
+    for leaf in (*leaves, *copied_leaves):
+        refuse_stale(leaf, call=f"{name}(...)")
+    call = Call(
+        statics, references, copied, list(leaves), recalled.tree, copied_leaves, copied_tree, roles.training(), recalled
+    )
+    if roles.donated:
+        _refuse_donated_twice(call, roles, name)
+    return call
+
+
+def _bind(
+    roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Arguments by name: static ones, those by reference, and those that are copied in."""
+    try:
+        bound = roles.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}{roles.signature}: {error}") from None
+    bound.apply_defaults()
+    values = bound.arguments
+    statics = {key: values.pop(key) for key in roles.static if key in values}
+    references = {key: values.pop(key) for key in roles.by_reference if key in values}
+    return statics, references, dict(values)
+
+
+def refuse_shared(call: Call, roles: Roles, name: str) -> None:
+    """Raise if a donated argument shares memory with another donated one, or its storage with another argument by
+    reference: what it holds after the call would be unsaid. (What is copied in, is so before anything is written.)"""
+    count = num_donated(call, roles)
+    leaves = call.reference_leaves
+    donated = [(i, x) for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and not x.is_meta]
+    for place, (index, leaf) in enumerate(donated):
+        if overlaps_itself(leaf):
+            path = call.leaf_names()[index]
+            raise _shared(name, f"{path}, which is donated, has elements that share memory, as an expanded tensor has")
+        if (other := next((i for i, x in donated[:place] if overlap(x, leaf)), None)) is not None:
+            names = call.leaf_names()
+            raise _shared(name, f"{names[index]} shares memory with {names[other]}, and both are donated")
+    owners = {storage_id(x): i for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and x.numel()}
+    for index, leaf in enumerate(leaves[count:], count):
+        if isinstance(leaf, Tensor) and (owner := owners.get(storage_id(leaf))) is not None:
+            names = call.leaf_names()
+            raise _shared(name, f"{names[index]} shares its storage with {names[owner]}, which is donated")
+
+
+def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
+    count = num_donated(call, roles)
+    donated = {id(x) for x in call.reference_leaves[:count] if isinstance(x, Tensor)}
+    others = call.copied_leaves if call.recalled else (*call.reference_leaves[count:], *call.copied_leaves)
+    if donated and any(id(x) in donated for x in others):
+        leaves = (*call.reference_leaves, *call.copied_leaves)
+        path = next(n for n, x in list(zip(call.leaf_names(), leaves, strict=True))[count:] if id(x) in donated)
+        raise _shared(name, f"{path} is a tensor that the same call donates")
+
+
+def num_donated(call: Call, roles: Roles) -> int:
+    """How many of the leaves by reference are donated, or were: they stand first."""
+    arguments = zip(call.references, children_of(call.reference_tree), strict=True)
+    return sum(int(child.num_leaves) for name, child in arguments if name in roles.donated)
+
+
+def _shared(name: str, seen: str) -> DonatedError:
+    return DonatedError(f"{name}(...)", seen, "pass a copy of it (weft.clone), or do not donate")
+
+
+def holds_in_mode(call: Call, roles: Roles, holds: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """What must go on to hold, and that the module is not switched between training and evaluation."""
+    if roles.module is None:
+        return holds
+    return lambda: roles.training() is call.training and (holds is None or holds())
+
+
+def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any]) -> Any:
+    """Call `fn` with arguments by name, positional and variadic ones in their places."""
+    bound = roles.signature.bind_partial()
+    bound.arguments.update({key: arguments[key] for key in roles.signature.parameters if key in arguments})
+    return fn(*bound.args, **bound.kwargs)
+
+
+def inside_another() -> str | None:
+    """What a call is part of, if it is: a capture, a trace or a torch.func transform."""
+    if in_functorch_transform():
+        return "inside a torch.func transform"
+    if in_dispatch_mode() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return "inside another capture, or a trace"
+    return None
+
+
+def runs_inline(call: Call) -> bool:
+    """Whether the function itself must run: inside a capture, a trace or a torch.func transform, or for the sake of an
+    argument."""
+    return inside_another() is not None or _odd_leaf(call) is not None
+
+
+def _odd_leaf(call: Call) -> int | None:
+    """Which of a call's new leaves autograd must see, or has no fixed addresses."""
+    grad = torch.is_grad_enabled()
+    for index, leaf in enumerate(call.new_leaves()):
+        if isinstance(leaf, Tensor) and (
+            (grad and leaf.requires_grad) or leaf.layout != torch.strided or leaf.is_nested
+        ):
+            return index
+    return None
+
+
+def inline_reason(call: Call) -> str | None:
+    """Why a call runs inline, with the argument's name; None if it does not."""
+    if (inside := inside_another()) is not None or (index := _odd_leaf(call)) is None:
+        return inside
+    name, leaf = call.new_names()[index], call.new_leaves()[index]
+    if torch.is_grad_enabled() and leaf.requires_grad:
+        return f"{name} requires grad, and autograd must see the operators; torch.no_grad() around the call lifts this"
+    return f"{name} is {'nested' if leaf.is_nested else leaf.layout}, which has no fixed addresses"
+
+
+def _ambient() -> tuple[tuple[str, Any], ...]:
+    """What a result depends on beside the arguments: a replay must be of a capture in the same surroundings."""
+    return (*switches(), ("function modes", tuple(_Itself(mode) for mode in function_modes())))
+
+
+@attrs.frozen(eq=False)
+class _Itself:
+    """An object in a key: the same only as itself, however it is compared. A name is compared as such."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Itself):
+            return NotImplemented
+        return self.value == other.value if isinstance(self.value, str) else self.value is other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value) if isinstance(self.value, str) else id(self.value)
+
+    def __repr__(self) -> str:
+        return str(self.value)
+
+
+def check_sizes(call: Call, descriptor: Any, name: str) -> None:
+    """Raise DescriptorError for a sized leaf that has not the size that the call's descriptor says."""
+    pairs = zip(call.copied_leaves, leaf_axes(call.copied), strict=True)
+    for index, (leaf, spec) in enumerate(pairs, len(call.reference_leaves)):
+        if spec is not None and tuple(leaf.shape) != (expected := padded_shape(leaf, spec, descriptor)):
+            path = call.leaf_names()[index]
+            raise DescriptorError(
+                f"{name}(...)",
+                f"{path} of shape {tuple(leaf.shape)} in a batch of class '{descriptor}', which says {expected}",
+                "give the batch the descriptor of its tensors",
+            )
+
+
+def signature_of(call: Call) -> Key:
+    """The key before dispatch: with the batch's own class and sizes."""
+    copied = _part(call.copied_tree, (leaf_key(x, None, False) for x in call.copied_leaves))
+    statics = tuple((name, alike(value)) for name, value in call.statics.items())
+    training = () if call.training is None else (("module.training", call.training),)
+    return Key((*_ambient(), *training), "", statics, None, call.reference_part(), copied)
+
+
+def _part(structure: TreeSpec, leaves: Iterable[Any]) -> Part:
+    return Part(structure, keys_in(structure), tuple(leaves))
+
+
+def hashable_signature(call: Call, name: str) -> Key:
+    """The key before dispatch.
+
+    Raises:
+        CaptureError: a part of it cannot be hashed.
+    """
+    signature = signature_of(call)
+    check_hashable(signature, f"{name}(...)", call.leaf_names)
+    return signature
+
+
+def check_call(call: Call, roles: Roles, name: str) -> None:
+    """Refuse arguments that no graph could be captured for.
+
+    Raises:
+        CaptureError: an argument that is neither tensors nor plain values, or a static one that holds a tensor.
+        DonatedError: a donated argument shares its storage with another.
+    """
+    check_plain(call.new_leaves(), f"{name}(...)", call.new_names)
+    check_tensors(call.new_leaves(), f"{name}(...)", call.new_names)
+    check_statics(call.statics, f"{name}(...)")
+    if call.recalled is None:
+        refuse_shared(call, roles, name)
+
+
+def key_of(call: Call, mode: str, descriptor: Any) -> Key:
+    """The memo key: with the class that the call is padded to, or as it is where that is None."""
+    signature = attrs.evolve(signature_of(call), mode=mode)
+    if descriptor is None:
+        return signature
+    padded = map_sized(lambda value, _: value, call.copied, descriptor)
+    pairs = zip(call.copied_leaves, leaf_axes(call.copied), strict=True)
+    leaves = (leaf_key(x, padded_shape(x, spec, descriptor) if spec else None, False) for x, spec in pairs)
+    return attrs.evolve(signature, descriptor=descriptor, copied=_part(tree_structure(padded), leaves))

@@ -1,0 +1,173 @@
+"""The memo of graphify: keys that name their parts (so that `weft.transforms.graphs.misses` can say which field
+differed), and what may be in them."""
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from weft.alike import alike
+from weft.arguments import kind_of
+from weft.errors import CaptureError
+from weft.trees import tree_leaves
+
+
+@attrs.frozen
+class LeafKey:
+    """What a captured graph assumes of one tensor argument."""
+
+    kind: type
+    shape: tuple[int, ...]
+    dtype: Any
+    stride: tuple[int, ...]
+    device: Any
+    flags: tuple[bool, ...]
+    """Whether it is a lazy conjugate, or negative, of what is stored; whether it requires grad, and is quantized."""
+    address: int | None
+    """Where the storage must be, for arguments captured by reference; None for those that are copied in."""
+
+
+@attrs.frozen(cache_hash=True)
+class Part:
+    """What a key says of some of the arguments.
+
+    Args:
+        structure: of them, as a tree.
+        keys: of the dicts in it, beyond what `==` says of them.
+        leaves: one `LeafKey` a tensor; for any other leaf what `alike` makes of it.
+    """
+
+    structure: Any
+    keys: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+
+
+@attrs.frozen(cache_hash=True)
+class Key:
+    """All that a capture depends on: equal keys may share a graph, and unequal ones may not."""
+
+    ambient: tuple[Any, ...]
+    """What holds around the call, each with its name: autograd's mode, autocast, switches of torch, function modes."""
+    mode: str
+    """A whole graph, or pieces."""
+    statics: tuple[tuple[str, Any], ...]
+    descriptor: Any
+    references: Part
+    """The arguments captured by reference."""
+    copied: Part
+    """The others, padded to the class."""
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """What it says of each leaf, the references first."""
+        return *self.references.leaves, *self.copied.leaves
+
+
+def but_grad_mode(key: Key) -> Key:
+    """The key of a like call in either grad mode."""
+    return attrs.evolve(key, ambient=tuple(pair for pair in key.ambient if pair[0] != "grad mode"))
+
+
+def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> Any:
+    """The key of one leaf; `shape` is the padded one of a sized leaf, whose buffer is contiguous."""
+    if not isinstance(leaf, Tensor):
+        return alike(leaf)
+    kind, dtype, device = type(leaf), leaf.dtype, leaf.device
+    flags = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_quantized)
+    if by_reference:
+        return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr())
+    if shape is not None:
+        return LeafKey(kind, shape, dtype, (), device, flags, None)
+    return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, None)
+
+
+def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> None:
+    """Raise an error that names the part of `key` that cannot be hashed, if one cannot."""
+    try:
+        hash(key)
+    except TypeError:
+        parts = [("tree structure", (part.structure, part.keys)) for part in (key.references, key.copied)]
+        for name, value in [*key.statics, *zip(names(), key.leaves, strict=True), *parts]:
+            try:
+                hash(value)
+            except TypeError as error:
+                seen = f"{name} is no tensor and cannot be hashed ({error})"
+                is_tree = isinstance(value, tuple) and any(isinstance(part, dict | list) for part in value)
+                way = f", or take {name} out of static_argnames" if is_tree and name in dict(key.statics) else ""
+                instead = f"pass a tensor, or a hashable value (a tuple for a list){way}"
+                numpy = isinstance(value, tuple) and _is_numpy(value[-1])
+                raise CaptureError(call, seen, _instead_of(value[-1]) if numpy else instead) from None
+        raise
+
+
+PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), enum.Enum, range, type, torch.Generator),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+"""Values that no one can change."""
+
+
+def check_tensors(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]]) -> None:
+    """Raise an error for a tensor with more to it than its key says."""
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or (type(leaf) in (Tensor, Parameter) and not leaf.is_quantized):
+            continue
+        if leaf.is_quantized:
+            what, instead = "quantized, with scales that are no part of the key", "pass x.int_repr() and the scales"
+        else:
+            what = f"{kind_of(leaf)}, a subclass of Tensor, which may give any operator a meaning of its own"
+            instead = "pass plain tensors: those that it wraps, or x.as_subclass(torch.Tensor)"
+        raise CaptureError(call, f"{[*names()][index]} is {what}", instead)
+
+
+def check_plain(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]]) -> None:
+    """Raise an error for a leaf that may change under its holder: an object that is no value, and no pytree."""
+    leaves = list(leaves)
+    if all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
+        return
+    name, leaf = next(p for p in zip(names(), leaves, strict=True) if not isinstance(p[1], (Tensor, *PLAIN)))
+    seen = f"{name} is {kind_of(leaf)}, which is neither a tensor, a plain value nor a pytree"
+    raise CaptureError(call, seen, _instead_of(leaf))
+
+
+def _is_numpy(leaf: Any) -> bool:
+    return type(leaf).__module__.split(".")[0] == "numpy"
+
+
+def _instead_of(leaf: Any) -> str:
+    """What to pass for an object that is no leaf."""
+    if _is_numpy(leaf):
+        return "torch.from_numpy(array)" if hasattr(leaf, "shape") and leaf.shape else "float(...) or int(...) of it"
+    if isinstance(leaf, torch.nn.Module):
+        return "its parameters, with torch.func.functional_call, or a stage of it (weft.stages.from_module)"
+    return "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes"
+
+
+def check_statics(statics: Mapping[str, Any], call: str) -> None:
+    """Raise an error for a static argument that holds a tensor, whose value no key could hold."""
+    for name, value in statics.items():
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            seen = f"{name}, a static argument, holds a tensor"
+            raise CaptureError(call, seen, f"take {name} out of static_argnames: tensors are read at each call")
+
+
+@attrs.frozen
+class CacheInfo:
+    """Counts since the function was graphified, or since `cache_clear()`.
+
+    Args:
+        captures: graphs recorded.
+        replays: calls answered by a graph (the call that captures replays too).
+        eager: calls that ran the function itself, those inside a trace, another capture or a torch.func transform
+            excepted.
+        currsize: graphs held now.
+    """
+
+    captures: int = 0
+    replays: int = 0
+    eager: int = 0
+    currsize: int = 0

@@ -1,0 +1,116 @@
+"""The graphs that a function holds, to look at: what each is of, its pieces and operators, its bytes, its seconds."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from weft.markup import COLOURS
+from weft.plots import pyplot, rows
+from weft.table import Table, Tabled
+from weft.transforms.graphs.calls.memo import CacheInfo, Key, LeafKey
+from weft.transforms.graphs.capture import Entry
+from weft.transforms.graphs.memory import size_text, size_unit
+from weft.units import duration
+
+HEADER = ("mode", "of", "pieces", "operators", "buffers", "tensors", "captured in")
+
+
+@attrs.frozen
+class CapturedGraph:
+    """One graph that is held.
+
+    Args:
+        mode: `full` or `piecewise`.
+        of: the class that it is for; without a ladder, the shapes of what is copied in.
+        pieces: that it is in.
+        operators: that it repeats: those that compute or write. On a GPU each is a kernel, or a few.
+        buffer_bytes: its input buffers and the padding beside them, what this one added: those of a class lie in the
+            larger ones of another.
+        graph_bytes: its outputs and intermediate tensors; of graphs that share a pool, what this one added.
+        seconds: that its capture took.
+    """
+
+    mode: str
+    of: str
+    pieces: int
+    operators: int
+    buffer_bytes: int
+    graph_bytes: int
+    seconds: float
+
+    @classmethod
+    def make(cls, key: Key, entry: Entry) -> "CapturedGraph":
+        """Of an entry of the memo."""
+        of = _shapes(key) if key.descriptor is None else str(key.descriptor)
+        recording, sizes = entry.recording, (entry.buffer_bytes, entry.recording.nbytes)
+        return cls(key.mode, of, recording.num_pieces, entry.operators, *sizes, entry.seconds)
+
+    def cells(self) -> tuple[str, ...]:
+        """In words, as `HEADER` names them."""
+        counts, sizes = (f"{self.pieces}", f"{self.operators}"), (self.buffer_bytes, self.graph_bytes)
+        return self.mode, self.of, *counts, *map(size_text, sizes), f"{self.seconds * 1e3:.1f} ms"
+
+
+def _shapes(key: Key) -> str:
+    """The shapes of the tensors that are copied in."""
+    found = [leaf for leaf in key.copied.leaves if isinstance(leaf, LeafKey)]
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in found) or "nothing copied in"
+
+
+@attrs.frozen(repr=False)
+class CapturedGraphs(Tabled):
+    """What `graphified.graphs()` returns; it prints as a table, and a notebook shows it as one.
+
+    Args:
+        name: of the function.
+        graphs: those held, in the order of capture.
+        info: its counts.
+
+    >>> import torch, weft
+    >>> double = weft.graphify(lambda x: torch.sin(x) * 2)
+    >>> y = double(torch.ones(3))
+    >>> print(double.graphs())  # doctest: +ELLIPSIS
+    graphify(<lambda>): 1 graph, 1 replay, 0 eager calls
+    mode  of          pieces  operators   buffers   tensors  captured in
+    full  float32[3]       1          2  12 bytes  24 bytes  ...
+    """
+
+    name: str
+    graphs: tuple[CapturedGraph, ...]
+    info: CacheInfo
+
+    def table(self) -> Table:
+        """A row a graph."""
+        counts = (len(self.graphs), "graph"), (self.info.replays, "replay"), (self.info.eager, "eager call")
+        told = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
+        return Table(HEADER, tuple(graph.cells() for graph in self.graphs), f"graphify({self.name}): {told}")
+
+    def plot(self) -> Any:
+        """The time of each capture and what it took, side by side (matplotlib).
+
+        Returns:
+            The figure.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        plt = pyplot("graphified.graphs().plot()")
+        high = 1.4 + 0.26 * len(self.graphs)
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, high), sharey=True, layout="constrained")
+        total = sum(graph.buffer_bytes + graph.graph_bytes for graph in self.graphs)
+        unit, name = size_unit(total)
+        buffers = [graph.buffer_bytes / unit for graph in self.graphs]
+        tensors = [graph.graph_bytes / unit for graph in self.graphs]
+        names = [f"{graph.of}, {graph.mode}" for graph in self.graphs]
+        rows(left, ([graph.seconds * 1e3 for graph in self.graphs], COLOURS[0], ""), names=names)
+        rows(right, (buffers, COLOURS[2], "input buffers"), (tensors, COLOURS[1], "outputs, intermediate tensors"))
+        left.set(xlabel="capture, ms", title=f"{duration(sum(graph.seconds for graph in self.graphs))} in all")
+        right.set(xlabel=name, title=f"{size_text(total)} in all")
+        figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False)
+        return figure
+
+
+def captured_graphs(name: str, memo: Iterable[tuple[Key, Entry]], info: CacheInfo) -> CapturedGraphs:
+    """The graphs of a memo, in the order of capture."""
+    return CapturedGraphs(name, tuple(CapturedGraph.make(key, entry) for key, entry in memo), info)

@@ -1,0 +1,194 @@
+"""What `graphify` was asked for: its options, checked against the function's signature."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypedDict
+
+import attrs
+from torch import Tensor, nn
+
+from weft.descriptor import Descriptor
+from weft.donation import donated_argnames, donates
+from weft.errors import CaptureError
+from weft.torchapi import is_compiled, operator_name
+from weft.transforms.graphs.backends import NAMES, no_backend
+from weft.transforms.graphs.calls.call import Roles
+from weft.transforms.graphs.ladder import Ladder, as_ladder
+
+Names = str | Iterable[str]
+
+
+Operators = str | Any | Iterable[str | Any]
+"""Operators by name, or as `torch.ops.aten.sort`."""
+
+
+class CommonOptions(TypedDict, total=False):
+    """The keyword arguments of `graphify` and `piecewise`, for type checkers."""
+
+    donate_argnames: Names
+    static_argnames: Names
+    reference_argnames: Names | None
+    backend: str | None
+    outputs: Literal["safe", "borrow"]
+    max_captures: int | None
+    collectives: bool
+
+
+class GraphifyOptions(CommonOptions, total=False):
+    """All keyword arguments of `graphify`."""
+
+    ladder: Ladder[Any] | Sequence[Any] | None
+    split_at: Operators
+
+
+@attrs.frozen(eq=False)
+class Graphable:
+    """A function and how it is to be captured.
+
+    Args:
+        fn: it; the arguments that it donates are declared on it.
+        name: for messages.
+        roles: of its arguments.
+        ladder: the classes that may be captured; None: any signature.
+        split_at: operators that stay outside the graphs of mode piecewise.
+        backend: as `make_backend` takes it.
+        borrow: results are lent.
+        max_captures: graphs held at most.
+        collectives: whether collective operations may be captured.
+    """
+
+    fn: Callable[..., Any]
+    name: str
+    roles: Roles
+    ladder: Ladder[Any] | None
+    split_at: frozenset[str]
+    backend: str | None
+    borrow: bool
+    max_captures: int | None
+    collectives: bool
+
+
+def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphable:
+    """Check the options against `fn`.
+
+    Raises:
+        CaptureError: one of them says what cannot be, or names what `fn` does not have.
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+    call = f"graphify({getattr(fn, '__name__', fn)!s:.60}, ...)"
+    _check_function(call, fn)
+    _check(call, options)
+    signature, declared = _signature_of(call, fn), donated_argnames(fn)
+    static = names_in(options["static_argnames"])
+    extra = tuple(n for n in names_in(options["donate_argnames"]) if n not in declared)
+    by_name = options["reference_argnames"]
+    references = tuple(n for n in signature.parameters if n == "params") if by_name is None else names_in(by_name)
+    for option, names in (("donate", extra), ("static", static), ("reference", references)):
+        for argument in names:
+            if argument not in signature.parameters:
+                seen = f"{option}_argnames holds {argument!r}, which is no argument of it"
+                raise CaptureError(call, seen, f"one of {', '.join(signature.parameters) or '(), for it has none'}")
+    donated = (*declared, *extra)
+    by_hand = () if by_name is None else references
+    if both := next((n for n in static if n in (*donated, *by_hand)), None):
+        seen = f"{both!r} in static_argnames, and in donate_argnames or reference_argnames"
+        raise CaptureError(call, seen, "one of them: a static argument is no tensor")
+    by_reference = (*donated, *(n for n in references if n not in donated))
+    ladder = options["ladder"]
+    return Graphable(
+        fn=donates(*extra)(fn) if extra else fn,
+        name=name,
+        roles=Roles(signature, static, donated, by_reference, _module_of(fn)),
+        ladder=None if ladder is None else as_ladder(ladder),
+        split_at=frozenset(operators_in(call, options["split_at"])),
+        backend=options["backend"],
+        borrow=options["outputs"] == "borrow",
+        max_captures=options["max_captures"],
+        collectives=options["collectives"],
+    )
+
+
+def _module_of(fn: Any) -> nn.Module | None:
+    """The module that a function is, is a method of, or says that it calls."""
+    found = (fn, getattr(fn, "__self__", None), getattr(fn, "__weft_module__", None))
+    return next((module for module in found if isinstance(module, nn.Module)), None)
+
+
+def names_in(given: Names) -> tuple[str, ...]:
+    """One name or several, as a tuple."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def operators_in(call: str, given: Operators) -> Iterator[str]:
+    """The names of operators, as `namespace::name`."""
+    for operator in given if isinstance(given, list | tuple | set | frozenset) else (given,):
+        name = operator if isinstance(operator, str) else operator_name(operator)
+        if name is None or "::" not in name:
+            instead = "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort"
+            raise CaptureError(call, f"split_at={getattr(operator, '__name__', repr(operator))}", instead)
+        yield name.partition(".")[0]
+
+
+def _signature_of(call: str, fn: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except (ValueError, TypeError):
+        name = getattr(fn, "__name__", "fn")
+        instead = f"a function around it, such as lambda x: {name}(x)"
+        raise CaptureError(call, "a builtin, whose arguments nobody knows by name", instead) from None
+
+
+def _check_function(call: str, fn: Any) -> None:
+    if isinstance(fn, Tensor):
+        seen = f"a tensor of shape {tuple(fn.shape)}, the result of a call"
+        raise CaptureError(
+            "graphify(<a Tensor>, ...)", seen, "the function itself: graphify(f), and not graphify(f(x))"
+        )
+    if not callable(fn):
+        raise CaptureError(call, f"{fn!r:.60}, which is no function", "a function over tensors")
+    if is_compiled(fn):
+        instead = "the function itself, or torch.compile(fn, mode='reduce-overhead') alone"
+        raise CaptureError(call, "what torch.compile made, which cannot compile while it is watched", instead)
+    if any(test(fn) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)):
+        seen = "a function that yields or awaits, of which a call runs nothing"
+        raise CaptureError(call, seen, "a function that returns all its results")
+
+
+def _check_names(call: str, option: str, given: Any) -> None:
+    names = (given,) if given is None or isinstance(given, str) else given
+    if isinstance(names, Iterable) and all(name is None or isinstance(name, str) for name in names):
+        return
+    raise CaptureError(call, f"{option}={given!r:.60}", f"{option}=[...], the names of arguments")
+
+
+def _lack_of(rung: Any) -> str:
+    """What a rung of a ladder lacks to be a descriptor; empty if nothing."""
+    kind = type(rung).__name__
+    if not callable(getattr(rung, "covers", None)):
+        return "" if isinstance(rung, str) else f"{kind} has no method covers"
+    return "" if isinstance(rung, Descriptor) else f"{kind} cannot be hashed"
+
+
+def _check(call: str, options: GraphifyOptions) -> None:
+    for option in ("donate_argnames", "static_argnames", "reference_argnames"):
+        _check_names(call, option, options[option])
+    ladder, outputs, most = options["ladder"], options["outputs"], options["max_captures"]
+    if outputs not in ("safe", "borrow"):
+        raise CaptureError(call, f"outputs={outputs!r}", "outputs='safe' or 'borrow'")
+    if ladder is not None and (isinstance(ladder, str) or any(map(_lack_of, ladder))):
+        instead = "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable class (such as "
+        instead += "an @attrs.frozen one) with a method covers(other)"
+        seen = f"ladder={ladder!r}" + next((f"; {lack}" for lack in map(_lack_of, ladder) if lack), "")
+        raise CaptureError(call, seen, instead)
+    for rung in ladder or ():
+        if (covers := rung.covers(rung)) is not True:
+            seen, instead = f"{rung!r}.covers(itself) is {covers!r}", "a covers(other) that returns True or False"
+            raise CaptureError(call, seen, instead)
+    if isinstance(ladder, Ladder) and ladder.piecewise and not options["split_at"]:
+        seen = "a ladder with classes for pieces, and no split_at"
+        instead = "split_at='weft::paged_attention', or a ladder of whole graphs: weft.make_ladder('full', limits)"
+        raise CaptureError(call, seen, instead)
+    if options["backend"] not in (None, *NAMES):
+        raise no_backend(options["backend"])
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise CaptureError(call, f"max_captures={most!r}", "an int >= 1, or None for any number")

@@ -1,0 +1,135 @@
+"""`plan_cohorts`: into how many cohorts to cut the requests of a decode loop."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import attrs
+
+from weft.arguments import kind_of
+from weft.errors import CostError, ProgramError
+from weft.table import Table, Tabled
+from weft.transforms.pipelines.events import busy_seconds
+from weft.transforms.pipelines.schedule import decode_jobs, make_programs
+from weft.transforms.pipelines.simulate import Costs, simulate
+from weft.units import duration
+
+
+@attrs.frozen
+class CohortRow:
+    """What a decode loop of one number of cohorts comes to in its steady state.
+
+    Args:
+        cohorts: taken in turn.
+        size: requests of each, the last ones perhaps padding.
+        step_time: seconds in which every cohort makes a step, and every request a token.
+        tokens_per_second: of all requests; padding makes none.
+        bubbles: each rank's share of the time in which it neither runs a stage nor advances.
+    """
+
+    cohorts: int
+    size: int
+    step_time: float
+    tokens_per_second: float
+    bubbles: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The mean of the ranks' bubbles."""
+        return sum(self.bubbles) / len(self.bubbles)
+
+
+@attrs.frozen
+class CohortPlan(Tabled):
+    """The numbers of cohorts that were tried; it prints as a table, the best marked.
+
+    Args:
+        rows: one for each number.
+    """
+
+    rows: tuple[CohortRow, ...]
+
+    @property
+    def best(self) -> CohortRow:
+        """Of the most tokens a second; of those as fast to nine digits, the one of the fewest cohorts."""
+        return max(self.rows, key=lambda row: (float(f"{row.tokens_per_second:.9g}"), -row.cohorts))
+
+    def table(self) -> Table:
+        """A row a number of cohorts."""
+        header = ("cohorts", "of requests", "step", "tokens/s", "bubble", "")
+        return Table(header, tuple(self._cells(row) for row in self.rows))
+
+    def _cells(self, row: CohortRow) -> tuple[str, ...]:
+        numbers = str(row.cohorts), str(row.size), duration(row.step_time), f"{row.tokens_per_second:,.0f}"
+        return *numbers, f"{row.bubble:.0%}", "best" if row is self.best else ""
+
+
+def plan_cohorts(
+    stage_seconds: Callable[[int], Sequence[float] | Costs],
+    num_requests: int,
+    num_stages: int,
+    *,
+    cohorts: Iterable[int] | None = None,
+    num_steps: int = 8,
+    capacity: int = 2,
+) -> CohortPlan:
+    """Simulate the decode loop (`decode_jobs`) for each number of cohorts, each of `ceil(num_requests / cohorts)`
+    requests: few large ones leave stages idle, many small ones read all the weights for few tokens.
+
+    Args:
+        stage_seconds: from the size of a cohort to the seconds of each stage, or to all that a step of one costs.
+        num_requests: that decode at the same time.
+        num_stages: ranks.
+        cohorts: the numbers to try; None: 1 to twice the stages, at most one a request.
+        num_steps: of each cohort that are counted, after as many that fill the pipeline.
+        capacity: as `simulate` takes it.
+
+    Raises:
+        ProgramError: numbers that are less than 1, or more cohorts than requests.
+        CostError: costs of another number of stages.
+
+    >>> print(plan_cohorts(lambda size: [0.008 + 0.001 * size] * 2, 8, 2))
+    cohorts  of requests   step  tokens/s  bubble
+          1            8  32 ms       250     50%
+          2            4  24 ms       333      0%  best
+          3            3  33 ms       242      0%
+          4            2  40 ms       200      0%
+    """
+    seconds, numbers = cast("tuple[Any, Any]", (stage_seconds, cohorts))
+    if not callable(seconds) or not (numbers is None or isinstance(numbers, Iterable)):
+        seen = f"cohorts is {kind_of(numbers)}" if callable(seconds) else f"stage_seconds is {kind_of(seconds)}"
+        instead = "a function from a cohort's size to the seconds of each stage; cohorts=[1, 2, ...] or None"
+        raise ProgramError("plan_cohorts(stage_seconds, ...)", seen, instead)
+    tried = range(1, min(2 * num_stages, num_requests) + 1) if cohorts is None else sorted(set(cohorts))
+    call = f"plan_cohorts(stage_seconds, {num_requests}, {num_stages}, cohorts={cohorts}, num_steps={num_steps})"
+    if min(num_requests, num_stages, num_steps, *tried) < 1 or max(tried, default=0) > num_requests or not tried:
+        seen, instead = f"numbers of cohorts {list(tried)}", "each number >= 1, and at most a cohort a request"
+        raise ProgramError(call, seen, instead)
+    rows = []
+    for number in tried:
+        size = math.ceil(num_requests / number)
+        costs = _costs(stage_seconds(size), num_stages, call)
+        step_time, bubbles = _steady(costs, num_stages, number, num_steps, capacity)
+        rows.append(CohortRow(number, size, step_time, num_requests / step_time if step_time else math.inf, bubbles))
+    return CohortPlan(tuple(rows))
+
+
+def _costs(found: Sequence[float] | Costs, num_stages: int, call: str) -> Costs:
+    costs = found if isinstance(found, Costs) else Costs(found)
+    if not callable(costs.stages) and len(costs.stages) != num_stages:
+        raise CostError(call, f"{len(costs.stages)} costs of {num_stages} stages", "a cost for each stage")
+    return costs
+
+
+def _steady(
+    costs: Costs, num_stages: int, cohorts: int, num_steps: int, capacity: int
+) -> tuple[float, tuple[float, ...]]:
+    """The seconds of a step and each rank's bubble once the pipeline is full: what as many steps again add."""
+    short, long = (
+        simulate(make_programs(num_stages, decode_jobs(cohorts, steps)), costs, capacity=capacity)
+        for steps in (num_steps, 2 * num_steps)
+    )
+    seconds = long.step_time - short.step_time
+    pairs = zip(busy_seconds(short.events), busy_seconds(long.events), strict=True)
+    bubbles = (1.0 - (after - before) / seconds if seconds else 0.0 for before, after in pairs)
+    return seconds / num_steps, tuple(max(0.0, bubble) for bubble in bubbles)  # less than 0 by rounding alone

@@ -1,0 +1,152 @@
+"""`Session`: a pipeline under way, to which batches are submitted some at a time."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from weft.arguments import kind_of
+from weft.errors import ProgramError
+from weft.transforms.pipelines.parts import after_first, class_text
+from weft.transforms.pipelines.schedule import Job, count_running
+from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.failures import described
+from weft.transforms.pipelines.transports.plan import Plan
+from weft.transforms.pipelines.transports.worker import Worker, put_batches
+
+Spans = tuple[tuple[int, int], ...]
+"""Of each rank, the effects that are performed, from one to before another."""
+
+
+@attrs.frozen(eq=False)
+class _Submitted:
+    """A batch, what stages behind the first one get of it, and what all ranks must agree on of it."""
+
+    batch: Any
+    later: Any
+    text: str
+
+
+class Session:
+    """A pipeline under way. Made by `Pipelined.session`.
+
+    What returns from the last stage is taken in where the schedule has it, which may be some submissions later: then it
+    is among what `submit` returns. Every rank gets the same from the same call.
+
+    >>> from weft.transforms import pipeline
+    >>> stages = [lambda p, s, batch, x: (s, 10 * batch), lambda p, s, batch, x: (s, x + s)]
+    >>> session = pipeline(stages, advance=lambda s, batch, out: s + 1).session((None, None), (0, 0))
+    >>> outputs = session.submit([1], [Job()]) + session.submit([2, 3], [Job(after=0), Job(after=0)])
+    >>> state, rest = session.close()
+    >>> state, outputs + rest
+    ((3, 3), [(0, 10), (1, 21), (2, 32)])
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        transport: Transport,
+        workers: Sequence[Worker],
+        plan: Callable[[Sequence[Job], Sequence[str], Spans | None], Plan],
+        buffers: int | None,
+    ) -> None:
+        self._num_stages = num_stages
+        self._transport = transport
+        self._workers = workers
+        self._make_plan = plan
+        self._buffers = buffers
+        self._mail = transport.mail(num_stages)
+        self._jobs: list[Job] = []  # those from `_first` on: what some rank is to take in, and all behind it
+        self._batches: list[_Submitted] = []
+        self._first = 0
+        self._done = (0,) * num_stages  # effects performed, of the programs of `_jobs`
+        self._ended = ""
+
+    @property
+    def num_jobs(self) -> int:
+        """Batches submitted so far."""
+        return self._first + len(self._jobs)
+
+    def submit(self, batches: Sequence[Any], jobs: Sequence[Job]) -> list[tuple[int, Any]]:
+        """Run batches, behind all that were submitted before.
+
+        Args:
+            batches: in order.
+            jobs: one a batch; `after` counts from the first job of the session.
+
+        Returns:
+            The number of each job whose output all ranks have taken in by now, and had not before, and the output; of
+            jobs that do not feed, None.
+
+        Raises:
+            ProgramError: other than a job for each batch; a job that runs after one that does not feed, or is not
+                before it: then nothing ran. Or the session was closed, or failed before: its state is lost.
+        """
+        self._check(batches, jobs)
+        self._batches += [_Submitted(batch, after_first(batch), class_text(batch)) for batch in batches]
+        self._jobs += [attrs.evolve(job, after=_shifted(job.after, self._first)) for job in jobs]
+        return self._advance_to(*self._count())
+
+    def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
+        """Take in all that is still to return; the state, which is the caller's from now on, and these outputs.
+
+        Raises:
+            ProgramError: the session was closed, or failed before.
+        """
+        self._refuse_ended("session.close()")
+        ends = tuple(len(program.effects) for program in self._plan(None).programs) if self._jobs else self._done
+        outputs = self._advance_to(ends, len(self._jobs))
+        self._ended = "it was closed, and its state is the caller's"
+        return tuple(worker.state for worker in self._workers), outputs
+
+    def _refuse_ended(self, call: str) -> None:
+        if self._ended:
+            raise ProgramError(call, f"a session that is over: {self._ended}", "pipelined.session(params, state) anew")
+
+    def _check(self, batches: Sequence[Any], jobs: Sequence[Job]) -> None:
+        """Raise ProgramError if these cannot be submitted. All ranks are past what lies before the jobs that are kept:
+        who runs after one of those waits for nothing."""
+        if not isinstance(batches, list | tuple) or not isinstance(jobs, list | tuple):
+            call = f"session.submit(<{kind_of(batches)}>, <{kind_of(jobs)}>)"
+            raise ProgramError(call, "no list of batches, or none of jobs", "submit([batch, ...], [Job(...), ...])")
+        call = f"session.submit(<{len(batches)} batches>, <{len(jobs)} jobs>)"
+        self._refuse_ended(call)
+        if len(batches) != len(jobs) or not all(isinstance(job, Job) for job in jobs):
+            raise ProgramError(call, f"{len(batches)} batches and the jobs {jobs!r:.60}", "a Job for each batch")
+        kept = [*self._jobs, *jobs]
+        for index, job in enumerate(jobs, self.num_jobs):
+            after = job.after
+            if after is None or 0 <= after < self._first:
+                continue
+            if not (0 <= after < index and kept[after - self._first].feeds):
+                seen = f"job {index} runs after job {after}"
+                raise ProgramError(call, seen, "an earlier job of the session, whose output returns")
+
+    def _count(self) -> tuple[tuple[int, ...], int]:
+        return count_running(self._num_stages, self._jobs, advances=True, buffers=self._buffers)
+
+    def _plan(self, spans: Spans | None) -> Plan:
+        return self._make_plan(self._jobs, [one.text for one in self._batches], spans)
+
+    def _advance_to(self, ends: tuple[int, ...], taken: int) -> list[tuple[int, Any]]:
+        """Perform each rank's effects up to `ends`; the jobs before `taken` are over then."""
+        if ends != self._done:
+            whole, later = [one.batch for one in self._batches], [one.later for one in self._batches]
+            put_batches(self._workers, whole, later, self._first)
+            try:
+                self._transport.run(self._plan(tuple(zip(self._done, ends, strict=True))), self._workers, self._mail)
+            except BaseException as error:  # some ranks are further than others, and messages are left
+                self._ended = f"it failed ({described(error):.200})"
+                raise
+        outputs = [(self._first + mb, self._workers[0].outputs.get(mb)) for mb in range(taken)]
+        for worker in self._workers:
+            worker.forget(taken)
+        self._jobs = [attrs.evolve(j, after=_shifted(j.after, taken)) for j in self._jobs[taken:]]
+        self._batches = self._batches[taken:]
+        self._first += taken
+        self._done = self._count()[0]
+        return outputs
+
+
+def _shifted(after: int | None, by: int) -> int | None:
+    return None if after is None or after < by else after - by

@@ -1,0 +1,205 @@
+"""`simulate`: when each rank would do what, from the programs and what their effects cost.
+
+The machine is the checker's (`weft.transforms.pipelines.checker`) with time: every rank takes its effects in order, and
+an edge holds `capacity` messages, from their send to the end of their receive. A send waits for room on its edge,
+starts the transfer and goes on; the transfers of an edge go one after the other, those of different edges side by side;
+a receive waits until its message has arrived, a fence until what it names was received.
+
+So each moment is a maximum of sums of costs and earlier moments, whatever the order in which the effects are taken:
+any order that the programs allow gives the same timeline, no cost that grows makes it shorter, and no capacity longer.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from weft.arguments import kind_of
+from weft.effects import Broadcast, Effect, Fence, Program, Run, Send
+from weft.errors import CostError, ProgramError
+from weft.transforms.pipelines.checker import Edge, Step, interleave, puts, takes
+from weft.transforms.pipelines.events import ADVANCE, Event
+from weft.transforms.pipelines.timeline import Timeline
+
+
+@attrs.frozen
+class Costs:
+    """What effects cost, in seconds and bytes.
+
+    Args:
+        stages: seconds of each stage for a micro-batch, or a function `(stage, microbatch) -> seconds`.
+        advance: seconds of taking an output into the state.
+        latency: seconds of each transfer, whatever its size.
+        bytes_per_second: of each edge; infinite: transfers take the latency alone.
+        message_bytes: of what a stage sends for a micro-batch, or a function of the micro-batch.
+        output_bytes: of what returns from the last stage, likewise.
+        launch: host seconds of every effect, before the rest of it.
+
+    Raises:
+        CostError: one that is negative or not finite.
+
+    >>> Costs(stages=(1e-3, -1e-3))
+    Traceback (most recent call last):
+        ...
+    weft.errors.CostError: Costs(stages=(0.001, -0.001), …)
+      saw: stage 1 costs -0.001 s
+      instead: a finite number >= 0
+    """
+
+    stages: Sequence[float] | Callable[[int, int], float]
+    advance: float = 0.0
+    latency: float = 0.0
+    bytes_per_second: float = math.inf
+    message_bytes: float | Callable[[int], float] = 0
+    output_bytes: float | Callable[[int], float] = 0
+    launch: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("advance", "latency", "message_bytes", "output_bytes", "launch"):
+            value = getattr(self, name)
+            if not callable(value):
+                _checked(value, f"Costs({name}={value!r}, …)", f"{name}={value!r}")
+        if not self.bytes_per_second > 0:
+            seen = f"bytes_per_second={self.bytes_per_second!r}"
+            raise CostError(f"Costs({seen}, …)", seen, "a number > 0; infinite: transfers take the latency alone")
+        stages: Any = self.stages
+        if not callable(stages):
+            if not isinstance(stages, Iterable):
+                instead = "seconds of each stage: (1e-3, 2e-3), or a function (stage, microbatch)"
+                raise CostError(f"Costs(stages={stages!r}, …)", kind_of(stages), instead)
+            for stage, value in enumerate(stages):
+                _checked(value, f"Costs(stages={self.stages!r}, …)", f"stage {stage} costs {value!r} s")
+
+    def seconds(self, effect: Effect) -> float:
+        """What an effect costs its rank, waits and launch apart: nothing but for `Run`."""
+        if not isinstance(effect, Run):
+            return 0.0
+        if effect.what == ADVANCE:
+            return self.advance
+        match = re.fullmatch(r"stage (\d+)", effect.what)
+        if match is None:
+            raise CostError(f"costs of '{effect}'", f"no cost of {effect.what!r}", f"'stage N', or {ADVANCE!r}")
+        stage, mb = int(match[1]), effect.microbatch
+        if callable(self.stages):
+            value = self.stages(stage, mb)
+            return _checked(value, f"costs of '{effect}'", f"stages({stage}, {mb}) is {value!r}")
+        if stage >= len(self.stages):
+            raise CostError(f"costs of '{effect}'", f"costs of {len(self.stages)} stages", "one for each stage")
+        return self.stages[stage]
+
+    def bytes_of(self, effect: Send | Broadcast) -> float:
+        """The size of the message that an effect sends."""
+        size = self.message_bytes if isinstance(effect, Send) else self.output_bytes
+        if not callable(size):
+            return size
+        value = size(effect.microbatch)
+        return _checked(value, f"costs of '{effect}'", f"{value!r} bytes of micro-batch {effect.microbatch}")
+
+
+def _checked(value: float, call: str, seen: str) -> float:
+    if not 0 <= value < math.inf:
+        raise CostError(call, seen, "a finite number >= 0")
+    return value
+
+
+@attrs.frozen
+class _Message:
+    """One message on an edge: its bytes, when it was sent and when it arrives."""
+
+    size: float
+    sent: float
+    arrives: float
+
+
+class _Clocks:
+    """The moments so far: where each rank is, and for each edge its messages and when they were received."""
+
+    def __init__(self, num_ranks: int, costs: Costs, capacity: int) -> None:
+        self.costs = costs
+        self.capacity = capacity
+        self.now = [0.0] * num_ranks
+        self.messages: dict[Edge, list[_Message]] = defaultdict(list)
+        self.received: dict[Edge, list[float]] = defaultdict(list)
+        self.sent: dict[tuple[int, int], list[tuple[Edge, int]]] = defaultdict(list)  # by rank and micro-batch
+
+    def move(self, step: Step) -> Event:
+        """Take one effect, all that it waits for having been taken before."""
+        start, edges = self.now[step.rank], puts(step, len(self.now))
+        active = start + self.costs.launch + self.costs.seconds(step.effect)
+        end = max((active, *self._waits(step, edges)))
+        if (edge := takes(step)) is not None:
+            self.received[edge].append(end)
+        for edge in edges:
+            self._send(edge, step.effect, end)
+        self.now[step.rank] = end
+        return Event(step.rank, step.effect, start, end, end - active)
+
+    def _waits(self, step: Step, edges: Sequence[Edge]) -> Iterable[float]:
+        """The moments that an effect cannot end before."""
+        if (edge := takes(step)) is not None:
+            return [self.messages[edge][len(self.received[edge])].arrives]
+        if isinstance(step.effect, Fence):
+            return [self.received[edge][index] for edge, index in self.sent[step.rank, step.effect.microbatch]]
+        full = (edge for edge in edges if len(self.messages[edge]) >= self.capacity)
+        return [self.received[edge][len(self.messages[edge]) - self.capacity] for edge in full]
+
+    def _send(self, edge: Edge, effect: Effect, now: float) -> None:
+        assert isinstance(effect, Send | Broadcast)
+        size, queue = self.costs.bytes_of(effect), self.messages[edge]
+        begins = max(now, queue[-1].arrives) if queue else now
+        arrives = begins + (self.costs.latency + size / self.costs.bytes_per_second)
+        self.sent[edge.source, effect.microbatch].append((edge, len(queue)))
+        queue.append(_Message(size, now, arrives))
+
+    def peak_bytes(self) -> list[float]:
+        """Of each rank, the most bytes at one time of messages sent and not yet received, at either end."""
+        changes: list[list[tuple[float, float]]] = [[] for _ in self.now]
+        for edge, queue in self.messages.items():
+            for message, received in zip(queue, self.received[edge], strict=True):
+                for rank in (edge.source, edge.to):
+                    changes[rank] += [(message.sent, message.size), (received, -message.size)]
+        return [_peak(sorted(found)) for found in changes]  # sorted: at one moment, first what goes
+
+
+def _peak(changes: Sequence[tuple[float, float]]) -> float:
+    held = most = 0.0
+    for _, size in changes:
+        held += size
+        most = max(most, held)
+    return most
+
+
+def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) -> Timeline:
+    """When each rank would do what.
+
+    Args:
+        programs: of all ranks, in order.
+        costs: of their effects.
+        capacity: messages that an edge holds: 2 in the transport `threads`; the check proves programs right for 1.
+
+    Raises:
+        ProgramError: programs that do not run to their end.
+        CostError: an effect without a cost, or one that cannot be.
+
+    >>> from weft.transforms.pipelines.schedule import streaming
+    >>> print(simulate(streaming(2, 3), Costs(stages=(1e-3, 1e-3))).as_text(40))
+        ms |0          |2             bubble
+    rank 0 0000001111111222222           25%
+    rank 1 ......0000000111111222222     25%
+    0-9 runs that micro-batch (its last
+    digit); . waits
+    2 ranks, 4 ms; most bytes of messages a
+    rank holds: 0
+    """
+    if not isinstance(programs, list | tuple) or not isinstance(costs, Costs):
+        call = f"simulate(<{kind_of(programs)}>, <{kind_of(costs)}>)"
+        raise ProgramError(call, "no programs, or no Costs", "simulate(step.programs(), Costs(stages=(1e-3, ...)))")
+    if not isinstance(capacity, int) or capacity < 1:
+        call = f"simulate(<{len(programs)} programs>, costs, capacity={capacity!r})"
+        raise ProgramError(call, f"capacity={capacity!r}", "an int >= 1: an edge holds a message")
+    clocks = _Clocks(len(programs), costs, capacity)
+    events = [clocks.move(step) for step in interleave(programs, capacity=capacity)]
+    return Timeline.of(events, clocks.peak_bytes())

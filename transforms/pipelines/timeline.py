@@ -1,0 +1,193 @@
+"""`Timeline`: what each rank did when, simulated or measured; it prints, draws itself in a notebook, and compares."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from weft.arguments import kind_of
+from weft.effects import Run
+from weft.errors import ProgramError
+from weft.markup import element
+from weft.plots import axes_for, pyplot
+from weft.transforms.pipelines.draw_plot import draw_plot
+from weft.transforms.pipelines.draw_svg import draw_svg
+from weft.transforms.pipelines.draw_text import draw_text
+from weft.transforms.pipelines.events import Event, busy_seconds, how_many, last_end, num_ranks
+from weft.units import duration
+
+
+@attrs.frozen
+class Timeline:
+    """The events of all ranks; `Timeline.of` makes it.
+
+    Args:
+        events: by rank, then in order; the first starts at 0.
+        peak_bytes: of each rank the most bytes, at one time, of messages that it sent and nobody had received, and of
+            those on their way to it: what it needs of buffers. None where messages were not counted.
+
+    >>> print(Timeline.of([Event(0, Run("stage 0", 0), 5.0, 6.0), Event(1, Run("stage 1", 0), 6.0, 8.0)]).as_text(40))
+         s |0              |2         bubble
+    rank 0 00000000                      67%
+    rank 1         00000000000000000     33%
+    0-9 runs that micro-batch (its last
+    digit)
+    2 ranks, 3 s
+    """
+
+    events: tuple[Event, ...]
+    peak_bytes: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, events: Iterable[Event], peak_bytes: Sequence[float] | None = None) -> "Timeline":
+        """The timeline of events in any order of ranks, each rank's in its own; also of a measured run.
+
+        Args:
+            events: their moments in seconds of one clock, of which the earliest becomes 0.
+            peak_bytes: where known.
+        """
+        found = sorted(events, key=lambda event: (event.rank, event.start))
+        zero = min((event.start for event in found), default=0.0)
+        return cls(tuple(_moved(event, zero) for event in found), None if peak_bytes is None else tuple(peak_bytes))
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it has events of."""
+        return num_ranks(self.events)
+
+    @property
+    def step_time(self) -> float:
+        """Seconds from the first start to the last end."""
+        return last_end(self.events)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The share of the step time in which each rank ran stages and advanced."""
+        whole = self.step_time or 1.0
+        return tuple(seconds / whole for seconds in busy_seconds(self.events))
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """The rest of each rank's share: it waited, sent, launched, or had nothing to do."""
+        return tuple(max(0.0, 1.0 - share) for share in self.busy)  # a sum of parts may exceed the whole by rounding
+
+    def as_text(self, width: int = 80) -> str:
+        """One row a rank, in lines of at most `width` characters."""
+        held = (
+            ""
+            if self.peak_bytes is None
+            else f"; most bytes of messages a rank holds: {max(self.peak_bytes, default=0):,.0f}"
+        )
+        summary = f"{how_many(self.num_ranks)}, {duration(self.step_time)}{held}"
+        return "\n".join([draw_text(self.events, self.bubble, width), *textwrap.wrap(summary, width)])
+
+    def __str__(self) -> str:
+        return self.as_text()
+
+    def _repr_html_(self) -> str:
+        return self.as_svg()
+
+    def as_svg(self) -> str:
+        """The picture that a notebook shows, for a file: `Path("step.svg").write_text(timeline.as_svg())`."""
+        return draw_svg(self.events, self.bubble)
+
+    def plot(self, *, ax: Any = None) -> Any:
+        """The same picture in matplotlib's axes: `ax`, or new ones, which it returns.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        ax = axes_for("timeline.plot()", ax, 9.0, 1.3 + 0.55 * self.num_ranks)
+        draw_plot(ax, self.events, self.bubble, self.step_time, duration(self.step_time))
+        return ax
+
+
+def _moved(event: Event, zero: float) -> Event:
+    start, end = event.start - zero, event.end - zero
+    return attrs.evolve(event, start=start, end=end, waited=min(event.waited, end - start))  # less by rounding alone
+
+
+@attrs.frozen
+class Comparison:
+    """How far a simulated timeline is from a measured one; each number is (simulated - measured) / measured.
+
+    Args:
+        step_time: of the whole.
+        busy: of each rank's busy share.
+        simulated, measured: the timelines.
+    """
+
+    step_time: float
+    busy: tuple[float, ...]
+    simulated: Timeline = attrs.field(repr=False)
+    measured: Timeline = attrs.field(repr=False)
+
+    def __str__(self) -> str:
+        busy = "".join(f"\n  rank {rank} busy {error:+.1%}" for rank, error in enumerate(self.busy))
+        return f"simulated against measured:\n  step time {self.step_time:+.1%}{busy}"
+
+    def _both(self) -> tuple[tuple[str, Timeline], ...]:
+        error = f" ({self.step_time:+.1%})"
+        return (f"simulated{error}", self.simulated), ("measured", self.measured)
+
+    @property
+    def _span(self) -> float:
+        return max(self.simulated.step_time, self.measured.step_time)
+
+    def _repr_html_(self) -> str:
+        drawn = (draw_svg(t.events, t.bubble, f"{name}: ", self._span) for name, t in self._both())
+        return element("div", *drawn)
+
+    def plot(self) -> Any:
+        """Both timelines, one above the other on one scale of time; the figure of matplotlib.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        high = 1.6 + 1.1 * self.measured.num_ranks
+        plt = pyplot("compare(simulated, measured).plot()")
+        figure, places = plt.subplots(2, 1, figsize=(9.0, high), sharex=True, layout="constrained")
+        for ax, (name, one) in zip(places, self._both(), strict=True):
+            draw_plot(ax, one.events, one.bubble, self._span, f"{name}: {duration(one.step_time)}")
+            ax.label_outer()
+        return figure
+
+
+def compare(simulated: Timeline, measured: Timeline) -> Comparison:
+    """The relative errors of the step time and of each rank's busy share.
+
+    Raises:
+        ProgramError: the two ran different things.
+
+    >>> run = Run("stage 0", 0)
+    >>> print(compare(Timeline.of([Event(0, run, 0.0, 1.1)]), Timeline.of([Event(0, run, 7.0, 8.0)])))
+    simulated against measured:
+      step time +10.0%
+      rank 0 busy +0.0%
+    """
+    pair: dict[str, Any] = {"simulated": simulated, "measured": measured}
+    for name, given in pair.items():
+        if not isinstance(given, Timeline):
+            seen, instead = f"{name} is {kind_of(given)}", "Timelines: of a Recorder, recorder.timeline()"
+            raise ProgramError("compare(simulated, measured)", seen, instead)
+    ran, did = (_runs(timeline) for timeline in (simulated, measured))
+    if ran != did:
+        rank, what = next((rank, run) for rank, run in [*ran, *did] if ((rank, run) in ran) != ((rank, run) in did))
+        where = "simulated" if (rank, what) in ran else "measured"
+        seen = f"rank {rank}: '{what}' is in the {where} timeline alone"
+        raise ProgramError("compare(simulated, measured)", seen, "timelines of the same programs")
+    errors = (_relative(*pair) for pair in zip(simulated.busy, measured.busy, strict=True))
+    step_time = _relative(simulated.step_time, measured.step_time)
+    return Comparison(step_time, tuple(errors), simulated, measured)
+
+
+def _runs(timeline: Timeline) -> dict[tuple[int, Run], None]:
+    """What each rank ran, in order."""
+    return {(event.rank, event.effect): None for event in timeline.events if isinstance(event.effect, Run)}
+
+
+def _relative(value: float, true: float) -> float:
+    if value == true:
+        return 0.0
+    return (value - true) / true if true else float("inf")

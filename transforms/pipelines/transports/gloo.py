@@ -1,0 +1,91 @@
+"""The end of a rank's edges by gloo, for tensors on the CPU."""
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import ProgramError, RankError
+from weft.torchdist import gloo_group
+from weft.transforms.pipelines.transports.messages import as_bytes
+from weft.transforms.pipelines.transports.watch import CAPACITY, Watch
+
+
+class GlooEnd:
+    """Sends copies in the background, and receives in order. Each message has a head: its number on the edge, and its
+    tag."""
+
+    def __init__(self, watch: Watch, address: str) -> None:
+        self.watch = watch
+        self._address = address
+        self._group: Any = None
+        self._under_way: dict[int, deque[tuple[list[Any], Sequence[Tensor]]]] = defaultdict(deque)
+        self._sent: dict[int, int] = defaultdict(int)
+        self._received: dict[int, int] = defaultdict(int)
+
+    def connect(self, timeout: float, /) -> None:
+        watch = self.watch
+        self._group = gloo_group("gloo", watch.board.store, watch.rank, watch.num_ranks, timeout, self._address)
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
+        if len(self._under_way[peer]) >= self._capacity(peer):
+            self._wait(self._under_way[peer].popleft()[0], peer)
+        parts = torch.tensor([self._sent[peer], tag]), torch.cat([as_bytes(tensor) for tensor in tensors])
+        try:
+            works = [self._group.send([part], peer, 0) for part in parts]
+        except RuntimeError as error:
+            raise self.watch.closed(peer, error) from error
+        self._sent[peer] += 1
+        self._under_way[peer].append((works, parts))
+
+    def _capacity(self, peer: int) -> int:
+        """Messages that may be under way to a rank. Of what returns as many as that rank may run ahead of, and one: it
+        may take them in in a later run, and agree with this rank before it does."""
+        return CAPACITY if peer > self.watch.rank else self.watch.num_ranks + CAPACITY
+
+    def drain(self) -> None:
+        """Nothing to wait for: what is under way are copies."""
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
+        head = torch.empty(2, dtype=torch.int64)
+        self._fill(head, peer)
+        number, seen = head.tolist()
+        if (number, seen) != (self._received[peer], tag):
+            raise ProgramError(
+                f"rank {self.watch.rank}: message {self._received[peer]} from rank {peer}, tag {tag:x}",
+                f"message {number}, tag {seen:x}: rank {peer} is in another step or at another micro-batch",
+                "the same batches, in the same order, on every rank",
+            )
+        self._received[peer] += 1
+        body = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+        self._fill(body, peer)
+        for tensor, part in zip(tensors, body.split([tensor.nbytes for tensor in tensors]), strict=True):
+            as_bytes(tensor).copy_(part)
+
+    def _fill(self, part: Tensor, peer: int) -> None:
+        try:
+            works = [self._group.recv([part], peer, 0)]
+        except RuntimeError as error:
+            raise self.watch.closed(peer, error) from error
+        self._wait(works, peer)
+
+    def _wait(self, works: Sequence[Any], peer: int) -> None:
+        for work in works:
+            try:
+                work.wait(timedelta(seconds=self.watch.timeout))
+            except RuntimeError as error:
+                raise self.watch.closed(peer, error) from error
+
+    def close(self, failed: bool = False) -> None:
+        """Close the connections, once all that was sent has left; at once if this rank failed, so that the others learn
+        of it."""
+        if not failed:
+            with contextlib.suppress(RankError):  # who waits for it has learned the reason
+                for peer, under_way in self._under_way.items():
+                    self._wait([work for works, _ in under_way for work in works], peer)
+        self._under_way.clear()
+        self._group = None

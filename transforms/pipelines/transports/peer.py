@@ -1,0 +1,176 @@
+"""The end of a rank's edges in symmetric memory: stores into the neighbour's GPU, and a flag; no multicast."""
+
+import itertools
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.ops import peer_packed_triton as packed, peer_triton as bulk
+from weft.ops.kernel_triton import compiling
+from weft.ops.peer_triton import PROGRAMS
+from weft.torchdist import symmetric_memory
+from weft.transforms.pipelines.transports.messages import Marked, as_bytes
+from weft.transforms.pipelines.transports.watch import CAPACITY, Watch
+
+SLOT_BYTES = 2**24
+"""Bytes of a slot; a longer message goes in parts."""
+_COUNTS = PROGRAMS * 8
+
+
+@attrs.frozen(eq=False)
+class Channel:
+    """One end of an edge: where the receiver's slots and flags are, where the sender's acknowledgements, and how many
+    messages there were. Two of them: for small messages, whose words are flags themselves, and for the others."""
+
+    slots: Tensor
+    flags: Tensor
+    acks: Tensor
+    counts: Tensor
+    packed_slots: Tensor
+    packed_acks: Tensor
+    packed_counts: Tensor
+
+
+class PeerEnd:
+    """Sends with one kernel, and receives with one, in the order of the stream; both may stand in a graph.
+
+    Each rank's symmetric memory holds, for what comes from below (stages) and from above (what returns), slots and
+    flags; and acknowledgements, for each rank that it sends to.
+    """
+
+    def __init__(self, watch: Watch, device: torch.device, address: str, slot_bytes: int = SLOT_BYTES) -> None:
+        self.watch = watch
+        self._address = address
+        self.device = device
+        self.slot_bytes = slot_bytes
+        # What returns, from above, may be taken in in a later run: as many messages as a rank may run ahead of.
+        self._slots = {"below": CAPACITY, "above": watch.num_ranks + CAPACITY}
+        self._outbox = (_COUNTS, 8 * packed.PROGRAMS)
+        self._abort = torch.zeros(1, dtype=torch.int32, device=device)
+        self._aside = torch.cuda.Stream(device)
+        self._views: list[Tensor] = []
+        self._sends: dict[int, Channel] = {}
+        self._recvs: dict[int, Channel] = {}
+
+    def connect(self, _: float, /) -> None:
+        watch = self.watch
+        torch.cuda.set_device(self.device)
+        nbytes = sum(map(sum, map(self._inbox, self._slots))) + watch.num_ranks * sum(self._outbox)
+        self._views = symmetric_memory(
+            "peer", watch.board.store, watch.rank, watch.num_ranks, nbytes, self.device, self._address
+        )
+        for peer in range(watch.num_ranks):
+            if peer != watch.rank:
+                self._sends[peer] = self._channel(watch.rank, peer)
+                self._recvs[peer] = self._channel(peer, watch.rank)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile the kernels of messages of any number of words, 16 bytes aligned, so that none is when the first is
+        sent. Long ones have two: for multiples of 16 words, and for the rest."""
+        with compiling():
+            for peer, words in itertools.product(self._sends, (*packed.LENGTHS, packed.MOST + 1, packed.MOST + 16)):
+                message = torch.empty(words, dtype=torch.int32, device=self.device)
+                self._put(message, self._sends[peer])
+                self._take(message, self._recvs[peer])
+
+    def _inbox(self, side: str) -> tuple[int, int, int]:
+        """Bytes of the slots, the flags and the slots of small messages from one side."""
+        slots = self._slots[side]
+        return slots * self.slot_bytes, _COUNTS, 8 * slots * packed.MOST
+
+    def _channel(self, source: int, to: int) -> Channel:
+        """The edge from one rank to another: a rank has one from below, and one from above."""
+        below, above = self._inbox("below"), self._inbox("above")
+        inboxes, outbox = sum(below) + sum(above), sum(self._outbox)
+        side, count = (below, self._slots["below"]) if source < to else (above, self._slots["above"])
+        first = 0 if source < to else sum(below)
+        slots, flags, packed_slots = self._views[to][first : first + sum(side)].split(side)
+        mine = self._views[source][inboxes + to * outbox : inboxes + (to + 1) * outbox]
+        acks, packed_acks = mine.split(self._outbox)
+        counts, packed_counts = torch.zeros(PROGRAMS + packed.PROGRAMS, dtype=torch.int64, device=self.device).split(
+            [PROGRAMS, packed.PROGRAMS]
+        )
+        return Channel(
+            slots.view(count, self.slot_bytes),
+            flags.view(torch.int64),
+            acks.view(torch.int64),
+            counts,
+            packed_slots.view(torch.int64).view(count, packed.MOST),
+            packed_acks.view(torch.int64),
+            packed_counts,
+        )
+
+    def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
+        for part in self._parts(_joined(tensors)):
+            self._put(part, self._sends[peer])
+
+    def _put(self, part: Tensor, to: Channel) -> None:
+        if _is_small(part):
+            packed.send(part, to.packed_slots, to.packed_acks, to.packed_counts, self._abort)
+        else:
+            bulk.send(part, to.slots.view(part.dtype), to.flags, to.acks, to.counts, self._abort)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
+        if len(tensors) != 1 or not _is_aligned(as_bytes(tensors[0])):
+            whole = torch.empty(sum(x.nbytes for x in tensors), dtype=torch.uint8, device=self.device)
+            self._fill(whole, self._recvs[peer])
+            for tensor, own in zip(tensors, whole.split([x.nbytes for x in tensors]), strict=True):
+                as_bytes(tensor).copy_(own)
+        else:
+            self._fill(as_bytes(tensors[0]), self._recvs[peer])
+
+    def _fill(self, message: Tensor, source: Channel) -> None:
+        for part in self._parts(message):
+            self._take(part, source)
+
+    def _take(self, part: Tensor, source: Channel) -> None:
+        if _is_small(part):
+            packed.recv(part, source.packed_slots, source.packed_acks, source.packed_counts, self._abort)
+        else:
+            bulk.recv(part, source.slots.view(part.dtype), source.flags, source.acks, source.counts, self._abort)
+
+    def _parts(self, message: Tensor) -> Sequence[Tensor]:
+        """A message of bytes as words of 4 bytes (of 1, where it is no multiple), in parts that fit a slot: by its size
+        alone, so that both ends do alike."""
+        words = message.view(torch.int32) if message.numel() % 4 == 0 else message
+        most = bulk.capacity(self.slot_bytes, words.dtype)
+        return words.split(most) if words.numel() > most else (words,)
+
+    def drain(self) -> None:
+        """Nothing to wait for: a send has left its buffer when its kernel ends."""
+
+    def mark(self) -> Marked | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def abort(self) -> None:
+        """End every kernel that waits here, from a stream of its own."""
+        with torch.cuda.stream(self._aside):
+            self._abort.fill_(1)
+
+    def close(self, failed: bool = False) -> None:
+        """End what waits, if a rank failed; else wait for what is under way."""
+        if failed:
+            self.abort()
+        else:
+            torch.cuda.synchronize(self.device)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of a message, which takes one slot: those of its tensors, one behind the other."""
+    own = [as_bytes(tensor) for tensor in tensors]
+    return own[0] if len(own) == 1 and _is_aligned(own[0]) else torch.cat(own)
+
+
+def _is_aligned(message: Tensor) -> bool:
+    return not message.storage_offset() % 4
+
+
+def _is_small(part: Tensor) -> bool:
+    return part.dtype == torch.int32 and part.numel() <= packed.MOST

@@ -1,0 +1,161 @@
+"""A worker: one rank under way. It performs the effects of its program, whatever carries its messages."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import attrs
+from torch import Tensor
+
+from weft.arguments import kind_of
+from weft.donation import clone
+from weft.effects import Broadcast, Effect, Fence, Recv, Run, Schema, Send
+from weft.errors import ProgramError
+from weft.torchapi import storage_id
+from weft.transforms.pipelines.measure import measuring
+from weft.trees import tree_leaves, tree_map
+
+
+class Link(Protocol):
+    """One rank's ends of the edges: it starts to send, waits to receive, and waits until what it sent has left."""
+
+    def send(self, effect: Send | Broadcast, value: Any) -> None:
+        """Start to send `value` where `effect` says."""
+
+    def recv(self, effect: Recv | Broadcast) -> Any:
+        """The value sent from where `effect` says. It is the receiver's: nothing overwrites it."""
+
+    def fence(self, effect: Fence, /) -> None:
+        """Return when all that was sent of the micro-batch has left its buffer."""
+
+
+@attrs.define(eq=False)
+class Worker:
+    """One rank of a run.
+
+    Args:
+        rank: which.
+        stage, params, state: its own; the state is the next one after each `run`.
+        advance: what `run advance` calls.
+        batches: the micro-batches.
+        keeps: whether what its stage makes is copied, for it is lent and stays here to the end.
+        shares: whether what its stage makes is copied where it shares memory with the state, which is written in place.
+        inputs: what it received and has not yet run, by micro-batch.
+        results: what its stage made, by micro-batch.
+        outputs: what the last one made.
+        first: the number, over all runs that this one goes on from, of its micro-batch 0.
+    """
+
+    rank: int
+    stage: Callable[..., Any]
+    params: Any
+    state: Any
+    advance: Callable[..., Any] | None
+    batches: Sequence[Any]
+    keeps: bool = False
+    shares: bool = False
+    inputs: dict[int, Any] = attrs.field(factory=dict)
+    results: dict[int, Any] = attrs.field(factory=dict)
+    outputs: dict[int, Any] = attrs.field(factory=dict)
+    first: int = 0
+
+    def forget(self, count: int) -> None:
+        """The first micro-batches are over: number those behind them from 0."""
+        for held in (self.inputs, self.results, self.outputs):
+            for mb in sorted(held):
+                value = held.pop(mb)
+                if mb >= count:
+                    held[mb - count] = value
+
+    def perform(self, effect: Effect, link: Link) -> None:
+        """Do what the next effect of the program says."""
+        recorder = measuring()
+        with nullcontext() if recorder is None else recorder.span(self.rank, effect):
+            self._perform(effect, link)
+
+    def _perform(self, effect: Effect, link: Link) -> None:
+        mb = effect.microbatch
+        match effect:
+            case Run("advance"):
+                assert self.advance is not None, "a program advances only where there is an advance"
+                self.state = call_advance(self.rank, self.advance, self.state, self.batches[mb], self.outputs.get(mb))
+            case Run():
+                x = self.inputs.pop(mb, None)
+                made = call_stage(self.rank, self.stage, self.params, self.state, self.batches[mb], x)
+                self.state = made[0]
+                self.results[mb] = clone(made[1]) if self.keeps else self._apart(made[1])
+            case Send(_, _, schema):
+                match_schema(self.rank, effect, schema, self.results[mb])
+                link.send(effect, self.results.pop(mb))
+            case Recv(_, _, schema):
+                self.inputs[mb] = link.recv(effect)
+                match_schema(self.rank, effect, schema, self.inputs[mb])
+            case Broadcast(root) if root == self.rank:
+                self.outputs[mb] = self.results.pop(mb)
+                link.send(effect, self.outputs[mb])
+            case Broadcast():
+                self.outputs[mb] = link.recv(effect)
+            case Fence():
+                link.fence(effect)
+
+    def _apart(self, made: Any) -> Any:
+        """What the stage made, apart from the state's memory: the next micro-batch may overwrite that."""
+        if not self.shares:
+            return made
+        tensors = {id(leaf): storage_of(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)}
+        shared = set(tensors.values()) & {storage_of(x) for x in tree_leaves(self.state) if isinstance(x, Tensor)}
+        shared.discard(None)
+        if not shared:
+            return made
+        return tree_map(lambda x: x.clone() if tensors.get(id(x)) in shared else x, made)
+
+
+def put_batches(workers: Sequence[Worker], batches: Sequence[Any], later: Sequence[Any], first: int = 0) -> None:
+    """Give workers the micro-batches of a run: to those behind the first stage `later`, what `after_first` leaves."""
+    for worker in workers:
+        worker.batches, worker.first = (later if worker.rank else batches), first
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """An identity of its memory; None where a transform of torch.func stands before it."""
+    try:
+        return storage_id(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, batch: Any, x: Any) -> tuple[Any, Any]:
+    """The stage's `(state, y)`; an error from inside it gets a note that says which stage it was."""
+    try:
+        made = stage(params, state, batch, x)
+    except Exception as error:
+        first = "; x is None on the first stage, which computes from the batch" if x is None else ""
+        error.add_note(f"in stage {index} ({getattr(stage, '__name__', stage)}){first}")
+        raise
+    if not isinstance(made, tuple) or len(made) != 2:
+        name = getattr(stage, "__name__", stage)
+        seen = f"it returned {kind_of(made)}{of_length(made)}"
+        raise ProgramError(f"stage {index} ({name})", seen, "return (state, y)")
+    return made
+
+
+def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any, out: Any) -> Any:
+    """The stage's next state; an error from inside it gets a note that says of which stage the state was."""
+    try:
+        return advance(state, batch, out)
+    except Exception as error:
+        made = ", which a transform made: advance=lift(...)" if type(state).__name__ == "Carried" else ""
+        name = getattr(advance, "__name__", advance)
+        error.add_note(f"in advance ({name}) on stage {index}'s state, {kind_of(state)}{made}")
+        raise
+
+
+def of_length(made: Any) -> str:
+    """How long a tuple is, in words; empty for anything else."""
+    return f" of {len(made)}" if isinstance(made, tuple) else ""
+
+
+def match_schema(rank: int, effect: Effect, schema: Schema | None, value: Any) -> None:
+    """Raise ProgramError unless the value that travels is of the schema declared for its edge."""
+    if schema is not None and (seen := Schema.of(value)) != schema:
+        raise ProgramError(f"rank {rank}: '{effect}'", f"a value of schema {seen}", f"return {schema} from the stage")
