@@ -29,7 +29,6 @@ __all__ = [
     "DispatchMode",
     "FunctionMode",
     "backend_switches",
-    "borrowed",
     "changes_of",
     "children_of",
     "clone_all",
@@ -62,6 +61,7 @@ __all__ = [
     "tensors_check",
     "uncompiled",
     "unnamed_children",
+    "unowned",
     "unseen",
     "unwrapped_call",
 ]
@@ -357,7 +357,7 @@ def children_of(spec: Any) -> list[Any]:
     return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
 
 
-def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor at the same place that does not keep the memory: whoever uses it must know that somebody else does."""
     storage = tensor.untyped_storage()
     held = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())

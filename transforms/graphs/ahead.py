@@ -10,7 +10,7 @@ from weft.ops.presence import triton_version
 from weft.torchapi import DispatchMode, storage_id
 from weft.transforms.graphs.backends.operators import tensors_in
 from weft.transforms.graphs.cache import Graphs
-from weft.transforms.graphs.calls.buffers import Slabs
+from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.capture import ONE_AT_A_TIME, audit_of, prepare
 from weft.transforms.graphs.options import Graphable
@@ -42,11 +42,13 @@ def compile_ahead(of: Graphable, call: Call, graphs: Graphs) -> None:
     from weft.ops.kernel_triton import compiling  # not at the top: a machine without triton can still import weft
 
     device = graphs.backend_for(call).device
-    slabs = Slabs()  # of its own: graphs that there are may still be reading theirs, and count what theirs take
+    input_buffers = (
+        InputBufferPool()
+    )  # of its own: graphs that there are may still be reading theirs, and count what theirs take
     missing = [rung for rung in graphs.rungs(call) if graphs.find(call, rung) is None]
     with compiling(), ONE_AT_A_TIME:
         for rung in missing:
             with contextlib.suppress(torch.OutOfMemoryError):
-                prepared = prepare(of, call, rung.descriptor, slabs)
+                prepared = prepare(of, call, rung.descriptor, input_buffers)
                 with prepared.untouched(audit_of(of, prepared, device)), _Zeros():
                     prepared.run()

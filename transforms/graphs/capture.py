@@ -16,7 +16,7 @@ from weft.padding import inert, padded_shape
 from weft.torchapi import storage_id, unseen
 from weft.transforms.graphs.backends import Backend, Recording
 from weft.transforms.graphs.backends.audit import Audit, Inputs
-from weft.transforms.graphs.calls.buffers import Slabs
+from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call, invoke
 from weft.transforms.graphs.calls.results import Outputs, refuse_opaque, refuse_recorded, settle
 from weft.transforms.graphs.options import Graphable
@@ -44,7 +44,7 @@ class Entry:
         external: the tensors from outside that it reads and that could require grad: while one does, the function
             itself must run under autograd.
         consults_switches: it chose kernels by `weft.torchapi.backend_switches`.
-        blanks: for each buffer that is padded with one number, a tensor of padding; None for large ones, and the rest.
+        padding_sources: a tensor of padding for each small buffer that is padded with one number; None for others.
         buffer_bytes: of the input buffers and the padding beside them, what this graph added to what others have.
         operators: that it repeats, and the seconds that its capture took.
         last_use: the number of the replay that used it last, by which the least used is found.
@@ -55,7 +55,7 @@ class Entry:
     axes: tuple[Axes | None, ...]
     external: tuple[Tensor, ...]
     consults_switches: bool
-    blanks: tuple[Tensor | None, ...]
+    padding_sources: tuple[Tensor | None, ...]
     buffer_bytes: int
     operators: int = 0
     seconds: float = 0.0
@@ -102,8 +102,8 @@ class Prepared:
     rewind: Callable[[], None]
 
 
-def prepare(of: Graphable, call: Call, descriptor: Any, slabs: Slabs) -> Prepared:
-    """Make input buffers in `slabs` for calls like `call`, padded to `descriptor` (as they are where that is None).
+def prepare(of: Graphable, call: Call, descriptor: Any, input_buffers: InputBufferPool) -> Prepared:
+    """Make buffers in `input_buffers` for calls like `call`, padded to `descriptor` (as they are if that is None).
 
     With a descriptor the buffers hold padding only, which by contract (law L2) changes no state: so a state of over
     `SAVED_BYTES`, such as a KV cache, is not copied to be restored.
@@ -111,7 +111,7 @@ def prepare(of: Graphable, call: Call, descriptor: Any, slabs: Slabs) -> Prepare
     with torch.no_grad():
         example = call.copied if descriptor is None else inert(call.copied, descriptor)
         leaves, tree = tree_flatten(example)
-        buffers = tuple(slabs.buffer(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves))
+        buffers = tuple(input_buffers.buffer(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves))
     axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
     donated = _tensors({n: call.references[n] for n in of.roles.donated if n in call.references})
     saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
@@ -170,13 +170,13 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
 
     Raises:
         CaptureError: the audit refused what the function did, or a result of a padded call cannot be unpadded.
-        torch.OutOfMemoryError: there is no room for it; then nothing changed, and nothing but slabs is held.
+        torch.OutOfMemoryError: there is no room for it; then nothing changed, and nothing but input_buffers is held.
     """
     start = time.perf_counter()
     if backend.enter is not None:
         backend.enter()  # another graph may still be reading the buffers, in another stream
-    slabs, before = backend.slabs, backend.slabs.nbytes
-    prepared = prepare(of, call, descriptor, slabs)
+    input_buffers, before = backend.input_buffers, backend.input_buffers.nbytes
+    prepared = prepare(of, call, descriptor, input_buffers)
     split_at = of.split_at if mode == "piecewise" else frozenset()
     audit = audit_of(of, prepared, backend.device)
     with ONE_AT_A_TIME, prepared.untouched(audit), _noted(of.name, descriptor):
@@ -197,9 +197,11 @@ def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Back
     if not of.borrow:
         recording = backend.lend_memory(recording, audit.own - {storage_id(x) for x in prepared.donated})
     pairs = zip(prepared.buffers, prepared.axes, strict=True)
-    blanks = tuple(slabs.blank(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs))
-    took = slabs.nbytes - before, audit.launches, time.perf_counter() - start
-    return Entry(recording, prepared.buffers, prepared.axes, external, audit.consults_switches(), blanks, *took)
+    padding_sources = tuple(input_buffers.padding_source(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs))
+    took = input_buffers.nbytes - before, audit.launches, time.perf_counter() - start
+    return Entry(
+        recording, prepared.buffers, prepared.axes, external, audit.consults_switches(), padding_sources, *took
+    )
 
 
 @contextmanager

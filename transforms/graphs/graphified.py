@@ -16,7 +16,7 @@ from weft.settings import MAY_REPLAY, may_capture
 from weft.torchapi import in_plain_surroundings, uncompiled
 from weft.transforms.graphs.ahead import compile_ahead
 from weft.transforms.graphs.cache import Explanation, Graphs
-from weft.transforms.graphs.calls.borrowing import lend, lending
+from weft.transforms.graphs.calls.borrowing import lend, watches_borrows
 from weft.transforms.graphs.calls.call import (
     Call,
     Roles,
@@ -145,7 +145,9 @@ class Graphified(Generic[P, R]):
             return keep_in_place(self._fn(*args, **kwargs), self._of.roles, call)
         with self._lock:
             result = self._replay(replay, (*self._moved(call), *call.copied_leaves))
-            return lend(result, replay.entry.outputs, self._of.name, self._graphs.count) if lending() else result
+            return (
+                lend(result, replay.entry.outputs, self._of.name, self._graphs.count) if watches_borrows() else result
+            )
 
     def _noted(self, error: Exception) -> Exception:
         """An error that an operator raised in a replay, with a note on what was donated."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.errors import CacheMissError, CaptureError
 from weft.torchapi import signal_capture
-from weft.transforms.graphs.calls.buffers import Slabs
+from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.capture import Entry, audit_of, prepare
 from weft.transforms.graphs.dispatch import Decision
@@ -116,7 +116,7 @@ def lower(
     Raises:
         CaptureError: what it does could not be captured.
     """
-    prepared = prepare(of, call, decision.descriptor, Slabs())
+    prepared = prepare(of, call, decision.descriptor, InputBufferPool())
     given = zip(prepared.given, prepared.names, (*prepared.references, *prepared.buffers), strict=True)
     donated = {id(x) for x in prepared.donated}
     own = {id(x) for x in prepared.references}

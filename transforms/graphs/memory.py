@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.padding import padded_shape
 from weft.torchapi import storage_id
 from weft.transforms.graphs.backends import Backend
-from weft.transforms.graphs.calls.buffers import BLANK_BYTES, is_dense
+from weft.transforms.graphs.calls.buffers import PADDING_SOURCE_BYTES, is_dense
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.capture import Entry, capture
 from weft.transforms.graphs.dispatch import Decision
@@ -98,7 +98,7 @@ def analysis_of(entries: Iterable[Entry]) -> MemoryAnalysis:
 
 def _buffers_held(entries: Iterable[Entry]) -> int:
     """Bytes of the buffers of graphs, and of the padding beside them; what they share, once and whole."""
-    held = [x for e in entries for x in (*e.buffers, *e.blanks) if isinstance(x, Tensor)]
+    held = [x for e in entries for x in (*e.buffers, *e.padding_sources) if isinstance(x, Tensor)]
     sizes = {storage_id(x): x.untyped_storage().nbytes() if x.is_contiguous() else x.nbytes for x in held}
     return sum(sizes.values())
 
@@ -166,14 +166,14 @@ def input_bytes(call: Call, descriptor: Any) -> int:
 
 def buffer_bytes(call: Call, descriptors: Iterable[Any]) -> int:
     """Bytes of the input buffers, and of the padding beside them, of graphs of these classes, captured in this order:
-    those that are part of a slab (`Slabs`) count as far as the slab must grow."""
-    slabs: dict[tuple[int, bool], int] = {}
+    those that are part of a shared block (`InputBufferPool`) count as far as the block must grow."""
+    input_buffers: dict[tuple[int, bool], int] = {}
     total = 0
     for descriptor in descriptors:
         for place, (size, has_blank, dense) in enumerate(_padded(call, descriptor)):
-            for blank in (False, True)[: 1 + has_blank]:
-                if not dense or size > slabs.get((place, blank), 0):
-                    slabs[place, blank] = size
+            for padding_source in (False, True)[: 1 + has_blank]:
+                if not dense or size > input_buffers.get((place, padding_source), 0):
+                    input_buffers[place, padding_source] = size
                     total += size
     return total
 
@@ -185,8 +185,10 @@ def _padded(call: Call, descriptor: Any) -> Iterator[tuple[int, bool, bool]]:
             padded = spec is not None and descriptor is not None
             shape = padded_shape(leaf, spec, descriptor) if spec is not None and padded else tuple(leaf.shape)
             size = math.prod(shape) * leaf.element_size()
-            blank = padded and spec is not None and not isinstance(spec.pad, str) and size <= BLANK_BYTES
-            yield size, blank, padded or is_dense(leaf)
+            padding_source = (
+                padded and spec is not None and not isinstance(spec.pad, str) and size <= PADDING_SOURCE_BYTES
+            )
+            yield size, padding_source, padded or is_dense(leaf)
 
 
 def size_text(count: int) -> str:

@@ -63,7 +63,7 @@ def make_replay(
 ) -> Replay:
     """How calls like `call`, of class `own`, are answered by a graph of class `padded`."""
     leaves, first = (*call.reference_leaves, *call.copied_leaves), len(call.reference_leaves)
-    copies = plan_copies(entry.buffers, entry.blanks, entry.axes, leaves, first)
+    copies = plan_copies(entry.buffers, entry.padding_sources, entry.axes, leaves, first)
     outputs = entry.outputs if padded == own else _cut(entry.outputs, own)
     handover = hand_over(outputs, entry.buffers, borrow)
     return Replay(entry, enter, copies.fill if copies else None, entry.recording.replay, handover)

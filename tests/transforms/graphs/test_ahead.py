@@ -109,7 +109,7 @@ def test_it_neither_writes_what_graphs_read_nor_fails_where_the_memory_is_full()
         call = graph._example((torch.zeros(size),), {})
         backend = graph._graphs.backend_for(call)
         compile_ahead(graph._of, call, graph._graphs)
-    assert backend.slabs.nbytes == 8
+    assert backend.input_buffers.nbytes == 8
     (entry,) = graph._graphs.memo.values()
     assert entry.buffers[0].tolist() == [1, 1]
 

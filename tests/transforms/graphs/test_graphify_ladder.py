@@ -136,7 +136,7 @@ def test_nothing_of_an_earlier_batch_is_left_in_a_buffer(blank_bytes: int, monke
     """The whole of each padded buffer, as the graph sees it, is what padding says, in any order of sizes."""
     from weft.padding import pad
 
-    monkeypatch.setattr("weft.transforms.graphs.calls.buffers.BLANK_BYTES", blank_bytes)
+    monkeypatch.setattr("weft.transforms.graphs.calls.buffers.PADDING_SOURCE_BYTES", blank_bytes)
     rung = BatchDescriptor(6, 4)
     g = graphify(lambda b: Output(b.starts[1:] * 1, b.starts[1:] * 1.0), ladder=[rung])
     sizes = [(6, 4), (2, 1), (5, 3), (1, 1), (2, 1), (6, 4), (3, 3), (0, 0), (5, 3)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from weft.errors import DeviceError
 from weft.transforms.graphs.backends.audit import Audit
-from weft.transforms.graphs.calls.buffers import Slabs
+from weft.transforms.graphs.calls.buffers import InputBufferPool
 
 NAMES = ("tape", "cuda")
 """What `graphify(..., backend=...)` may name."""
@@ -50,7 +50,7 @@ class Backend(Protocol):
         """Where it runs."""
 
     @property
-    def slabs(self) -> Slabs:
+    def input_buffers(self) -> InputBufferPool:
         """Memory for the input buffers of what it records."""
 
     @property

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, borrowed, current_stream_id, replayer, stop_allocating_to_pool, storage_id
+from weft.torchapi import DispatchMode, current_stream_id, replayer, stop_allocating_to_pool, storage_id, unowned
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.host_reads import refusal
 from weft.transforms.graphs.backends.operators import tensors_in
-from weft.transforms.graphs.calls.buffers import Slabs
+from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.results import Outputs
 from weft.trees import tree_map
 
@@ -96,7 +96,7 @@ class CudaBackend:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
-        self.slabs = Slabs()
+        self.input_buffers = InputBufferPool()
         self._warm: set[tuple[bool, int]] = set()
         self._generators: dict[torch.Generator, None] = {}
         self._stream_id = current_stream_id(self.stream.device_index)
@@ -164,7 +164,7 @@ class CudaBackend:
     def lend_memory(self, recording: CudaRecording, made: Set[int]) -> CudaRecording:
         """With outputs that name their memory, and do not hold it: the graph keeps the pool alive that it is in."""
         outputs: Outputs = recording.outputs
-        leaves = (borrowed(x) if _is_on(self.device, x) and storage_id(x) in made else x for x in outputs.leaves)
+        leaves = (unowned(x) if _is_on(self.device, x) and storage_id(x) in made else x for x in outputs.leaves)
         return attrs.evolve(recording, outputs=attrs.evolve(outputs, leaves=tuple(leaves)))
 
 
@@ -213,12 +213,12 @@ class _Session(DispatchMode):
         # A capture only records: the piece must run for the operator to find values that it can read.
         self._run_last()
         result = func(*args, **kwargs)
-        call = tree_map(lambda x: borrowed(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        call = tree_map(lambda x: unowned(x) if isinstance(x, Tensor) else x, (args, kwargs))
         self._begin()
         # Memory of the pool, which a later piece may reuse once the function has dropped the result.
         targets = tree_map(lambda x: torch.empty_like(x) if isinstance(x, Tensor) else x, result)
         self._results = tuple(tensors_in(result))
-        self._before = SplitCall(func, call[0], call[1], tuple(borrowed(t) for t in tensors_in(targets)))
+        self._before = SplitCall(func, call[0], call[1], tuple(unowned(t) for t in tensors_in(targets)))
         return targets
 
     def _begin(self) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, borrowed, signal_capture, storage_id
+from weft.torchapi import DispatchMode, signal_capture, storage_id, unowned
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.operators import ONLY_MEMORY, TRANSFERS, tensors_in, written
 from weft.transforms.graphs.backends.randomness import UnknownGenerator
-from weft.transforms.graphs.calls.buffers import Slabs
+from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.trees import tree_map
 
 _CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ class _Recorder(DispatchMode):
     def _held(self, value: Any) -> Any:
         """What the tape keeps of an argument: what is captured by reference is there whenever it is replayed."""
         if isinstance(value, Tensor) and storage_id(value) in self.audit.lent and _has_address(value):
-            return borrowed(value)
+            return unowned(value)
         return _as_it_is(value)
 
     def nbytes(self) -> int:
@@ -126,7 +126,7 @@ class TapeBackend:
     name: str = "tape"
     device: torch.device = _CPU
     enter: None = None
-    slabs: Slabs = attrs.field(factory=Slabs)
+    input_buffers: InputBufferPool = attrs.field(factory=InputBufferPool)
     _warm: list[bool] = attrs.field(factory=list)
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> TapeRecording:

@@ -99,7 +99,7 @@ def declare_lending(fn: F, lends: bool) -> F:
     return fn
 
 
-def lending() -> bool:
+def watches_borrows() -> bool:
     """Whether borrowed results are watched here."""
     return _LENDING.get()
 

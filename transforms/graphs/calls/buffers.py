@@ -15,7 +15,7 @@ from weft.trees import Axes
 
 SPARSE_BYTES = 2**26
 """A strided argument is copied into a buffer of its strides if that takes no more than this, or four times its size."""
-BLANK_BYTES = 2**20
+PADDING_SOURCE_BYTES = 2**20
 """Padding up to this size is copied from a tensor of padding, in the launch of the values; larger tails are filled."""
 
 
@@ -31,7 +31,7 @@ def buffer_like(value: Tensor) -> Tensor:
 
 
 @attrs.define
-class Slabs:
+class InputBufferPool:
     """Memory for the buffers of graphs that replay one at a time: for each place among their copied inputs as much as
     the largest buffer there takes, of which the others are the first part.
 
@@ -43,27 +43,27 @@ class Slabs:
     _of: dict[Any, Tensor] = attrs.field(factory=dict, init=False)
 
     def buffer(self, place: int, value: Tensor) -> Tensor:
-        """`buffer_like(value)`, for the input at `place`; one that is dense is part of a slab."""
+        """`buffer_like(value)`, for the input at `place`; one that is dense is part of a shared block."""
         if is_dense(value):
             return self._part(("buffer", place), value).copy_(value)
         self.nbytes += value.nbytes
         return buffer_like(value)
 
-    def blank(self, place: int, buffer: Any, spec: Axes | None) -> Tensor | None:
+    def padding_source(self, place: int, buffer: Any, spec: Axes | None) -> Tensor | None:
         """A tensor of padding of a buffer's size; None if it is not padded with one number, or large."""
-        if spec is None or isinstance(spec.pad, str) or buffer.nbytes > BLANK_BYTES:
+        if spec is None or isinstance(spec.pad, str) or buffer.nbytes > PADDING_SOURCE_BYTES:
             return None
         if is_dense(buffer):
-            return self._part(("blank", place, spec.pad), buffer).fill_(spec.pad)
+            return self._part(("padding", place, spec.pad), buffer).fill_(spec.pad)
         self.nbytes += buffer.nbytes
         return torch.full_like(buffer, spec.pad)
 
     def _part(self, key: tuple[Any, ...], like: Tensor) -> Tensor:
         key = *key, like.dtype, like.device, torch.is_inference_mode_enabled()
-        if (slab := self._of.get(key)) is None or slab.numel() < like.numel():
-            slab = self._of[key] = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
-            self.nbytes += slab.nbytes
-        return slab.as_strided(like.shape, like.stride())
+        if (block := self._of.get(key)) is None or block.numel() < like.numel():
+            block = self._of[key] = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+            self.nbytes += block.nbytes
+        return block.as_strided(like.shape, like.stride())
 
 
 def is_dense(value: Tensor) -> bool:

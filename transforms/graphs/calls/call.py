@@ -16,7 +16,7 @@ from weft.torchapi import children_of, function_modes, in_dispatch_mode, in_func
 from weft.transforms.graphs.calls.borrowing import refuse_stale
 from weft.transforms.graphs.calls.memo import (
     Key,
-    Part,
+    TreeKey,
     check_hashable,
     check_plain,
     check_statics,
@@ -72,16 +72,16 @@ class Call:
     copied_tree: TreeSpec
     training: bool | None
     recalled: "Recalled | None" = None
-    _reference_part: list[Part] = attrs.field(factory=list, init=False, eq=False, repr=False)
+    _reference_key: list[TreeKey] = attrs.field(factory=list, init=False, eq=False, repr=False)
 
-    def reference_part(self) -> Part:
+    def reference_key(self) -> TreeKey:
         """What keys say of the arguments by reference."""
         if self.recalled is not None:
             return self.recalled.part
-        if not self._reference_part:
+        if not self._reference_key:
             leaves = (leaf_key(x, None, True) for x in self.reference_leaves)
-            self._reference_part.append(_part(self.reference_tree, leaves))
-        return self._reference_part[0]
+            self._reference_key.append(_tree_key(self.reference_tree, leaves))
+        return self._reference_key[0]
 
     def new_leaves(self) -> tuple[Any, ...]:
         """The leaves that no call before was asked about."""
@@ -109,7 +109,7 @@ class Recalled:
     """
 
     tree: TreeSpec
-    part: Part
+    part: TreeKey
 
 
 def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -298,14 +298,14 @@ def check_sizes(call: Call, descriptor: Any, name: str) -> None:
 
 def signature_of(call: Call) -> Key:
     """The key before dispatch: with the batch's own class and sizes."""
-    copied = _part(call.copied_tree, (leaf_key(x, None, False) for x in call.copied_leaves))
+    copied = _tree_key(call.copied_tree, (leaf_key(x, None, False) for x in call.copied_leaves))
     statics = tuple((name, alike(value)) for name, value in call.statics.items())
     training = () if call.training is None else (("module.training", call.training),)
-    return Key((*_ambient(), *training), "", statics, None, call.reference_part(), copied)
+    return Key((*_ambient(), *training), "", statics, None, call.reference_key(), copied)
 
 
-def _part(structure: TreeSpec, leaves: Iterable[Any]) -> Part:
-    return Part(structure, keys_in(structure), tuple(leaves))
+def _tree_key(structure: TreeSpec, leaves: Iterable[Any]) -> TreeKey:
+    return TreeKey(structure, keys_in(structure), tuple(leaves))
 
 
 def hashable_signature(call: Call, name: str) -> Key:
@@ -341,4 +341,4 @@ def key_of(call: Call, mode: str, descriptor: Any) -> Key:
     padded = map_sized(lambda value, _: value, call.copied, descriptor)
     pairs = zip(call.copied_leaves, leaf_axes(call.copied), strict=True)
     leaves = (leaf_key(x, padded_shape(x, spec, descriptor) if spec else None, False) for x, spec in pairs)
-    return attrs.evolve(signature, descriptor=descriptor, copied=_part(tree_structure(padded), leaves))
+    return attrs.evolve(signature, descriptor=descriptor, copied=_tree_key(tree_structure(padded), leaves))

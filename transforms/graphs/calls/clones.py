@@ -12,14 +12,14 @@ from weft.torchapi import clone_all
 Cloner = Callable[[tuple[Tensor, ...]], list[Tensor]]
 
 
-def lending(made: Sequence[Tensor], kept: Sequence[int]) -> Cloner:
+def lend_outputs(made: Sequence[Tensor], kept: Sequence[int]) -> Cloner:
     """How to lend all but those `kept`, of which there are clones."""
     if len(kept) == len(made):
         return cloning(made)
-    return _merged(borrowed, [((*kept,), cloning([made[i] for i in kept]))]) if kept else borrowed
+    return _merged(as_borrowed, [((*kept,), cloning([made[i] for i in kept]))]) if kept else as_borrowed
 
 
-def borrowed(made: tuple[Tensor, ...]) -> list[Tensor]:
+def as_borrowed(made: tuple[Tensor, ...]) -> list[Tensor]:
     """The graph's own buffers, which the next replay overwrites; as new tensors, so that no caller's `t_()` or donation
     reaches the next caller."""
     return [x.data for x in made]  # half the time of `detach()`

@@ -16,7 +16,7 @@ from weft.alike import EXACT
 from weft.donation import TAKEN, is_donatable
 from weft.trees import node_fields
 
-Part = tuple[Any, tuple[Any, ...], tuple[Tensor, ...]]
+ReadTree = tuple[Any, tuple[Any, ...], tuple[Tensor, ...]]
 """A subtree: its key, its leaves, and those of them that are tensors, each once."""
 
 _data_ptr = Tensor.data_ptr
@@ -56,7 +56,7 @@ class Known:
     """
 
     of: Callable[[], Any]
-    part: Part
+    part: ReadTree
     addresses: tuple[int, ...]
     kinds: tuple[type, ...]
 
@@ -77,13 +77,13 @@ class Held:
         read: takes one apart; None if it has another structure.
     """
 
-    def __init__(self, read: Callable[[Any], Part | None]) -> None:
+    def __init__(self, read: Callable[[Any], ReadTree | None]) -> None:
         self._read = read
         self._known: Known | None = None
         self._numbers = itertools.count()
         self._tokens: dict[Any, int] = {}
 
-    def read(self, value: Any) -> Part | None:
+    def read(self, value: Any) -> ReadTree | None:
         """A subtree, taken apart; in place of its key a number that stands for that key alone."""
         known = self._known
         if known is not None and known.of() is value and known.holds():

@@ -32,7 +32,7 @@ class LeafKey:
 
 
 @attrs.frozen(cache_hash=True)
-class Part:
+class TreeKey:
     """What a key says of some of the arguments.
 
     Args:
@@ -56,9 +56,9 @@ class Key:
     """A whole graph, or pieces."""
     statics: tuple[tuple[str, Any], ...]
     descriptor: Any
-    references: Part
+    references: TreeKey
     """The arguments captured by reference."""
-    copied: Part
+    copied: TreeKey
     """The others, padded to the class."""
 
     @property

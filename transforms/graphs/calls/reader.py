@@ -46,7 +46,7 @@ Read = Callable[[Sequence[Any], dict[str, Any]], Seen | None]
 
 
 @attrs.frozen(eq=False)
-class Layout:
+class CallLayout:
     """A reader, and what it found out about the arguments that it reads.
 
     Args:
@@ -97,7 +97,7 @@ def write_reader(
     statics: Sequence[Argument],
     references: Sequence[Argument],
     copied: Sequence[Argument],
-) -> Layout:
+) -> CallLayout:
     """Write the reader for calls like one call.
 
     Raises:
@@ -116,7 +116,7 @@ def write_reader(
     body = "\n    ".join((*writer.lines, f"return {', '.join(found)}"))
     names = {**writer.constants, "Tensor": Tensor, "alike": alike, "parameters": signature.parameters}
     read = _compiled(f"def made(args, kwargs):\n    {body}\n", names)
-    return Layout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased), num_references)
+    return CallLayout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased), num_references)
 
 
 def places(signature: inspect.Signature, num_args: int, keywords: Sequence[str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from torch import is_inference_mode_enabled as is_inference_mode
 from weft.donation import refuse_donated, take_node, take_tensor
 from weft.torchapi import global_state_check, is_capturing, tensors_check
 from weft.transforms.graphs.calls.call import Call, Recalled, Roles, take_apart_again
-from weft.transforms.graphs.calls.reader import Argument, ForeignError, Layout, Seen, places, write_reader
+from weft.transforms.graphs.calls.reader import Argument, CallLayout, ForeignError, Seen, places, write_reader
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class Reader(Generic[T]):
         recalled: by the first part of a key: what is known of the arguments by reference.
     """
 
-    layout: Layout
+    layout: CallLayout
     donates: bool
     ready: dict[tuple[Any, ...], tuple[Ready[T], ...]] = attrs.field(factory=dict)
     recalled: dict[tuple[Any, ...], tuple[Ready[Recalled], ...]] = attrs.field(factory=dict)
@@ -129,7 +129,7 @@ class Reader(Generic[T]):
             return False
         _keep_ready(self.ready, seen[0], made, MAX_KEYS)
         if call.recalled is None:
-            known = Recalled(call.reference_tree, call.reference_part())
+            known = Recalled(call.reference_tree, call.reference_key())
             own = _make_ready(known, seen[2][: self.layout.num_references[1]], None)
             assert own is not None, "some of tensors that are all in one place"
             _keep_ready(self.recalled, seen[0][0], own, MAX_RECALLED)

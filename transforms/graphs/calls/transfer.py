@@ -14,7 +14,7 @@ from weft.ops.byte_copies import MOST_REPEATED, Copies, same_bytes
 from weft.ops.copies import plan_copies_of_bytes, uses_kernel
 from weft.padding import last_entry
 from weft.torchapi import copy_all, storage_id
-from weft.transforms.graphs.calls.clones import Cloner, lending
+from weft.transforms.graphs.calls.clones import Cloner, lend_outputs
 from weft.transforms.graphs.calls.reader import write_builder
 from weft.transforms.graphs.calls.results import Outputs
 from weft.trees import Axes
@@ -41,7 +41,7 @@ class CopyIn:
 
 def plan_copies(
     buffers: Sequence[Any],
-    blanks: Sequence[Tensor | None],
+    padding_sources: Sequence[Tensor | None],
     specs: Sequence[Axes | None],
     leaves: Sequence[Any],
     first: int,
@@ -50,7 +50,7 @@ def plan_copies(
 
     Args:
         buffers: of a graph; other values than tensors among them are left alone.
-        blanks: for each buffer that is padded with one number, a tensor like it that holds nothing else.
+        padding_sources: for each buffer that is padded with one number, a tensor like it that holds nothing else.
         specs: which dimensions of each buffer are padded, and with what.
         leaves: all leaves of the example call; only their shapes, strides and dtypes matter.
         first: the index of the first copied leaf.
@@ -59,9 +59,9 @@ def plan_copies(
         None if there is nothing to fill.
     """
     work = _Work([], [], [], [])
-    for index, (buffer, blank, spec) in enumerate(zip(buffers, blanks, specs, strict=True), first):
+    for index, (buffer, padding_source, spec) in enumerate(zip(buffers, padding_sources, specs, strict=True), first):
         if isinstance(buffer, Tensor):
-            _add(work, buffer, blank, spec, index, leaves[index])
+            _add(work, buffer, padding_source, spec, index, leaves[index])
     steps = [*_steps_by_kernel(work, leaves), *_steps_together(work, leaves)]
     steps += [_repeating(tail, index, spec) for tail, index, spec in work.repeats]
     steps += [_filling(tail, number) for tail, number in work.fills]
@@ -92,7 +92,9 @@ class _Work:
         self.repeats[:] = [item for item in self.repeats if id(item) not in ids]
 
 
-def _add(work: _Work, buffer: Tensor, blank: Tensor | None, spec: Axes | None, index: int, leaf: Tensor) -> None:
+def _add(
+    work: _Work, buffer: Tensor, padding_source: Tensor | None, spec: Axes | None, index: int, leaf: Tensor
+) -> None:
     """Add what it takes to fill one buffer from `leaf`, the one at `index`."""
     if spec is None:
         work.values.append((buffer, index))
@@ -101,10 +103,10 @@ def _add(work: _Work, buffer: Tensor, blank: Tensor | None, spec: Axes | None, i
     found = tuple(tails(buffer, leaf.shape))
     if isinstance(spec.pad, str):
         work.repeats.extend((tail, index, spec) for tail in found)
-    elif blank is None:
+    elif padding_source is None:
         work.fills.extend((tail, spec.pad) for tail in found)
     else:
-        work.constants.extend(zip(found, tails(blank, leaf.shape), strict=True))
+        work.constants.extend(zip(found, tails(padding_source, leaf.shape), strict=True))
 
 
 def corner(buffer: Tensor, shape: Sequence[int]) -> Tensor:
@@ -167,24 +169,24 @@ def _steps_together(work: _Work, leaves: Sequence[Any]) -> Iterator[Fill]:
             groups.setdefault(kind, []).append((target, source))
     for group in groups.values():
         indices = tuple(source for _, source in group if isinstance(source, int))
-        blanks = tuple(source for _, source in group if isinstance(source, Tensor))
-        yield Together(tuple(target for target, _ in group), _picker(indices), blanks).copy
+        padding_sources = tuple(source for _, source in group if isinstance(source, Tensor))
+        yield Together(tuple(target for target, _ in group), _picker(indices), padding_sources).copy
 
 
 @attrs.frozen(eq=False)
 class Together:
-    """Tensors that `copy_all` takes in one call: to `targets` from what `pick` takes of the leaves, then `blanks`."""
+    """One `copy_all`: to `targets`, from the leaves that `pick` takes and then from `padding_sources`."""
 
     targets: tuple[Tensor, ...]
     pick: Callable[[Sequence[Any]], tuple[Any, ...]]
-    blanks: tuple[Tensor, ...]
+    padding_sources: tuple[Tensor, ...]
 
     def copy(self, leaves: Sequence[Any]) -> None:
         if len(self.targets) == 1:
-            (value,) = self.pick(leaves) or self.blanks
+            (value,) = self.pick(leaves) or self.padding_sources
             self.targets[0].copy_(value)
         else:
-            copy_all(self.targets, self.pick(leaves) + self.blanks)
+            copy_all(self.targets, self.pick(leaves) + self.padding_sources)
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -244,4 +246,4 @@ def hand_over(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handove
     build = write_builder(outputs.structure, expressions, names)
     inputs = {storage_id(x) for x in buffers if isinstance(x, Tensor)}
     kept = [i for i, x in enumerate(made) if not borrow or storage_id(x) in inputs]
-    return Handover(tuple(made), build, lending(made, kept))
+    return Handover(tuple(made), build, lend_outputs(made, kept))
