@@ -42,9 +42,8 @@ def compile_ahead(of: Graphable, call: Call, graphs: Graphs) -> None:
     from weft.ops.kernel_triton import compiling  # not at the top: a machine without triton can still import weft
 
     device = graphs.backend_for(call).device
-    input_buffers = (
-        InputBufferPool()
-    )  # of its own: graphs that there are may still be reading theirs, and count what theirs take
+    # Not the graphs' own buffers, which they may still be reading and whose bytes they count.
+    input_buffers = InputBufferPool()
     missing = [rung for rung in graphs.rungs(call) if graphs.find(call, rung) is None]
     with compiling(), ONE_AT_A_TIME:
         for rung in missing:

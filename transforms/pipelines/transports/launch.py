@@ -194,7 +194,13 @@ def _run_rank(pipe: Connection, environment: dict[str, str], fn: Callable[..., A
         raise
     except BaseException as error:
         message = _pickled_error(error)
-    pipe.send_bytes(message)
+    _send(pipe, message)
+
+
+def _send(pipe: Connection, message: bytes) -> None:
+    """Send a rank's last word. A launcher that was interrupted no longer reads it."""
+    with suppress(BrokenPipeError):
+        pipe.send_bytes(message)
     pipe.close()
 
 

@@ -1,5 +1,6 @@
 """launch: results in order, and whatever goes wrong on a rank: who, where, why; and no process is left."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from weft.errors import ProgramError, RankError
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.transports.distributed import Distributed
-from weft.transforms.pipelines.transports.launch import launch
+from weft.transforms.pipelines.transports.launch import _send, launch
 
 
 def place(a: int, b: str) -> tuple[Any, ...]:
@@ -310,3 +311,10 @@ def test_ctrl_c_while_a_rank_is_asked_for_waits_until_it_has_been(tmp_path: Path
     env = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr, done.returncode) == ("2 ranks afterwards\n", "", 0)
+
+
+def test_a_rank_that_nobody_listens_to_any_more_ends_in_silence() -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    ours.close()
+    _send(theirs, b"the result")
+    assert theirs.closed
