@@ -41,6 +41,18 @@ def links(page: Path) -> list[str]:
     return [link for link in found if "://" not in link]
 
 
+def paths(page: Path) -> list[str]:
+    """The files, folders and patterns of the repository that a page names as code, or in a command."""
+    rooms = r"lib|stages|transforms|proofs|tests|\.ci|\.github|\.src"
+    found = re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w./*-]*)", page.read_text(encoding="utf-8"))
+    return [path.rstrip(".") for path in found]
+
+
+def modules(page: Path) -> list[str]:
+    """The modules that a page runs: `python -m NAME`."""
+    return re.findall(r"python -m (weft[\w.]*)", page.read_text(encoding="utf-8"))
+
+
 def node_ids(page: Path) -> list[tuple[str, str, str]]:
     """The tests that a page names: file, function, and the case in brackets, or nothing."""
     return re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([^\]`]+)\])?`", page.read_text(encoding="utf-8"))

@@ -1,18 +1,21 @@
-"""The pages for people who come from elsewhere: their code runs, and what they name exists."""
+"""The pages: their code runs, and the files, tests and laws that they name exist."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
-from pages import ROOT, blocks, links, missing_test, node_ids, run
+from pages import ROOT, blocks, links, missing_test, modules, node_ids, paths, run
 
-from weft.proofs import reference
+from weft.proofs import measured, reference
 from weft.proofs.suite import LAWS
 
 PAGES = sorted((ROOT / "proofs" / "pages").glob("*.md"))
-REFERENCE = ROOT / "proofs" / "pages" / reference.PAGE.name
+WRITTEN_BY_CODE = {reference.PAGE.name, measured.PAGE.name}
+LAW_PAGE = ROOT / "proofs" / "pages" / "laws.md"
 SERVERS = ROOT / "proofs" / "pages" / "from_vllm_and_sglang.md"
 PULL_REQUESTS = {"vLLM 33960", "vLLM 32771", "vLLM 35162", "SGLang 14547"}
+WRITTEN = [ROOT / "README.md", *sorted((ROOT / ".github").glob("*.md")), *PAGES]
 CASES = {str(law) for law in LAWS}
 
 
@@ -20,7 +23,9 @@ def test_there_are_pages() -> None:
     assert {page.name for page in PAGES} >= {"from_jax.md", "from_vllm_and_sglang.md"}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != REFERENCE], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in WRITTEN_BY_CODE], ids=lambda page: page.stem
+)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks(page, "python"), f"{page.name} shows no Python"
     assert {block.language for block in blocks(page)} == {"python"}
@@ -28,13 +33,31 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     run(page)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
 def test_what_a_page_links_to_is_there(page: Path) -> None:
     assert [link for link in links(page) if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_the_paths_and_modules_that_a_page_names_exist(page: Path) -> None:
+    assert [path for path in paths(page) if not list(ROOT.glob(path))] == []
+    assert [name for name in modules(page) if importlib.util.find_spec(name) is None] == []
+
+
+def test_a_path_that_does_not_exist_is_missed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("See `lib/nothing.py`, `tests/lib/`, `proofs/x.py::test_it` and python -m weft.nothing --out X")
+    assert paths(page) == ["lib/nothing.py", "tests/lib/", "proofs/x.py"]
+    assert modules(page) == ["weft.nothing"]
+
+
 def test_readme_links_to_each_page() -> None:
     assert {ROOT / link for link in links(ROOT / "README.md")} >= {*PAGES, ROOT / "tests" / "test_footguns.py"}
+
+
+def test_the_page_of_laws_has_every_law() -> None:
+    named = re.findall(r"^\| (L\d+) \|", LAW_PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*named} == {law.number for law in LAWS}
 
 
 def test_each_capability_names_tests_that_exist() -> None:

@@ -23,7 +23,7 @@ generate_module = import_module("weft.transforms.engine.generate")
 
 PIPELINES = (1, 2, 3)
 TOLERANCE = 1e-4
-"""Of logits and logprobs in float32, absolute: what the README promises."""
+"""Of logits and logprobs in float32, absolute: what `proofs/pages/laws.md` promises."""
 
 
 @attrs.frozen

@@ -1,0 +1,287 @@
+"""The page of measurements and the README's picture, made from `proofs/results/`: `python -m weft.proofs.measured`."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent / "pages" / "measured.md"
+PICTURE = Path(__file__).parent / "pages" / "modes.svg"
+HEADER = ("what", "figure", "against what", "build", "machine", "result file")
+_TITLE = """# Measured
+
+One table, made from the records in `proofs/results/` by `python -m weft.proofs.measured`; a test compares the two.
+
+- **build**: when the run began (UTC); weft is at its commit of that time. Figures of different builds do not compare.
+- **machine**: all GPUs are NVIDIA H200 with torch 2.11, CUDA 13 and triton 3.6. On *slow host* the CPU takes longer to
+  prepare a step of a small model than the GPU takes to run it.
+- Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the
+  tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
+  of the runs. All requests arrive at once.
+- Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
+  first passes, in which most batch sizes appear for the first time.
+
+Each command to repeat a measurement is a module of `proofs/bench/` (`python -m weft.proofs.bench.serving --help`);
+`proofs/bench/NOTES.md` says what was learned. Decode steps by number of requests and by context, as curves:
+`proofs/results/2026-11-22-h200-decode-modes.svg`.
+"""
+
+
+@attrs.frozen
+class Record:
+    """A file of `proofs/results/`: its name and what it holds."""
+
+    file: str
+    data: dict[str, Any]
+
+    @property
+    def build(self) -> str:
+        """When the run began, to the minute; the day of the file where the record does not say."""
+        runs = self.data.get("runs") or [{}]
+        time = self.data.get("environment", runs[0].get("environment", {})).get("time")
+        return time[:16].replace("T", " ") if time else self.file[:10]
+
+    def row(self, what: str, figure: str, against: str, machine: str) -> tuple[str, ...]:
+        """A row of the table."""
+        return what, figure, against, self.build, machine, f"`{self.file}`"
+
+
+def read(name: str) -> Record:
+    """The newest record of a name: its file is `DATE-name.json`."""
+    path = max(RESULTS.glob(f"????-??-??-{name}.json"))
+    return Record(path.name, json.loads(path.read_text(encoding="utf-8")))
+
+
+def span(values: Iterable[float], form: str) -> str:
+    """The least and the greatest, or one number where both read alike.
+
+    >>> span([2.0, 1.26, 1.5], "{:.1f}"), span([1.01, 1.02], "{:.1f}")
+    ('1.3 to 2.0', '1.0')
+    """
+    found = sorted(values)
+    return " to ".join(dict.fromkeys((form.format(found[0]), form.format(found[-1]))))
+
+
+SERVED = (
+    ("Qwen3-0.6B, bfloat16", "h200-serving-dense-modes", "1 GPU", "h200-serving-dense-modes"),
+    ("Qwen3-0.6B, bfloat16", "h200-serving-dense", "1 GPU", ""),
+    ("Qwen3-0.6B, bfloat16", "h200-serving-dense-slow-host", "1 GPU, slow host", ""),
+    ("Qwen3-0.6B, bfloat16", "h200-serving-dense-1", "1 GPU, slow host", ""),
+    ("Qwen3-30B-A3B, FP8", "h200-serving-moe", "1 GPU, slow host", ""),
+    ("Qwen3-30B-A3B, FP8", "h200-serving-moe-1", "1 GPU, slow host", ""),
+    ("Qwen3-30B-A3B, FP8", "h200x2-serving-moe-peer-modes", "2 GPUs, `peer`", "h200x2-serving-moe-peer-modes"),
+    ("Qwen3-30B-A3B, FP8", "h200x2-serving-moe-peer-eager", "2 GPUs, `peer`, another host", ""),
+    ("Qwen3-30B-A3B, FP8", "h200x2-serving-moe-peer", "2 GPUs, `peer`", "h200x2-serving-moe-peer-modes"),
+    ("Qwen3-30B-A3B, FP8", "h200x2-serving-moe-peer-256", "2 GPUs, `peer`", ""),
+    ("Qwen3-30B-A3B, FP8", "h200x4-serving-moe-peer-512", "4 GPUs, `peer`", ""),
+)
+"""Model, record, machine, and the record whose eager runs it is compared with."""
+LENGTHS = {"decode": "2 in, 512 out", "mixed": "512 in, 512 out", "prefill": "512 in, 64 out"}
+
+
+def served(record: Record) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The runs of a serving record, by workload and mode."""
+    found = defaultdict(list)
+    for row in record.data["rows"]:
+        if "workload" in row:
+            found[row["workload"], row["mode"]].append(row)
+    return found
+
+
+def speeds(rows: Iterable[dict[str, Any]]) -> list[float]:
+    """Output tokens a second."""
+    return [row["output_tokens_per_s"] for row in rows]
+
+
+def serving_rows() -> Iterator[tuple[str, ...]]:
+    """Tokens a second by mode, against eager steps."""
+    for model, name, machine, eager_name in SERVED:
+        record = read(name)
+        eager = served(read(eager_name)) if eager_name else {}
+        for (workload, mode), rows in served(record).items():
+            tpot = [row["tpot"]["p50"] for row in rows]
+            times = span(tpot, "{:.2f}" if min(tpot) < 10 else "{:.1f}")
+            requests = rows[0]["num_requests"]
+            what = f"{model}: {requests} request{'s' * (requests > 1)}, {LENGTHS[workload]}, `{mode}`"
+            base = speeds(eager.get((workload, "none"), ()))
+            against = (
+                f"{span((max(speeds(rows)) / max(base),), '{:.1f}')} times eager" if base and mode != "none" else ""
+            )
+            yield record.row(what, f"{span(speeds(rows), '{:,.0f}')} tokens/s, {times} ms a token", against, machine)
+
+
+def equality_rows() -> Iterator[tuple[str, ...]]:
+    """How many greedy completions are those of eager steps."""
+    for model, name, machine, _ in (*SERVED, ("Qwen3-30B-A3B, FP8", "h200-serving-moe-ends", "1 GPU", "")):
+        record = read(name)
+        for row in (row for row in record.data["rows"] if "equal" in row):
+            ends = ", their ends included" if name.endswith("ends") else ""
+            what = f"{model}: greedy completions of 128 tokens after {row['input_len']}, `{row['mode']}`{ends}"
+            figure = f"{row['equal']} of {row['prompts']} equal; {row['same']:,} of {row['tokens']:,} tokens"
+            yield record.row(what, figure, f"`{row['against']}` in the same run", machine)
+
+
+def step_rows() -> Iterator[tuple[str, ...]]:
+    """Single decode steps, and the floor that memory sets."""
+    record = read("h200-decode-modes")
+    bandwidth = f"{record.data['copy_bandwidth'] / 1e12:.2f} TB/s"
+    for row in record.data["rows"]:
+        if row["context"] == 256 and row["reqs"] in (1, 16, 64, 256):
+            requests = f"{row['reqs']} request{'s' * (row['reqs'] > 1)}"
+            what = f"Qwen3-0.6B, bfloat16: a decode step of {requests}, context 256, `{row['mode']}`"
+            against = f"{row['floor_ms']:.2f} ms: the bytes it must read at {bandwidth}"
+            yield record.row(what, f"{row['ms']:.2f} ms", against, "1 GPU, slow host")
+    record = read("h200-step-profile-dense")
+    step = record.data["profiles"][0]
+    what = f"Qwen3-0.6B, bfloat16: a decode step of {step['requests']} requests, context 256, `{step['graph']}`"
+    yield record.row(
+        what, f"{step['ms']:.2f} ms", f"{step['busy_ms']:.2f} ms: the sum of its kernels, which overlap", "1 GPU"
+    )
+
+
+def start_rows() -> Iterator[tuple[str, ...]]:
+    """The time until the first token, and the capture of a ladder."""
+    record = read("h200x2-start-moe-peer")
+    cold, warm = (record.data[which]["ranks"] for which in ("cold", "warm"))
+    first = [max(rank["first_token_seconds"] for rank in ranks) for ranks in (cold, warm)]
+    memory = " and ".join(f"{rank['graph_bytes'] / 2**30:.3f}" for rank in warm)
+    machine = "2 GPUs, `peer`"
+    what = "Qwen3-30B-A3B, FP8: start to first token, weights made on the GPU, every kernel compiled before"
+    yield record.row(what, f"{first[1]:.1f} s", f"{first[0]:.1f} s with none compiled before", machine)
+    yield record.row(f"Qwen3-30B-A3B, FP8: memory of its {warm[0]['num_graphs']} graphs", f"{memory} GiB", "", machine)
+    record = read("h200-ladder-capture")
+    once, again = record.data["runs"]
+    what = f"Qwen3-0.6B, bfloat16: a ladder of {once['graphs']} classes captured, every kernel compiled before"
+    figures = [f"{run['seconds']:.1f} s, {run['bytes'] / 2**30:.3f} GiB" for run in (once, again)]
+    estimate = f"{again['estimated_bytes'] / 2**30:.3f} GiB estimated"
+    yield record.row(what, figures[0], estimate, "1 GPU")
+    yield record.row("the same a second time, in memory that the driver has kept", figures[1], estimate, "1 GPU")
+
+
+def kernel_rows() -> Iterator[tuple[str, ...]]:
+    """The kernels of a layer."""
+    record = read("h200-kernels")
+    bandwidth = f"{record.data['bandwidth'] / 1e12:.2f} TB/s"
+    rows = [row for row in record.data["rows"] if row["model"] == "Qwen3-30B-A3B"]
+    for tokens, which in product((8, 64, 128, 256), ("its experts", "all but attention")):
+        part = [row for row in rows if row["tokens"] == tokens and (row["kernel"] == "run_experts" or which[0] == "a")]
+        took, floor = (sum(row[key] for row in part) for key in ("us", "floor_us"))
+        what = f"Qwen3-30B-A3B, FP8: a layer on {tokens} tokens, {which}"
+        yield record.row(what, f"{took:.1f} µs", f"{floor:.1f} µs: its bytes at {bandwidth}", "1 GPU")
+
+
+def call_rows() -> Iterator[tuple[str, ...]]:
+    """The host's time for one call of a graphified function."""
+    record = read("h200-graphify-overhead")
+    took = {(row["what"], row["given"], row["captures"], row["leaves"]): row["us"] for row in record.data["rows"]}
+
+    def cell(what: str, given: str, captures: int = 1) -> str:
+        return ", ".join(
+            f"{took[what, given, captures, leaves]:.{1 if leaves == 3 else 0}f}" for leaves in (3, 30, 300)
+        )
+
+    replay = ", ".join(f"{took['bare replay', 'nothing', 1, leaves]:.1f}" for leaves in (3, 30, 300))
+    kinds = {
+        "reference, borrowed": ("tensors read where they are, borrowed results", f"; a bare replay {replay}"),
+        "fresh, borrowed": (
+            "fresh inputs, borrowed results",
+            f'; `torch.compile(mode="reduce-overhead")` {cell("reduce-overhead", "fresh, borrowed")}',
+        ),
+    }
+    start = "host time of a call of a graphified function of 3, 30 and 300 tensors"
+    for given, (words, more) in kinds.items():
+        against = f"`make_graphed_callables` {cell('make_graphed_callables', given)}{more}"
+        yield record.row(f"{start}: {words}", f"{cell('graphify', given)} µs", against, "1 GPU")
+    yield record.row(f"{start}: fresh inputs, safe results", f"{cell('graphify', 'fresh, safe')} µs", "", "1 GPU")
+    for given, words in (("reference, borrowed", kinds["reference, borrowed"][0]), ("fresh, safe", "fresh, safe")):
+        one = f"{cell('graphify', given)} µs with one graph"
+        held, turn = cell("graphify", given, 1000), cell("graphify, in turn", given, 1000)
+        yield record.row(f"the same, 1,000 graphs held: {words}", f"{held} µs", one, "1 GPU")
+        yield record.row(f"the same, 1,000 graphs called in turn: {words}", f"{turn} µs", one, "1 GPU")
+
+
+def pipeline_rows() -> Iterator[tuple[str, ...]]:
+    """Messages between GPUs, and simulated timelines against measured ones."""
+    record = read("h200x2-transfers")
+    rows = [row for run in record.data["runs"] for row in run["rows"]]
+    floor = f"{span((row['floor_us'] for row in rows), '{:.1f}')} µs: its bytes alone"
+    for backend in ("nccl", "peer"):
+        took = span((row["graph_us"] for row in rows if row["backend"] == backend), "{:.1f}")
+        what = f"a message of [64, 2048] bfloat16 to another GPU and back in a graph, `{backend}`"
+        yield record.row(what, f"{took} µs", floor, "2 GPUs")
+    names = [(f"h200x{n}-timelines-{way}", f"{n} GPUs, `{way}`") for n, way in product((2, 4), ("nccl", "peer"))]
+    for name, machine in (*names, ("cpu-timelines-3-gloo", "a CPU, 3 processes, `gloo`, torch 2.13")):
+        record = read(name)
+        rows = record.data["rows"]
+        off = span((100 * (row["simulated"] / row["measured"] - 1) for row in rows), "{:+.1f}")
+        took = span((1e3 * row["measured"] for row in rows), "{:.0f}")
+        yield record.row(f"simulated time of {len(rows)} pipelines", f"{off} %", f"measured, {took} ms", machine)
+
+
+def table() -> Iterator[tuple[str, ...]]:
+    """All rows."""
+    for rows in (serving_rows, equality_rows, step_rows, start_rows, kernel_rows, call_rows, pipeline_rows):
+        yield from rows()
+
+
+def page() -> str:
+    """The text of the page."""
+    lines = [HEADER, ("---",) * len(HEADER), *table()]
+    return "\n".join((_TITLE, *(f"| {' | '.join(cells)} |" for cells in lines), ""))
+
+
+# A grey that reads on white and on black, for an image cannot know which of them is behind it.
+_GREY, _BLUE, _WIDTH, _LEFT, _ROW = "#7d7d7d", "#3b8fc4", 720, 150, 24
+_PANELS = (
+    ("Qwen3-0.6B in bfloat16, one NVIDIA H200", ("h200-serving-dense-modes",)),
+    (
+        "Qwen3-30B-A3B in FP8, a pipeline over two NVIDIA H200",
+        ("h200x2-serving-moe-peer-modes", "h200x2-serving-moe-peer"),
+    ),
+)
+_MODES = {"none": "eager"}
+
+
+def picture() -> str:
+    """Tokens a second in each mode against eager steps, as an SVG: the best run of each."""
+    parts, top = [_text(0, 16, "Output tokens a second by graph mode (128 requests, 2 tokens in and 512 out)")], 46.0
+    for title, names in _PANELS:
+        best: dict[str, float] = {}
+        for runs in (served(read(name)) for name in names):
+            best |= {mode: max(speeds(rows)) for (workload, mode), rows in runs.items() if workload == "decode"}
+        parts += _panel(title, best, top)
+        top += 34 + _ROW * len(best)
+    height = top - 8
+    size = f'viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" height="{height:g}"'
+    font = 'font-family="system-ui, sans-serif" font-size="13" role="img" aria-label="tokens a second by mode"'
+    return "\n".join((f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>', *parts, "</svg>", ""))
+
+
+def _panel(title: str, best: dict[str, float], top: float) -> Sequence[str]:
+    unit = (_WIDTH - _LEFT - 190) / max(best.values())
+    found = [_text(0, top, title, bold=True)]
+    for index, (mode, speed) in enumerate(best.items()):
+        y, wide = top + 12 + index * _ROW, speed * unit
+        fill = _GREY if mode == "none" else _BLUE
+        found.append(f'<rect x="{_LEFT}" y="{y:g}" width="{wide:.1f}" height="16" rx="2" fill="{fill}"/>')
+        found.append(_text(_LEFT - 8, y + 13, _MODES.get(mode, mode), anchor="end"))
+        times = "" if mode == "none" else f"  ({speed / best['none']:.1f} times eager)"
+        found.append(_text(_LEFT + wide + 8, y + 13, f"{speed:,.0f}{times}"))
+    return found
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", bold: bool = False) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return f'<text x="{x:.1f}" y="{y:g}" fill="{_GREY}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    PICTURE.write_text(picture(), encoding="utf-8")
+    print(PAGE, PICTURE, sep="\n")
