@@ -1,10 +1,23 @@
-"""matplotlib, where a plot is asked for, and not before."""
+"""Plots by matplotlib, imported when a plot is asked for, in colours that read on a white page and on a dark one."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from statistics import median
 from typing import Any
 
 from weft.errors import MissingPackageError
+
+GREY = "#808080"
+NEUTRAL: Mapping[str, Any] = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+}
+"""Settings of matplotlib for pictures without a background: `matplotlib.rcParams.update(NEUTRAL)`."""
+_FAR = 8.0
+"""Lengths on one axis may differ so much from their median; beyond that the axis is logarithmic."""
 
 
 def pyplot(call: str) -> Any:
@@ -19,13 +32,25 @@ def pyplot(call: str) -> Any:
         raise MissingPackageError(call, f"no matplotlib here ({error})", "pip install 'weft[notebook]'") from error
 
 
+def new_axes(call: str, width: float, height: float, **options: Any) -> tuple[Any, Any]:
+    """A new figure of so many inches and its axes, without a background. `options` are those of `subplots`."""
+    plt = pyplot(call)
+    with plt.rc_context(dict(NEUTRAL)):
+        figure, axes = plt.subplots(figsize=(width, height), layout="constrained", **options)
+    for ax in figure.axes:
+        ax.tick_params(colors=GREY)  # ticks are made later, when the settings are the caller's again
+    return figure, axes
+
+
 def axes_for(call: str, ax: Any, width: float, height: float) -> Any:
     """The axes that were given, or new ones of so many inches."""
-    return pyplot(call).subplots(figsize=(width, height), layout="constrained")[1] if ax is None else ax
+    return new_axes(call, width, height)[1] if ax is None else ax
 
 
 def rows(ax: Any, *parts: tuple[Sequence[float], Any, str], names: Sequence[str] | None = None) -> None:
     """Horizontal bars from the top down, of parts side by side.
+
+    The axis is logarithmic if one bar would squash the others.
 
     Args:
         parts: for each the lengths, the colour or one a bar, and the label.
@@ -38,10 +63,17 @@ def rows(ax: Any, *parts: tuple[Sequence[float], Any, str], names: Sequence[str]
     if names is not None:
         ax.set_yticks(range(len(ends)), names)
     ax.set_ylim(len(ends) - 0.4, -0.6)
+    shown = [end for end in ends if end > 0]
+    if shown and max(shown) > _FAR * median(shown):
+        ax.set_xscale("log")
+        ax.set_xlim(left=min(shown) / 2)
+        ax.xaxis.set_major_formatter("{x:g}")
 
 
 def legend(ax: Any, colours: Mapping[str, str]) -> None:
     """A legend to the right of the axes: what each colour is."""
     patch = import_module("matplotlib.patches").Patch
     patches = [patch(facecolor=colour, edgecolor="#555", label=label) for label, colour in colours.items()]
-    ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    ax.legend(
+        handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelcolor=ax.title.get_color()
+    )

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from weft.plots import GREY, new_axes
 from weft.proofs.environment import environment
 from weft.proofs.gpu_run import QWEN3_0_6B, copy_bandwidth, random_model, time_decode
 
@@ -54,27 +55,29 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "decode_modes.json").write_text(json.dumps(report, indent=1))
     if given.curves:
-        draw(rows, by_requests, by_context).savefig(given.out / "decode_modes.svg", bbox_inches="tight")
+        what = "a tiny model" if quick else "Qwen3-0.6B in bfloat16"
+        title = f"{what}, {report['environment']['gpu']}: milliseconds a decode step"
+        draw(rows, title, by_requests, by_context).savefig(given.out / "decode_modes.svg", bbox_inches="tight")
     show(rows)
 
 
-def draw(rows: Sequence[dict[str, Any]], *curves: Sequence[tuple[int, int]]) -> Any:
+def draw(rows: Sequence[dict[str, Any]], title: str, *curves: Sequence[tuple[int, int]]) -> Any:
     """A panel for each curve: milliseconds a step, in each mode, and the floor."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for ax, cases, name in zip(figure.subplots(1, len(curves)), curves, ("requests", "context"), strict=True):
+    figure, axes = new_axes("decode_modes --curves", 10, 4, ncols=len(curves))
+    figure.suptitle(title, color=GREY)
+    for ax, cases, name in zip(axes, curves, ("requests", "context"), strict=True):
         places, other = [dict(zip(("requests", "context"), case, strict=True)) for case in cases], cases[0]
         for mode in MODES:
             own = {(row["reqs"], row["context"]): row for row in rows if row["mode"] == mode}
             ax.plot([p[name] for p in places], [own[case]["ms"] for case in cases], "o-", label=mode)
-        ax.plot([p[name] for p in places], [own[case]["floor_ms"] for case in cases], "k--", label="floor")
+        ax.plot([p[name] for p in places], [own[case]["floor_ms"] for case in cases], "--", color=GREY, label="floor")
         ax.set(xscale="log", yscale="log", xlabel=name, ylabel="ms a decode step")
         ax.set_title(f"context {other[1]}" if name == "requests" else f"{other[0]} requests", fontsize=10)
         ax.set_xticks([p[name] for p in places], [f"{p[name]}" for p in places], minor=False)
         ax.minorticks_off()
+        ax.yaxis.set_major_formatter("{x:g}")
         ax.grid(alpha=0.3)
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False)
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False, labelcolor=GREY)
     return figure
 
 

@@ -16,6 +16,7 @@ from matplotlib.patches import Rectangle
 from weft.descriptor import BatchDescriptor as B
 from weft.effects import Run
 from weft.errors import MissingPackageError
+from weft.plots import GREY
 from weft.transforms import Costs, Limits, compare, dispatch_table, graphify, make_ladder, simulate, streaming
 
 mpl.use("agg")
@@ -93,6 +94,26 @@ def test_padding_is_counted_for_each_batch() -> None:
     assert widths(ax) == [3, 8, 5, 100, 1, 0, 3, 0]
     assert ax.get_title() == "3% of what is computed is padding"
     assert widths(table.plot("num_reqs")) == [3, 8, 2, 2, 1, 0, 6, 0]
+
+
+def test_one_long_bar_does_not_squash_the_others() -> None:
+    ladder = make_ladder("full", Limits(8, 8))
+    near, far = ([B.uniform(3), B.uniform(8), B(size, 2)] for size in (16, 400))
+    assert dispatch_table(ladder, near).plot().get_xscale() == "linear"
+    ax = dispatch_table(ladder, far).plot()
+    assert (ax.get_xscale(), ax.get_xlabel()) == ("log", "tokens (logarithmic)")
+    assert 0 < ax.get_xlim()[0] < 3
+
+
+@pytest.mark.parametrize("plot", sorted({*PLOTS} - {"comparison"}))
+def test_pictures_have_no_background_and_text_that_reads_on_white_and_on_black(plot: str) -> None:
+    figure = PLOTS[plot]()
+    figure.canvas.draw()
+    assert mpl.colors.to_rgba(figure.get_facecolor())[3] == 0
+    for ax in figure.axes:
+        assert mpl.colors.to_rgba(ax.get_facecolor())[3] == 0
+        for text in (ax.title, ax.xaxis.label, *ax.get_xticklabels(), *ax.get_yticklabels()):
+            assert mpl.colors.to_hex(text.get_color()) == GREY
 
 
 def test_a_batch_of_ones_own_is_counted_by_its_own_size() -> None:

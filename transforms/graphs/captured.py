@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from weft.markup import COLOURS
-from weft.plots import pyplot, rows
+from weft.plots import GREY, new_axes, rows
 from weft.table import Table, Tabled
 from weft.transforms.graphs.calls.memo import CacheInfo, Key, LeafKey
 from weft.transforms.graphs.capture import Entry
@@ -95,9 +95,8 @@ class CapturedGraphs(Tabled):
         Raises:
             MissingPackageError: matplotlib is not installed.
         """
-        plt = pyplot("graphified.graphs().plot()")
-        high = 1.4 + 0.26 * len(self.graphs)
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, high), sharey=True, layout="constrained")
+        high = 1.6 + 0.26 * len(self.graphs)
+        figure, (left, right) = new_axes("graphified.graphs().plot()", 9.0, high, ncols=2, sharey=True)
         total = sum(graph.buffer_bytes + graph.graph_bytes for graph in self.graphs)
         unit, name = size_unit(total)
         buffers = [graph.buffer_bytes / unit for graph in self.graphs]
@@ -107,7 +106,10 @@ class CapturedGraphs(Tabled):
         rows(right, (buffers, COLOURS[2], "input buffers"), (tensors, COLOURS[1], "outputs, intermediate tensors"))
         left.set(xlabel="capture, ms", title=f"{duration(sum(graph.seconds for graph in self.graphs))} in all")
         right.set(xlabel=name, title=f"{size_text(total)} in all")
-        figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False)
+        figure.suptitle(f"graphify({self.name})", color=GREY)
+        figure.legend(
+            *right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False, labelcolor=GREY
+        )
         return figure
 
 

@@ -74,7 +74,8 @@ class DispatchTable(Tabled):
         if names is None:
             ax.set_ylabel("batches, in their order")
         wasted = sum(more) / max(sum(own) + sum(more), 1)
-        ax.set(xlabel=name.removeprefix("num_"), title=f"{wasted:.0%} of what is computed is padding")
+        scale = " (logarithmic)" * (ax.get_xscale() == "log")
+        ax.set(xlabel=name.removeprefix("num_") + scale, title=f"{wasted:.0%} of what is computed is padding")
         legend(ax, {"the batch's own": _OWN, "padding": _PADDING, "no class covers it": _EAGER})
         return ax
 
