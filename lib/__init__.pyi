@@ -22,9 +22,8 @@ from .transforms.graphs.calls.borrowing import check_borrowed as check_borrowed
 from .transforms.graphs.dispatch import Decision as Decision, dispatch as dispatch
 from .transforms.graphs.dispatch_table import dispatch_table as dispatch_table
 from .transforms.graphs.graphified import clear_caches as clear_caches
-from .transforms.graphs.graphify import graphify as graphify
+from .transforms.graphs.graphify import graphify as graphify, piecewise as piecewise
 from .transforms.graphs.ladder import Ladder as Ladder, Limits as Limits, make_ladder as make_ladder
-from .transforms.graphs.piecewise import piecewise as piecewise
 from .transforms.pipelines.microbatch import microbatch as microbatch
 from .transforms.pipelines.pipeline import compose as compose, pipeline as pipeline
 from .transforms.pipelines.scan import scan as scan

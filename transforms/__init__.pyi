@@ -6,7 +6,7 @@ from .graphs.captured import CapturedGraph as CapturedGraph, CapturedGraphs as C
 from .graphs.dispatch import Decision as Decision, dispatch as dispatch
 from .graphs.dispatch_table import DispatchTable as DispatchTable, dispatch_table as dispatch_table
 from .graphs.graphified import Graphified as Graphified
-from .graphs.graphify import graphify as graphify
+from .graphs.graphify import graphify as graphify, piecewise as piecewise
 from .graphs.ladder import (
     MODES as MODES,
     Ladder as Ladder,
@@ -16,7 +16,6 @@ from .graphs.ladder import (
 )
 from .graphs.lower import Compiled as Compiled, Lowered as Lowered
 from .graphs.memory import MemoryAnalysis as MemoryAnalysis, MemoryEstimate as MemoryEstimate
-from .graphs.piecewise import piecewise as piecewise
 from .pipelines.checker import check as check
 from .pipelines.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow, plan_cohorts as plan_cohorts
 from .pipelines.events import Event as Event

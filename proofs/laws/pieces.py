@@ -9,8 +9,7 @@ from weft.proofs.difference import LawViolation, assert_equal
 from weft.proofs.laws.compare import whole
 from weft.proofs.strategies.functions import Function
 from weft.proofs.strategies.models import Scenario
-from weft.transforms.graphs.graphify import graphify
-from weft.transforms.graphs.piecewise import piecewise
+from weft.transforms.graphs.graphify import graphify, piecewise
 from weft.trees import tree_map
 
 

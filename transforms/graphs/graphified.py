@@ -1,6 +1,7 @@
 """`Graphified`: what `graphify` returns, a function that memoizes one captured graph for each key, and replays it."""
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,7 +38,6 @@ from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.graphs.lower import Compiled, Lowered, lower
 from weft.transforms.graphs.memory import MemoryAnalysis, MemoryEstimate, analysis_of, estimate
-from weft.transforms.graphs.method import Method
 from weft.transforms.graphs.misses import miss_between
 from weft.transforms.graphs.options import Graphable
 from weft.transforms.graphs.replay import Plan, Replay, keep_in_place, make_replay
@@ -50,6 +50,8 @@ _MAX_PLANS = 4096
 _BAR_AFTER = 1.0
 """Seconds of a capture until a progress bar shows: in a notebook a bar stays, so that many short ones are noise."""
 _ALL: "weakref.WeakSet[Graphified[..., Any]]" = weakref.WeakSet()
+_TAKE_CALLS = ("capture", "compile_ahead", "explain", "lower", "memory_estimate")
+"""Its methods that take the arguments of a call."""
 
 
 class Graphified(Generic[P, R]):
@@ -332,6 +334,30 @@ class Graphified(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<graphify({self._of.name}), {len(self._graphs.memo)} graphs>"
+
+
+class Method:
+    """A graphified function bound to an instance, its first argument. All else is the function's."""
+
+    def __init__(self, function: Any, instance: Any) -> None:
+        self.__func__ = function
+        self.__self__ = instance
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__func__, name)
+        return functools.partial(found, self.__self__) if name in _TAKE_CALLS else found
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.__func__)
+        return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+    def __repr__(self) -> str:
+        return f"<{self.__func__!r} of {self.__self__!r}>"
 
 
 def clear_caches() -> None:

@@ -1,4 +1,5 @@
-"""`graphify`: a pure function that replays. It memoizes one captured graph for each key, and changes nothing else.
+"""`graphify` makes a pure function replay: it memoizes one captured graph for each key, and changes nothing else.
+`piecewise` does so with graphs that are interrupted at named operators.
 
 step = graphify(step, ladder=make_ladder("full", limits))
 state, out = step(params, state, batch)      # captures this batch's class once, and replays it from then on
@@ -8,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, Unpack, overload
 
 from weft.arguments import names_arguments
+from weft.errors import CaptureError
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.ladder import Ladder
-from weft.transforms.graphs.options import GraphifyOptions, Operators, make_graphable
+from weft.transforms.graphs.options import CommonOptions, GraphifyOptions, Operators, make_graphable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,3 +103,47 @@ def graphify(
     if fn is None:
         return lambda f: graphify(f, **options)
     return Graphified(make_graphable(fn, options))
+
+
+@overload
+def piecewise(
+    fn: Callable[P, R], *, split_at: Operators, ladder: Sequence[Any] | None = ..., **options: Unpack[CommonOptions]
+) -> Graphified[P, R]: ...
+@overload
+def piecewise(
+    fn: None = ..., *, split_at: Operators, ladder: Sequence[Any] | None = ..., **options: Unpack[CommonOptions]
+) -> Callable[[Callable[P, R]], Graphified[P, R]]: ...
+def piecewise(
+    fn: Callable[P, R] | None = None,
+    *,
+    split_at: Operators,
+    ladder: Sequence[Any] | None = None,
+    **options: Unpack[CommonOptions],
+) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
+    """`graphify` in pieces: the capture is interrupted at each operator of `split_at`, which stays outside the graphs.
+
+    For what cannot be captured, or should see the host's values (an attention kernel that plans its launch), inside a
+    function of which the rest should replay. Any function: it is not traced, but recorded as it runs. The pieces share
+    one memory pool, and between two of them runs nothing but the operator.
+
+    Args:
+        fn: a pure function over pytrees of tensors. Left out, `piecewise` is a decorator.
+        split_at: operators by name, as in `weft::paged_attention` or `aten::sort`, or as `torch.ops.aten.sort`.
+        ladder: the classes that may be captured in pieces; None: every signature is captured as it is.
+        options: the rest, as `graphify` takes them.
+
+    Raises:
+        CaptureError: at the first call, if the function never calls a split operator; and all that `graphify` refuses.
+
+    >>> import torch
+    >>> f = piecewise(lambda x: torch.sort(x * 2).values + 1, split_at="aten::sort")
+    >>> f(torch.tensor([3.0, 1.0])), f(torch.tensor([0.0, -1.0]))
+    (tensor([3., 7.]), tensor([-1.,  1.]))
+    """
+    if isinstance(split_at, list | tuple | set | frozenset) and not split_at:
+        instead = "the operators to cut at, as in split_at='aten::sort'; or weft.graphify, for one graph"
+        raise CaptureError(f"weft.piecewise({getattr(fn, '__name__', '...')})", f"split_at={split_at!r}", instead)
+    pieces = None if ladder is None else Ladder(piecewise=tuple(ladder))
+    if fn is None:
+        return graphify(split_at=split_at, ladder=pieces, **options)
+    return graphify(fn, split_at=split_at, ladder=pieces, **options)

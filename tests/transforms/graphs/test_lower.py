@@ -14,8 +14,7 @@ from weft.donation import clone
 from weft.errors import CacheMissError, CaptureError, DonatedError
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
-from weft.transforms.graphs.graphify import graphify
-from weft.transforms.graphs.piecewise import piecewise
+from weft.transforms.graphs.graphify import graphify, piecewise
 from weft.trees import tree_structure
 
 

@@ -14,10 +14,9 @@ from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
 from weft.transforms.graphs.backends.cuda import CudaBackend
 from weft.transforms.graphs.backends.tape import TapeBackend
-from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.graphify import graphify, piecewise
 from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.graphs.memory import MemoryAnalysis, MemoryEstimate, between, spread
-from weft.transforms.graphs.piecewise import piecewise
 from weft.trees import tree_leaves
 
 
