@@ -8,14 +8,6 @@ from typing import Any
 from weft.errors import MissingPackageError
 
 GREY = "#808080"
-NEUTRAL: Mapping[str, Any] = {
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-    "legend.frameon": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
-}
-"""Settings of matplotlib for pictures without a background: `matplotlib.rcParams.update(NEUTRAL)`."""
 _FAR = 8.0
 """Lengths on one axis may differ so much from their median; beyond that the axis is logarithmic."""
 
@@ -33,13 +25,21 @@ def pyplot(call: str) -> Any:
 
 
 def new_axes(call: str, width: float, height: float, **options: Any) -> tuple[Any, Any]:
-    """A new figure of so many inches and its axes, without a background. `options` are those of `subplots`."""
-    plt = pyplot(call)
-    with plt.rc_context(dict(NEUTRAL)):
-        figure, axes = plt.subplots(figsize=(width, height), layout="constrained", **options)
+    """A new figure of so many inches and its axes, as `neutral` makes them. `options` are those of `subplots`."""
+    figure, axes = pyplot(call).subplots(figsize=(width, height), layout="constrained", **options)
+    return neutral(figure), axes
+
+
+def neutral(figure: Any) -> Any:
+    """The figure, without a background, its text and lines in a grey that reads on white and on black."""
+    # Not by `rc_context`: where a notebook's backend is first loaded inside of it, it undoes what that has set.
+    figure.patch.set_alpha(0)
     for ax in figure.axes:
-        ax.tick_params(colors=GREY)  # ticks are made later, when the settings are the caller's again
-    return figure, axes
+        ax.patch.set_alpha(0)
+        ax.tick_params(colors=GREY)
+        for part in (*ax.spines.values(), ax.title, ax.xaxis.label, ax.yaxis.label):
+            part.set_color(GREY)
+    return figure
 
 
 def axes_for(call: str, ax: Any, width: float, height: float) -> Any:

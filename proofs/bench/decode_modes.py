@@ -51,7 +51,7 @@ def main() -> None:
     if given.curves:
         cases = [*dict.fromkeys((*by_requests, *by_context))]
     rows = [time_decode(model, *case, 1, mode, bandwidth) for case in cases for mode in MODES]
-    report = {"environment": environment(device), "copy_bandwidth": bandwidth, "rows": rows}
+    report: dict[str, Any] = {"environment": environment(device), "copy_bandwidth": bandwidth, "rows": rows}
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "decode_modes.json").write_text(json.dumps(report, indent=1))
     if given.curves:
