@@ -128,8 +128,36 @@ def test_every_folder_of_modules_is_a_listed_package() -> None:
     packages = setuptools_table()["packages"]
     assert sorted(packages) == sorted(module_name(folder / "__init__.py") for folder in python)
     assert setuptools_table()["package-dir"] == {"": ".src"}
-    for folder, package in PACKAGES.items():  # Links, so that an editable install is a path that tools can follow.
+
+
+LINKS = {".src/weft": "../lib", **{f"lib/{folder}": f"../{folder}" for folder in FOLDERS[1:]}}
+"""Symbolic links and their targets, so that an editable install is a path that tools can follow."""
+
+
+def broken_links(root: Path) -> str:
+    """The links that are not links, and the way to mend them; empty if all are right."""
+    wrong = [
+        link for link, to in LINKS.items() if not (root / link).is_symlink() or (root / link).readlink() != Path(to)
+    ]
+    if not wrong:
+        return ""
+    mend = f"git config core.symlinks true && git checkout -- {' '.join(wrong)} (on Windows in Developer Mode)"
+    return f"{', '.join(wrong)}: not the symbolic links that git has; to make them: {mend}"
+
+
+def test_the_links_of_an_editable_install_are_links() -> None:
+    assert broken_links(ROOT) == ""
+    for folder, package in PACKAGES.items():
         assert (ROOT / ".src" / Path(*package.split("."))).resolve() == ROOT / folder
+
+
+def test_links_that_git_wrote_as_files_are_named(tmp_path: Path) -> None:
+    """As git does with `core.symlinks=false`, the default of many a Windows."""
+    for link, to in LINKS.items():
+        (tmp_path / link).parent.mkdir(exist_ok=True)
+        (tmp_path / link).write_text(to) if link == "lib/proofs" else (tmp_path / link).symlink_to(to)
+    assert broken_links(tmp_path).startswith("lib/proofs: not the symbolic links that git has")
+    assert "git config core.symlinks true && git checkout -- lib/proofs" in broken_links(tmp_path)
 
 
 def test_every_other_file_of_a_package_is_listed_as_its_data() -> None:
