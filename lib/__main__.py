@@ -4,9 +4,9 @@ import sys
 
 
 def main() -> int:
-    """Run one command and return its exit code (`weft.transforms.cli.main`)."""
+    """Run one command and return its exit code (`weft.transforms.cli.main.main`)."""
     try:
-        from weft.transforms.cli import main as run
+        from weft.transforms.cli.main import main as run
 
         return run()
     except KeyboardInterrupt:

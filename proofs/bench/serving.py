@@ -24,12 +24,20 @@ import torch
 
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
-from weft.transforms.cli.bench import Wanted, evenly, finish, make_prompts, serve, start, warm_up
-from weft.transforms.cli.bench_figures import RankFigures, figures
-from weft.transforms.cli.bench_options import WORKLOADS
-from weft.transforms.cli.choices import MODES
-from weft.transforms.cli.presets import PRESETS
+from weft.transforms.cli.bench import (
+    BenchOptions,
+    RankFigures,
+    evenly,
+    figures,
+    finish,
+    make_prompts,
+    serve,
+    start,
+    warm_up,
+)
+from weft.transforms.cli.presets import PRESETS, WORKLOADS
 from weft.transforms.cli.ranks import Here, Place, in_ranks
+from weft.transforms.cli.shared import MODES
 from weft.transforms.cli.sources import Source
 from weft.transforms.engine.engine import Engine
 
@@ -63,10 +71,10 @@ class Plan:
         """The lengths of prompts, each once."""
         return list(dict.fromkeys(self.lengths[name][0] for name in self.workloads))
 
-    def wanted(self, source: Source, place: Place, mode: str, input_len: int, output_len: int) -> Wanted:
+    def wanted(self, source: Source, place: Place, mode: str, input_len: int, output_len: int) -> BenchOptions:
         """The options of `weft bench`."""
         count, tokens = self.requests, max(_MAX_NUM_TOKENS, self.requests)
-        return Wanted(source, input_len, output_len, count, count, tokens, mode, 1.0, 0, 1, place)
+        return BenchOptions(source, input_len, output_len, count, count, tokens, mode, 1.0, 0, 1, place)
 
 
 def run(here: Here, source: Source, place: Place, plan: Plan) -> list[dict[str, Any]]:
@@ -90,7 +98,9 @@ def run(here: Here, source: Source, place: Place, plan: Plan) -> list[dict[str, 
     return [*rows, *compared(said)]
 
 
-def measure(here: Here, engine: Engine, wanted: Wanted, started: RankFigures, repeats: int) -> Iterator[dict[str, Any]]:
+def measure(
+    here: Here, engine: Engine, wanted: BenchOptions, started: RankFigures, repeats: int
+) -> Iterator[dict[str, Any]]:
     """Serve a workload, after a few tokens that warm it up."""
     draw = random.Random(wanted.seed)
     own, _ = warm_up(engine, wanted, draw, started)
@@ -99,7 +109,7 @@ def measure(here: Here, engine: Engine, wanted: Wanted, started: RankFigures, re
         with evenly():
             served = serve(engine, prompts, wanted.sampling, wanted.output_len, False)
         found = figures(served, wanted.input_len, here.collect(finish(engine, own)))
-        yield {"repeat": index, **attrs.asdict(found)}
+        yield {"repeat": index, **found}
 
 
 def complete(engine: Engine, plan: Plan, input_len: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "no model": (["generate", "--prompt", "A"], "weft generate: error: the following arguments are required: --model"),
     "no prompt": (
         ["generate", "--model", str(DEMO)],
-        "no prompt: give at least one --prompt TEXT or --prompt-ids 1,2,3",
+        "error: weft generate\n  saw: no prompt\n  instead: give at least one --prompt TEXT or --prompt-ids 1,2,3",
     ),
     "an option of another name": (
         ["generate", "--model", str(DEMO), "--prompt", "A", "--speculation", "3"],
@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ["generate", "--model", "nowhere", "--prompt", "A"],
         "saw: there is no folder 'nowhere'\n  instead: pass a local folder; `hf download",
     ),
-    "more stages than layers": (["plan", "--model", str(DEMO), "--pp", "9"], "instead: from 1 stage to one a layer"),
+    "more stages than layers": (["plan", "--model", str(DEMO), "--pp", "9"], "instead: from --pp 1 to --pp 6"),
     "fewer tokens than requests": (
         ["bench", "--preset", "tiny", "--max-num-seqs", "4", "--max-num-tokens", "2"],
         "error: weft bench --max-num-tokens 2\n  saw: 2 tokens a step for 4 requests\n  instead: 4 or more",

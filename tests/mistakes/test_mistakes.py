@@ -18,7 +18,7 @@ from torch import Tensor
 
 import weft
 from weft.errors import WeftError
-from weft.transforms.cli import main
+from weft.transforms.cli.main import main
 
 TABLES = (graphify_mistakes, batch_mistakes, pipeline_mistakes, generate_mistakes, engine_mistakes, laws_mistakes)
 MISTAKES: dict[str, Mistake] = {name: mistake for table in TABLES for name, mistake in table.MISTAKES.items()}

@@ -1,65 +1,85 @@
-"""What `weft bench --eval` computes: how well a model knows texts and answers questions, in each graph mode and split,
-which must change neither."""
+"""`weft bench --eval`: score texts and questions in each graph mode and split, which must not change the scores."""
 
 import gc
 import math
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
+from rich.text import Text
 from tqdm import tqdm
 
 from weft.errors import RequestError
+from weft.json_text import parse_json
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
-from weft.transforms.cli.bench_figures import GraphUse
 from weft.transforms.cli.ranks import Here, Place, check_stages, in_ranks
+from weft.transforms.cli.shared import console, table
 from weft.transforms.cli.sources import Source
-from weft.transforms.cli.tasks import Question, Text, read_tasks
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.tracking import Track
 
 _MAX_CONTEXT = 4096
-_ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Bits a token by which modes may differ: batches are padded to other shapes, whose products round otherwise."""
+_MAX_FILE = 2**26
+"""The most characters of a task file."""
+_FORMS = 'one JSON object per line: {"text": "..."}, or {"prompt": "...", "answer": "..."}'
+_ROUNDING = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
+"""Bits per token by which modes may differ: batches are padded to other shapes, whose products round differently."""
 
 
 @attrs.frozen
-class Wanted:
+class Task:
+    """One line of a task file: a text to be scored, or a prompt with its right answer.
+
+    Args:
+        line: its number, from 1.
+        text: the text, or the prompt.
+        answer: None for a text; else the completion of as many tokens is right if it is the answer.
+    """
+
+    line: int
+    text: str
+    answer: str | None = None
+
+
+@attrs.frozen
+class EvalOptions:
     """The options of `weft bench --eval`.
 
     Args:
+        source: the model.
         file: the tasks.
         graphs: the modes.
         splits: numbers of stages; None: one, or torchrun's.
-        max_num_seqs: requests under way at once.
-        max_num_tokens: tokens of a step. As many as there are requests, or fewer, are within the whole graphs of mode
-            `full`, which so runs the prompts too.
-        place: where the stages run; of how many, each split says.
+        max_num_seqs: requests that run at once.
+        max_num_tokens: tokens per step. Mode `full` runs prompts as whole graphs, too, if this is at most the number of
+            requests.
+        run_ahead: steps that are launched before the first of them is read.
     """
 
     source: Source
     file: str
     graphs: Sequence[str]
-    splits: Sequence[int] | None
+    splits: Sequence[int | None]
     max_num_seqs: int
     max_num_tokens: int
     run_ahead: int
-    place: Place
 
 
 @attrs.frozen
 class Score:
-    """What a model scored in one mode and split.
+    """The score of a model in one mode and split.
 
     Args:
         graph, num_stages: the mode and the split.
-        num_bytes: of the texts that are scored: all but each text's first token, which nothing predicts.
-        logprobs: of the tokens of these, a list a text.
+        num_bytes: bytes of the scored texts, without each text's first token, which nothing predicts.
+        logprobs: of the scored tokens, one list per text.
         answers: the completion of each question, and whether it is right.
-        graphs: what ran it: the share of the steps in each mode.
+        replayed: the share of the steps that ran as graphs.
         dtype: of the weights.
     """
 
@@ -68,138 +88,183 @@ class Score:
     num_bytes: int
     logprobs: list[list[float]]
     answers: list[tuple[str, bool]]
-    graphs: dict[str, float]
+    replayed: float
     dtype: str
 
     @property
     def num_tokens(self) -> int:
-        """That are scored."""
+        """The number of scored tokens."""
         return sum(map(len, self.logprobs))
 
     @property
-    def bits_per_token(self) -> float | None:
-        """None where no token is scored."""
-        return self._bits / self.num_tokens if self.num_tokens else None
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """None where no byte is scored."""
-        return self._bits / self.num_bytes if self.num_bytes else None
-
-    @property
-    def perplexity(self) -> float | None:
-        """Of a token."""
-        return None if self.bits_per_token is None else 2**self.bits_per_token
-
-    @property
-    def accuracy(self) -> float | None:
-        """The share of the questions that are answered right; None where there is none."""
-        return sum(right for _, right in self.answers) / len(self.answers) if self.answers else None
-
-    @property
-    def _bits(self) -> float:
+    def bits(self) -> float:
+        """The bits of all scored tokens."""
         return -math.fsum(logprob for own in self.logprobs for logprob in own) / math.log(2)
 
+    @property
+    def bits_per_token(self) -> float | None:
+        """None if no token is scored."""
+        return self.bits / self.num_tokens if self.num_tokens else None
+
     def difference(self, other: "Score") -> float:
-        """The greatest between the logprobs of a token, in nats; infinite where one is NaN, or missing."""
+        """The largest difference of a token's logprob, in nats; infinite if one is NaN, or missing."""
         pairs = zip(self.logprobs, other.logprobs, strict=True)
         found = (abs(a - b) for own, theirs in pairs for a, b in zip_longest(own, theirs, fillvalue=math.nan))
         return max((math.inf if math.isnan(one) else one for one in found), default=0.0)
 
     def agrees(self, other: "Score") -> bool:
-        """Whether it is the same but for rounding: the completions of all questions, and the bits a token."""
-        if self.answers != other.answers:
-            return False
+        """Whether all answers are equal, and the bits per token up to rounding."""
         mine, theirs = self.bits_per_token, other.bits_per_token
-        if mine is None or theirs is None:
-            return mine is theirs
-        return abs(mine - theirs) <= _ROUNDING[getattr(torch, self.dtype)]
+        if self.answers != other.answers or mine is None or theirs is None:
+            return self.answers == other.answers and mine is theirs
+        return abs(mine - theirs) <= _ROUNDING[self.dtype]
+
+    def row(self, first: "Score") -> dict[str, Any]:
+        """The score as one row of the report, with its difference from the first one."""
+        bits = self.bits_per_token
+        right = [is_right for _, is_right in self.answers]
+        return {
+            "graph": self.graph,
+            "stages": self.num_stages,
+            "bits_per_byte": self.bits / self.num_bytes if self.num_bytes else None,
+            "bits_per_token": bits,
+            "perplexity": None if bits is None else 2**bits,
+            "accuracy": sum(right) / len(right) if right else None,
+            "replayed": self.replayed,
+            "difference": self.difference(first),
+            "agrees": self.agrees(first),
+        }
 
 
-def evaluate(wanted: Wanted, *, progress: bool) -> list[Score] | None:
-    """The scores, mode by mode and split by split; None on a rank of torchrun's that is not the first.
+def evaluate(options: EvalOptions, place: Place, *, progress: bool) -> dict[str, Any] | None:
+    """The report, with the scores mode by mode and split by split; None on a rank of torchrun that is not the first.
 
     Raises:
-        RequestError: what `read_tasks` refuses, a question that is longer than the model has positions for, or more
-            stages than layers.
+        RequestError: what `read_tasks` refuses, a question longer than the model has positions for, or more stages
+            than layers.
         Whatever `weft.load`, `Engine` and `in_ranks` raise.
     """
-    texts, questions = read_tasks(wanted.file)
-    scores: list[Score] = []
-    splits: Sequence[int | None] = wanted.splits or [None]
-    for stages in splits:
-        check_stages(attrs.evolve(wanted.place, stages=stages), wanted.source.config().num_layers)
-    for stages in splits:
-        place = attrs.evolve(wanted.place, stages=stages)
-        found = in_ranks(score_modes, place, wanted, texts, questions, progress)
+    tasks, scores, num_layers = read_tasks(options.file), list[Score](), options.source.config().num_layers
+    places = [attrs.evolve(place, stages=stages) for stages in options.splits]
+    for split in places:
+        check_stages(split, num_layers)
+    for split in places:
+        found = in_ranks(score_modes, split, options, tasks, progress)
         if found is None:
             return None
         scores += found
-    return scores
+    first = scores[0]
+    return {
+        "file": options.file,
+        "dtype": first.dtype,
+        "texts": len(first.logprobs),
+        "tokens": first.num_tokens,
+        "bytes": first.num_bytes,
+        "questions": len(first.answers),
+        "agree": all(score.agrees(first) for score in scores),
+        "scores": [score.row(first) for score in scores],
+    }
 
 
-def score_modes(
-    here: Here, wanted: Wanted, texts: Sequence[Text], questions: Sequence[Question], progress: bool
-) -> list[Score]:
-    """The scores of each mode, by an engine of its own, over one model.
+def read_tasks(path: str) -> list[Task]:
+    """The tasks of a file; empty lines are skipped.
+
+    Raises:
+        RequestError: the file cannot be read, a line is not a task, or there is none.
+    """
+    call = f"weft bench --eval {path:.300}"
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(_MAX_FILE + 1)
+    except (OSError, ValueError) as error:
+        raise RequestError(call, f"it cannot be read: {error}", "a file of UTF-8 text") from error
+    if len(text) > _MAX_FILE:
+        raise RequestError(call, f"more than {_MAX_FILE} characters", "a part of it")
+    tasks = [_task(call, index + 1, line) for index, line in enumerate(text.split("\n")) if line.strip()]
+    if not tasks:
+        raise RequestError(call, "no task in it", _FORMS)
+    return tasks
+
+
+def _task(call: str, number: int, line: str) -> Task:
+    try:
+        found = parse_json(line)
+    except ValueError as error:
+        raise RequestError(call, f"line {number} is not JSON: {error}", _FORMS) from error
+    names = sorted(found) if isinstance(found, dict) else []
+    if names not in (["text"], ["answer", "prompt"]):
+        raise RequestError(call, f"line {number} has {', '.join(map(repr, names)) or 'no names'}", _FORMS)
+    for name in names:
+        if not isinstance(found[name], str) or not found[name]:
+            seen = f"line {number} has {name}={found[name]!r:.200}"
+            raise RequestError(call, seen, f"{name} is a string, and not empty")
+    return Task(number, found["text"]) if names == ["text"] else Task(number, found["prompt"], found["answer"])
+
+
+def score_modes(here: Here, options: EvalOptions, tasks: Sequence[Task], progress: bool) -> list[Score]:
+    """The scores of one model in each mode, with an engine for each.
 
     A pipeline has one cohort, so that every split runs the same batches.
     """
     shows = progress and here.first
-    model, scores = wanted.source.open(here, progress=shows), []
-    _check_lengths(wanted, model, questions)
-    for graph in tqdm(wanted.graphs, desc="eval", unit="mode", disable=not shows):
-        scores.append(_score(here, wanted, model, graph, texts, questions))
+    model, scores = options.source.open(here, progress=shows), []
+    _check_lengths(options, model, tasks)
+    for graph in tqdm(options.graphs, desc="eval", unit="mode", disable=not shows):
+        scores.append(_score(here, options, model, graph, tasks))
         gc.collect()
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # the next engine takes what memory is free
     return scores
 
 
-def _check_lengths(wanted: Wanted, model: Model, questions: Sequence[Question]) -> None:
-    for question in questions:
-        length = len(model.encode(question.prompt)) + _num_tokens(model, question.answer)
-        if length > (most := _context(model)):
-            seen = f"line {question.line} has {length} tokens, those of the answer included"
-            raise RequestError(f"weft bench --eval {wanted.file}", seen, f"at most {most}")
-
-
-def _score(
-    here: Here, wanted: Wanted, model: Model, graph: str, texts: Sequence[Text], questions: Sequence[Question]
-) -> Score:
+def _check_lengths(options: EvalOptions, model: Model, tasks: Sequence[Task]) -> None:
     most = _context(model)
-    rows = wanted.max_num_seqs
+    for task in tasks:
+        if task.answer is not None:
+            length = len(model.encode(task.text)) + _num_tokens(model, task.answer)
+            if length > most:
+                seen = f"line {task.line} has {length} tokens, including the answer"
+                raise RequestError(f"weft bench --eval {options.file}", seen, f"at most {most}")
+
+
+def _score(here: Here, options: EvalOptions, model: Model, graph: str, tasks: Sequence[Task]) -> Score:
+    most = _context(model)
     engine = Engine(
         model,
-        EngineLimits(max_num_reqs=rows, max_num_tokens=wanted.max_num_tokens, max_model_len=most, num_cohorts=1),
+        EngineLimits(
+            max_num_reqs=options.max_num_seqs,
+            max_num_tokens=options.max_num_tokens,
+            max_model_len=most,
+            num_cohorts=1,
+        ),
         pipeline=here.num_stages,
         graph=graph,
         transport=here.transport,
-        run_ahead=wanted.run_ahead,
+        run_ahead=options.run_ahead,
         seed=0,
     )
-    before = engine.stats()
     greedy, scored = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, prompt_logprobs=0)
-    parts = [[engine.add(part, scored, max_tokens=1) for part in windows(model.encode(t.text), most)] for t in texts]
-    asked = [engine.add(q.prompt, greedy, max_tokens=_num_tokens(model, q.answer)) for q in questions]
-    tracks: dict[str, Track] = {}
-    for output in engine:
-        tracks[output.id] = output.track
+    texts = [task.text for task in tasks if task.answer is None]
+    questions = [(task.text, task.answer) for task in tasks if task.answer is not None]
+    parts = [[engine.add(part, scored, max_tokens=1) for part in windows(model.encode(text), most)] for text in texts]
+    asked = [engine.add(prompt, greedy, max_tokens=_num_tokens(model, answer)) for prompt, answer in questions]
+    tracks: dict[str, Track] = {output.id: output.track for output in engine}
     answers = [tracks[name].text for name in asked]
+    modes = engine.stats().modes
     return Score(
         graph,
         here.num_stages,
-        sum(_scored_bytes(model, one.text) for one in texts),
+        sum(_scored_bytes(model, text) for text in texts),
         [[logprob for name in names for logprob in tracks[name].prompt_logprobs] for names in parts],
-        [(text, text == question.answer) for text, question in zip(answers, questions, strict=True)],
-        GraphUse.between(before, engine.stats()).shares,
+        [(text, text == answer) for text, (_, answer) in zip(answers, questions, strict=True)],
+        1 - modes.get("none", 0) / max(sum(modes.values()), 1),
         str(model.dtype).removeprefix("torch."),
     )
 
 
 def windows(ids: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Parts of fewer than `most` tokens, so that there is room for the one that is generated. Each begins with the last
-    token of the one before, so that all tokens but the first are predicted, once.
+    """Parts of fewer than `most` tokens, to leave room for the token that is generated. Each part begins with the last
+    token of the one before, so that every token but the first is predicted once.
 
     >>> list(windows([1, 2, 3, 4, 5, 6], 4))
     [[1, 2, 3], [3, 4, 5], [5, 6]]
@@ -218,6 +283,25 @@ def _num_tokens(model: Model, answer: str) -> int:
 
 
 def _scored_bytes(model: Model, text: str) -> int:
-    """The bytes of a text behind its first token, which may be a special one of no bytes."""
+    """The bytes of a text after its first token, which may be a special one without bytes."""
     assert model.tokenizer is not None, "the text was encoded with it"
     return len(text[model.tokenizer.encode(text).offsets[0][1] :].encode())
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report as a table, and whether the modes agree."""
+    out, rows = console(), []
+    counts = f"{report['tokens']} tokens, {report['bytes']} bytes, {report['questions']} questions"
+    out.print(Text(f"{report['file']}: {counts}, {report['dtype']}", style="bold"), soft_wrap=True)
+    numbers = {"bits/byte": "bits_per_byte", "bits/tok": "bits_per_token", "ppl": "perplexity"}
+    for score in report["scores"]:
+        row = {"graph": score["graph"], "pp": score["stages"]}
+        row |= {name: "" if score[key] is None else f"{score[key]:.5f}" for name, key in numbers.items()}
+        row["right"] = "" if score["accuracy"] is None else f"{score['accuracy']:.1%}"
+        row["replay"] = f"{score['replayed']:.0%}"
+        rows.append(row | {"differs": f"{score['difference']:.1e}" if score["agrees"] else "DIFFERS"})
+    out.print(table(None, rows))
+    out.print()
+    if len(rows) > 1:
+        how = "score the same" if report["agree"] else "do NOT score the same"
+        out.print(f"{len(rows)} modes and splits {how} ('differs': the largest difference of a token's logprob).")

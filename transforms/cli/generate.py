@@ -1,77 +1,78 @@
-"""What `weft generate` does, in each process of its pipeline."""
+"""`weft generate`: complete prompts with a checkpoint."""
 
+import argparse
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import attrs
+from rich.text import Text
 
+from weft.errors import RequestError
+from weft.json_text import write_json
 from weft.stages.adapter_checkpoint import load_adapter
-from weft.stages.config import config_in_folder
 from weft.stages.model import Model, load
-from weft.transforms.cli.drafts import open_drafts
 from weft.transforms.cli.ranks import Here, Place, check_stages, in_ranks
+from weft.transforms.cli.shared import console, counted, printable
+from weft.transforms.cli.sources import check_drafts, open_drafts, read_config
 from weft.transforms.engine.generate import Completion, generate
 
-
-@attrs.frozen
-class Wanted:
-    """The options of `weft generate`; `stages` is None where `--pp` was not given."""
-
-    model: str
-    prompts: Sequence[str | list[int]]
-    max_tokens: int
-    temperature: float
-    seed: int | None
-    graph: str
-    device: str | None
-    dtype: str | None
-    transport: str | None
-    adapter: str | None
-    speculate: int | None
-    draft: str | None
-    timeout: float
-    stages: int | None
-
-
 Completed = tuple[list[str], list[Completion]]
-"""The prompts as text, or as ids in the form that `--prompt-ids` takes, and what completes them."""
+"""The prompts, as text or in the form that `--prompt-ids` takes, and their completions."""
 
 
-def complete(wanted: Wanted, *, progress: bool) -> Completed | None:
-    """The completions; None on a rank of torchrun's that is not the first.
+def run(arguments: argparse.Namespace) -> int:
+    """Complete the prompts and print the completions; the exit code is 1 if one of them ended with an error."""
+    if not arguments.prompts:
+        raise RequestError("weft generate", "no prompt", "give at least one --prompt TEXT or --prompt-ids 1,2,3")
+    check_drafts("weft generate", arguments.speculate, arguments.draft)
+    place = Place.of(arguments, arguments.pp)
+    check_stages(place, read_config(arguments.model, None).num_layers)
+    completed = in_ranks(_complete, place, arguments, sys.stderr.isatty())
+    if completed is None:
+        return 0  # the first rank prints
+    prompts, completions = completed
+    if arguments.json:
+        print("\n".join(write_json(attrs.asdict(completion)) for completion in completions))
+    else:
+        _show(prompts, completions)
+    failed = [completion.error for completion in completions if completion.error is not None]
+    for error in failed:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+    return 1 if failed else 0
 
-    Raises:
-        ProgramError: `--pp` is not torchrun's number of processes.
-        RequestError: more stages than layers.
-        RequestError: no stage, or more of them than layers.
-        DeviceError: fewer GPUs than stages.
-        Whatever `weft.load` and `weft.generate` raise.
-    """
-    place = Place("weft generate", wanted.stages, wanted.transport, wanted.device, wanted.timeout)
-    check_stages(place, config_in_folder(Path(wanted.model), f"--model {wanted.model}").num_layers)
-    return in_ranks(_complete, place, wanted, progress)
 
-
-def _complete(here: Here, wanted: Wanted, progress: bool) -> Completed:
+def _complete(here: Here, arguments: argparse.Namespace, progress: bool) -> Completed:
+    """This process's part of the work."""
     shows = progress and here.first
-    model = load(wanted.model, here.device, wanted.dtype, stage=here.stage, progress=shows)
+    model = load(arguments.model, here.device, arguments.dtype, stage=here.stage, progress=shows)
     completions = generate(
         model,
-        wanted.prompts,
-        max_tokens=wanted.max_tokens,
-        temperature=wanted.temperature,
-        seed=wanted.seed,
+        arguments.prompts,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
         pipeline=here.num_stages,
-        graph=wanted.graph,
-        adapter=None if wanted.adapter is None else load_adapter(model, wanted.adapter),
-        speculation=open_drafts(here, wanted.speculate, wanted.draft, wanted.dtype),
+        graph=arguments.graph,
+        adapter=None if arguments.adapter is None else load_adapter(model, arguments.adapter),
+        speculation=open_drafts(here, arguments.speculate, arguments.draft, arguments.dtype),
         transport=here.transport,
         progress=shows,
     )
-    return [_shown(model, prompt) for prompt in wanted.prompts], completions
+    return [_as_text(model, prompt) for prompt in arguments.prompts], completions
 
 
-def _shown(model: Model, prompt: str | list[int]) -> str:
+def _as_text(model: Model, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
     return ",".join(map(str, prompt)) if model.tokenizer is None else str(model.decode(prompt))
+
+
+def _show(prompts: Sequence[str], completions: Sequence[Completion]) -> None:
+    """Each completion after its prompt; without a tokenizer as ids, in the form that `--prompt-ids` takes."""
+    out = console()
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        ids = ",".join(map(str, completion.token_ids))
+        new = f",{ids}" if completion.text is None else completion.text
+        title = f"[{index + 1} of {len(prompts)}] {counted(len(completion.token_ids), 'token')}"
+        out.print(Text(f"{title}, {completion.finish_reason}", style="dim"), soft_wrap=True)
+        out.print(Text.assemble((printable(prompt), "bold"), printable(new)), end="\n\n", soft_wrap=True)

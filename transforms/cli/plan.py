@@ -1,83 +1,49 @@
-"""What `weft plan` predicts: a decode loop over pipeline stages, from a config.json and a memory bandwidth alone."""
+"""`weft plan`: predict a decode loop over pipeline stages, from a config.json and a memory bandwidth alone."""
 
+import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
+from rich.text import Text
 
-from weft.effects import Program
+from weft.effects import Program, listing
 from weft.errors import ProgramError
+from weft.json_text import write_json
 from weft.stages.config import ModelConfig
 from weft.stages.layout import StageLayout, balance, split_layers
 from weft.stages.split import Weights, layer_weights
+from weft.transforms.cli.shared import check_writable, console, counted, table, write_file
 from weft.transforms.cli.sources import read_config
 from weft.transforms.pipelines.cohorts import CohortPlan, CohortRow, plan_cohorts
+from weft.transforms.pipelines.draw_text import LEAST_WIDTH
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.simulate import Costs, simulate
 from weft.transforms.pipelines.timeline import Timeline
+from weft.units import duration
 
-_GIGA = 1e9
-_MOST, _MOST_COHORTS, _MOST_JOBS = 10**9, 1000, 10_000
-"""Of a number; of cohorts that are tried; of the steps of all cohorts that are drawn."""
-_OUTPUT_BYTES = 8 + 4  # of a request's token and logprob (`weft.outputs.Output`)
-
-
-@attrs.frozen
-class Wanted:
-    """What is to be planned: the options of `weft plan`.
-
-    Args:
-        model: a folder with a config.json; None: the preset's.
-        preset: a name in `weft.transforms.cli.presets.PRESETS`; None: the folder's.
-        stages: pipeline stages.
-        cohorts: that take turns in the timeline; None: as many as give the most tokens a second.
-        steps: of each cohort in the timeline.
-        requests: that decode at the same time.
-        context: tokens that each has before it; None: 1024, or half of what the model has positions for.
-        bandwidth: GB/s at which a device reads its memory.
-        link: GB/s between two ranks; infinite: a transfer takes the latency alone.
-        latency: microseconds of each transfer.
-        capacity: messages that an edge holds.
-    """
-
-    model: str | None
-    preset: str | None
-    stages: int
-    cohorts: int | None
-    steps: int
-    requests: int
-    context: int | None
-    bandwidth: float
-    link: float
-    latency: float
-    capacity: int
-
-    def __attrs_post_init__(self) -> None:
-        for option, value in (("--steps", self.steps), ("--requests", self.requests), ("--capacity", self.capacity)):
-            if not 1 <= value <= _MOST:
-                raise ProgramError(f"weft plan {option} {value}", f"{value}", f"a whole number from 1 to {_MOST}")
-        most = min(self.requests, _MOST_COHORTS)
-        if self.cohorts is not None and not 1 <= self.cohorts <= most:
-            seen = f"{self.cohorts} cohorts for {self.requests} requests"
-            raise ProgramError(f"weft plan --cohorts {self.cohorts}", seen, f"from 1 to {most}")
-        for option, speed in (("--bandwidth", self.bandwidth), ("--link", self.link)):
-            if not speed > 0 or (option == "--bandwidth" and math.isinf(speed)):
-                raise ProgramError(f"weft plan {option} {speed:g}", f"{speed:g} GB/s", "a number > 0, in GB/s")
-        if not 0 <= self.latency < math.inf:
-            seen = f"{self.latency:g} microseconds"
-            raise ProgramError(f"weft plan --latency {self.latency:g}", seen, "a finite number >= 0, in microseconds")
+_MOST_JOBS = 10_000
+"""The most steps of all cohorts that are drawn."""
+_OUTPUT_BYTES = 8 + 4
+"""Bytes of a request's token and logprob (`weft.outputs.Output`)."""
+_NOTE = (
+    "Predicted from bytes over bandwidth, not measured: a stage takes the time in which its device reads the weights "
+    "and the KV cache once. Arithmetic, activations, kernel launches and the host count for nothing, so a real step is "
+    "slower, and much slower if one of these bounds it."
+)
 
 
 @attrs.frozen
 class Bytes:
-    """What a decode step reads, in bytes.
+    """The bytes that a decode step reads.
 
     Args:
-        layer: the weights of one layer, the largest, with all its experts.
+        layer: the weights of the largest layer, with all its experts.
         head: the final norm and the head's matrix.
-        embedding: of a token, the row of the embedding.
-        kv: of a token of context, in one layer.
-        message: of a token, what one stage sends to the next.
+        embedding: one row of the embedding, per token.
+        kv: one token of context, in one layer.
+        message: what one stage sends to the next, per token.
     """
 
     layer: int
@@ -88,7 +54,7 @@ class Bytes:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Bytes":
-        """Of a model in the dtype that it declares."""
+        """The bytes of a model in the dtype that it declares."""
         size, row = config.dtype.itemsize, config.hidden_size * config.dtype.itemsize
         layer = max(round(weights.fixed + weights.experts) for weights in layer_weights(config))
         kv = 2 * config.num_kv_heads * config.head_dim * size
@@ -97,111 +63,55 @@ class Bytes:
 
 @attrs.frozen
 class Split:
-    """The layers of each stage, and the seconds of each for one cohort."""
+    """The layers of each stage, and the seconds that each stage takes for one cohort."""
 
     layouts: tuple[StageLayout, ...]
     seconds: tuple[float, ...]
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of layers of each stage."""
-        return tuple(len(layout.layers) for layout in self.layouts)
+    def report(self) -> list[dict[str, Any]]:
+        """One row per stage."""
+        stages = zip(self.layouts, self.seconds, strict=True)
+        return [{"start": own.start, "stop": own.stop, "seconds": seconds} for own, seconds in stages]
 
 
 @attrs.frozen
-class Prediction:
-    """What `weft plan` found.
+class Loads:
+    """The seconds that stages take, as bytes over bandwidth.
 
     Args:
-        context: tokens that each request has before it.
-        splits: `balance`'s, and the even one of `split_layers`, for a cohort of the chosen size.
-        cohorts: the table; `chosen` is the row of it that the rest is of.
-        programs, timeline: of the first steps, from an empty pipeline.
+        bytes: of the model.
+        weights: of each layer.
+        context: tokens before the one that is generated.
+        options: the command's.
     """
-
-    wanted: Wanted
-    config: ModelConfig
-    bytes: Bytes
-    context: int
-    balanced: Split
-    even: Split
-    cohorts: CohortPlan
-    chosen: CohortRow
-    programs: tuple[Program, ...]
-    timeline: Timeline
-
-
-def predict(wanted: Wanted) -> Prediction:
-    """Predict; reads config.json and nothing else.
-
-    Raises:
-        CheckpointNotFoundError, ConfigError: what `load_config` refuses.
-        ProgramError: more stages than layers, or more context than the model has positions for.
-    """
-    config = read_config(wanted.model, wanted.preset)
-    if not 1 <= wanted.stages <= config.num_layers:
-        seen = f"{wanted.stages} stages; the model has {config.num_layers} layers"
-        raise ProgramError(f"weft plan --pp {wanted.stages}", seen, "from 1 stage to one a layer")
-    model = _Model(Bytes.of(config), layer_weights(config), _context(wanted, config), wanted)
-    table = plan_cohorts(
-        model.costs, wanted.requests, wanted.stages, cohorts=_numbers(wanted), capacity=wanted.capacity
-    )
-    chosen = next((row for row in table.rows if row.cohorts == wanted.cohorts), table.best)
-    if wanted.steps > (most := _MOST_JOBS // chosen.cohorts):
-        seen = f"{wanted.steps} steps of each of {chosen.cohorts} cohorts"
-        raise ProgramError(f"weft plan --steps {wanted.steps}", seen, f"from 1 to {most} steps")
-    programs = make_programs(wanted.stages, decode_jobs(chosen.cohorts, wanted.steps))
-    timeline = simulate(programs, model.costs(chosen.size), capacity=wanted.capacity)
-    balanced, even = model.balanced(chosen.size), model.even(chosen.size)
-    return Prediction(wanted, config, model.bytes, model.context, balanced, even, table, chosen, programs, timeline)
-
-
-def _context(wanted: Wanted, config: ModelConfig) -> int:
-    most = config.max_position_embeddings
-    context = min(1024, most // 2) if wanted.context is None else wanted.context
-    if not 0 <= context < most:
-        seen = f"{context} tokens before the one that is made; the model has {most} positions"
-        raise ProgramError(f"weft plan --context {context}", seen, f"from 0 to {most - 1}")
-    return context
-
-
-def _numbers(wanted: Wanted) -> list[int]:
-    """The numbers of cohorts to try: 1 to twice the stages, and the one that was asked for."""
-    most = min(2 * wanted.stages, wanted.requests)
-    return sorted({*range(1, most + 1), *([] if wanted.cohorts is None else [wanted.cohorts])})
-
-
-@attrs.frozen
-class _Model:
-    """Bytes over bandwidth."""
 
     bytes: Bytes
     weights: tuple[Weights, ...]
     context: int
-    wanted: Wanted
+    options: argparse.Namespace
 
     def balanced(self, size: int) -> Split:
         """The best split for a cohort of `size` requests."""
         layers, first, last = self._seconds(size)
-        return self._split(balance(layers, self.wanted.stages, first=first, last=last), size)
+        return self._split(balance(layers, self.options.pp, first=first, last=last), size)
 
     def even(self, size: int) -> Split:
-        """The split that looks at the number of layers alone."""
-        return self._split(split_layers(len(self.weights), self.wanted.stages), size)
+        """The split by the number of layers alone."""
+        return self._split(split_layers(len(self.weights), self.options.pp), size)
 
     def costs(self, size: int) -> Costs:
-        """What a step of a cohort of `size` requests costs, in its best split."""
+        """The costs of a step of a cohort of `size` requests, in its best split."""
         return Costs(
             self.balanced(size).seconds,
-            latency=self.wanted.latency * 1e-6,
-            bytes_per_second=self.wanted.link * _GIGA,
+            latency=self.options.latency * 1e-6,
+            bytes_per_second=self.options.link * 1e9,
             message_bytes=size * self.bytes.message,
             output_bytes=size * _OUTPUT_BYTES,
         )
 
     def _seconds(self, size: int) -> tuple[list[float], float, float]:
-        """Of each layer, of the embedding, and of the head."""
-        per_second = self.wanted.bandwidth * _GIGA
+        """The seconds of each layer, of the embedding, and of the head."""
+        per_second = self.options.bandwidth * 1e9
         kv = size * self.context * self.bytes.kv
         layers = [(weights.read(size) + kv) / per_second for weights in self.weights]
         return layers, size * self.bytes.embedding / per_second, self.bytes.head / per_second
@@ -210,3 +120,195 @@ class _Model:
         layers, first, last = self._seconds(size)
         seconds = (sum(layers[i] for i in one.layers) + first * one.first + last * one.last for one in layouts)
         return Split(tuple(layouts), tuple(seconds))
+
+
+@attrs.frozen
+class Prediction:
+    """The answer of `weft plan`.
+
+    Args:
+        options: the command's.
+        config: the model's.
+        loads: the seconds of stages.
+        cohorts: the numbers of cohorts that were tried.
+        chosen: the one of them that the rest is about.
+        programs, timeline: the first steps, from an empty pipeline.
+    """
+
+    options: argparse.Namespace
+    config: ModelConfig
+    loads: Loads
+    cohorts: CohortPlan
+    chosen: CohortRow
+    programs: tuple[Program, ...]
+    timeline: Timeline
+
+    @property
+    def balanced(self) -> Split:
+        """The best split, for a cohort of the chosen size."""
+        return self.loads.balanced(self.chosen.size)
+
+    @property
+    def even(self) -> Split:
+        """The split by the number of layers, for a cohort of the chosen size."""
+        return self.loads.even(self.chosen.size)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Predict, and print the prediction; the exit code is 0."""
+    check_writable(arguments.svg, f"weft plan --svg {arguments.svg}")
+    plan = predict(arguments)
+    if arguments.svg is not None:
+        write_file(arguments.svg, plan.timeline.as_svg(), f"weft plan --svg {arguments.svg}")
+    if arguments.json:
+        print(write_json(as_report(plan), indent=2))
+    else:
+        show(plan)
+    return 0
+
+
+def predict(options: argparse.Namespace) -> Prediction:
+    """The prediction; reads config.json and nothing else.
+
+    Raises:
+        CheckpointNotFoundError, ConfigError: as `read_config`.
+        ProgramError: more stages than layers, more cohorts than requests, or more context than the model has positions.
+    """
+    config, stages = read_config(options.model, options.preset), options.pp
+    if stages > config.num_layers:
+        seen = f"{stages} stages; the model has {config.num_layers} layers"
+        raise ProgramError(f"weft plan --pp {stages}", seen, f"from --pp 1 to --pp {config.num_layers}")
+    if options.cohorts is not None and options.cohorts > options.requests:
+        seen = f"{options.cohorts} cohorts for {options.requests} requests"
+        raise ProgramError(f"weft plan --cohorts {options.cohorts}", seen, f"from 1 to {options.requests}")
+    loads = Loads(Bytes.of(config), layer_weights(config), _context(options, config), options)
+    tried = {*range(1, min(2 * stages, options.requests) + 1), *([options.cohorts] if options.cohorts else [])}
+    cohorts = plan_cohorts(loads.costs, options.requests, stages, cohorts=sorted(tried), capacity=options.capacity)
+    chosen = next((row for row in cohorts.rows if row.cohorts == options.cohorts), cohorts.best)
+    if options.steps > (most := _MOST_JOBS // chosen.cohorts):
+        seen = f"{options.steps} steps of each of {counted(chosen.cohorts, 'cohort')}"
+        raise ProgramError(f"weft plan --steps {options.steps}", seen, f"from 1 to {most} steps")
+    programs = make_programs(stages, decode_jobs(chosen.cohorts, options.steps))
+    timeline = simulate(programs, loads.costs(chosen.size), capacity=options.capacity)
+    return Prediction(options, config, loads, cohorts, chosen, programs, timeline)
+
+
+def _context(options: argparse.Namespace, config: ModelConfig) -> int:
+    most = config.max_position_embeddings
+    context: int = min(1024, most // 2) if options.context is None else options.context
+    if context >= most:
+        seen = f"{context} tokens before the one that is generated; the model has {most} positions"
+        raise ProgramError(f"weft plan --context {context}", seen, f"from 0 to {most - 1}")
+    return context
+
+
+def as_report(plan: Prediction) -> dict[str, Any]:
+    """The JSON report, in seconds and bytes."""
+    options = vars(plan.options)
+    names = ("model", "preset", "pp", "cohorts", "steps", "requests", "context", "bandwidth", "link", "latency")
+    wanted = {("stages" if name == "pp" else name): options[name] for name in (*names, "capacity")}
+    events = plan.timeline.events
+    return {
+        "costs": "bytes over bandwidth, not measured",
+        "wanted": wanted | {"context": plan.loads.context},
+        "model": {
+            "architecture": plan.config.architecture,
+            "num_layers": plan.config.num_layers,
+            "dtype": str(plan.config.dtype).removeprefix("torch."),
+            "bytes": attrs.asdict(plan.loads.bytes),
+        },
+        "splits": {"balanced": plan.balanced.report(), "even": plan.even.report()},
+        "programs": [str(program) for program in plan.programs],
+        "timeline": {
+            **{name: getattr(plan.timeline, name) for name in ("step_time", "busy", "bubble", "peak_bytes")},
+            "events": [attrs.asdict(event, recurse=False) | {"effect": str(event.effect)} for event in events],
+        },
+        "cohorts": [attrs.asdict(row) | {"bubble": row.bubble} for row in plan.cohorts.rows],
+        "best": plan.cohorts.best.cohorts,
+        "predicted": attrs.asdict(plan.chosen),
+    }
+
+
+def show(plan: Prediction) -> None:
+    """Print the answer, then how it comes about."""
+    out, options, size = console(), plan.options, plan.chosen.size
+    splits = (("balanced", plan.balanced), ("even", plan.even))
+    stages = [{"stage": index} for index in range(options.pp)]
+    for name, split in splits:
+        for row, own in zip(stages, split.report(), strict=True):
+            row |= {f"{name}:\nlayers": own["stop"] - own["start"], f"{name}:\ntime": duration(own["seconds"])}
+    cohorts = [
+        {
+            "cohorts": row.cohorts,
+            "of requests": row.size,
+            "step": duration(row.step_time),
+            "tokens/s": f"{row.tokens_per_second:,.0f}",
+            "bubble": f"{row.bubble:.0%}",
+            "": "best" if row is plan.cohorts.best else "",
+        }
+        for row in plan.cohorts.rows
+    ]
+    slowest, even = (max(split.seconds) for _, split in splits)
+    steps = f"{counted(options.steps, 'step')} of each of {counted(plan.chosen.cohorts, 'cohort')}"
+    sections: dict[str, tuple[Any, ...]] = {
+        "prediction": ("\n".join(_answer(plan)), "", _NOTE),
+        "assumptions": ("\n".join(_assumptions(plan)),),
+        f"split of the layers, for a cohort of {size}": (
+            table(None, stages, left=0),
+            f"slowest stage: {duration(slowest)} balanced, {duration(even)} even ({even / slowest - 1:.1%} slower)",
+        ),
+        "numbers of cohorts, once the pipeline is full (each in its own best split)": (table(None, cohorts, left=0),),
+        f"timeline of {steps}, from an empty pipeline": (plan.timeline.as_text(max(out.width, LEAST_WIDTH)),),
+        "programs of this timeline, by rank": (listing(plan.programs),),
+    }
+    for title, parts in sections.items():
+        out.print(Text(title, style="bold"))
+        for part in parts:
+            out.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str) and part != _NOTE)
+        out.print()
+
+
+def _answer(plan: Prediction) -> Iterator[str]:
+    chosen = plan.chosen
+    yield f"{chosen.tokens_per_second:,.0f} tokens/s from {counted(plan.options.requests, 'request')}"
+    yield f"a step takes {duration(chosen.step_time)}, with {counted(chosen.cohorts, 'cohort')} of {chosen.size}"
+    yield f"bound by {_bound(plan)}"
+    yield f"bubbles: {', '.join(f'rank {rank} {bubble:.0%}' for rank, bubble in enumerate(chosen.bubbles))}"
+
+
+def _bound(plan: Prediction) -> str:
+    """What the step waits for most: a stage that is never idle, a transfer, or the way through the whole pipeline."""
+    chosen, split, loads = plan.chosen, plan.balanced, plan.loads
+    costs = loads.costs(chosen.size)
+    transfer = costs.latency + chosen.size * loads.bytes.message / costs.bytes_per_second if plan.options.pp > 1 else 0
+    slowest = max(range(plan.options.pp), key=split.seconds.__getitem__)
+    if min(chosen.bubbles) < 0.01:
+        kv = chosen.size * loads.context * loads.bytes.kv * len(split.layouts[slowest].layers)
+        share = kv / (split.seconds[slowest] * plan.options.bandwidth * 1e9)
+        return f"memory bandwidth: stage {slowest} reads all the time ({1 - share:.0%} weights, {share:.0%} KV cache)"
+    if transfer > split.seconds[slowest]:
+        return f"transfers: a message takes {duration(transfer)}, the slowest stage {duration(split.seconds[slowest])}"
+    return "the way of a cohort through all stages: ranks wait for it, with too few other cohorts to work on"
+
+
+def _assumptions(plan: Prediction) -> Iterator[str]:
+    config, options, sizes = plan.config, plan.options, plan.loads.bytes
+    dtype = str(config.dtype).removeprefix("torch.")
+    yield f"{config.architecture}, {config.num_layers} layers, {dtype}, in {counted(options.pp, 'stage')}"
+    yield f"weights: {_bytes(sizes.layer)} per layer; the head {_bytes(sizes.head)}, on the last stage"
+    kv = _bytes(sizes.kv * plan.loads.context)
+    yield f"KV cache: {kv} per request and layer, for {counted(plan.loads.context, 'token')} of context"
+    yield f"memory bandwidth: {options.bandwidth:g} GB/s"
+    link = "" if math.isinf(options.link) else f", and its bytes at {options.link:g} GB/s"
+    cost = "no time" if not (options.latency or link) else f"{options.latency:g} us{link}"
+    yield f"a transfer takes {cost}; an edge holds {counted(options.capacity, 'message')}"
+
+
+def _bytes(count: float) -> str:
+    """A number of bytes to three digits.
+
+    >>> _bytes(31_457_280)
+    '31.5 MB'
+    """
+    size, name = next(((s, n) for s, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= s), (1.0, "B"))
+    return f"{float(f'{count / size:.3g}'):g} {name}"

@@ -1,4 +1,4 @@
-"""Models by name, as the config.json that their makers publish: the dimensions alone, without the weights."""
+"""Models and workloads by name. A model is the config.json that its makers publish: dimensions without weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -105,4 +105,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 128256,
     },
 }
-"""What `--preset` takes; `tiny` is for tests, and nobody's."""
+"""The values of `--preset`; `tiny` is not a published model, but one for tests."""
+
+WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
+"""The values of `--workload`: tokens of each prompt and of each completion."""

@@ -1,27 +1,29 @@
-"""Where a command's model comes from: a folder, or a preset and random weights."""
+"""The models that a command runs: a folder's, or a preset's with random weights; and the model that drafts."""
 
 from pathlib import Path
 
 import attrs
 
-from weft.stages.config import ModelConfig, config_in_folder, parse_config
+from weft.errors import RequestError
+from weft.stages.config import ModelConfig, config_in_folder, load_config, parse_config
 from weft.stages.digest import Origin, digest_params
 from weft.stages.model import Model, load, pick_device, pick_dtype
 from weft.stages.random_weights import random_params
 from weft.stages.split import split_model
 from weft.transforms.cli.presets import PRESETS
 from weft.transforms.cli.ranks import Here
+from weft.transforms.engine.speculation import Speculation
 
 
 @attrs.frozen
 class Source:
-    """A model to be had.
+    """A model that a command can load.
 
     Args:
-        model: a folder; None: the preset's.
-        preset: a name in `PRESETS`; None: the folder's.
-        dummy: whether the weights are random, drawn where they will stand; else they are the folder's.
-        dtype: of the weights; None: what the configuration declares.
+        model: a folder; None: the preset.
+        preset: a name in `PRESETS`; None: the folder.
+        dummy: whether the weights are random, drawn on the device, instead of the folder's.
+        dtype: of the weights; None: the one that the configuration declares.
     """
 
     model: str | None
@@ -35,11 +37,11 @@ class Source:
         return self.model or str(self.preset)
 
     def config(self) -> ModelConfig:
-        """Its configuration, as `read_config` does."""
+        """The configuration, as `read_config` reads it."""
         return read_config(self.model, self.preset)
 
     def open(self, here: Here, *, progress: bool, seed: int = 0) -> Model:
-        """The part of it that runs in this process.
+        """The part of the model that runs in this process.
 
         Raises:
             Whatever `weft.load` raises.
@@ -65,3 +67,29 @@ def read_config(model: str | None, preset: str | None) -> ModelConfig:
     if model is not None:
         return config_in_folder(Path(model), f"--model {model}")
     return parse_config(PRESETS[str(preset)], source=f"preset {preset!r}")
+
+
+def check_drafts(command: str, count: int | None, folder: str | None) -> None:
+    """Refuse a draft model without a number of drafts, or one that is not there.
+
+    Raises:
+        RequestError: `--draft` without `--speculate`.
+        CheckpointNotFoundError, ConfigError: as `read_config`.
+    """
+    if folder is not None and count is None:
+        raise RequestError(f"{command} --draft {folder:.300}", "no --speculate", "--draft DIR --speculate K")
+    if folder is not None:
+        config_in_folder(Path(folder), f"--draft {folder}")
+
+
+def open_drafts(here: Here, count: int | None, folder: str | None, dtype: str | None) -> Speculation | None:
+    """The speculation that the options ask for. The draft model is loaded on the first rank alone.
+
+    Raises:
+        Whatever `weft.load` raises.
+    """
+    if count is None:
+        return None
+    if folder is None:
+        return Speculation(count)
+    return Speculation(count, model=load(folder, here.device, dtype) if here.first else load_config(folder))

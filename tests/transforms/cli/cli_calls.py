@@ -1,9 +1,9 @@
-"""What the tests of the command line share: how a call is made, and what is said of a wrong one."""
+"""A call of the command line, and the assertion that it was refused: for the tests of all commands."""
 
 from collections.abc import Callable
 
 Weft = Callable[..., tuple[int, str, str]]
-"""Of the arguments: the exit code, stdout and stderr."""
+"""From the arguments to the exit code, stdout and stderr."""
 
 
 def assert_refused(result: tuple[int, str, str], *texts: str) -> None:

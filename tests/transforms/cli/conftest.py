@@ -1,11 +1,11 @@
-"""The command line, for the tests of its commands."""
+"""The command line in this process, for the tests of its commands."""
 
 from typing import Any
 
 import pytest
 from cli_calls import Weft
 
-from weft.transforms import cli
+from weft.transforms.cli.main import main
 
 
 @pytest.fixture
@@ -14,9 +14,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("COLUMNS", "80")
 
     def call(*argv: str) -> tuple[int, str, str]:
-        capsys.readouterr()  # what others printed before
+        capsys.readouterr()  # the output of other code, before the call
         try:
-            code: Any = cli.main(argv)
+            code: Any = main(argv)
         except SystemExit as stop:
             code = stop.code
         out, err = capsys.readouterr()

@@ -14,8 +14,8 @@ from cli_calls import Weft, assert_refused
 
 import weft
 from weft.stages.model import DEMO, DTYPES as MODEL_DTYPES
-from weft.transforms import cli
 from weft.transforms.cli.ranks import Here, Place, in_ranks
+from weft.transforms.cli.shared import MODES, printable
 from weft.transforms.engine.generate import Completion
 from weft.transforms.graphs.ladder import MODES as LADDER_MODES
 from weft.transforms.pipelines.transports.distributed import Distributed
@@ -53,7 +53,7 @@ def test_json_is_the_completions_one_a_line_in_the_order_of_the_prompts(run: Wef
     assert [line["finish_reason"] for line in lines] == ["length"] * 3
 
 
-@pytest.mark.parametrize("graph", cli.MODES)
+@pytest.mark.parametrize("graph", MODES)
 @pytest.mark.parametrize("pp", ["1", "2"])
 def test_split_and_graph_mode_change_no_token(run: Weft, graph: str, pp: str) -> None:
     prompts = ("--prompt", "A list is", "--prompt", "In Python, ", "--json", "--temperature", "0.8", "--seed", "7")
@@ -74,9 +74,8 @@ def test_speculation_changes_no_token(run: Weft, more: tuple[str, ...]) -> None:
 
 
 def test_a_draft_model_needs_a_number_of_drafts(run: Weft) -> None:
-    code, _, err = run(*generate("--prompt", "A list is", "--draft", str(DEMO)))
-    assert code == 2
-    assert "--draft DIR goes with --speculate K" in err
+    result = run(*generate("--prompt", "A list is", "--draft", str(DEMO)))
+    assert_refused(result, f"error: weft generate --draft {DEMO}", "saw: no --speculate", "--draft DIR --speculate K")
 
 
 def test_a_seed_fixes_the_sample(run: Weft) -> None:
@@ -106,7 +105,7 @@ def test_without_a_tokenizer_ids_are_shown(run: Weft, ids_only: str) -> None:
 
 
 def test_what_could_steer_a_terminal_is_replaced() -> None:
-    assert cli.printable("a\x1b[1mb\r\n\tc") == "a\N{REPLACEMENT CHARACTER}[1mb\N{REPLACEMENT CHARACTER}\n\tc"
+    assert printable("a\x1b[1mb\r\n\tc") == "a\N{REPLACEMENT CHARACTER}[1mb\N{REPLACEMENT CHARACTER}\n\tc"
 
 
 def test_progress_goes_to_stderr_and_only_to_a_terminal(run: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,30 +119,36 @@ def test_progress_goes_to_stderr_and_only_to_a_terminal(run: Weft, monkeypatch: 
 # bad input: exit code 2, the error on stderr, nothing on stdout
 
 BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "no prompt": ((), ("no prompt: give at least one --prompt TEXT or --prompt-ids 1,2,3",)),
-    "empty prompt": (("--prompt", "A", "--prompt", ""), ("error: weft.generate(", "saw: prompt 1 is empty ('')")),
-    "no ids": (("--prompt-ids", ""), ("saw: prompt 0 is empty ([])", "instead: give at least one token")),
+    "no prompt": ((), ("saw: no prompt", "instead: give at least one --prompt TEXT or --prompt-ids 1,2,3")),
+    "empty prompt": (("--prompt", "A", "--prompt", ""), ("argument --prompt: '' is empty: write at least one letter",)),
+    "no ids": (("--prompt-ids", ""), ("argument --prompt-ids: '' holds '', which is not a token id",)),
     "long prompt": (
         ("--prompt", "a" * 512),
         ("saw: prompt 0 has 512 tokens; the model's limit is 512", "instead: shorten it to 511 tokens"),
     ),
     "id beyond the vocabulary": (("--prompt-ids", "1,257"), ("saw: prompt 0 holds 257", "ints from 0 to 256")),
-    "words for ids": (("--prompt-ids", "1,two"), ("argument --prompt-ids: '1,two' holds 'two', which is no token id",)),
+    "words for ids": (
+        ("--prompt-ids", "1,two"),
+        ("argument --prompt-ids: '1,two' holds 'two', which is not a token id",),
+    ),
     "hole in ids": (("--prompt-ids", "1,,2"), ("'1,,2' holds ''", "write whole numbers and commas, as in 1,2,3")),
-    "negative id": (("--prompt-ids=-1",), ("'-1' holds '-1', which is no token id",)),
+    "negative id": (("--prompt-ids=-1",), ("'-1' holds '-1', which is not a token id",)),
     "prompt that is no text": (("--prompt", "\udcff"), ("argument --prompt: '\\udcff' is not valid UTF-8",)),
     "more stages than layers": (
         ("--prompt", "A", "--pp", "7"),
-        ("saw: 7 stages; the model has 6 layers", "instead: from 1 stage to one a layer"),
+        ("saw: 7 stages; the model has 6 layers", "instead: from --pp 1 to --pp 6"),
     ),
-    "no stage": (("--prompt", "A", "--pp", "0"), ("saw: 0 stages; the model has 6 layers",)),
+    "no stage": (("--prompt", "A", "--pp", "0"), ("argument --pp: '0': write a whole number from 1",)),
     "unknown mode": (("--prompt", "A", "--graph", "half"), ("argument --graph: invalid choice: 'half'", "full")),
     "unknown dtype": (("--prompt", "A", "--dtype", "int4"), ("argument --dtype: invalid choice: 'int4'", "bfloat16")),
     "unknown device": (("--prompt", "A", "--device", "gpu"), ("device 'gpu', which torch does not know", "'cuda:N'")),
-    "no tokens": (("--prompt", "A", "--max-tokens", "0"), ("saw: max_tokens=0", "instead: a whole number >= 1")),
-    "cold": (("--prompt", "A", "--temperature", "-1"), ("saw: temperature=-1.0", "instead: a finite number >= 0")),
-    "no temperature": (("--prompt", "A", "--temperature", "nan"), ("saw: temperature=nan",)),
-    "no number": (("--prompt", "A", "--max-tokens", "many"), ("argument --max-tokens: invalid int value: 'many'",)),
+    "no tokens": (("--prompt", "A", "--max-tokens", "0"), ("argument --max-tokens: '0': write a whole number from 1",)),
+    "cold": (("--prompt", "A", "--temperature", "-1"), ("argument --temperature: '-1': write a finite number >= 0",)),
+    "no temperature": (
+        ("--prompt", "A", "--temperature", "nan"),
+        ("argument --temperature: 'nan': write a finite number >= 0",),
+    ),
+    "no number": (("--prompt", "A", "--max-tokens", "many"), ("argument --max-tokens: 'many': write a whole number",)),
     "no time": (("--prompt", "A", "--timeout", "0"), ("argument --timeout: '0': write a number of seconds",)),
     "no number of seconds": (("--prompt", "A", "--timeout", "inf"), ("argument --timeout: 'inf'", "as in 30")),
     "more seconds than a clock has": (("--prompt", "A", "--timeout", "1e18"), ("argument --timeout: '1e18'",)),
@@ -175,7 +180,7 @@ def test_a_truncated_checkpoint_is_named(run: Weft, ids_only: str, tmp_path: Pat
 
 def test_text_for_a_checkpoint_without_a_tokenizer(run: Weft, ids_only: str) -> None:
     result = run(*generate("--prompt", "A", model=ids_only))
-    assert_refused(result, "error: model.encode('A')", "holds no tokenizer.json", "instead: pass token ids")
+    assert_refused(result, "error: weft generate --model", "holds no tokenizer.json", "instead: pass token ids")
 
 
 @pytest.mark.parametrize("command", [generate("--prompt", "A"), ("demo",)], ids=["generate", "demo"])
@@ -186,7 +191,7 @@ def test_cuda_where_there_is_none(run: Weft, monkeypatch: pytest.MonkeyPatch, co
 
 def test_a_torch_for_cuda_without_a_driver() -> None:
     commands = ("doctor",), ("generate", "--model", str(DEMO), "--prompt", "A", "--max-tokens", "3", "--pp", "1")
-    look = f"import no_driver, weft.transforms.cli; raise SystemExit(any(map(weft.transforms.cli.main, {commands})))"
+    look = f"import no_driver; from weft.transforms.cli.main import main; raise SystemExit(any(map(main, {commands})))"
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False, env=env)
     assert (done.returncode, done.stderr) == (0, "")
@@ -201,8 +206,8 @@ def test_help_needs_no_torch_and_names_every_choice(run: Weft) -> None:
     assert code == 0
     assert "{" + ",".join(LADDER_MODES) + "}" in out
     assert "{" + ",".join(MODEL_DTYPES) + "}" in out
-    look = "import sys; from weft.transforms import cli; cli.build_parser(); "
-    look += "sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    look = "import sys; from weft.transforms.cli.main import build_parser; build_parser(); "
+    look += "sys.exit(bool({'torch', 'rich', 'numpy'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", look], check=False).returncode == 0
 
 
@@ -218,7 +223,7 @@ def test_as_a_module_in_a_process_of_its_own() -> None:
 
 
 def test_a_terminal_without_the_letters_is_no_failure() -> None:
-    look = "import weft.transforms.cli as c; c._doctor = lambda _: print('\\xe9') or 0; c.main(['doctor'])"
+    look = "import weft.transforms.cli.main as m; m.run_command = lambda _: print('\\xe9') or 0; m.main(['doctor'])"
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\xe9\n", "")
@@ -264,7 +269,7 @@ def test_stages_in_processes_of_their_own_say_what_one_process_says(run: Weft) -
 def test_what_a_rank_refuses_is_said_once(run: Weft) -> None:
     code, out, err = run(*generate("--prompt", "A", "--pp", "2", "--transport", "nccl", "--device", "cpu"))
     assert (code, out) == (2, "")
-    assert err.count("backend='nccl' for a device of type cpu") == 1
+    assert err.count("saw: stages on the CPU, which nccl does not connect") == 1
 
 
 def test_one_stage_has_nobody_to_send_to(run: Weft) -> None:

@@ -13,7 +13,7 @@ import weft
 from weft.errors import RequestError
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
-from weft.transforms.cli import main
+from weft.transforms.cli.main import main
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.graphs.ladder import MODES

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,8 @@ SECONDS = 20
 """That a command may take on a small machine; each takes some hundredths."""
 _INSTALLED = tuple(str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, Path(torch.__file__).parents[1]))
 _SYSTEM = ("/proc", "/sys", "/etc/localtime", str(Path(weft.__file__).resolve().parents[1]), *_INSTALLED)
+PYTHON = re.compile(r"\b(weft\.\w+|Engine\w*|Speculation|SamplingParams|split_layers|balance|model\.\w+|load\w*)\([^)]")
+"""A call of a Python function, which an error of the command line does not show."""
 _read: list[str] | None = None
 
 
@@ -89,6 +92,8 @@ def outcome(case: Case, folder: Path, run: Weft, monkeypatch: pytest.MonkeyPatch
         for line in [out] if case.argv[0] != "generate" else out.splitlines():
             json.loads(line, parse_constant=no_constant)
         return ""
+    if spoken := PYTHON.search(err.replace(str(folder), "")):
+        return f"speaks of Python: {spoken[0]}: {err[-300:]}"
     lost = "error: " not in err or "Traceback" in err or len(err) > 4000 + 2 * sum(map(len, argv))
     return f"exit {code}: {err[-300:]}" if lost or code not in ((2,) if case.refused else (1, 2)) else ""
 
