@@ -207,12 +207,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
     if arguments.preset is not None and arguments.load_format == "auto":
         raise refuse("--load-format auto", "a preset has no weights", "--load-format dummy, or --model DIR")
-    if (arguments.input_len is None) != (arguments.output_len is None):
-        flag = "--output-len" if arguments.input_len is None else "--input-len"
-        raise refuse(flag, "one length of two", "--input-len and --output-len, or --workload")
-    if arguments.input_len is not None and arguments.workload is not None:
-        seen = "a workload and the lengths that it stands for"
-        raise refuse(f"--workload {arguments.workload}", seen, "--workload, or --input-len and --output-len")
     if arguments.eval is not None:
         names = "workload", "input_len", "output_len", "num_prompts", "temperature", "seed", "speculate", "draft"
         if useless := [name for name in names if getattr(arguments, name) is not None]:
@@ -224,6 +218,12 @@ def _check(arguments: argparse.Namespace) -> None:
     elif arguments.graph == "all" or len(arguments.pp or []) > 1:
         flag = "--graph all" if arguments.graph == "all" else f"--pp {','.join(map(str, arguments.pp))}"
         raise refuse(flag, "several modes or splits, of which one is timed", "one of them, or --eval FILE")
+    if (arguments.input_len is None) != (arguments.output_len is None):
+        flag = "--output-len" if arguments.input_len is None else "--input-len"
+        raise refuse(flag, "one length of two", "--input-len and --output-len, or --workload")
+    if arguments.input_len is not None and arguments.workload is not None:
+        seen = "a workload and the lengths that it stands for"
+        raise refuse(f"--workload {arguments.workload}", seen, "--workload, or --input-len and --output-len")
     tokens = _max_num_tokens(arguments)
     if tokens < arguments.max_num_seqs:
         seen = f"{tokens} tokens a step for {arguments.max_num_seqs} requests"

@@ -233,7 +233,7 @@ def show(plan: Prediction) -> None:
     """Print the answer, then how it comes about."""
     out, options, size = console(), plan.options, plan.chosen.size
     splits = (("balanced", plan.balanced), ("even", plan.even))
-    stages = [{"stage": index} for index in range(options.pp)]
+    stages: list[dict[str, Any]] = [{"stage": index} for index in range(options.pp)]
     for name, split in splits:
         for row, own in zip(stages, split.report(), strict=True):
             row |= {f"{name}:\nlayers": own["stop"] - own["start"], f"{name}:\ntime": duration(own["seconds"])}
@@ -285,7 +285,7 @@ def _bound(plan: Prediction) -> str:
     if min(chosen.bubbles) < 0.01:
         kv = chosen.size * loads.context * loads.bytes.kv * len(split.layouts[slowest].layers)
         share = kv / (split.seconds[slowest] * plan.options.bandwidth * 1e9)
-        return f"memory bandwidth: stage {slowest} reads all the time ({1 - share:.0%} weights, {share:.0%} KV cache)"
+        return f"memory bandwidth: stage {slowest}, {1 - share:.0%} weights and {share:.0%} KV cache"
     if transfer > split.seconds[slowest]:
         return f"transfers: a message takes {duration(transfer)}, the slowest stage {duration(split.seconds[slowest])}"
     return "the way of a cohort through all stages: ranks wait for it, with too few other cohorts to work on"

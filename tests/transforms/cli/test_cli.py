@@ -13,7 +13,9 @@ import torch
 from cli_calls import Weft, assert_refused
 
 import weft
+from weft.errors import ConfigError, RequestError
 from weft.stages.model import DEMO, DTYPES as MODEL_DTYPES
+from weft.transforms.cli.main import in_flags
 from weft.transforms.cli.ranks import Here, Place, in_ranks
 from weft.transforms.cli.shared import MODES, printable
 from weft.transforms.engine.generate import Completion
@@ -102,6 +104,17 @@ def test_without_a_tokenizer_ids_are_shown(run: Weft, ids_only: str) -> None:
     completion = json.loads(run(*argv, "--json")[1])
     assert completion["text"] is None
     assert shown.splitlines()[1] == ",".join(map(str, [84, 104, 101, *completion["token_ids"]]))
+
+
+def test_an_error_speaks_of_the_command_and_its_flags() -> None:
+    error = RequestError("Engine(model, limits)", "max_num_reqs=4, where num_pages=2", "max_num_reqs=2 or fewer")
+    assert in_flags(error, ["bench", "--preset", "tiny", "--out", "a b"]) == (
+        "weft bench --preset tiny --out 'a b'\n"
+        "  saw: --max-num-seqs 4, where num_pages=2\n"
+        "  instead: --max-num-seqs 2 or fewer"
+    )
+    written = ConfigError("--model m", "config.json has dtype='x'", "use a model with dtype='float32'")
+    assert in_flags(written, ["plan", "--model", "m"]) == str(written)
 
 
 def test_what_could_steer_a_terminal_is_replaced() -> None:
@@ -276,6 +289,28 @@ def test_one_stage_has_nobody_to_send_to(run: Weft) -> None:
     code, _, err = run(*generate("--prompt", "A", "--pp", "1", "--transport", "gloo"))
     assert code == 2
     assert "weft generate --transport gloo\n  saw: one stage, which sends nothing by gloo" in err
+
+
+RANKS: dict[str, tuple[tuple[str, ...], str]] = {
+    "one GPU for two ranks": (("--device", "cuda:1"), "saw: one GPU for several processes"),
+    "gloo between GPUs": (("--transport", "gloo"), "saw: stages on GPUs, which gloo does not connect"),
+    "few GPUs": (("--pp", "3"), "saw: 2 GPUs for 3 stages"),
+}
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_ranks_that_cannot_share_the_gpus(run: Weft, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    more, said = RANKS[case]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert_refused(run("generate", "--model", str(DEMO), "--prompt", "A", "--pp", "2", *more), said)
+
+
+def test_a_transport_within_a_process_is_refused_under_torchrun(run: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    result = run(*generate("--prompt", "A", "--transport", "local"))
+    assert_refused(result, "error: weft generate --transport local", "saw: 2 processes of torchrun")
 
 
 def test_under_torchrun_the_first_rank_speaks() -> None:

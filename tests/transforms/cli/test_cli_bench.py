@@ -290,7 +290,7 @@ def test_a_mode_that_scores_otherwise_is_found(run: Weft, monkeypatch: pytest.Mo
 
 BAD_TASKS: dict[str, tuple[str, str]] = {
     "nothing": ("\n", "no task in it"),
-    "no JSON": ('{"text": "a"}\n{"text": \n', "line 2 is no JSON"),
+    "no JSON": ('{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
     "a list": ('["a"]', "line 1 has no names"),
     "a mixture": ('{"text": "a", "answer": "b"}', "line 1 has 'answer', 'text'"),
     "a number": ('{"text": 1}', "line 1 has text=1"),

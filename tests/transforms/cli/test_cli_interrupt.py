@@ -56,7 +56,7 @@ def interrupted(ready: Callable[[list[int]], bool], later: float) -> tuple[int, 
     afterwards."""
     command = [sys.executable, "-m", "weft", *GENERATE, "--pp", "2"]
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # A shell starts what runs behind it deaf to Ctrl-C, these tests included.
+    # A shell starts background processes deaf to Ctrl-C, these tests included.
     options |= {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     with subprocess.Popen(command, **options) as own:
         try:

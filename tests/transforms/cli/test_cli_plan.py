@@ -176,7 +176,10 @@ def test_the_answer_is_the_figures_of_the_report(run: Weft, folder: str) -> None
 
 
 BOUND: dict[str, tuple[tuple[str, ...], str]] = {
-    "weights": (("--cohorts", "2", "--context", "0"), "bound by memory bandwidth: stage 1 reads all the time (100% we"),
+    "weights": (
+        ("--cohorts", "2", "--context", "0"),
+        "bound by memory bandwidth: stage 0, 100% weights and 0% KV cache",
+    ),
     "one cohort": (("--cohorts", "1"), "bound by the way of a cohort through all stages: ranks wait for it"),
     "slow transfers": (("--latency", "1e6"), "bound by transfers: a message takes 1 s, the slowest stage "),
     "a thin link": (("--link", "1e-6"), "bound by transfers: a message takes "),
