@@ -7,7 +7,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "no model": (["generate", "--prompt", "A"], "weft generate: error: the following arguments are required: --model"),
     "no prompt": (
         ["generate", "--model", str(DEMO)],
-        "error: weft generate\n  saw: no prompt\n  instead: give at least one --prompt TEXT or --prompt-ids 1,2,3",
+        "saw: no prompt\n  instead: give at least one --prompt TEXT or --prompt-ids 1,2,3",
     ),
     "an option of another name": (
         ["generate", "--model", str(DEMO), "--prompt", "A", "--speculation", "3"],
