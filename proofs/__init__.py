@@ -31,7 +31,7 @@ which under a ladder has padding. `check` makes what it found as small as it can
 >>> proofs.check(centred, (rows,), laws="pad", ladder=[BatchDescriptor(4, 4)])
 Traceback (most recent call last):
     ...
-weft.proofs.equivalence.Counterexample: law 'pad' (L2) does not hold of centred: padding changes nothing
+weft.proofs.checks.equivalence.Counterexample: law 'pad' (L2) does not hold of centred: padding changes nothing
   at:                                  .x, element [0, 0] of float32 [1, 1] on cpu
   padded to 'ragged 4 tokens, 4 reqs': 0.1875
   as it is, 'ragged 1 tokens, 1 reqs': 0.0
@@ -70,7 +70,7 @@ version that is written by hand. `assert_equivalent` compares them, bitwise if n
 >>> proofs.assert_equivalent(nearly, doubled, given=(torch.ones(3),))
 Traceback (most recent call last):
     ...
-weft.proofs.equivalence.Counterexample: nearly is not doubled, bitwise
+weft.proofs.checks.equivalence.Counterexample: nearly is not doubled, bitwise
   at:      ['x'], element [0] of float32 [3] on cpu
   nearly:  2.000000238418579
   doubled: 2.0

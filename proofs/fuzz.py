@@ -2,8 +2,8 @@
 
     python -m weft.proofs.fuzz --requests 5000
 
-Draws engines and requests until so many were accepted, and checks each (`weft.proofs.laws.faults`). Prints what became
-of them, and, where the law breaks, the smallest case; then it exits with 1.
+Draws engines and requests until so many were accepted, and checks each (`weft.proofs.laws.engine.faults`). It prints
+how they ended. Where the law breaks, it prints the smallest case and exits with 1.
 """
 
 import argparse
@@ -15,8 +15,8 @@ import attrs
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 
-from weft.proofs.difference import LawViolation
-from weft.proofs.laws.faults import Tally, faults_end_their_own_request
+from weft.proofs.checks.difference import LawViolation
+from weft.proofs.laws.engine.faults import Tally, faults_end_their_own_request
 from weft.proofs.strategies.odd import OddLoad, odd_loads
 
 _AT_ONCE = 40

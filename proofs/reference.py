@@ -1,6 +1,7 @@
-"""Every public name with the first sentence of its docstring, as a page: `python -m weft.proofs.reference`.
+"""The public names, as a page and as a list of signatures: `python -m weft.proofs.reference` writes both.
 
-The page is `proofs/pages/reference.md`; a test holds it against the names.
+`proofs/pages/reference.md` has each name with the first sentence of its docstring; `proofs/pages/surface.txt` has one
+line per name or method, with its arguments and their defaults. A test compares both files with the code.
 """
 
 import inspect
@@ -36,6 +37,7 @@ USED = (
 )
 """Classes that are used by their methods, which the page lists too."""
 PAGE = Path(__file__).parent / "pages" / "reference.md"
+SURFACE = PAGE.with_name("surface.txt")
 _TITLE = """# Reference
 
 Every public name, the methods of those that are used by them, and the first sentence of what `help(name)` says of each:
@@ -134,6 +136,59 @@ def page() -> str:
     return "\n".join(lines())
 
 
+def surface() -> str:
+    """Every public name and method with its arguments and their defaults, one to a line.
+
+    Annotations are left out: versions of Python write them differently.
+    """
+    return "\n".join(line for face in FACES for name in names_of(face) for line in _surface_of(face, name)) + "\n"
+
+
+def _surface_of(face: str, name: str) -> Iterator[str]:
+    value = getattr(import_module(face), name)
+    if not callable(value):
+        yield f"{face}.{name}: {type(value).__name__}"
+        return
+    if isinstance(value, type) and _is_made(value):
+        yield f"{face}.{name}"
+    else:
+        yield f"{face}.{name}{_signature(value)}"
+    if isinstance(value, type):
+        for key, member in sorted(vars(value).items()):
+            if key.startswith("_"):
+                continue
+            if inspect.isfunction(member) or isinstance(member, classmethod | staticmethod):
+                yield f"{face}.{name}.{key}{_signature(getattr(value, key))}"
+            elif isinstance(member, property):
+                yield f"{face}.{name}.{key}"
+
+
+def _signature(fn: Any) -> str:
+    """The arguments of a function and their defaults.
+
+    >>> _signature(lambda x, *, key=0, otherwise=print: x)
+    '(x, *, key=0, otherwise=...)'
+    """
+    signature = inspect.signature(fn)
+    bare = [
+        parameter.replace(annotation=inspect.Parameter.empty, default=_written(parameter.default))
+        for parameter in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def _written(default: Any) -> Any:
+    """A default that is written the same on every machine."""
+    plain = isinstance(default, str | int | float | bool | None) or default in ((), inspect.Parameter.empty)
+    return default if plain else _Elided()
+
+
+class _Elided:
+    def __repr__(self) -> str:
+        return "..."
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    SURFACE.write_text(surface(), encoding="utf-8")
+    print(PAGE, SURFACE)

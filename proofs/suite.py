@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from weft.proofs import laws, strategies
-from weft.proofs.laws.versions import HOW
+from weft.proofs.laws.engine.versions import HOW
 from weft.proofs.strategies.agreement import conversations
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engines import loads

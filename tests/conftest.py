@@ -1,7 +1,13 @@
-"""What holds for every test: one thread a process, no network. Profiles, and the marker `gpu`, are of weft's plugin."""
+"""Settings for every test: one thread per process, no network, and `--all`, without which a run is short.
+
+`pytest` takes minutes: every law and every other drawn test on a few examples, every mutant on its stored case, one
+process test of each kind. `pytest --all` takes a quarter of an hour: all examples, a search for each mutant, and the
+tests marked `slow`. `pytest --nightly` adds the long proofs by z3, marked `nightly`; `.ci/nightly` runs it.
+"""
 
 import os
 
+import pytest
 import torch
 
 pytest_plugins = ["weft.proofs.plugin"]
@@ -11,3 +17,59 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_
 
 # The models are small, and the workers of pytest-xdist share the cores.
 torch.set_num_threads(1)
+
+FEW_EXAMPLES = 10
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--all` and `--nightly`."""
+    parser.addoption("--all", action="store_true", help="also run slow tests, and all examples of drawn ones")
+    parser.addoption("--nightly", action="store_true", help="as --all, and the long proofs too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the markers."""
+    config.addinivalue_line("markers", "slow: runs with --all and --nightly only")
+    config.addinivalue_line("markers", "nightly: runs with --nightly only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--all`, leave out slow tests, and let Hypothesis draw few examples for the others."""
+    nightly, everything = config.getoption("nightly"), runs_everything(config)
+    left_out = [
+        item
+        for item in items
+        if (item.get_closest_marker("slow") and not everything) or (item.get_closest_marker("nightly") and not nightly)
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
+    if not everything:
+        for item in items:
+            _draw_few(item)
+
+
+def runs_everything(config: pytest.Config) -> bool:
+    """Whether the run is not a short one."""
+    return bool(config.getoption("all") or config.getoption("nightly"))
+
+
+def _draw_few(item: pytest.Item) -> None:
+    """Lower a test's number of examples, whether its own settings or the profile say it."""
+    from hypothesis import is_hypothesis_test, settings
+
+    test = getattr(item, "obj", None)
+    if not is_hypothesis_test(test):
+        return
+    function = getattr(test, "__func__", test)
+    own = getattr(function, "_hypothesis_internal_use_settings", None) or settings()
+    few = min(own.max_examples, FEW_EXAMPLES)
+    # Hypothesis has no public way to change the settings of a test that has some.
+    function._hypothesis_internal_use_settings = settings(own, max_examples=few)
+
+
+@pytest.fixture(scope="session")
+def runs_all(pytestconfig: pytest.Config) -> bool:
+    """Whether the run is that of `--all` or `--nightly`."""
+    return runs_everything(pytestconfig)

@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms", "proofs": "weft.proofs"}
 NEEDS = {
-    "weft.proofs.dispatch_proof": "z3",
-    "weft.proofs.schedule_proof": "z3",
-    "weft.proofs.symbolic": "z3",
+    "weft.proofs.solver.dispatch_proof": "z3",
+    "weft.proofs.solver.schedule_proof": "z3",
+    "weft.proofs.solver.symbolic": "z3",
 }
 
 

@@ -1,6 +1,7 @@
 """The house: its top level, its packages, which way its imports point, and what `import weft` gives and costs."""
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -19,10 +20,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms", "proofs": "weft.proofs"}
 FOLDERS = tuple(PACKAGES)
 ROOMS = ("graphs", "pipelines", "engine", "cli")
-"""Of `transforms`, from the ground up: none imports from one that stands later."""
+"""The rooms of `transforms`, from the ground up: none imports from one that comes later."""
 LOOK_DOWN = {"weft", "weft.__main__"}
 LAZY = {"lazy_loader", "ast", "_ast", "packaging"}
-"""What the lazy face of a package takes to read its stub."""
+"""Modules that read the stub of a lazy face."""
 OPTIONAL = {
     "triton",
     "flashinfer",
@@ -82,7 +83,7 @@ def read(path: Path) -> Source:
 
 
 def imports_of(source: Source) -> Iterator[Import]:
-    """All of them, those in functions and under TYPE_CHECKING included."""
+    """Every import of a module, those in functions and under TYPE_CHECKING included."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from (Import(source.name, node.lineno, a.name, None, a.asname or a.name) for a in node.names)
@@ -92,18 +93,28 @@ def imports_of(source: Source) -> Iterator[Import]:
             yield from (Import(source.name, node.lineno, module, a.name, a.asname or a.name) for a in node.names)
 
 
-SOURCES = {
-    s.name: s  # a stub stands for the package that reads it
-    for s in (read(p) for p in sorted(tracked()) if p.parts[0] in FOLDERS and p.suffix in (".py", ".pyi"))
-}
-IMPORTS = [found for source in SOURCES.values() for found in imports_of(source)]
-OWN = [found for found in IMPORTS if found.module.split(".")[0] == "weft"]
+@functools.cache
+def sources() -> dict[str, Source]:
+    """The modules by name; a stub stands for the package that reads it."""
+    paths = [path for path in sorted(tracked()) if path.parts[0] in FOLDERS and path.suffix in (".py", ".pyi")]
+    return {source.name: source for source in map(read, paths)}
+
+
+@functools.cache
+def all_imports() -> list[Import]:
+    return [found for source in sources().values() for found in imports_of(source)]
+
+
+@functools.cache
+def own_imports() -> list[Import]:
+    """The imports of weft's own modules."""
+    return [found for found in all_imports() if found.module.split(".")[0] == "weft"]
 
 
 def target(found: Import) -> str:
     """The module that an import of weft's reaches: `from weft.proofs import laws` reaches `weft.proofs.laws`."""
     inner = f"{found.module}.{found.name}"
-    return inner if inner in SOURCES else found.module
+    return inner if inner in sources() else found.module
 
 
 def listed(violations: list[Import]) -> str:
@@ -182,9 +193,9 @@ def test_the_demo_checkpoint_is_small() -> None:
 
 def test_imports_point_one_way() -> None:
     def looks_down(found: Import) -> bool:
-        return FOLDERS.index(SOURCES[found.at].folder) < FOLDERS.index(SOURCES[target(found)].folder)
+        return FOLDERS.index(sources()[found.at].folder) < FOLDERS.index(sources()[target(found)].folder)
 
-    assert listed([found for found in OWN if found.at not in LOOK_DOWN and looks_down(found)]) == ""
+    assert listed([found for found in own_imports() if found.at not in LOOK_DOWN and looks_down(found)]) == ""
 
 
 def test_rooms_of_transforms_stand_one_on_the_other() -> None:
@@ -192,34 +203,38 @@ def test_rooms_of_transforms_stand_one_on_the_other() -> None:
         room = (name.removeprefix("weft.transforms.").split(".") if name.startswith("weft.transforms.") else [""])[0]
         return ROOMS.index(room) if room in ROOMS else -1
 
-    upwards = [found for found in OWN if found.at != "weft.transforms" and floor(found.at) < floor(target(found))]
+    upwards = [
+        found for found in own_imports() if found.at != "weft.transforms" and floor(found.at) < floor(target(found))
+    ]
     assert listed([found for found in upwards if floor(found.at) >= 0]) == ""
 
 
 def test_imports_do_not_run_in_circles() -> None:
     # Strip the modules that import none of the rest until none is left. Imports in functions and of types count too.
-    edges = {name: {target(found) for found in OWN if found.at == name} - {"weft", name} for name in SOURCES}
+    edges = {
+        name: {target(found) for found in own_imports() if found.at == name} - {"weft", name} for name in sources()
+    }
     while leaves := {name for name, reached in edges.items() if not reached & edges.keys()}:
         edges = {name: reached for name, reached in edges.items() if name not in leaves}
-    assert edges.keys() <= LOOK_DOWN, f"in or behind a circle: {sorted(edges)}"
+    assert edges.keys() <= LOOK_DOWN, f"in a circle, or importing one: {sorted(edges)}"
 
 
 def reexports(name: str) -> set[str]:
-    """What a module of weft imports from others."""
-    return {found.bound for found in OWN if found.at == name and target(found) == found.module}
+    """The names that a module imports from other modules of weft."""
+    return {found.bound for found in own_imports() if found.at == name and target(found) == found.module}
 
 
 def test_imports_name_the_defining_module() -> None:
     def indirect(found: Import) -> bool:
         return target(found) == found.module and found.name in reexports(found.module)
 
-    assert listed([found for found in OWN if indirect(found)]) == ""
-    assert [found for found in IMPORTS if found.module.startswith(".")] == []
+    assert listed([found for found in own_imports() if indirect(found)]) == ""
+    assert [found for found in all_imports() if found.module.startswith(".")] == []
 
 
 def test_nothing_inside_imports_from_the_face() -> None:
     # The face defines one name of its own.
-    face = [found for found in OWN if found.module == "weft" != found.at and found.name != "__version__"]
+    face = [found for found in own_imports() if found.module == "weft" != found.at and found.name != "__version__"]
     assert listed(face) == ""
 
 
@@ -229,29 +244,29 @@ def is_private(path: str) -> bool:
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` of an expression that is just that, or the end of it that is."""
+    """The trailing `a.b.c` of an expression."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
-BEHIND = ("weft.torchapi", "weft.torchdist")
+MAY_USE_PRIVATE_TORCH = ("weft.torchapi", "weft.torchdist")
 
 
-def test_private_torch_stays_behind_two_modules() -> None:
-    imported = [found for found in IMPORTS if is_private(f"{found.module}.{found.name or ''}")]
-    assert listed([found for found in imported if found.at not in BEHIND]) == ""
+def test_only_two_modules_use_private_torch() -> None:
+    imported = [found for found in all_imports() if is_private(f"{found.module}.{found.name or ''}")]
+    assert listed([found for found in imported if found.at not in MAY_USE_PRIVATE_TORCH]) == ""
     used = [
         f"{source.name}, line {node.lineno}: {dotted(node)}"
-        for source in SOURCES.values()
+        for source in sources().values()
         for node in ast.walk(source.tree)
-        if isinstance(node, ast.Attribute) and source.name not in BEHIND and is_private(dotted(node))
+        if isinstance(node, ast.Attribute) and source.name not in MAY_USE_PRIVATE_TORCH and is_private(dotted(node))
     ]
     assert used == []
 
 
-def test_the_face_gives_to_a_reader_what_it_gives_to_python() -> None:
-    typed = {found.bound: found.module for found in OWN if found.at == "weft"}
+def test_the_face_gives_type_checkers_what_it_gives_python() -> None:
+    typed = {found.bound: found.module for found in own_imports() if found.at == "weft"}
     assert sorted(typed) == sorted(weft.__all__)
     given = {name: getattr(weft, name) for name in weft.__all__}
     assert {name: getattr(import_module(home), name) for name, home in typed.items()} == given
@@ -264,7 +279,7 @@ def test_the_face_has_nothing_else() -> None:
 
 
 def loaded_by(code: str) -> set[str]:
-    """The top-level modules that a process of Python has after it ran the code."""
+    """The top-level modules that a Python process has loaded after it ran the code."""
     code += "; import sys; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     return set(done.stdout.splitlines()[-1].split())

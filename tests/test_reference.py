@@ -2,16 +2,27 @@
 
 import inspect
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import weft
 from weft import transforms
-from weft.proofs.reference import FACES, PAGE, USED, call_of, first_sentence, methods_of, names_of, page
+from weft.proofs.reference import (
+    FACES,
+    PAGE,
+    SURFACE,
+    USED,
+    call_of,
+    first_sentence,
+    methods_of,
+    names_of,
+    page,
+    surface,
+)
 
 ROOT = Path(__file__).parent.parent
 MADE = {
@@ -41,65 +52,98 @@ def test_the_faces_have_their_names() -> None:
 
 
 def test_the_reference_is_of_these_names() -> None:
-    # Written anew by: python -m weft.proofs.reference
-    assert PAGE.read_text(encoding="utf-8") == page()
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m weft.proofs.reference"
 
 
-@pytest.mark.parametrize(("face", "name"), CALLED)
-def test_it_is_documented(face: str, name: str) -> None:
-    value = value_of(face, name)
-    doc = inspect.getdoc(value) or ""
-    assert len(first_sentence(doc)) >= 15
-    # A dataclass or an attrs class without a docstring would have been given its signature.
-    assert not doc.startswith(f"{name}(")
+def test_the_public_surface_changes_on_purpose() -> None:
+    """A removed name or argument is deprecated first: `.github/CONTRIBUTING.md` has the rule."""
+    assert SURFACE.read_text(encoding="utf-8") == surface(), "run python -m weft.proofs.reference, and read the diff"
 
 
-@pytest.mark.parametrize("name", USED)
-def test_its_methods_are_listed(name: str) -> None:
-    cls = getattr(transforms, name, None) or getattr(weft, name)
-    methods = dict(methods_of(cls))
-    assert methods
-    assert [call for call, member in methods.items() if len(first_sentence(inspect.getdoc(member))) < 15] == []
-    assert all(f"| `{name}.{call}` |" in PAGE.read_text(encoding="utf-8") for call in methods)
+def test_the_surface_has_names_methods_and_defaults() -> None:
+    lines = surface().splitlines()
+    assert "weft.dispatch(descriptor, ladder)" in lines
+    assert any(line.startswith("weft.Batch.ragged(") for line in lines)
+    assert any(line.startswith("weft.generate(") and "temperature=0.0" in line for line in lines)
 
 
-@pytest.mark.parametrize(("face", "name"), OWN)
-def test_its_arguments_are_documented(face: str, name: str) -> None:
+def undocumented(face: str, name: str) -> bool:
+    """Whether a docstring says too little: a dataclass or an attrs class without one is given its signature."""
+    doc = inspect.getdoc(value_of(face, name)) or ""
+    return len(first_sentence(doc)) < 15 or doc.startswith(f"{name}(")
+
+
+def test_each_name_is_documented() -> None:
+    assert [f"{face}.{name}" for face, name in CALLED if undocumented(face, name)] == []
+
+
+def test_the_methods_of_classes_are_documented_and_listed() -> None:
+    text, failures = PAGE.read_text(encoding="utf-8"), []
+    for name in USED:
+        methods = dict(methods_of(getattr(transforms, name, None) or getattr(weft, name)))
+        assert methods, name
+        failures += [
+            f"{name}.{call}"
+            for call, member in methods.items()
+            if len(first_sentence(inspect.getdoc(member))) < 15 or f"| `{name}.{call}` |" not in text
+        ]
+    assert failures == []
+
+
+def undocumented_arguments(face: str, name: str) -> list[str]:
     value = value_of(face, name)
     if name in MADE or getattr(value, "_is_protocol", False):
-        return
+        return []
     doc = inspect.getdoc(value) or ""
     names = [parameter for parameter in inspect.signature(value).parameters if parameter != "self"]
-    assert [argument for argument in names if not re.search(rf"\b{argument}\b", doc)] == []
+    return [argument for argument in names if not re.search(rf"\b{argument}\b", doc)]
 
 
-@pytest.mark.parametrize(("face", "name"), CALLED)
-def test_it_is_typed(face: str, name: str) -> None:
+def test_arguments_are_documented() -> None:
+    assert [f"{face}.{name}({a})" for face, name in OWN for a in undocumented_arguments(face, name)] == []
+
+
+def untyped(face: str, name: str) -> Iterator[str]:
     value = value_of(face, name)
+    methods = [value]
     if isinstance(value, type):
         methods = [member for key, member in vars(value).items() if inspect.isfunction(member) and key[0] != "_"]
-    else:
-        methods = [value]
     for method in methods:
         signature = inspect.signature(method)
-        assert signature.return_annotation is not inspect.Signature.empty, method
-        untyped = [p.name for p in signature.parameters.values() if p.annotation is inspect.Parameter.empty]
-        assert [name for name in untyped if name not in ("self", "cls", "_")] == []
+        if signature.return_annotation is inspect.Signature.empty:
+            yield f"{face}.{method.__qualname__} -> ?"
+        for parameter in signature.parameters.values():
+            if parameter.annotation is inspect.Parameter.empty and parameter.name not in ("self", "cls", "_"):
+                yield f"{face}.{method.__qualname__}({parameter.name}: ?)"
 
 
-@pytest.mark.parametrize("name", names_of("weft"))
-def test_the_reference_page_names_it(name: str) -> None:
-    assert re.search(rf"^\| `{name}[`(]", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+def test_each_name_is_typed() -> None:
+    assert [found for face, name in CALLED for found in untyped(face, name)] == []
 
 
-@pytest.mark.parametrize(("face", "name"), PUBLIC)
-def test_a_test_exercises_it(face: str, name: str) -> None:
-    """Named in a test, or, of what laws and strategies are made of, in the suite that a test runs."""
-    folders = ("tests", "proofs") if face in EVIDENCE else ("tests",)
-    places = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    home = inspect.getsourcefile(value_of(face, name)) if callable(value_of(face, name)) else None
-    texts = [p.read_text(encoding="utf-8") for p in places if p.name != "__init__.py" and str(p.resolve()) != home]
-    assert any(re.search(rf"\b{name}\b", text) for text in texts)
+def test_the_reference_page_names_each() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    missing = [n for n in names_of("weft") if not re.search(rf"^\| `{n}[`(]", text, re.MULTILINE)]
+    assert missing == []
+
+
+def test_a_test_exercises_each_name() -> None:
+    """A test names it; or, for what laws and strategies consist of, the suite that a test runs."""
+    words = {
+        path.resolve(): set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+        for folder in ("tests", "proofs")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    missing = []
+    for face, name in PUBLIC:
+        value = value_of(face, name)
+        home = inspect.getsourcefile(value) if callable(value) else None
+        folders = ("tests", "proofs") if face in EVIDENCE else ("tests",)
+        places = [path for path, found in words.items() if name in found and str(path) != home]
+        if not any(path.relative_to(ROOT.resolve()).parts[0] in folders for path in places):
+            missing.append(f"{face}.{name}")
+    assert missing == []
 
 
 def test_the_results_of_transforms_are_of_the_classes_that_are_documented() -> None:

@@ -5,8 +5,7 @@ random pure function, and compares with a run that no transform touched. `weft.p
 is to catch.
 """
 
-from weft.proofs.difference import LawViolation, assert_equal
-from weft.proofs.laws.agreement import differences_are_refused
+from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.laws.derivatives import derivatives_are_of_the_step, graphs_of_gradients_are_gradients
 from weft.proofs.laws.dispatch import (
     class_is_kept,
@@ -14,9 +13,14 @@ from weft.proofs.laws.dispatch import (
     nothing_is_captured_after_start,
     own_classes_are_dispatched,
 )
-from weft.proofs.laws.engine import engine_serves_as_alone, run_ahead_is_none
-from weft.proofs.laws.fairness import served_in_turn
-from weft.proofs.laws.faults import faults_end_their_own_request
+from weft.proofs.laws.engine.agreement import differences_are_refused
+from weft.proofs.laws.engine.completions import engine_serves_as_alone, run_ahead_is_none
+from weft.proofs.laws.engine.fairness import served_in_turn
+from weft.proofs.laws.engine.faults import faults_end_their_own_request
+from weft.proofs.laws.engine.pages import pages_are_of_the_parameters, pages_are_read_by_whom_they_were_written_for
+from weft.proofs.laws.engine.requests import WAYS, order_is_free, seed_and_position_fix_the_sample
+from weft.proofs.laws.engine.serving import hosts_agree, speculation_changes_nothing, stages_agree
+from weft.proofs.laws.engine.versions import changed_parameters_compute_all
 from weft.proofs.laws.func import TRANSFORMS, functions_of_graphs_are_functions, graphs_of_functions_are_functions
 from weft.proofs.laws.graph import (
     graph_is_eager,
@@ -34,7 +38,6 @@ from weft.proofs.laws.ownership import (
     ownership_is_kept,
 )
 from weft.proofs.laws.padding import image_padding_is_inert, padding_is_inert, stage_padding_is_inert
-from weft.proofs.laws.pages import pages_are_of_the_parameters, pages_are_read_by_whom_they_were_written_for
 from weft.proofs.laws.pieces import pieces_are_the_whole, pieces_are_the_whole_on_functions
 from weft.proofs.laws.pipeline import (
     microbatches_are_one,
@@ -43,10 +46,7 @@ from weft.proofs.laws.pipeline import (
     transforms_commute,
     transforms_commute_on_functions,
 )
-from weft.proofs.laws.requests import WAYS, order_is_free, seed_and_position_fix_the_sample
 from weft.proofs.laws.schedule import broken_programs_are_refused, checker_is_right, schedules_are_right
-from weft.proofs.laws.serving import hosts_agree, speculation_changes_nothing, stages_agree
-from weft.proofs.laws.versions import changed_parameters_compute_all
 
 __all__ = [
     "TRANSFORMS",

@@ -9,7 +9,7 @@ from torch import Tensor, func
 
 from weft.batch import Batch
 from weft.donation import clone
-from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.laws.compare import visible, whole
 from weft.proofs.strategies.models import Scenario
 from weft.transforms.graphs.graphify import graphify

@@ -10,7 +10,7 @@ import torch
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import declare_donated
-from weft.proofs.difference import LawViolation
+from weft.proofs.checks.difference import LawViolation
 from weft.proofs.laws.compare import larger, whole
 from weft.proofs.strategies.images import ImageScenario, Resolution
 from weft.proofs.strategies.models import Scenario

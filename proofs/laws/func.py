@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, func, nn
 
-from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.strategies.functions import Mapping
 from weft.transforms.graphs.graphify import graphify
 

@@ -8,7 +8,7 @@ import torch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.padding import pad, unpad
-from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.laws.compare import larger, whole
 from weft.proofs.strategies.calls import Call, called, worlds
 from weft.proofs.strategies.functions import Function, Rows

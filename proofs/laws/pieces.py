@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.padding import pad, unpad
-from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.laws.compare import whole
 from weft.proofs.strategies.functions import Function
 from weft.proofs.strategies.models import Scenario

@@ -1,17 +1,17 @@
-"""L10: what the generators make is right, and the checker accepts what is right and nothing else.
+"""L10: generated programs are right, and the checker accepts right programs and nothing else.
 
-Right is by `weft.proofs.programs_exhaustive`, which tries every order in which ranks could move. In one thing the
-checker asks for more: where a stage overwrites a result that it sent, the fence must stand in its program, though
-something else (what returned, or a full edge) may keep the two apart in every order. So it accepts exactly the programs
-that are right and `fenced`.
+`weft.proofs.solver.programs_exhaustive` says what is right: it tries every order in which ranks could move. The checker
+asks for one thing more: where a stage overwrites a result that it sent, its program must have the fence, though
+something else (what returned, or a full edge) may keep the two apart in every order. So it accepts exactly the
+programs that are right and `fenced`.
 """
 
 from math import prod
 
 from weft.effects import Broadcast, Program, Run
 from weft.errors import ProgramError
-from weft.proofs.difference import LawViolation
-from weft.proofs.programs_exhaustive import fault, fenced
+from weft.proofs.checks.difference import LawViolation
+from weft.proofs.solver.programs_exhaustive import fault, fenced
 from weft.proofs.strategies.programs import Broken, Scheduled
 from weft.transforms.pipelines.checker import check
 

@@ -1,4 +1,7 @@
-"""Which law catches which planted bug, and on what smallest case: `python -m weft.proofs.mutants --out FOLDER`."""
+"""The record of mutants: which law catches which planted bug, and on what smallest case.
+
+`python -m weft.proofs.mutants --out FOLDER` writes it; with `--missing`, only what FOLDER lacks is searched for.
+"""
 
 import argparse
 import json
@@ -6,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import torch
 from tqdm import tqdm
 
@@ -20,8 +24,9 @@ def row(mutant: Mutant, device: str, shrinks: int) -> dict[str, Any]:
     """One planted bug, and what its law made of it."""
     with mutant.plant():
         caught = catch(mutant.law, device, shrinks=shrinks)
-    found = {"examples": None, "case": [], "violation": "survived"} if caught is None else {
+    found = {"examples": None, "case": [], "violation": "survived", "choices": ""} if caught is None else {
         "examples": caught.examples, "case": list(caught.case), "violation": caught.violation.splitlines()[0],
+        "choices": caught.choices,
     }  # fmt: skip
     return {"law": str(mutant.law), "mutant": mutant.name, **found}
 
@@ -35,19 +40,30 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
+def _stored(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of a record that have a case to replay, by law and planted bug."""
+    rows = json.loads((folder / "mutants.json").read_text(encoding="utf-8"))["mutants"]
+    return {(r["law"], r["mutant"]): r for r in rows if r.get("choices")}
+
+
 def main() -> None:
     """Plant every bug, write `mutants.json` and `mutants.md`, and exit with 1 if one survived."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shrinks", type=int, default=300, help="how many smaller cases to try for each")
+    parser.add_argument("--missing", action="store_true", help="search for those alone of which FOLDER has no case")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row(mutant, arguments.device, arguments.shrinks) for mutant in tqdm(MUTANTS, unit="mutant")]
+    known = _stored(arguments.out) if arguments.missing else {}
+    rows = [
+        known.get((str(mutant.law), mutant.name)) or row(mutant, arguments.device, arguments.shrinks)
+        for mutant in tqdm(MUTANTS, unit="mutant")
+    ]
     survived = [r["mutant"] for r in rows if r["examples"] is None]
-    report = {"device": arguments.device, "torch": torch.__version__, "mutants": rows}
+    report = {"device": arguments.device, "torch": torch.__version__, "hypothesis": hypothesis.__version__}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "mutants.json").write_text(json.dumps(report, indent=1) + "\n")
+    (arguments.out / "mutants.json").write_text(json.dumps({**report, "mutants": rows}, indent=1) + "\n")
     title = f"# {len(rows)} planted bugs, and the laws that caught {len(rows) - len(survived)} of them"
     said = (
         "Each law was run on random cases with the bug planted, the same cases each time, until one broke it (the "

@@ -1,12 +1,15 @@
-"""A law run until it breaks, and what broke it."""
+"""A search for a case that breaks a law, and the replay of one that was found."""
 
+from base64 import b64decode, b64encode
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
+from hypothesis.database import ExampleDatabase, choices_to_bytes
 from hypothesis.errors import Flaky, FlakyStrategyDefinition
 
-from weft.proofs.difference import LawViolation
+from weft.proofs.checks.difference import LawViolation
 from weft.proofs.suite import Law
 
 
@@ -16,13 +19,15 @@ class Caught:
 
     Args:
         examples: cases checked until the first that broke it.
-        case: the smallest case found, as it was drawn.
+        case: the smallest case found, in words.
         violation: what was different there.
+        choices: the same case as Hypothesis drew it, for `replay`.
     """
 
     examples: int
     case: tuple[str, ...]
     violation: str
+    choices: str
 
     def __str__(self) -> str:
         return f"{self.violation}\n  at example {self.examples}; the smallest case: {'; '.join(self.case)}"
@@ -72,7 +77,7 @@ def catch(law: Law, device: str = "cpu", *, max_examples: int = 200, shrinks: in
         try:
             law.check(drawing, device)
         except LawViolation as error:
-            found.append(Caught(count, tuple(drawing.drawn), str(error)))
+            found.append(Caught(count, tuple(drawing.drawn), str(error), _written(data)))
             raise
 
     try:
@@ -83,3 +88,62 @@ def catch(law: Law, device: str = "cpu", *, max_examples: int = 200, shrinks: in
         if not found:
             raise
     return min(found, key=lambda caught: len(str(caught.case)), default=None)
+
+
+def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
+    """Check a law on one case that was found before; None if it holds there.
+
+    Args:
+        law: a row of `weft.proofs.suite.LAWS`.
+        choices: `Caught.choices`. Another version of Hypothesis, or of the strategies, may draw another case from them.
+        device: where.
+    """
+    found: list[tuple[Caught, LawViolation]] = []
+
+    @settings(
+        deadline=None,
+        database=_OneCase(b64decode(choices)),
+        report_multiple_bugs=False,
+        derandomize=False,
+        phases=(Phase.reuse,),
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        if found:  # Hypothesis runs what failed once more, to report it, and finds that this draws nothing
+            raise found[0][1]
+        drawing: Any = _Drawing(data)
+        try:
+            law.check(drawing, device)
+        except LawViolation as error:
+            found.append((Caught(1, tuple(drawing.drawn), str(error), choices), error))
+            raise
+
+    try:
+        run()
+    except (LawViolation, Flaky, FlakyStrategyDefinition):
+        if not found:
+            raise
+    return found[0][0] if found else None
+
+
+def _written(data: st.DataObject) -> str:
+    return b64encode(choices_to_bytes(data.conjecture_data.choices)).decode()
+
+
+class _OneCase(ExampleDatabase):
+    """A database of Hypothesis's that holds one case, whatever the test."""
+
+    def __init__(self, choices: bytes) -> None:
+        super().__init__()
+        self.choices = choices
+
+    def fetch(self, key: bytes) -> Iterable[bytes]:
+        return () if key.endswith((b".secondary", b".pareto")) else (self.choices,)
+
+    def save(self, key: bytes, value: bytes) -> None:
+        """Nothing: the record is written by `weft.proofs.mutants`."""
+
+    def delete(self, key: bytes, value: bytes) -> None:
+        """Nothing: a case stays where it no longer breaks the law, and the test says so."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send, TensorSchema
-from weft.proofs.programs_exhaustive import fault
+from weft.proofs.solver.programs_exhaustive import fault
 from weft.transforms.pipelines.schedule import Job, make_programs
 
 SCHEMAS = tuple(Schema((TensorSchema("h", ("num_tokens", width), torch.float32),)) for width in (4, 8))
@@ -252,8 +252,8 @@ class Broken:
 
 @st.composite
 def broken_programs(draw: st.DrawFn) -> Broken:
-    """Right programs with one fault, for each that `FAULTS` names and that `weft.proofs.programs_exhaustive` calls
-    wrong where it is put; with another class on one rank, and with another root on all."""
+    """Right programs with one fault: each that `FAULTS` names, where `weft.proofs.solver.programs_exhaustive` calls the
+    result wrong; another class on one rank; and another root on all ranks."""
     case = draw(small_programs())
     made = {"another class": _other_class(draw, case), "another root": _other_root(draw, case)}
     for name, (where, edit) in FAULTS.items():

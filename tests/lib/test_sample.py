@@ -242,6 +242,7 @@ def assert_same_draw(case: Any, expected: Any, drawn: Any) -> None:
     torch.testing.assert_close(drawn[1][same], expected[1][same], atol=5e-5, rtol=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(10))
 def test_the_kernel_interpreted_draws_what_the_reference_draws(index: int, interpreted: list[Any]) -> None:
     assert_same_draw(*interpreted[index])

@@ -119,6 +119,7 @@ def assert_same_draws(case: Case, drawn: Any) -> None:
     torch.testing.assert_close(seen[same], logprobs[same], atol=5e-5, rtol=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(12))
 def test_the_kernels_interpreted_draw_what_the_reference_draws(index: int, interpreted: Any) -> None:
     assert_same_draws(_cases()[index], interpreted[0][index])

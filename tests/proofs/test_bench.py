@@ -25,6 +25,7 @@ def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert len(table) == 1 + len(report["rows"])
 
 
+@pytest.mark.slow
 def test_decode_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["decode_modes", "--out", str(tmp_path), "--quick", "--curves"])
     decode_modes.main()
@@ -50,6 +51,7 @@ def test_ladder_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["sampling", "--out", str(tmp_path), "--quick"])
     sampling.main()

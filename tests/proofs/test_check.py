@@ -16,8 +16,8 @@ import weft
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import CheckError
-from weft.proofs.checking import check
-from weft.proofs.equivalence import Counterexample
+from weft.proofs.checks.check import check
+from weft.proofs.checks.equivalence import Counterexample
 from weft.proofs.strategies import Rows, pure_functions, scenarios, tensors
 from weft.state import advance
 from weft.transforms.pipelines.pipeline import compose

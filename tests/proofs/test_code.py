@@ -13,8 +13,8 @@ from hypothesis import given, strategies as st
 
 from weft.descriptor import BatchDescriptor
 from weft.effects import Recv, Schema, TensorSchema
-from weft.proofs.code import MOST_PRINTED, to_code
-from weft.proofs.difference import find_difference
+from weft.proofs.checks.code import MOST_PRINTED, to_code
+from weft.proofs.checks.difference import find_difference
 from weft.proofs.strategies import Rows, batches, descriptors, limits, tensors
 
 Pair = namedtuple("Pair", "left right")  # the kind that people have

@@ -14,9 +14,9 @@ from hypothesis.errors import NoSuchExample
 pytest.importorskip("z3")
 
 from weft.descriptor import BatchDescriptor
-from weft.proofs import dispatch_proof
+from weft.proofs.solver import dispatch_proof
+from weft.proofs.solver.symbolic import Path, explore, prove, unknown
 from weft.proofs.strategies import descriptors, limits
-from weft.proofs.symbolic import Path, explore, prove, unknown
 from weft.transforms.graphs.dispatch import excess
 from weft.transforms.graphs.ladder import make_ladder
 
@@ -79,7 +79,7 @@ class Wider(BatchDescriptor):
 
 @contextmanager
 def instead(cls: type) -> Iterator[None]:
-    homes = ("weft.proofs.strategies.classes", "weft.transforms.graphs.ladder", "weft.proofs.dispatch_proof")
+    homes = ("weft.proofs.strategies.classes", "weft.transforms.graphs.ladder", "weft.proofs.solver.dispatch_proof")
     with ExitStack() as stack:
         for home in homes:
             stack.enter_context(mock.patch.object(import_module(home), "BatchDescriptor", cls))
@@ -103,6 +103,7 @@ class Named(BatchDescriptor):
 def test_a_field_of_a_new_kind_fails_the_proof() -> None:
     with instead(Named):
         refuted = [v.counterexample for v in dispatch_proof.prove_order()]
-    assert "raises TypeError: a.name is a <class 'str'>, of which weft.proofs.dispatch_proof makes no unknown" in str(
-        refuted[0]
+    assert (
+        "raises TypeError: a.name is a <class 'str'>, of which weft.proofs.solver.dispatch_proof makes no unknown"
+        in str(refuted[0])
     )

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from weft.batch import Batch
-from weft.proofs.difference import Difference, LawViolation, assert_equal, find_difference
-from weft.proofs.elements import Tolerance, ulps
+from weft.proofs.checks.difference import Difference, LawViolation, assert_equal, find_difference
+from weft.proofs.checks.elements import Tolerance, ulps
 from weft.proofs.strategies import tensors
 
 NAN, INF = float("nan"), float("inf")

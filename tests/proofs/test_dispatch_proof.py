@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("z3")
 
 from weft.descriptor import BatchDescriptor
-from weft.proofs import dispatch_exhaustive, dispatch_proof
-from weft.proofs.symbolic import Path, Verdict, explore, prove, unknown
+from weft.proofs.solver import dispatch_proof
+from weft.proofs.solver.symbolic import Path, Verdict, explore, prove, unknown
 from weft.transforms.graphs import ladder
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.ladder import Ladder, as_ladder
@@ -26,18 +26,13 @@ PROOFS: dict[str, Callable[[], Iterator[Verdict]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PROOFS)
 def test_it_is_proved(name: str) -> None:
     verdicts = list(PROOFS[name]())
     assert verdicts
     assert [str(v) for v in verdicts if not v.holds] == []
     assert all(v.paths > 1 for v in verdicts)
-
-
-def test_it_holds_for_all_small_limits() -> None:
-    counts = [dispatch_exhaustive.check_dispatch(2, 6), dispatch_exhaustive.check_capabilities(2, 6)]
-    assert all(count.number > 1000 for count in counts)
-    assert dispatch_exhaustive.check_rungs(600).number == 601
 
 
 def replaced(home: str, name: str, value: Any) -> AbstractContextManager[Any]:
@@ -49,7 +44,7 @@ def covering(covers: Callable[[Any, Any], bool]) -> AbstractContextManager[Any]:
 
 
 def dispatching(fn: Callable[..., Any]) -> AbstractContextManager[Any]:
-    return replaced("weft.proofs.dispatch_proof", "dispatch", fn)
+    return replaced("weft.proofs.solver.dispatch_proof", "dispatch", fn)
 
 
 COVERS = BatchDescriptor.covers
@@ -175,13 +170,6 @@ def test_a_bug_in_make_ladder_is_refuted(name: str) -> None:
     with replaced("weft.transforms.graphs.ladder", attribute, fn):
         refuted = (v.counterexample for v in dispatch_proof.prove_ladders() if v.counterexample is not None)
         assert any(text.startswith(part) for text in refuted)
-
-
-@pytest.mark.parametrize("fn", [first_covering, pieces_first, lost], ids=lambda f: f.__name__)
-def test_the_exhaustive_check_finds_them_too(fn: Callable[..., Any]) -> None:
-    wrong = replaced("weft.proofs.dispatch_exhaustive", "dispatch", fn)
-    with wrong, pytest.raises(dispatch_exhaustive.CaseError, match=r"covering class, by mode|reachable"):
-        dispatch_exhaustive.check_dispatch(2, 4)
 
 
 def test_the_executor_takes_every_path() -> None:

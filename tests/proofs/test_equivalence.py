@@ -12,8 +12,8 @@ from torch import Tensor
 import weft
 from weft.batch import Batch
 from weft.errors import CheckError
-from weft.proofs.equivalence import Counterexample, assert_equivalent
-from weft.proofs.search import NOT_AGAIN
+from weft.proofs.checks.equivalence import Counterexample, assert_equivalent
+from weft.proofs.checks.search import NOT_AGAIN
 from weft.proofs.strategies import batches, tensors
 
 

@@ -1,11 +1,12 @@
-"""The laws hold, on the tape everywhere and on CUDA graphs where there is a GPU."""
+"""The laws hold, on tapes everywhere and on CUDA graphs where there is a GPU."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from weft.proofs.suite import LAWS, Law
 
-EXAMPLES = 60
+FEW, EXAMPLES = 10, 60
+"""Cases of each law: in a short run, and with `--all`."""
 EXAMPLES_GPU = 25
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
@@ -20,8 +21,8 @@ def _check(law: Law, device: str, examples: int) -> None:
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
-def test_law_on_the_tape(law: Law) -> None:
-    _check(law, "cpu", EXAMPLES)
+def test_law_on_the_tape(law: Law, runs_all: bool) -> None:
+    _check(law, "cpu", EXAMPLES if runs_all else FEW)
 
 
 @pytest.mark.gpu
@@ -30,5 +31,5 @@ def test_law_on_cuda_graphs(law: Law) -> None:
     _check(law, "cuda", EXAMPLES_GPU)
 
 
-def test_ci_checks_at_least_500_examples() -> None:
-    assert EXAMPLES * len(LAWS) >= 500
+def test_a_short_run_checks_500_examples() -> None:
+    assert FEW * len(LAWS) >= 500

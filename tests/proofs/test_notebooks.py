@@ -58,6 +58,7 @@ def test_it_is_valid_and_small_and_has_its_outputs(name: str) -> None:
     assert re.findall(r"/tmp/|/home/|/root/|ipykernel_", text) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_and_its_outputs_are_those_of_the_code(name: str, tmp_path: Path) -> None:
     stored = code_cells(read(name))

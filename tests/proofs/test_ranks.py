@@ -19,6 +19,7 @@ def _torchrun(num_ranks: int, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_ranks_by_gloo_are_one_process(num_ranks: int, tmp_path: Path) -> None:
     done = _torchrun(num_ranks, "--backend", "gloo", "--traces", "8", "--out", str(tmp_path))
@@ -40,6 +41,7 @@ def test_ranks_on_gpus_are_one_process(num_ranks: int, backend: str) -> None:
     assert done.stdout.count("equal") == len(VARIANTS)
 
 
+@pytest.mark.slow
 def test_a_difference_on_one_rank_is_an_error_on_all() -> None:
     """A rank has other weights, which no comparison of code and programs sees."""
     code = (

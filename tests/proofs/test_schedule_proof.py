@@ -14,8 +14,8 @@ pytest.importorskip("z3")
 import z3
 
 from weft.effects import Effect, Fence, Program, Recv, Run, Send
-from weft.proofs import schedule_proof
-from weft.proofs.symbolic import Path, Verdict, explore
+from weft.proofs.solver import schedule_proof
+from weft.proofs.solver.symbolic import Path, Verdict, explore
 from weft.transforms.pipelines import schedule
 from weft.transforms.pipelines.schedule import Job, make_programs, streaming
 
@@ -129,7 +129,7 @@ def test_a_bug_in_jobs_for_is_refuted() -> None:
             jobs.append(Job(feeds, next((i for i, job in enumerate(jobs) if job.feeds and own & rows[i]), None)))
         return tuple(jobs)
 
-    with mock.patch.object(import_module("weft.proofs.schedule_proof"), "jobs_for", first):
+    with mock.patch.object(import_module("weft.proofs.solver.schedule_proof"), "jobs_for", first):
         found = next(schedule_proof.prove_requests(2, 3)).counterexample
     assert found is not None
     assert found.startswith("every state is known: ")

@@ -46,7 +46,7 @@ def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
 
     A whole graph before pieces. Then the least in the partial order `covers`; of several that are incomparable, the one
     that pads least: the first size (of a `BatchDescriptor`, tokens) decides, then the next. Of those that pad the same,
-    the one that stands later in the ladder. `weft.proofs.dispatch_proof` proves this of this code.
+    the one that stands later in the ladder. `weft.proofs.solver.dispatch_proof` proves this of this code.
 
     Raises:
         DescriptorError: two classes cover each other and are not equal, so that `covers` is no partial order; or what

@@ -7,7 +7,7 @@ for what stages send and one for what returns. A send waits while its queue is f
 fence until its messages were received. Ranks are deterministic and each queue has one writer and one reader, so what
 is sent and whether all reach their end do not depend on the order in which ranks move, and more capacity never blocks
 (Kahn, 1974, "The semantics of a simple language for parallel programming"): one run with one message an edge decides.
-`weft.proofs.programs_exhaustive` holds that against all interleavings.
+`weft.proofs.solver.programs_exhaustive` holds that against all interleavings.
 """
 
 from collections import Counter, deque

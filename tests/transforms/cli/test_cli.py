@@ -313,6 +313,7 @@ def test_a_transport_within_a_process_is_refused_under_torchrun(run: Weft, monke
     assert_refused(result, "error: weft generate --transport local", "saw: 2 processes of torchrun")
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_first_rank_speaks() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "weft"]
     options = generate("--prompt", "A list", "--max-tokens", "5", "--device", "cpu", "--json")

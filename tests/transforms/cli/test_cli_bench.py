@@ -139,6 +139,7 @@ def test_the_start_of_gpus_fits_a_terminal_with_its_headers(
     assert ["0", "cuda:7", "102.34", "11.23", "126.10", "528.25", "162", "4700.0", "137.00"] in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", ["1", "2"])
 def test_drafts_are_counted(run: Weft, pp: str) -> None:
     """A model that drafts for itself is right; nothing is captured while the clock runs."""
@@ -207,6 +208,7 @@ def scored(run: Weft, *more: str) -> tuple[int, Any]:
     return code, json.loads(out)
 
 
+@pytest.mark.slow
 def test_the_shipped_checkpoint_scores_the_same_in_every_mode_and_split(run: Weft) -> None:
     code, found = scored(run, "--pp", "1,2,3", "--transport", "local")
     assert (code, found["agree"]) == (0, True)
@@ -269,6 +271,7 @@ def _cut(score: Score) -> Score:
     return attrs.evolve(score, logprobs=[score.logprobs[0][1:], *score.logprobs[1:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [_worse, _other_answer, _nan, _cut])
 def test_a_mode_that_scores_otherwise_is_found(run: Weft, monkeypatch: pytest.MonkeyPatch, damage: Plant) -> None:
     score = evaluate._score

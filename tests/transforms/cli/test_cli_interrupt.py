@@ -77,6 +77,7 @@ def interrupted(ready: Callable[[list[int]], bool], later: float) -> tuple[int, 
     return own.returncode, out, err, left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_is_quiet_and_ends_all_processes(moment: str) -> None:
     later = 0.7 if moment == "ranks generate" else 0.0

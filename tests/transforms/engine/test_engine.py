@@ -11,7 +11,7 @@ import torch
 import weft
 from weft.batch import Batch
 from weft.errors import EngineError, LogitsError, ProgramError, RequestError
-from weft.proofs.laws.engine import alone
+from weft.proofs.laws.engine.completions import alone
 from weft.proofs.strategies.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
@@ -117,6 +117,7 @@ def test_an_abort_ends_all_completions_and_frees_their_pages() -> None:
     assert (engine.is_idle, engine.stats().pages_held) == (True, 0)
 
 
+@pytest.mark.slow
 def test_two_thousand_requests_leave_nothing_behind() -> None:
     """No page, no tensor and no graph more at the end than after the first hundred."""
     engine = Engine(small_model(), SMALL, graph="full", run_ahead=1, num_logprobs=1)
@@ -134,6 +135,7 @@ def test_two_thousand_requests_leave_nothing_behind() -> None:
     assert seen[99] == seen[1999]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "pipeline"), [("full", 1), ("full_and_piecewise", 2)])
 def test_adapters_and_drafts_leave_nothing_behind(mode: str, pipeline: int) -> None:
     """The same of requests that have adapters, drafts and stop tokens."""

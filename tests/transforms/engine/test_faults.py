@@ -11,7 +11,7 @@ import torch
 
 from weft.batch import EMBEDDED
 from weft.errors import LogitsError, RequestError
-from weft.proofs.laws.engine import alone
+from weft.proofs.laws.engine.completions import alone
 from weft.proofs.strategies.engines import VOCABULARY, small_model
 from weft.sampling import SamplingParams
 from weft.stages.decoder import head

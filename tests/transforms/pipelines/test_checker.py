@@ -10,7 +10,7 @@ from planting import FED, OTHER, SCHEMA, Fault, before, planted, program, refuse
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.proofs.laws import broken_programs_are_refused, checker_is_right, schedules_are_right
-from weft.proofs.programs_exhaustive import fault, fenced
+from weft.proofs.solver.programs_exhaustive import fault, fenced
 from weft.proofs.strategies import FAULTS, Broken, Scheduled, broken_programs, edited_programs, programs
 from weft.transforms.pipelines.checker import Edge, Machine, Step, check, interleave, puts, takes
 from weft.transforms.pipelines.pipeline import pipeline

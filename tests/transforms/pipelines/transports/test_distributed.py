@@ -30,8 +30,11 @@ def parts(name: str, num_ranks: int, rank: int) -> Any:
     return tuple(part(found, rank) for found in wanted) if name == "stream" else part(wanted, rank)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("name", SCENARIOS)
+FIRST_IS_QUICK = [pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(SCENARIOS)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FIRST_IS_QUICK)
 def test_it_gives_what_local_gives(name: str, num_ranks: int) -> None:
     for rank, seen in enumerate(launch(run_scenario, num_ranks, name, num_ranks)):
         assert_equal(LAW, seen, parts(name, num_ranks, rank))

@@ -37,13 +37,16 @@ SLOW = [attrs.evolve(case, timeout=3.0) for case in ALL if case.way in ("stall",
 ANY_TIME = [attrs.evolve(case, timeout=20.0) for case in itertools.islice(cases_at_any_time(), 10)]
 
 
-@pytest.mark.parametrize("case", QUICK[::17], ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if i else ()) for i, case in enumerate(QUICK[::17])], ids=str
+)
 def test_a_rank_that_ends_is_named_by_all(case: Case) -> None:
     outcome = run_case(case)
     assert outcome.wrong is None
     assert outcome.ended < 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW[::85], ids=str)
 def test_a_rank_that_stalls_is_named_by_all_in_time(case: Case) -> None:
     outcome = run_case(case)
@@ -51,6 +54,7 @@ def test_a_rank_that_stalls_is_named_by_all_in_time(case: Case) -> None:
     assert outcome.raised < case.timeout + 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ANY_TIME, ids=str)
 def test_a_rank_killed_at_any_time_is_named_by_all(case: Case) -> None:
     assert run_case(case).wrong is None
@@ -61,11 +65,13 @@ def test_a_rank_killed_at_any_time_is_named_by_all(case: Case) -> None:
 TWO = [case for case in ALL if case.num_ranks == 2 and case.step == 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [attrs.evolve(case, timeout=20.0) for case in TWO if case.way == "kill"][::5], ids=str)
 def test_a_rank_killed_before_its_device_is_done_is_named(case: Case) -> None:
     assert run_case(case, run_rank).wrong is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [attrs.evolve(case, timeout=3.0) for case in TWO if case.way == "stall"][::11], ids=str
 )
@@ -73,6 +79,7 @@ def test_a_rank_that_stalls_before_its_device_is_done_is_named(case: Case) -> No
     assert run_case(case, run_rank).wrong is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [attrs.evolve(case, timeout=20.0) for case in TWO if case.way == "raise"][::5], ids=str
 )
@@ -118,6 +125,7 @@ def test_the_error_of_a_rank_names_all() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_proof_runs_and_writes_its_record(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weft.proofs.failures", "--runs", "3", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

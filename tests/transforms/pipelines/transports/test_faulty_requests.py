@@ -78,6 +78,7 @@ def alone() -> dict[str, tuple[str, list[int], str]]:
     return serve(load(DEMO, "cpu"), None)
 
 
+@pytest.mark.slow
 def test_every_rank_ends_them_as_one_process_does(alone: dict[str, Any]) -> None:
     assert list(launch(serve_here, 2, timeout=120)) == [alone, alone]
 

@@ -80,11 +80,13 @@ def test_what_a_rank_raised_is_raised_with_its_traceback(rank: int) -> None:
     assert "in fail" in notes
 
 
+@pytest.mark.slow
 def test_an_error_that_cannot_travel_is_told() -> None:
     with pytest.raises(RuntimeError, match="Odd: 1 and 2"):
         launch(step, 2, "odd", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "cause"),
     [("exit", "exit code 3"), ("sys.exit", "exit code 0"), ("kill", "SIGKILL")],
@@ -106,6 +108,7 @@ def leave(rank: int) -> str:
     return told(lambda: Distributed(timeout=5))
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named() -> None:
     said = launch(leave, 3, 1)
     assert said[1] == "early"
@@ -125,6 +128,7 @@ def stop_after(steps: int) -> str:
     return told(lambda: made([torch.ones(())], state, torch.ones(2))) if transport.rank == 0 else "early"
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_fewer_steps_is_named() -> None:
     with pytest.raises(RankError) as error:
         launch(stop_after, 2, 2)
@@ -136,6 +140,7 @@ def both_fail() -> None:
     raise ValueError(f"on {os.environ['RANK']}")
 
 
+@pytest.mark.slow
 def test_of_several_errors_the_first_ranks_is_raised() -> None:
     with pytest.raises(ValueError, match="on 0"):
         launch(both_fail, 2)
@@ -159,6 +164,7 @@ def send_much_and_leave() -> float:
     return float(total)
 
 
+@pytest.mark.slow
 def test_what_a_rank_sent_arrives_though_it_has_returned() -> None:
     assert launch(send_much_and_leave, 2) == [0.0, 1e7]
 
@@ -174,6 +180,7 @@ def load_slowly(seconds: float, timeout: float) -> list[float]:
     return [float(x) for x in out]
 
 
+@pytest.mark.slow
 def test_a_rank_that_loads_for_longer_than_the_time_out_is_waited_for() -> None:
     assert launch(load_slowly, 2, 2.5, 1.0) == [[4.0] * 4] * 2
 
@@ -182,6 +189,7 @@ def silent() -> None:
     os._exit(7)
 
 
+@pytest.mark.slow
 def test_ranks_that_end_without_a_word() -> None:
     with pytest.raises(RankError, match="rank 0 failed at 'its part': its process ended: exit code 7"):
         launch(silent, 2)
@@ -212,6 +220,7 @@ def returns_a_function() -> Any:
     return lambda: 1
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_pickled_is_told() -> None:
     with pytest.raises(ProgramError) as error:
         launch(returns_a_function, 2)
@@ -229,6 +238,7 @@ def test_a_function_of_an_interactive_session_is_refused_before_a_process_starts
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from weft.transforms import launch\ndef f(): return 1\nlaunch(f, 2)\n")
@@ -257,6 +267,7 @@ def gone(pid: int) -> bool:
     return state == "Z"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
 def test_ranks_do_not_outlive_their_launcher_and_leave_no_semaphores(tmp_path: Path) -> None:
     code = (
@@ -285,6 +296,7 @@ def test_ranks_do_not_outlive_their_launcher_and_leave_no_semaphores(tmp_path: P
     assert all(map(gone, pids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_while_a_rank_is_asked_for_waits_until_it_has_been(tmp_path: Path, rank: int) -> None:
     script = tmp_path / "script.py"

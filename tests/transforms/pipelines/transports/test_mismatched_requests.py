@@ -167,10 +167,12 @@ def found() -> dict[str, list[tuple[str, int]]]:
     return {what: list(each) for what, *each in zip(kinds, *launch(run_all, 2, kinds, timeout=120), strict=True)}
 
 
+@pytest.mark.slow
 def test_ranks_that_are_asked_for_the_same_agree(found: dict[str, Any]) -> None:
     assert found["nothing"] == [("no error", 6)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", KINDS)
 def test_what_differs_is_refused_before_a_token_is_returned(what: str, found: dict[str, Any]) -> None:
     (first, by_first), (second, by_second) = found[what]
@@ -202,6 +204,7 @@ def step_by_hand(what: str) -> tuple[str, str]:
     return told(step), told(complete)
 
 
+@pytest.mark.slow
 def test_runners_compare_their_models_and_prompts_are_counted_first() -> None:
     assert launch(step_by_hand, 2, "nothing") == [("no error", "no error")] * 2
     for what in ("weights", "configuration"):
@@ -211,6 +214,7 @@ def test_runners_compare_their_models_and_prompts_are_counted_first() -> None:
     assert "'the prompts: of [4, 4] tokens, max_tokens=2', where rank 0 has 'the prompts: of [4] " in completed
 
 
+@pytest.mark.slow
 def test_a_host_that_runs_ahead_of_its_device_is_told_before_it_reads() -> None:
     assert launch(run_on_a_device, 2, False) == [["no error"] * 6] * 2
     for said in launch(run_on_a_device, 2, True):

@@ -65,6 +65,7 @@ def run_beside_a_stranger(file: str, keys: tuple[str, ...]) -> list[str]:
     return [told(run), told(run)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [UNREAD, OVERWRITTEN, ("failure",)])
 def test_a_pickle_in_the_store_is_never_opened(keys: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "executed"
@@ -105,6 +106,7 @@ def run_with_a_left_secret() -> tuple[str, list[str]]:
     return said, [file.name for file in folder.iterdir()]
 
 
+@pytest.mark.slow
 def test_ranks_of_one_machine_find_the_secret_that_the_first_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +222,7 @@ def _target(link: Path) -> str:
         return ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
 @pytest.mark.parametrize("launcher", ["--pp 2", "torchrun"])
 def test_a_run_listens_on_the_loopback_interface_alone(launcher: str) -> None:

@@ -95,6 +95,7 @@ def differ(what: str) -> str:
     return told(lambda: made([torch.ones(())], state, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "zero", "one"),
     [
@@ -123,6 +124,7 @@ def test_what_differs_is_named_by_both_ranks(what: str, zero: str, one: str) -> 
     assert f"rank 1 failed at 'recv from 0 [mb 0]{schema}': {second.splitlines()[0]}\n{seen}" in first
 
 
+@pytest.mark.slow
 def test_of_three_ranks_all_name_the_one_that_differs() -> None:
     said = launch(differ, 3, "stage")
     assert said[1].startswith("ProgramError: step 1 of rank 1\n  saw: 'stage 0: other")
@@ -141,6 +143,7 @@ def differ_in_what_ran_before() -> str:
     return told(lambda: made([torch.ones(())], state, batch))
 
 
+@pytest.mark.slow
 def test_a_rank_in_another_program_is_named() -> None:
     first, second = launch(differ_in_what_ran_before, 2)
     assert second.startswith(

@@ -1,9 +1,10 @@
-"""Proofs by z3 that dispatch is what it says, for classes of any size: `python -m weft.proofs.dispatch_proof`.
+"""Proofs by z3 that dispatch is right, for classes of any size: `python -m weft.proofs.solver.dispatch_proof`.
 
-It runs `BatchDescriptor.covers`, `dispatch` and `make_ladder` themselves on unknown integers (`weft.proofs.symbolic`).
-The order is proved for all descriptors; dispatch twice: for `BatchDescriptor` with short ladders, and for any shape
-class at all with longer ones, where `covers` is an unknown partial order and padding an unknown number. What needs
-known numbers (`rungs`, and whole ladders) is checked one by one for small limits, in `weft.proofs.dispatch_exhaustive`.
+It runs `BatchDescriptor.covers`, `dispatch` and `make_ladder` themselves on unknown integers
+(`weft.proofs.solver.symbolic`). The order is proved for all descriptors. Dispatch is proved for `BatchDescriptor` with
+short ladders, and for any shape class with longer ones, where `covers` is an unknown partial order and padding an
+unknown number.
+`tests/transforms/graphs/test_ladder.py` checks what needs known numbers: `rungs`, and the capabilities of back ends.
 """
 
 import argparse
@@ -17,8 +18,7 @@ import z3
 
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
-from weft.proofs.dispatch_exhaustive import check_all
-from weft.proofs.symbolic import Path, Verdict, flag, prove, unknown
+from weft.proofs.solver.symbolic import Path, Verdict, flag, prove, unknown
 from weft.transforms.graphs.dispatch import dispatch, excess
 from weft.transforms.graphs.ladder import MODES, Ladder, Limits, make_ladder
 
@@ -30,7 +30,7 @@ def unknown_descriptor(path: Path, name: str) -> Any:
     for field in attrs.fields(cls):
         label = f"{name}.{field.name}"
         if field.type not in (int, int | None):
-            raise TypeError(f"{label} is a {field.type}, of which weft.proofs.dispatch_proof makes no unknown")
+            raise TypeError(f"{label} is a {field.type}, which weft.proofs.solver.dispatch_proof cannot make unknown")
         given = field.type is int or flag(path, f"{label} given")
         object.__setattr__(made, field.name, unknown(path, label) if given else None)
     return made
@@ -244,8 +244,6 @@ def main() -> None:
     for verdict in prove_all(arguments.any_classes, arguments.classes):
         print(verdict, flush=True)
         held &= verdict.holds
-    for line in check_all():
-        print(line, flush=True)
     raise SystemExit(not held)
 
 

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from weft.batch import LAST_TOKEN, Batch
-from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.serving import Window, serve
 from weft.proofs.strategies.traces import Trace
 from weft.stages.states import empty_states

@@ -1,4 +1,4 @@
-"""What `weft.proofs.train_demo` trains on: English prose that Python itself ships, as bytes.
+"""The text that `train_demo` trains on: English prose that Python itself ships, as bytes.
 
 The text is the language reference in `pydoc_data`, and the docstrings and comments of the standard library. Nothing
 here imports weft.

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.proofs.digits import digits
-from weft.proofs.elements import has_no_numbers
+from weft.proofs.checks.digits import digits
+from weft.proofs.checks.elements import has_no_numbers
 
 MOST_PRINTED = 256
 """Elements of a tensor that are printed, unless all are the same."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.descriptor import BatchDescriptor
 from weft.ops.sample_rows import sample_rows
 from weft.outputs import Output
-from weft.proofs.difference import LawViolation, assert_equal
+from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.laws.compare import visible, whole
 from weft.proofs.strategies.models import Move, Scenario
 from weft.sampling_table import SamplingTable, write_rows

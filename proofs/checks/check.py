@@ -12,11 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from weft.errors import CheckError
-from weft.proofs.code import Writer
-from weft.proofs.difference import ATOL, RTOL, LawViolation
-from weft.proofs.elements import Tolerance
-from weft.proofs.equivalence import Counterexample
-from weft.proofs.search import (
+from weft.proofs.checks.code import Writer
+from weft.proofs.checks.difference import ATOL, RTOL, LawViolation
+from weft.proofs.checks.elements import Tolerance
+from weft.proofs.checks.equivalence import Counterexample
+from weft.proofs.checks.search import (
     as_given,
     check_arguments,
     check_numbers,
@@ -28,8 +28,8 @@ from weft.proofs.search import (
     remembered,
     search,
 )
-from weft.proofs.subject import Arguments, Subject
-from weft.proofs.user_laws import LAWS, UserLaw
+from weft.proofs.checks.subject import Arguments, Subject
+from weft.proofs.checks.user_laws import LAWS, UserLaw
 from weft.stages.model import pick_device
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify

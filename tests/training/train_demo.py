@@ -1,9 +1,9 @@
 """Trains the checkpoint behind `weft demo`: a byte-level Qwen3 decoder of about a million parameters.
 
-The text is English prose that Python itself ships (`weft.proofs.demo_text`). The result is a folder that
+The text is English prose that Python itself ships (`tests/training/demo_text.py`). The result is a folder that
 `transformers` reads. Nothing of weft has a part in it.
 
-    python -m weft.proofs.train_demo --out stages/demo --minutes 4 --device cuda
+    python tests/training/train_demo.py --out stages/demo --minutes 4 --device cuda
 """
 
 import argparse
@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 import transformers
+from demo_text import END, END_TEXT, byte_tokenizer, documents, shipped_texts, split_held_out, token_ids
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-
-from weft.proofs.demo_text import END, END_TEXT, byte_tokenizer, documents, shipped_texts, split_held_out, token_ids
 
 LENGTH = 512  # tokens in a training crop, and the model's longest sequence
 LIMIT = 2_000_000  # bytes that the shipped folder may weigh

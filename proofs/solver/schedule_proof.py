@@ -1,11 +1,11 @@
 """Proofs by z3 that schedules are right for all jobs up to a bound, on edges of any capacity: `python -m
-weft.proofs.schedule_proof`.
+weft.proofs.solver.schedule_proof`.
 
 It runs `make_programs`, `streaming`, `decode_jobs` and `jobs_for` themselves on jobs of which nothing is known
-(`weft.proofs.symbolic`): whether each feeds, which it runs after, which share a request. On each path the programs are
-known. Then z3 looks for a time for each effect, such that all that must happen before it does (`timetable`); and it
-proves that these times do for every capacity. Where there are such times nobody waits for ever: of all effects not
-done, the earliest has what it waits for.
+(`weft.proofs.solver.symbolic`): whether each feeds, which it runs after, which share a request. On each path the
+programs are known. Then z3 looks for a time for each effect that is later than all it must wait for (`timetable`), and
+proves that these times hold for every capacity. Where such times exist nobody waits for ever: the earliest effect that
+is not done has what it waits for.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import z3
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
-from weft.proofs.symbolic import Integer, Path, Verdict, flag, prove, unknown
+from weft.proofs.solver.symbolic import Integer, Path, Verdict, flag, prove, unknown
 from weft.transforms.pipelines.checker import Edge, Step, check, puts, takes
 from weft.transforms.pipelines.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
 

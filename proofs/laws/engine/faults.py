@@ -10,8 +10,8 @@ import attrs
 import torch
 
 from weft.errors import RequestError, WeftError
-from weft.proofs.difference import LawViolation
-from weft.proofs.laws.engine import alone, check_nothing_is_left
+from weft.proofs.checks.difference import LawViolation
+from weft.proofs.laws.engine.completions import alone, check_nothing_is_left
 from weft.proofs.strategies.engines import VOCABULARY
 from weft.proofs.strategies.odd import MUTE, OddCall, OddLoad, OddMask
 from weft.sampling import SamplingParams

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
-from weft.proofs.difference import LawViolation
+from weft.proofs.checks.difference import LawViolation
 from weft.proofs.strategies.engines import Half, Load, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 
 from weft.errors import ProgramError
-from weft.proofs.difference import LawViolation
+from weft.proofs.checks.difference import LawViolation
 from weft.transforms.pipelines.schedule import Job, make_programs
 from weft.transforms.pipelines.transports.agreement import Agreement, dumped
 from weft.transforms.pipelines.transports.plan import Plan

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from weft.alike import alike
-from weft.proofs.elements import Place, Tolerance, first_place, plain, unequal, worst_place
-from weft.proofs.structures import structure_difference
+from weft.proofs.checks.elements import Place, Tolerance, first_place, plain, unequal, worst_place
+from weft.proofs.checks.structures import structure_difference
 from weft.trees import leaves_with_names, tree_structure
 
 ATOL, RTOL = 2e-4, 2e-4

@@ -6,7 +6,7 @@ from collections.abc import Collection
 import attrs
 
 from weft.batch import LAST_TOKEN
-from weft.proofs.difference import LawViolation
+from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import happen, read_made_up
 from weft.proofs.strategies.traces import Trace
 from weft.transforms.engine.host import HostState

@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 
 from weft.errors import CheckError
-from weft.proofs.code import Writer
-from weft.proofs.difference import LawViolation, find_difference
-from weft.proofs.elements import Tolerance
-from weft.proofs.search import (
+from weft.proofs.checks.code import Writer
+from weft.proofs.checks.difference import LawViolation, find_difference
+from weft.proofs.checks.elements import Tolerance
+from weft.proofs.checks.search import (
     as_given,
     call_with,
     check_arguments,
@@ -91,7 +91,7 @@ def assert_equivalent(
     >>> assert_equivalent(torch.exp, torch.expm1, given=(torch.zeros(2),), atol=1e-3)
     Traceback (most recent call last):
         ...
-    weft.proofs.equivalence.Counterexample: exp is not expm1, within atol=0.001 and rtol=0
+    weft.proofs.checks.equivalence.Counterexample: exp is not expm1, within atol=0.001 and rtol=0
       at:     the result, element [0] of float32 [2] on cpu
       exp:    1.0
       expm1:  0.0

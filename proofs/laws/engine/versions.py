@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from weft.proofs.difference import LawViolation
-from weft.proofs.laws.engine import alone, check_nothing_is_left, run
+from weft.proofs.checks.difference import LawViolation
+from weft.proofs.laws.engine.completions import alone, check_nothing_is_left, run
 from weft.proofs.strategies.engines import Call, Load, small_model
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine

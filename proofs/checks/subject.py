@@ -10,9 +10,9 @@ from torch import Tensor
 from weft.alike import alike
 from weft.errors import CheckError
 from weft.padding import pad, unpad
-from weft.proofs.difference import LawViolation, find_difference
-from weft.proofs.elements import Tolerance
-from weft.proofs.search import copies
+from weft.proofs.checks.difference import LawViolation, find_difference
+from weft.proofs.checks.elements import Tolerance
+from weft.proofs.checks.search import copies
 from weft.transforms.graphs.calls.call import invoke
 from weft.transforms.graphs.calls.results import find_next_value
 from weft.transforms.graphs.graphified import Graphified

@@ -2,7 +2,7 @@
 
 import itertools
 
-from weft.proofs.difference import LawViolation
+from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import happen, read_made_up
 from weft.proofs.strategies.traces import Trace
 from weft.transforms.engine.host import HostState

@@ -1,0 +1,1 @@
+"""Laws of serving: of requests, pages, faults and ranks that must agree."""

@@ -1,0 +1,1 @@
+"""Proofs for all cases at once: by z3 on unknown numbers, and by every interleaving of small programs."""
