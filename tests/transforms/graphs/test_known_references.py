@@ -243,9 +243,9 @@ EVENTS = st.one_of(
 @given(st.lists(EVENTS, min_size=2, max_size=12))
 def test_it_is_as_if_nothing_were_known(events: Sequence[Any]) -> None:
     said = []
-    for recall in (FastPath.recall, lambda *args: None):
+    for recall in (FastPath.find_known, lambda *args: None):
         world, g, own = World(), make_step(), []
-        with mock.patch.object(FastPath, "recall", recall):
+        with mock.patch.object(FastPath, "find_known", recall):
             for event in events:
                 if isinstance(event, str):
                     world.change(event)
