@@ -264,7 +264,7 @@ def test_14_a_result_without_axes_cannot_be_cut() -> None:
 
     Around it: return a class with `weft.axes`.
     """
-    with pytest.raises(CaptureError, match="does not say which of its dimensions follow the batch"):
+    with pytest.raises(CaptureError, match="does not declare which of its dimensions follow the batch"):
         weft.graphify(lambda s: s.x + 1, ladder=[Length(4)])(Signal(Length(3), ONES))
     f = weft.graphify(lambda s: Signal(s.length, s.x + 1), ladder=[Length(4)])
     assert f(Signal(Length(3), ONES)).x.tolist() == [2, 2, 2]

@@ -1,11 +1,11 @@
-"""Transforms, functions to functions: `graphify`, `pipeline`, `microbatch`, and what they are made of.
+"""Transforms from functions to functions: `graphify`, `pipeline`, `microbatch`, and the parts that they are made of.
 
-Of a pipeline: where its ranks run (`Local`, `Threads`, `Distributed`, `launch`), its schedules (`Job`, `decode_jobs`,
-`jobs_for`, `make_programs`, `check`), and its time (`Costs`, `simulate`, `measure`, `compare`,
-`plan_cohorts`). Effects and programs themselves are in `weft.effects`.
+For pipelines there are also transports (`Local`, `Threads`, `Distributed`, `launch`), schedules (`Job`, `decode_jobs`,
+`jobs_for`, `make_programs`, `check`), and tools that simulate and measure their time (`Costs`, `simulate`, `measure`,
+`compare`, `plan_cohorts`). Effects and programs are in `weft.effects`.
 
-A transform of your own is a function `f -> f` written with `functools.wraps`; or a `Transform`, if it carries something
-from call to call. Names are imported on first use; `__init__.pyi` lists them.
+Your own transform is a function `f -> f` written with `functools.wraps`, or a `Transform` if it carries state from call
+to call. Names are imported on first use; `__init__.pyi` lists them.
 """
 
 from lazy_loader import attach_stub

@@ -1,9 +1,9 @@
-"""`Transform`: a transform of one's own, as two pure functions; it composes with weft's, and with `torch.func`.
+"""`Transform`: a user-defined transform, written as two pure functions; it composes with weft's and `torch.func`'s.
 
-A transform that keeps nothing from call to call needs no protocol: any `f -> f` that is written with `functools.wraps`,
-which hands on what weft's transforms ask of a function (its signature, what it donates, whether it lends). One that
-keeps something cannot keep it in an attribute or a hook: a replay runs no Python. What it keeps is state like any
-other, passed in and out.
+A transform without state needs no protocol: any `f -> f` written with `functools.wraps` will do, because `wraps` passes
+on what weft's transforms look up on a function (its signature, its donated arguments, whether it lends its results).
+A transform with state cannot keep it in an attribute or a hook, because a replay runs no Python. Its state is passed
+in and out like any other.
 """
 
 import functools
@@ -22,11 +22,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 @pytree
 @attrs.frozen(eq=False)
 class Carried:
-    """The state of a transformed step: the step's own, and what the transform carries beside it.
+    """The state of a transformed step: the inner step's state, and the transform's own.
 
     Args:
-        state: of the step inside, which may be a `Carried` too.
-        own: of the transform, a tree of tensors.
+        state: the inner step's state, which may be a `Carried` too.
+        own: the transform's state, a tree of tensors.
     """
 
     state: Any
@@ -35,21 +35,22 @@ class Carried:
 
 @attrs.frozen
 class Transform:
-    """A transform of steps and stages that carries values of its own, as two pure functions. Called with a step
-    `(params, state, batch) -> (state, out)`, or a stage, which has a fourth argument, it returns one, over `Carried`.
+    """A transform of steps and stages that carries its own state, as two pure functions. Called with a step
+    `(params, state, batch) -> (state, out)`, or with a stage, which takes a fourth argument, it returns a step or
+    stage over `Carried`.
 
-    It may stand inside and outside of `graphify`, `piecewise`, `pipeline`, `scan`, `microbatch` and other transforms,
-    and under `vmap` and `grad`: it is a pure function. Under a ladder the step sees padding, as every step does.
+    It works inside and outside `graphify`, `piecewise`, `pipeline`, `scan`, `microbatch` and other transforms, and
+    under `vmap` and `grad`, because it is a pure function. Under a ladder it sees padding, as every step does.
 
     Args:
-        init: `(params, state) -> own`: what it carries at first, new tensors on the state's device.
-        apply: `(step, own, params, state, *rest) -> (own, state, out)`: calls the step as often as it likes, each time
-            with the state that the call before returned, and returns the next values of all three. If the step donates
-            its state, `own` is donated with it: it may be written in place. If not, return a new one.
+        init: `(params, state) -> own`: makes the transform's first state, as new tensors on the state's device.
+        apply: `(step, own, params, state, *rest) -> (own, state, out)`: calls the step any number of times, each time
+            with the state that the previous call returned, and returns the next values of all three. If the step
+            donates its state, `own` is donated with it and may be written in place. Otherwise return a new one.
 
     Raises:
-        ProgramError: a part that is no function; at a call, a state that is not `Carried`, or an `apply` that returns
-            something else.
+        ProgramError: `init` or `apply` is not a function; or, at a call, the state is not a `Carried`, or `apply`
+            returns something else.
 
     >>> import torch, weft
     >>> counted = Transform(
@@ -73,38 +74,39 @@ class Transform:
                 raise ProgramError(f"Transform({name}={part!r:.60})", kind_of(part), "a function")
 
     def carry(self, params: Any, state: Any) -> Carried:
-        """The state that a transformed step takes first, of the state that the step inside takes first."""
+        """The first state of a transformed step, made from the first state of the inner step."""
         return Carried(state, self.init(params, state))
 
     def __call__(self, step: F) -> F:
-        """The step, transformed: of the same signature."""
+        """The transformed step, with the same signature."""
         name = getattr(step, "__name__", step)
         if not callable(step):
-            raise ProgramError(f"Transform(...)({step!r:.60})", f"{kind_of(step)}, no function", "a step")
+            raise ProgramError(f"Transform(...)({step!r:.60})", f"{kind_of(step)}, which is not a function", "a step")
 
         @functools.wraps(step)
         def run(params: Any, state: Any, *rest: Any) -> Any:
             if not isinstance(state, Carried):
                 seen = f"a state that is {kind_of(state)}"
                 raise ProgramError(f"Transform(...)({name})(...)", seen, "transform.carry(params, state) at first")
-            made: Any = self.apply(step, state.own, params, state.state, *rest)
-            if not isinstance(made, tuple) or len(made) != 3:
-                of = f" of {len(made)}" if isinstance(made, tuple) else ""
-                seen = f"apply returned {kind_of(made)}{of}"
+            applied: Any = self.apply(step, state.own, params, state.state, *rest)
+            if not isinstance(applied, tuple) or len(applied) != 3:
+                length = f" of {len(applied)}" if isinstance(applied, tuple) else ""
+                seen = f"apply returned {kind_of(applied)}{length}"
                 raise ProgramError(f"Transform(...)({name})(...)", seen, "return (own, state, out)")
-            own, new, out = made
-            return Carried(new, own), out
+            own, next_state, out = applied
+            return Carried(next_state, own), out
 
         return cast(F, run)
 
 
 def lift(advance: F) -> F:
-    """`advance`, a function of a state first, for states that transforms carry something beside: that stays.
+    """Make `advance`, whose first argument is a state, work on `Carried` states too: what transforms carry is
+    unchanged.
 
-    `pipeline(stages, advance=lift(weft.advance))`, where some stages are transformed and others are not.
+    Use it as `pipeline(stages, advance=lift(weft.advance))`, where some stages are transformed and others are not.
 
     Raises:
-        ProgramError: what is no function.
+        ProgramError: `advance` is not a function.
 
     >>> lift(lambda state, batch, out: state + out)(Carried(Carried(1, "a"), "b"), None, 2)
     Carried(state=Carried(state=3, own='a'), own='b')
@@ -112,7 +114,7 @@ def lift(advance: F) -> F:
     given: Any = advance
     if not callable(given):
         instead = "an advance (state, batch, out) -> state"
-        raise ProgramError(f"lift({given!r:.60})", f"{kind_of(given)}, no function", instead)
+        raise ProgramError(f"lift({given!r:.60})", f"{kind_of(given)}, which is not a function", instead)
 
     @functools.wraps(advance)
     def lifted(state: Any, *rest: Any) -> Any:

@@ -119,7 +119,7 @@ def check(
 
     rows: list[Row] = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*captured a graph each", RuntimeWarning)  # by calls of other params
+        warnings.filterwarnings("ignore", ".*calls captured a graph", RuntimeWarning)  # by calls of other params
         for law in chosen:
             rows.append(_row(subject, law, examples, prepared, max_examples, rows))
     _show(subject, rows, console or Console(highlight=False))

@@ -15,12 +15,12 @@ from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
 from weft.transforms.graphs.backends.tape import Operation, TapeBackend, TapeRecording
 from weft.transforms.graphs.cache import Graphs
-from weft.transforms.graphs.calls.call import hashable_signature, key_of, take_apart_again
+from weft.transforms.graphs.calls.call import hashable_signature, key_of, make_call_from_known
+from weft.transforms.graphs.calls.fast_path import FastPath
 from weft.transforms.graphs.calls.memo import LeafKey, leaf_key
-from weft.transforms.graphs.calls.ready import Reader
 from weft.transforms.graphs.calls.results import Outputs
-from weft.transforms.graphs.calls.transfer import CopyIn, Handover, Together, hand_over, tails
-from weft.transforms.graphs.capture import Before, Entry
+from weft.transforms.graphs.calls.transfer import CopyIn, GroupedCopy, Handover, hand_over, tails
+from weft.transforms.graphs.capture import Entry, SavedTensors
 from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
 _GRAPHS, _REPLAY, _MEMORY = (
@@ -33,10 +33,10 @@ _GRAPHIFIED, _CAPTURE, _CALL = (
     "weft.transforms.graphs.capture",
     "weft.transforms.graphs.calls.call",
 )
-_TRANSFER, _RESULTS, _READY = (
+_TRANSFER, _RESULTS, _FAST_PATH = (
     "weft.transforms.graphs.calls.transfer",
     "weft.transforms.graphs.calls.results",
-    "weft.transforms.graphs.calls.ready",
+    "weft.transforms.graphs.calls.fast_path",
 )
 _READER, _TAPE, _PADDING = "weft.transforms.graphs.calls.reader", "weft.transforms.graphs.backends.tape", "weft.padding"
 
@@ -94,13 +94,13 @@ def _write_no_value(writer: Any, expression: str, value: Any) -> None:
     pass
 
 
-def _recalled_blindly(self: Reader[Any], roles: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _known_blindly(self: FastPath[Any], roles: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What was known of one call's arguments by reference is taken for those of any other of its structure."""
     seen = self.layout.read(args, kwargs)
-    known = [ready.plan for found in self.recalled.values() for ready in found]
+    known = [guarded.value for found in self.known.values() for guarded in found]
     if seen is None or not known:
         return None
-    return take_apart_again(roles, name, args, kwargs, known[0], seen[1][: self.layout.num_references[0]])
+    return make_call_from_known(roles, name, args, kwargs, known[0], seen[1][: self.layout.num_references[0]])
 
 
 class _Idle(Operation):
@@ -129,7 +129,7 @@ def _held_weakly() -> Iterator[None]:
         run(recording)
 
     run = TapeRecording.replay
-    with replace(_TAPE, "_as_it_is", alias)(), mock.patch.object(TapeRecording, "replay", replay):
+    with replace(_TAPE, "_alias", alias)(), mock.patch.object(TapeRecording, "replay", replay):
         yield
 
 
@@ -153,7 +153,7 @@ def _drop_in_use(self: Graphs, key: Any, entry: Entry) -> None:
     self.memo = {key: entry}
 
 
-class _Unrestored(Before):
+class _Unrestored(SavedTensors):
     def rewind(self) -> None:
         self.changed = False
 
@@ -196,14 +196,14 @@ _CALLS, _IMAGES = find("L1", "calls"), find("L1", "images")
 
 
 @attrs.frozen(eq=False)
-class _PadsOnce(Together):
+class _PadsOnce(GroupedCopy):
     """Writes padding at the first call of a plan alone."""
 
     _calls: list[None] = attrs.field(factory=list, init=False)
 
     def copy(self, leaves: Sequence[Any]) -> None:
         if not self._calls:
-            Together.copy(self, leaves)
+            GroupedCopy.copy(self, leaves)
         for target, value in zip(self.targets, self.pick(leaves) if self._calls else (), strict=False):
             target.copy_(value)
         self._calls.append(None)
@@ -216,8 +216,8 @@ GRAPHS = (
     Mutant("new state is not written", find("L1", "pure"), replace(_RESULTS, "_write_back", _home_without_writing)),
     Mutant("two results change places", find("L1", "pure"), replace(_REPLAY, "hand_over", _swapped)),
     Mutant("the key forgets addresses", find("L1", "pure"), _forgetting("address")),
-    Mutant("padding is written once", find("L1", "under a ladder"), replace(_TRANSFER, "Together", _PadsOnce)),
-    Mutant("a capture counts as a step", find("L1", "under a ladder"), replace(_CAPTURE, "Before", _Unrestored)),
+    Mutant("padding is written once", find("L1", "under a ladder"), replace(_TRANSFER, "GroupedCopy", _PadsOnce)),
+    Mutant("a capture counts as a step", find("L1", "under a ladder"), replace(_CAPTURE, "SavedTensors", _Unrestored)),
     Mutant("the key forgets shapes", _CALLS, _forgetting("shape")),
     Mutant("the key forgets strides", _CALLS, _forgetting("stride")),
     Mutant("the key forgets types", _CALLS, _forgetting("dtype")),
@@ -225,16 +225,16 @@ GRAPHS = (
     Mutant("the key forgets lazy conjugates", _CALLS, _forgetting("flags")),
     Mutant("the key forgets static values", _CALLS, _no_statics),
     Mutant("the key takes 1, 1.0 and True for one", _CALLS, replace(_CALL, "alike", lambda value: value)),
-    Mutant("the fast path checks no tensor", _CALLS, replace(_READY, "tensors_check", _no_check)),
+    Mutant("the fast path checks no tensor", _CALLS, replace(_FAST_PATH, "tensors_check", _no_check)),
     Mutant("the fast path forgets static values", _CALLS, replace(_READER, "_write_value", _write_no_value)),
-    Mutant("any parameters are recalled", _CALLS, partial(mock.patch.object, Reader, "recall", _recalled_blindly)),
+    Mutant("any parameters are recalled", _CALLS, partial(mock.patch.object, FastPath, "find_known", _known_blindly)),
     Mutant("only one side of an image is padded anew", _IMAGES, replace(_TRANSFER, "tails", _first_side)),
     Mutant("padding counts as pixels", find("L2", "images"), replace(_PADDING, "write_padded", _padding_of_ones)),
     Mutant("attention is not run again", find("L5", "models"), replace(_TAPE, "Operation", _Idle)),
     Mutant("a split operator is not run again", find("L5", "pure"), replace(_TAPE, "Operation", _Idle)),
     Mutant("the key forgets the LoRAs", find("L7"), replace(_GRAPHS, "key_of", _key_without_loras)),
     Mutant("the warm-up runs on the live batch", find("L8", "models"), _live_warm_up),
-    Mutant("the state is not restored", find("L8", "pure"), replace(_CAPTURE, "Before", _Unrestored)),
+    Mutant("the state is not restored", find("L8", "pure"), replace(_CAPTURE, "SavedTensors", _Unrestored)),
     Mutant("results are borrowed", find("L9", "ownership"), replace(_REPLAY, "hand_over", _borrowing)),
     Mutant(
         "donation leaves the old value alive",
@@ -244,10 +244,10 @@ GRAPHS = (
     Mutant("input buffers are lent", find("L9", "borrowed"), replace(_REPLAY, "hand_over", _lending_inputs)),
     Mutant("a live input is held weakly", find("L9", "keeps"), _held_weakly),
     Mutant(
-        "a graph in use is dropped", find("L9", "dropped"), partial(mock.patch.object, Graphs, "_keep", _drop_in_use)
+        "a graph in use is dropped", find("L9", "dropped"), partial(mock.patch.object, Graphs, "_insert", _drop_in_use)
     ),
-    Mutant("an estimate forgets classes", find("L14"), replace(_MEMORY, "between", lambda points, size: 0)),
-    Mutant("an estimate leaves its steps in the state", find("L14"), replace(_CAPTURE, "Before", _Unrestored)),
+    Mutant("an estimate forgets classes", find("L14"), replace(_MEMORY, "interpolate", lambda points, size: 0)),
+    Mutant("an estimate leaves its steps in the state", find("L14"), replace(_CAPTURE, "SavedTensors", _Unrestored)),
     Mutant("a torch.func transform is not inlined", find("L15", "functions of graphs"), _blind_to_func),
     Mutant("a replay reads its capture's inputs", find("L15", "graphs of functions"), _FILL_NOTHING),
 )

@@ -74,7 +74,7 @@ MISTAKES = {
         lambda: weft.make_ladder("full", 8),
         DescriptorError,
         "make_ladder('full', 8, sizes=None, capability='always')",
-        "limits that are no weft.Limits",
+        "limits that are not a weft.Limits",
         "weft.Limits(max_num_reqs, max_num_tokens)",
     ),
     "ladder: a class without covers": Mistake(
@@ -90,7 +90,7 @@ MISTAKES = {
         CaptureError,
         "graphify(f, ladder=...)(x)",
         "a ladder, but no argument that holds a descriptor",
-        "pass a weft.Batch (or a class of your own with a weft.descriptor_field()) of one class, or leave the ladder "
+        "pass a weft.Batch (or your own class with a weft.descriptor_field()) with one descriptor, or leave the ladder "
         "out",
     ),
     "dispatch: a batch for its class": Mistake(
@@ -195,7 +195,7 @@ MISTAKES = {
         lambda: weft.dispatch_table(LADDER, LADDER).plot("tokens"),
         DescriptorError,
         "dispatch_table(...).plot('tokens')",
-        "no size of these classes",
+        "a size that these classes do not have",
         "one of num_tokens, num_reqs, query_len, num_active_loras, or None: the first that is padded",
     ),
     "batch: a token that is half": Mistake(
@@ -230,7 +230,7 @@ MISTAKES = {
         lambda: weft.pad(Signal(Length(2), X), Length(4)),
         DescriptorError,
         "weft.pad(Signal, Length(steps=4))",
-        "a tensor of shape (3,) in a batch of class 'Length(steps=2)', which says (2,)",
+        "a tensor of shape (3,) in a batch of class 'Length(steps=2)', which needs (2,)",
         "give the batch the descriptor of its tensors",
     ),
 }

@@ -62,14 +62,14 @@ MISTAKES = {
         lambda: weft.graphify(f, donate_argnames=["state"]),
         CaptureError,
         "graphify(f, ...)",
-        "donate_argnames holds 'state', which is no argument of it",
+        "donate_argnames holds 'state', which is not one of its arguments",
         "one of x",
     ),
     "graphify: a back end that is none": Mistake(
         lambda: weft.graphify(f, backend="cudagraph"),
         DeviceError,
         "graphify(..., backend='cudagraph')",
-        "no such back end",
+        "an unknown back end",
         "backend='tape', 'cuda' or None",
     ),
     "graphify: a call in place of a function": Mistake(
@@ -112,7 +112,7 @@ MISTAKES = {
         lambda: weft.graphify(f)(X.numpy()),
         CaptureError,
         "f(...)",
-        "x is no tensor and cannot be hashed (unhashable type: 'numpy.ndarray')",
+        "x is not a tensor and cannot be hashed (unhashable type: 'numpy.ndarray')",
         "torch.from_numpy(array)",
     ),
     "graphify: a class that is no pytree": Mistake(
@@ -127,7 +127,7 @@ MISTAKES = {
         CacheMissError,
         "f(...)",
         "a miss after freeze(): x: shape (4,), captured (3,)",
-        "capture this signature before freeze(), or call with arguments like the captured ones",
+        "capture this signature before freeze(), or call it with arguments like the captured ones",
     ),
     "graphify: a capture too many": Mistake(
         one_capture_too_many,
@@ -140,7 +140,7 @@ MISTAKES = {
         lambda: weft.piecewise(f, split_at="aten::sort")(X),
         CaptureError,
         "graphify(f)",
-        "no call of aten::sort, where it was to be cut into pieces",
+        "no call of aten::sort, which split_at names",
         "name an operator that it calls: aten::add",
     ),
     "graphify: a setting of another name": Mistake(
@@ -168,7 +168,7 @@ MISTAKES = {
         dict_for_static,
         CaptureError,
         "<lambda>(...)",
-        "how is no tensor and cannot be hashed (<any>)",
+        "how is not a tensor and cannot be hashed (<any>)",
         "<any>, or take how out of static_argnames",
     ),
     "graphify: a move to another device": Mistake(

@@ -249,7 +249,7 @@ MISTAKES = {
         lambda: lift(3),
         ProgramError,
         "lift(3)",
-        "an int, no function",
+        "an int, which is not a function",
         "an advance (state, batch, out) -> state",
     ),
 }

@@ -114,7 +114,7 @@ def test_the_mean_over_padding() -> None:
 def test_a_result_without_axes_cannot_be_cut() -> None:
     name, error = broken(lambda batch: batch.x * 2, (BATCHES,), ladder=LADDER)
     assert name == "graph"
-    assert "of shape (4, 2) does not say which of its dimensions follow the batch" in error.text
+    assert "of shape (4, 2) does not declare which of its dimensions follow the batch" in error.text
     name, error = broken(lambda batch: batch.x * 2, (BATCHES,), ladder=LADDER, laws="pad")
     assert "the result\n" in error.text
     assert "float32 [8, 2] on cpu" in error.text

@@ -1,1 +1,1 @@
-"""Captured graphs: `graphify` and `piecewise`, and what they are made of."""
+"""Captured graphs: `graphify`, `piecewise`, and the parts that they are made of."""

@@ -1,5 +1,5 @@
-"""Kernels compiled ahead of the captures that launch them: every class runs once with weft's kernels left out, which
-says what they would be launched with; what is not there yet is compiled meanwhile, several at once."""
+"""`compile_ahead` compiles kernels before the captures that launch them: every class runs once without launching weft's
+kernels, which records the kernels' arguments, and missing kernels are compiled meanwhile, several at once."""
 
 import contextlib
 from typing import Any
@@ -17,37 +17,37 @@ from weft.transforms.graphs.options import Graphable
 
 
 class _Zeros(DispatchMode):
-    """Lets weft's operators return zeros, since nothing else writes their results: in range, whatever they index."""
+    """Makes weft's operators return zeros, because no kernel writes their results; zeros are valid as any index."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **kwargs or {})
         if func.namespace == "weft":
-            given = {storage_id(x) for x in tensors_in(args, kwargs or {})}
-            for made in tensors_in(result):
-                if storage_id(made) not in given:
-                    made.zero_()
+            inputs = {storage_id(x) for x in tensors_in(args, kwargs or {})}
+            for output in tensors_in(result):
+                if storage_id(output) not in inputs:
+                    output.zero_()
         return result
 
 
-def compile_ahead(of: Graphable, call: Call, graphs: Graphs) -> None:
-    """Compile what the captures of classes that have no graph yet will launch; the arguments are as they were after it.
+def compile_ahead(graphable: Graphable, call: Call, graphs: Graphs) -> None:
+    """Compile the kernels for the classes that have no graph yet; the arguments are left unchanged.
 
-    For functions of weft's own operators: what another one makes of zeros is not known here. A class that finds no
-    memory is left to its capture, which says so.
+    It is for functions of weft's own operators, because another library's operator may fail on zeros. A class for which
+    there is no memory is skipped: its capture will report that.
     """
     if triton_version() is None:
         return
-    from weft.ops.kernel_triton import compiling  # not at the top: a machine without triton can still import weft
+    from weft.ops.kernel_triton import compiling  # imported here so that weft imports on machines without triton
 
     device = graphs.backend_for(call).device
-    # Not the graphs' own buffers, which they may still be reading and whose bytes they count.
+    # A separate pool, because replays may still be reading the graphs' own buffers, and its bytes would be counted.
     input_buffers = InputBufferPool()
     missing = [rung for rung in graphs.rungs(call) if graphs.find(call, rung) is None]
     with compiling(), ONE_AT_A_TIME:
         for rung in missing:
             with contextlib.suppress(torch.OutOfMemoryError):
-                prepared = prepare(of, call, rung.descriptor, input_buffers)
-                with prepared.untouched(audit_of(of, prepared, device)), _Zeros():
+                prepared = prepare(graphable, call, rung.descriptor, input_buffers)
+                with prepared.restored(audit_of(graphable, prepared, device)), _Zeros():
                     prepared.run()

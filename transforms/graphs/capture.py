@@ -1,4 +1,4 @@
-"""Capture: record a function for one key on buffers of its own, and leave no trace in the caller's state."""
+"""`capture` records a function for one key on its own input buffers, and restores the caller's state afterwards."""
 
 import threading
 import time
@@ -18,18 +18,19 @@ from weft.transforms.graphs.backends import Backend, Recording
 from weft.transforms.graphs.backends.audit import Audit, Inputs
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call, invoke
-from weft.transforms.graphs.calls.results import Outputs, refuse_opaque, refuse_recorded, settle
+from weft.transforms.graphs.calls.results import Outputs, make_outputs, refuse_opaque, refuse_requiring_grad
 from weft.transforms.graphs.options import Graphable
 from weft.trees import Axes, leaf_axes, leaves_with_names, tree_flatten, tree_leaves, tree_unflatten
 
 ONE_AT_A_TIME = threading.RLock()
-"""Captures of other threads set the same random generators."""
+"""Held during a capture, because captures in all threads set the state of the same random generators."""
 
 SAVED_BYTES = 2**26
+"""The size up to which a donated tensor is saved while a capture runs on padding."""
 
 
-def _records(external: Iterable[Tensor]) -> bool:
-    """Whether autograd records what is done with these tensors from outside."""
+def _autograd_records(external: Iterable[Tensor]) -> bool:
+    """Whether autograd records operations on these external tensors."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in external)
 
 
@@ -39,15 +40,16 @@ class Entry:
 
     Args:
         recording: the graph.
-        buffers: what it reads its copied inputs from.
-        axes: of each buffer that is padded; None for the rest.
+        buffers: its input buffers, for the copied arguments.
+        axes: the axes of each buffer that is padded; None for the others.
         external: the tensors from outside that it reads and that could require grad: while one does, the function
             itself must run under autograd.
-        consults_switches: it chose kernels by `weft.torchapi.backend_switches`.
-        padding_sources: a tensor of padding for each small buffer that is padded with one number; None for others.
-        buffer_bytes: of the input buffers and the padding beside them, what this graph added to what others have.
-        operators: that it repeats, and the seconds that its capture took.
-        last_use: the number of the replay that used it last, by which the least used is found.
+        consults_switches: whether it chose kernels by `weft.torchapi.backend_switches`.
+        padding_sources: a tensor of padding for each small buffer that is padded with one number; None for the others.
+        buffer_bytes: the bytes that this graph added to the shared input buffers and padding sources.
+        operators: the number of operators that it repeats.
+        seconds: the duration of its capture.
+        last_use: the number of the last replay that used it, for finding the least recently used graph.
     """
 
     recording: Recording
@@ -61,152 +63,163 @@ class Entry:
     seconds: float = 0.0
     last_use: int = 0
 
-    def runs_itself(self) -> bool:
-        """Whether the function itself must run here, for autograd to see its operators."""
-        return _records(self.external)
+    def needs_autograd(self) -> bool:
+        """Whether the function itself must run now, because autograd must see its operators."""
+        return _autograd_records(self.external)
 
     @property
     def outputs(self) -> Outputs:
-        """Its outputs, and where each leaf of a result comes from."""
-        found: Outputs = self.recording.outputs
-        return found
+        """The outputs of the recording."""
+        outputs: Outputs = self.recording.outputs
+        return outputs
 
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """A function and input buffers of its own: what a capture, or a dry run, runs.
+    """A function with its own input buffers, ready for a capture or a dry run.
 
     Args:
-        run: the function on the buffers, its new state written back.
-        names: of the leaves.
-        references: the leaves by reference, the caller's own tensors.
-        buffers: for the copied leaves.
-        given: aliases of both, which the next run is given; each run has its own.
-        arguments: what the runs so far were given.
-        axes: of the buffers that are padded.
+        run: runs the function on the buffers, and writes its next state back.
+        names: the names of the leaves.
+        references: the leaves by reference, which are the caller's own tensors.
+        buffers: the buffers for the copied leaves.
+        aliases: aliases of both, for the next run; each run has its own.
+        arguments: weak references to the arguments of all runs so far.
+        axes: the axes of the buffers that are padded.
         donated: the tensors that `run` may write.
-        untouched: a context that leaves the donated tensors and the random generators as they were.
-        rewind: inside that context, gives the donated tensors their values back for another run: a state that counts
-            tokens, or pages, has room for one.
+        restored: a context that restores the donated tensors and the random generators on exit.
+        rewind: restores the donated tensors for another run, inside that context: a state that counts tokens or pages
+            has room for one run only.
     """
 
     run: Callable[[], Outputs]
     names: tuple[str, ...]
     references: tuple[Any, ...]
     buffers: tuple[Any, ...]
-    given: list[Any]
+    aliases: list[Any]
     arguments: list[weakref.ref[Tensor]]
     axes: tuple[Axes | None, ...]
     donated: tuple[Tensor, ...]
-    untouched: Callable[[Audit], AbstractContextManager[None]]
+    restored: Callable[[Audit], AbstractContextManager[None]]
     rewind: Callable[[], None]
 
 
-def prepare(of: Graphable, call: Call, descriptor: Any, input_buffers: InputBufferPool) -> Prepared:
-    """Make buffers in `input_buffers` for calls like `call`, padded to `descriptor` (as they are if that is None).
+def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: InputBufferPool) -> Prepared:
+    """Make buffers in `input_buffers` for calls like `call`, padded to `descriptor`, or unpadded if that is None.
 
-    With a descriptor the buffers hold padding only, which by contract (law L2) changes no state: so a state of over
-    `SAVED_BYTES`, such as a KV cache, is not copied to be restored.
+    With a descriptor the buffers hold only padding, which by contract (law L2) changes no state. So a state of over
+    `SAVED_BYTES`, such as a KV cache, is not saved.
     """
     with torch.no_grad():
         example = call.copied if descriptor is None else inert(call.copied, descriptor)
         leaves, tree = tree_flatten(example)
         buffers = tuple(input_buffers.buffer(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves))
     axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
-    donated = _tensors({n: call.references[n] for n in of.roles.donated if n in call.references})
+    donated = _tensors({n: call.references[n] for n in graphable.roles.donated if n in call.references})
     saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
     originals, count, grad = (*call.reference_leaves, *buffers), len(call.reference_leaves), torch.is_grad_enabled()
     requiring = [not grad and isinstance(x, Tensor) and x.requires_grad for x in (*call.reference_leaves, *leaves)]
-    homes = tree_unflatten(call.reference_leaves, call.reference_tree)
-    before = Before(saved)
-    given, arguments = _aliases(originals, requiring), list[weakref.ref[Tensor]]()
+    callers_own = tree_unflatten(call.reference_leaves, call.reference_tree)
+    state = SavedTensors(saved)
+    aliases, arguments = _aliases(originals, requiring), list[weakref.ref[Tensor]]()
 
     def run() -> Outputs:
-        before.changed = True
-        own, given[:] = [*given], _aliases(originals, requiring)
+        state.changed = True
+        own, aliases[:] = [*aliases], _aliases(originals, requiring)
         arguments.extend(weakref.ref(x) for x in own if isinstance(x, Tensor))
         references = tree_unflatten(own[:count], call.reference_tree)
         copied = tree_unflatten(own[count:], tree)
         with torch.set_grad_enabled(grad):
-            result = invoke(of.fn, of.roles, {**call.statics, **references, **copied})
-        return settle(result, [homes[n] for n in of.roles.donated if n in homes], call.reference_leaves)
+            result = invoke(graphable.fn, graphable.roles, {**call.statics, **references, **copied})
+        donated = [callers_own[n] for n in graphable.roles.donated if n in callers_own]
+        return make_outputs(result, donated, call.reference_leaves)
 
     @contextmanager
-    def untouched(audit: Audit) -> Iterator[None]:
-        with torch.no_grad(), before.restored():
+    def restored(audit: Audit) -> Iterator[None]:
+        with torch.no_grad(), state.restored():
             try:
                 yield
             finally:
                 audit.random.restore()
 
     names, references = tuple(call.leaf_names()), tuple(call.reference_leaves)
-    return Prepared(run, names, references, buffers, given, arguments, axes, tuple(donated), untouched, before.rewind)
+    return Prepared(run, names, references, buffers, aliases, arguments, axes, tuple(donated), restored, state.rewind)
 
 
-def audit_of(of: Graphable, prepared: Prepared, device: torch.device) -> Audit:
-    """The audit of one run."""
-    own = {id(x) for x in prepared.donated}
+def audit_of(graphable: Graphable, prepared: Prepared, device: torch.device) -> Audit:
+    """Make the audit of one run."""
+    donated = {id(x) for x in prepared.donated}
     inputs = [*zip(prepared.names, (*prepared.references, *prepared.buffers), strict=True)]
     return Audit(
-        f"graphify({of.name})",
+        f"graphify({graphable.name})",
         Inputs(
             writable=prepared.donated,
-            names=[(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) not in own],
+            names=[(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) not in donated],
             buffers=_tensors(prepared.buffers),
-            lent=_tensors(prepared.references),
+            by_reference=_tensors(prepared.references),
             generators=[x for _, x in inputs if isinstance(x, torch.Generator)],
             arguments=prepared.arguments,
         ),
         rewind=prepared.rewind,
-        collectives=of.collectives,
+        collectives=graphable.collectives,
         on_device=device if device.type == "cuda" else None,
     )
 
 
-def capture(of: Graphable, call: Call, mode: str, descriptor: Any, backend: Backend) -> Entry:
-    """Record a function for calls like `call`, padded to `descriptor` (as they are where that is None).
+def capture(graphable: Graphable, call: Call, mode: str, descriptor: Any, backend: Backend) -> Entry:
+    """Record a function for calls like `call`, padded to `descriptor`, or unpadded if that is None.
 
-    The donated arguments are saved and restored, and so are random generators.
+    The donated arguments and the random generators are saved and restored.
 
     Raises:
-        CaptureError: the audit refused what the function did, or a result of a padded call cannot be unpadded.
-        torch.OutOfMemoryError: there is no room for it; then nothing changed, and nothing but input_buffers is held.
+        CaptureError: the audit refused something that the function did, or a result of a padded call cannot be
+            unpadded.
+        torch.OutOfMemoryError: the device's memory is full. Then no state has changed, and only input buffers are held.
     """
     start = time.perf_counter()
-    if backend.enter is not None:
-        backend.enter()  # another graph may still be reading the buffers, in another stream
+    if backend.wait_for_last_replay is not None:
+        backend.wait_for_last_replay()  # another graph may still be reading the buffers, in another stream
     input_buffers, before = backend.input_buffers, backend.input_buffers.nbytes
-    prepared = prepare(of, call, descriptor, input_buffers)
-    split_at = of.split_at if mode == "piecewise" else frozenset()
-    audit = audit_of(of, prepared, backend.device)
-    with ONE_AT_A_TIME, prepared.untouched(audit), _noted(of.name, descriptor):
+    prepared = prepare(graphable, call, descriptor, input_buffers)
+    split_at = graphable.split_at if mode == "piecewise" else frozenset()
+    audit = audit_of(graphable, prepared, backend.device)
+    with ONE_AT_A_TIME, prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
         recording = backend.capture(prepared.run, audit, split_at)
-        prepared.given.clear()
+        prepared.aliases.clear()
         external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
         refuse_opaque(audit.call, recording.outputs, call)
         audit.refuse_leaks(recording.outputs.leaves)
-    if not _records(external):
-        refuse_recorded(audit.call, recording.outputs, call, prepared.buffers)
+    if not _autograd_records(external):
+        refuse_requiring_grad(audit.call, recording.outputs, call, prepared.buffers)
     if split_at and recording.num_pieces == 1:
         called = sorted(audit.called)
         shown = ", ".join(called[:10]) + (", ..." if len(called) > 10 else "")
-        seen = f"no call of {', '.join(sorted(split_at))}, where it was to be cut into pieces"
-        raise CaptureError(f"graphify({of.name})", seen, f"name an operator that it calls: {shown or 'it calls none'}")
+        seen = f"no call of {', '.join(sorted(split_at))}, which split_at names"
+        raise CaptureError(
+            f"graphify({graphable.name})", seen, f"name an operator that it calls: {shown or 'it calls none'}"
+        )
     if descriptor is not None:
-        _refuse_unsized(of.name, recording.outputs, descriptor, prepared.axes)
-    if not of.borrow:
-        recording = backend.lend_memory(recording, audit.own - {storage_id(x) for x in prepared.donated})
+        _refuse_unsized(graphable.name, recording.outputs, descriptor, prepared.axes)
+    if not graphable.borrow:
+        recording = backend.release_output_memory(recording, audit.own - {storage_id(x) for x in prepared.donated})
     pairs = zip(prepared.buffers, prepared.axes, strict=True)
     padding_sources = tuple(input_buffers.padding_source(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs))
-    took = input_buffers.nbytes - before, audit.launches, time.perf_counter() - start
     return Entry(
-        recording, prepared.buffers, prepared.axes, external, audit.consults_switches(), padding_sources, *took
+        recording,
+        prepared.buffers,
+        prepared.axes,
+        external,
+        audit.consults_switches(),
+        padding_sources,
+        buffer_bytes=input_buffers.nbytes - before,
+        operators=audit.launches,
+        seconds=time.perf_counter() - start,
     )
 
 
 @contextmanager
-def _noted(name: str, descriptor: Any) -> Iterator[None]:
-    """Tell an error of the function's own that it ran on padded arguments."""
+def _with_padding_note(name: str, descriptor: Any) -> Iterator[None]:
+    """Add to an error raised by the function itself a note that it ran on padded arguments."""
     try:
         yield
     except Exception as error:
@@ -216,12 +229,12 @@ def _noted(name: str, descriptor: Any) -> Iterator[None]:
 
 
 @attrs.define(eq=False)
-class Before:
-    """What donated tensors held before a function ran on them.
+class SavedTensors:
+    """The values of donated tensors before a function runs on them.
 
     Args:
-        tensors: them.
-        changed: whether it ran since they were as they had been.
+        tensors: the donated tensors.
+        changed: whether the function has run since the tensors last held these values.
     """
 
     tensors: list[Tensor]
@@ -230,7 +243,7 @@ class Before:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the tensors their values back on the way out, whatever happened."""
+        """Context that restores the tensors on exit, also after an error."""
         self._saved = [x.clone() for x in self.tensors]
         try:
             yield
@@ -239,7 +252,7 @@ class Before:
             self._saved = []
 
     def rewind(self) -> None:
-        """Give the tensors their values back, if the function ran."""
+        """Restore the tensors, if the function ran."""
         if self.changed:
             self.changed = False
             for tensor, old in zip(self.tensors, self._saved, strict=True):
@@ -251,17 +264,17 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _aliases(leaves: Iterable[Any], requiring: Iterable[bool]) -> list[Any]:
-    """The same storages under new tensors, so that donation inside the function, or `requires_grad_()`, does not mark
-    the caller's; those that are `requiring` grad do so from the start."""
+    """New tensor objects on the same storages, so that donation or `requires_grad_()` inside the function does not mark
+    the caller's tensors; the flags `requiring` say which of them require grad from the start."""
     with unseen():
         pairs = zip(leaves, requiring, strict=True)
         return [x.data.requires_grad_(requires) if isinstance(x, Tensor) else x for x, requires in pairs]
 
 
-def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any, of_buffers: tuple[Axes | None, ...]) -> None:
-    """Raise if a result does not say how it is unpadded; `of_buffers` are the axes of the arguments, for an example."""
+def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any, buffer_axes: tuple[Axes | None, ...]) -> None:
+    """Raise if a result does not declare its padded axes; the error's example uses an axis of the arguments."""
     result = tree_unflatten(list(outputs.leaves), outputs.structure)
-    own = next((name for spec in of_buffers if spec for name in spec.dims if name), "num_reqs")
+    example_axis = next((name for spec in buffer_axes if spec for name in spec.dims if name), "num_reqs")
     leaves = zip(leaves_with_names(result), leaf_axes(result), outputs.references, strict=True)
     for (path, leaf), spec, reference in leaves:
         if leaf is None or reference is not None:
@@ -271,12 +284,12 @@ def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any, of_buffers: tu
         if spec is None or not isinstance(leaf, Tensor):
             raise CaptureError(
                 f"graphify({name}, ladder=...)",
-                f"{seen} does not say which of its dimensions follow the batch, so it cannot be unpadded",
-                f"return it in a sized class: @weft.pytree, with attrs.field(metadata=weft.axes({own!r}))",
+                f"{seen} does not declare which of its dimensions follow the batch, so it cannot be unpadded",
+                f"return it in a sized class: @weft.pytree, with attrs.field(metadata=weft.axes({example_axis!r}))",
             )
         if (expected := padded_shape(leaf, spec, descriptor)) != tuple(leaf.shape):
             raise CaptureError(
                 f"graphify({name}, ladder=...)",
-                f"{seen}, where its axes {spec.dims} say {expected} for '{descriptor}'",
+                f"{seen}, but its axes {spec.dims} give {expected} for '{descriptor}'",
                 "return a tensor of the size that its field declares",
             )

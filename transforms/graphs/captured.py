@@ -1,4 +1,4 @@
-"""The graphs that a function holds, to look at: what each is of, its pieces and operators, its bytes, its seconds."""
+"""`CapturedGraphs` shows the graphs that a function holds: each one's class, pieces, operators, bytes and seconds."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,17 +18,18 @@ HEADER = ("mode", "of", "pieces", "operators", "buffers", "tensors", "captured i
 
 @attrs.frozen
 class CapturedGraph:
-    """One graph that is held.
+    """One graph that a function holds.
 
     Args:
         mode: `full` or `piecewise`.
-        of: the class that it is for; without a ladder, the shapes of what is copied in.
-        pieces: that it is in.
-        operators: that it repeats: those that compute or write. On a GPU each is a kernel, or a few.
-        buffer_bytes: its input buffers and the padding beside them, what this one added: those of a class lie in the
-            larger ones of another.
-        graph_bytes: its outputs and intermediate tensors; of graphs that share a pool, what this one added.
-        seconds: that its capture took.
+        of: the class that it was captured for; without a ladder, the shapes of the copied arguments.
+        pieces: the number of pieces.
+        operators: the number of operators that a replay repeats: those that compute or write. On a GPU each is one
+            kernel or a few.
+        buffer_bytes: the bytes that this graph added to the input buffers and padding sources: the buffers of a class
+            lie inside the larger ones of another class.
+        graph_bytes: its outputs and intermediate tensors; if graphs share a pool, the bytes that this one added.
+        seconds: the duration of its capture.
     """
 
     mode: str
@@ -41,31 +42,31 @@ class CapturedGraph:
 
     @classmethod
     def make(cls, key: Key, entry: Entry) -> "CapturedGraph":
-        """Of an entry of the memo."""
+        """Make one from an entry of the memo."""
         of = _shapes(key) if key.descriptor is None else str(key.descriptor)
         recording, sizes = entry.recording, (entry.buffer_bytes, entry.recording.nbytes)
         return cls(key.mode, of, recording.num_pieces, entry.operators, *sizes, entry.seconds)
 
     def cells(self) -> tuple[str, ...]:
-        """In words, as `HEADER` names them."""
+        """The cells of its row as text, one per column of `HEADER`."""
         counts, sizes = (f"{self.pieces}", f"{self.operators}"), (self.buffer_bytes, self.graph_bytes)
         return self.mode, self.of, *counts, *map(size_text, sizes), f"{self.seconds * 1e3:.1f} ms"
 
 
 def _shapes(key: Key) -> str:
-    """The shapes of the tensors that are copied in."""
-    found = [leaf for leaf in key.copied.leaves if isinstance(leaf, LeafKey)]
-    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in found) or "nothing copied in"
+    """The dtypes and shapes of the tensors that are copied in, as text."""
+    tensors = [leaf for leaf in key.copied.leaves if isinstance(leaf, LeafKey)]
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in tensors) or "nothing copied in"
 
 
 @attrs.frozen(repr=False)
 class CapturedGraphs(Tabled):
-    """What `graphified.graphs()` returns; it prints as a table, and a notebook shows it as one.
+    """The graphs that a function holds, as `graphified.graphs()` returns them; a table in print and in notebooks.
 
     Args:
-        name: of the function.
-        graphs: those held, in the order of capture.
-        info: its counts.
+        name: the function's name.
+        graphs: the graphs, in the order of capture.
+        info: the function's counts.
 
     >>> import torch, weft
     >>> double = weft.graphify(lambda x: torch.sin(x) * 2)
@@ -81,13 +82,13 @@ class CapturedGraphs(Tabled):
     info: CacheInfo
 
     def table(self) -> Table:
-        """A row a graph."""
+        """A table with one row per graph."""
         counts = (len(self.graphs), "graph"), (self.info.replays, "replay"), (self.info.eager, "eager call")
-        told = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
-        return Table(HEADER, tuple(graph.cells() for graph in self.graphs), f"graphify({self.name}): {told}")
+        counts_text = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
+        return Table(HEADER, tuple(graph.cells() for graph in self.graphs), f"graphify({self.name}): {counts_text}")
 
     def plot(self) -> Any:
-        """The time of each capture and what it took, side by side (matplotlib).
+        """Draw the seconds and the bytes of each graph side by side (matplotlib).
 
         Returns:
             The figure.
@@ -114,5 +115,5 @@ class CapturedGraphs(Tabled):
 
 
 def captured_graphs(name: str, memo: Iterable[tuple[Key, Entry]], info: CacheInfo) -> CapturedGraphs:
-    """The graphs of a memo, in the order of capture."""
+    """List the graphs of a memo, in the order of capture."""
     return CapturedGraphs(name, tuple(CapturedGraph.make(key, entry) for key, entry in memo), info)

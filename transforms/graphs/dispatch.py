@@ -1,4 +1,4 @@
-"""Dispatch: which captured class a batch runs under, why, and what that pads. One pure function."""
+"""`dispatch` chooses the captured class that a batch runs under; a pure function."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -16,15 +16,15 @@ EXACT, LEAST, NONE = "exactly", "the least of the ladder that covers it", "no ca
 
 @attrs.frozen
 class Decision(Generic[D]):
-    """Where a batch goes: to a whole graph (`full`) or pieces (`piecewise`) of class `descriptor`, or, as it is, to the
-    function itself (`none`).
+    """The dispatch of a batch: to a whole graph (`full`) or to pieces (`piecewise`) of class `descriptor`, or unpadded
+    to the function itself (`none`).
 
     Args:
         mode: `full`, `piecewise` or `none`.
-        descriptor: the class that it runs under.
-        reason: in words.
-        padding: what that costs: (name, number) for each size that is padded, as in `(("num_tokens", 3),)`; empty where
-            the class is the batch's own.
+        descriptor: the class that the batch runs under.
+        reason: the reason in words.
+        padding: (name, number) for each size that is padded, as in `(("num_tokens", 3),)`; empty if the class is the
+            batch's own.
 
     >>> from weft.descriptor import BatchDescriptor as B
     >>> print(dispatch(B(2, 2), [B(4, 4)]))  # doctest: +ELLIPSIS
@@ -37,61 +37,64 @@ class Decision(Generic[D]):
     padding: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        padded = in_words(self.padding)
+        padded = padding_text(self.padding)
         return f"{self.reason}; padded by {padded}" if padded else self.reason
 
 
 def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
     """The least class of the ladder that covers `descriptor`, by mode and then by padding. Total and deterministic.
 
-    A whole graph before pieces. Then the least in the partial order `covers`; of several that are incomparable, the one
-    that pads least: the first size (of a `BatchDescriptor`, tokens) decides, then the next. Of those that pad the same,
-    the one that stands later in the ladder. `weft.proofs.solver.dispatch_proof` proves this of this code.
+    Whole graphs come before pieces. Within a mode, the least class in the partial order `covers` is chosen. Among
+    several incomparable ones it is the one with the least padding, compared by the first size (tokens, for a
+    `BatchDescriptor`), then by the next; among equal ones, the one later in the ladder. `weft.proofs.solver.dispatch_proof`
+    proves this about this code.
 
     Raises:
-        DescriptorError: two classes cover each other and are not equal, so that `covers` is no partial order; or what
-            is no descriptor, or no ladder.
+        DescriptorError: two classes cover each other and are not equal, so `covers` is not a partial order; or an
+            argument is not a descriptor, or not a ladder.
 
     >>> from weft.descriptor import BatchDescriptor as B
     >>> dispatch(B.uniform(3), [B.uniform(8), B.uniform(4), B.uniform(2)]).descriptor
     BatchDescriptor(num_tokens=4, num_reqs=4, query_len=1, num_active_loras=0)
     """
     if not hasattr(descriptor, "covers") or not isinstance(ladder, Iterable):
-        raise _no_call(descriptor, ladder)
+        raise _wrong_arguments(descriptor, ladder)
     ladder = as_ladder(ladder)
     for mode, classes in (("full", ladder.full), ("piecewise", ladder.piecewise)):
         covering = [d for d in classes if d.covers(descriptor)]
         least = [d for d in covering if not any(d != other and d.covers(other) for other in covering)]
         if covering and not least:
-            raise _no_order(descriptor, covering)
+            raise _not_an_order(descriptor, covering)
         if least:
             chosen = min(reversed(least), key=lambda d: tuple(excess(d, descriptor).values()))
-            way = "" if mode == "full" else ", in pieces"
+            in_pieces = "" if mode == "full" else ", in pieces"
             why = EXACT if chosen == descriptor else LEAST
             padding = tuple((name, more) for name, more in excess(chosen, descriptor).items() if more)
-            return Decision(mode, chosen, f"'{descriptor}' runs under '{chosen}'{way}, {why}", padding)
+            return Decision(mode, chosen, f"'{descriptor}' runs under '{chosen}'{in_pieces}, {why}", padding)
     return Decision("none", descriptor, f"no captured class covers '{descriptor}'")
 
 
-def _no_call(descriptor: Any, ladder: Any) -> DescriptorError:
-    """Of arguments that are no descriptor and no ladder."""
+def _wrong_arguments(descriptor: Any, ladder: Any) -> DescriptorError:
+    """The error for arguments that are not a descriptor and a ladder."""
     if hasattr(ladder, "covers"):
         return DescriptorError(
-            f"dispatch(..., '{ladder}')", "a descriptor in the ladder's place", "dispatch(descriptor, ladder)"
+            f"dispatch(..., '{ladder}')", "a descriptor where the ladder should be", "dispatch(descriptor, ladder)"
         )
     call = f"dispatch({type(descriptor).__name__}, {type(ladder).__name__})"
     if hasattr(descriptor, "descriptor"):
         return DescriptorError(call, "a batch where its class should be", "dispatch(batch.descriptor, ladder)")
-    return DescriptorError(call, "no descriptor, or no ladder", "dispatch(batch.descriptor, make_ladder(mode, limits))")
+    return DescriptorError(
+        call, "not a descriptor, or not a ladder", "dispatch(batch.descriptor, make_ladder(mode, limits))"
+    )
 
 
 def excess(larger: Any, own: Any) -> dict[str, int]:
-    """By how much each size of class `larger` exceeds that of class `own`, which it covers.
+    """The difference in each size between class `larger` and class `own`, which it covers.
 
-    The sizes are the whole numbers among the arguments of `own`, in their order (attrs, dataclasses and named tuples
-    list them; else the attributes count); one that the larger class leaves open, as None, is not padded. A class that
-    counts otherwise has a method `excess(self, own)` that returns such a dict: an image's resolution, say,
-    `{"pixels": ...}`.
+    The sizes are the int arguments of `own`, in order (attrs, dataclasses and named tuples list their arguments; for
+    other classes the attributes are used). A size that the larger class leaves open, as None, is not padded. A class
+    with other sizes defines a method `excess(self, own)` that returns such a dict, such as `{"pixels": ...}` for an
+    image's resolution.
 
     >>> from weft.descriptor import BatchDescriptor as B
     >>> excess(B(8, 4), B.uniform(3))
@@ -108,16 +111,16 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def in_words(padding: Sequence[tuple[str, int]]) -> str:
-    """What is padded, as `3 tokens, 1 req`; empty for nothing."""
+def padding_text(padding: Sequence[tuple[str, int]]) -> str:
+    """The padding in words, as `3 tokens, 1 req`; empty if there is none."""
     names = [(name.removeprefix("num_").replace("_", " "), more) for name, more in padding]
     return ", ".join(f"{more} {name.removesuffix('s') if more == 1 else name}" for name, more in names)
 
 
-def _no_order(descriptor: Any, covering: Sequence[Any]) -> DescriptorError:
+def _not_an_order(descriptor: Any, covering: Sequence[Any]) -> DescriptorError:
     a, b = next((a, b) for a in covering for b in covering if a != b and a.covers(b) and b.covers(a))
     return DescriptorError(
         f"dispatch('{descriptor}', <ladder>)",
         f"'{a}' and '{b}' cover each other and are not equal",
-        "make covers a partial order: two classes that cover each other are one",
+        "make covers a partial order, in which two classes that cover each other are equal",
     )

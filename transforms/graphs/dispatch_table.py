@@ -1,4 +1,4 @@
-"""Where batches go, as a table: what `dispatch` decides for each of many classes, to look at in a notebook."""
+"""`dispatch_table` shows the decisions of `dispatch` for many classes, as a table and a plot for notebooks."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from weft.errors import DescriptorError
 from weft.markup import COLOURS
 from weft.plots import axes_for, legend, rows
 from weft.table import Table, Tabled
-from weft.transforms.graphs.dispatch import EXACT, LEAST, NONE, Decision, dispatch, excess, in_words
+from weft.transforms.graphs.dispatch import EXACT, LEAST, NONE, Decision, dispatch, excess, padding_text
 from weft.transforms.graphs.ladder import Ladder, Limits, make_ladder
 
 _OWN, _PADDING, _EAGER = COLOURS[0], COLOURS[7], COLOURS[9]
@@ -19,40 +19,40 @@ HEADER = ("batch", "mode", "class", "padding", "reason")
 
 @attrs.frozen
 class Row:
-    """A class of batches, and where they go."""
+    """A class of batches, and its dispatch decision."""
 
     batch: Any
     decision: Decision[Any]
 
     def cells(self) -> tuple[str, ...]:
-        """The row in words, as `HEADER` names them."""
+        """The cells of the row as text, one per column of `HEADER`."""
         mode, chosen = self.decision.mode, self.decision.descriptor
         if mode == "none":
             return str(self.batch), mode, "", "", NONE
         why = EXACT if chosen == self.batch else LEAST
-        return str(self.batch), mode, str(chosen), in_words(self.decision.padding), why
+        return str(self.batch), mode, str(chosen), padding_text(self.decision.padding), why
 
 
 @attrs.frozen(repr=False)
 class DispatchTable(Tabled):
-    """What `dispatch_table` returns; it prints aligned, and a notebook shows it as a table.
+    """The decisions for several classes, as `dispatch_table` returns them; prints aligned, and is a table in notebooks.
 
     Args:
-        rows: a class of batches each, and where it goes.
+        rows: one class and its decision per row.
     """
 
     rows: tuple[Row, ...]
 
     def table(self) -> Table:
-        """The rows in words."""
+        """The rows as text."""
         return Table(HEADER, tuple(row.cells() for row in self.rows))
 
     def plot(self, size: str | None = None, *, ax: Any = None) -> Any:
-        """Each batch as a bar: what is its own, and what is padding (matplotlib).
+        """Draw each batch as a bar of its own size and its padding (matplotlib).
 
         Args:
-            size: the size that is counted, an int attribute of the classes. None: the first that any batch pads; of a
-                `BatchDescriptor`, `num_tokens`.
+            size: the size to draw, an int attribute of the classes. None: the first size that any batch pads, which is
+                `num_tokens` for a `BatchDescriptor`.
             ax: the axes to draw in; None: new ones.
 
         Returns:
@@ -60,7 +60,7 @@ class DispatchTable(Tabled):
 
         Raises:
             MissingPackageError: matplotlib is not installed.
-            DescriptorError: none of the classes has such a size.
+            DescriptorError: no class has this size.
         """
         if size is not None:
             self._check_size(size)
@@ -83,7 +83,9 @@ class DispatchTable(Tabled):
         if not any(isinstance(getattr(row.batch, size, None), int) for row in self.rows):
             own = {name: None for row in self.rows for name in excess(row.batch, row.batch)}
             instead = f"one of {', '.join(own)}, or None: the first that is padded"
-            raise DescriptorError(f"dispatch_table(...).plot({size!r})", "no size of these classes", instead)
+            raise DescriptorError(
+                f"dispatch_table(...).plot({size!r})", "a size that these classes do not have", instead
+            )
 
     def _padded_size(self) -> str:
         names = (name for row in self.rows for name, _ in row.decision.padding)
@@ -93,12 +95,12 @@ class DispatchTable(Tabled):
 def dispatch_table(
     ladder: Ladder[Any] | Sequence[Any] | Limits, descriptors: Iterable[Any], *, mode: str = "full_and_piecewise"
 ) -> DispatchTable:
-    """What `dispatch` decides for each of `descriptors`.
+    """The decisions of `dispatch` for each of `descriptors`, as a table.
 
     Args:
-        ladder: a ladder; or limits, for which `make_ladder(mode, limits)` makes one.
+        ladder: a ladder, or limits, which become a ladder by `make_ladder(mode, limits)`.
         descriptors: classes of batches, in the order of the rows.
-        mode: of the ladder that is made of limits; without them it has no meaning.
+        mode: the mode of a ladder made from limits; not used with a ladder.
 
     >>> from weft.descriptor import BatchDescriptor as B
     >>> dispatch_table([B.uniform(4), B.uniform(2)], [B.uniform(2), B.uniform(3), B(3, 3)])

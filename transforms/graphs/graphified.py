@@ -1,4 +1,4 @@
-"""`Graphified`: what `graphify` returns, a function that memoizes one captured graph for each key, and replays it."""
+"""`Graphified`: the result of `graphify`, a function that memoizes one captured graph per key and replays it."""
 
 import functools
 import inspect
@@ -22,16 +22,16 @@ from weft.transforms.graphs.calls.call import (
     Call,
     Roles,
     check_call,
+    enclosing_transform,
     hashable_signature,
-    holds_in_mode,
     inline_reason,
-    inside_another,
+    make_call,
     num_donated,
     runs_inline,
-    take_apart,
+    with_training_guard,
 )
-from weft.transforms.graphs.calls.memo import CacheInfo, Key, but_grad_mode
-from weft.transforms.graphs.calls.ready import Reader, remember
+from weft.transforms.graphs.calls.fast_path import FastPath, add_fast_path
+from weft.transforms.graphs.calls.memo import CacheInfo, Key, without_grad_mode
 from weft.transforms.graphs.capture import Entry
 from weft.transforms.graphs.captured import CapturedGraphs, captured_graphs
 from weft.transforms.graphs.dispatch import Decision
@@ -40,258 +40,277 @@ from weft.transforms.graphs.lower import Compiled, Lowered, lower
 from weft.transforms.graphs.memory import MemoryAnalysis, MemoryEstimate, analysis_of, estimate
 from weft.transforms.graphs.misses import miss_between
 from weft.transforms.graphs.options import Graphable
-from weft.transforms.graphs.replay import Plan, Replay, keep_in_place, make_replay
+from weft.transforms.graphs.replay import Dispatched, Replay, keep_in_place, make_replay
 from weft.trees import find_descriptors, tree_leaves
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MAX_PLANS = 4096
-_BAR_AFTER = 1.0
-"""Seconds of a capture until a progress bar shows: in a notebook a bar stays, so that many short ones are noise."""
+_MAX_SIGNATURES = 4096
+_PROGRESS_BAR_DELAY = 1.0
+"""Seconds before a progress bar shows: a notebook keeps every bar, so bars of short captures would be noise."""
 _ALL: "weakref.WeakSet[Graphified[..., Any]]" = weakref.WeakSet()
-_TAKE_CALLS = ("capture", "compile_ahead", "explain", "lower", "memory_estimate")
-"""Its methods that take the arguments of a call."""
+_TAKE_CALL_ARGUMENTS = ("capture", "compile_ahead", "explain", "lower", "memory_estimate")
+"""The methods of `Graphified` that take the arguments of a call."""
 
 
 class Graphified(Generic[P, R]):
-    """What `graphify` returns: the function, and the graphs captured of it."""
+    """A function and its captured graphs, as `graphify` returns it."""
 
     __wrapped__: Callable[P, R]
-    _plans: dict[Key, Plan]
-    _readers: dict[tuple[Any, ...], tuple[Reader[Replay], ...]]
+    _dispatched: dict[Key, Dispatched]
+    _fast_paths: dict[tuple[Any, ...], tuple[FastPath[Replay], ...]]
 
-    def __init__(self, of: Graphable) -> None:
-        functools.update_wrapper(self, of.fn)
-        self.__weft_lends__ = of.borrow
-        self._of = of
-        self._fn: Callable[P, R] = of.fn
+    def __init__(self, graphable: Graphable) -> None:
+        functools.update_wrapper(self, graphable.fn)
+        self.__weft_lends__ = graphable.borrow
+        self._graphable = graphable
+        self._fn: Callable[P, R] = graphable.fn
         self._lock = threading.RLock()
-        self._graphs = Graphs(of, self._forget)
-        self._plans, self._readers = {}, {}
+        self._graphs = Graphs(graphable, self._forget)
+        self._dispatched, self._fast_paths = {}, {}
         _ALL.add(self)
 
     @property
     def ladder(self) -> Ladder[Any] | None:
-        """The classes that may be captured; None: any signature."""
-        return self._of.ladder
+        """The classes that may be captured; None allows any signature."""
+        return self._graphable.ladder
 
     @property
     def roles(self) -> Roles:
-        """How its arguments enter a graph."""
-        return self._of.roles
+        """The role of each argument: static, donated, by reference, or copied."""
+        return self._graphable.roles
 
     @property
     def split_at(self) -> frozenset[str]:
-        """The operators that stay outside the graphs of mode piecewise."""
-        return self._of.split_at
+        """The operators that stay outside the graphs in mode piecewise."""
+        return self._graphable.split_at
 
     @uncompiled
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The fast path: a call like an earlier one is answered as that one was; any other by `_call`."""
+        """Take the fast path if an earlier call was like this one, and `_call` otherwise."""
         call = None
         if in_plain_surroundings() and MAY_REPLAY.get():
-            readers = self._readers.get((len(args), *kwargs), ())
-            for reader in readers:
-                if (found := reader.find(args, kwargs)) is not None:
-                    seen, replay = found
+            fast_paths = self._fast_paths.get((len(args), *kwargs), ())
+            for fast_path in fast_paths:
+                if (found := fast_path.find(args, kwargs)) is not None:
+                    read, replay = found
                     with self._lock:
-                        return self._replay(replay, reader.move(seen) if reader.donates else seen[1])
-            recalled = (reader.recall(self._of.roles, self._of.name, args, kwargs) for reader in readers)
-            call = next((call for call in recalled if call is not None), None)
+                        leaves = fast_path.take_donated(read) if fast_path.donates else read[1]
+                        return self._replay(replay, leaves)
+            roles, name = self._graphable.roles, self._graphable.name
+            partly_known = (fast_path.find_known(roles, name, args, kwargs) for fast_path in fast_paths)
+            call = next((call for call in partly_known if call is not None), None)
         return self._call(args, kwargs, call)
 
     def _replay(self, replay: Replay, leaves: Sequence[Any]) -> R:
-        """Fill the buffers from the leaves of a call (after the donated ones changed hands), replay, hand over."""
-        if replay.enter is not None:
-            replay.enter()
+        """Fill the input buffers from the leaves of a call (its donated ones already taken), replay, make the
+        result."""
+        if replay.wait_for_last_replay is not None:
+            replay.wait_for_last_replay()
         if replay.fill is not None:
             replay.fill(leaves)
         try:
             replay.run()
         except Exception as error:
-            raise self._noted(error) from None
+            raise self._with_donation_note(error) from None
         count, handover = self._graphs.count, replay.handover
         count.replays = replay.entry.last_use = count.replays + 1
-        result: R = handover.build(handover.copies(handover.made), leaves)
+        result: R = handover.build(handover.clone_or_lend(handover.outputs), leaves)
         return result
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], recalled: Call | None = None) -> R:
-        """The general path: any call, the first of its kind included; `recalled` is it, taken apart."""
-        call = recalled or take_apart(self._of.roles, self._of.name, args, kwargs)
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Call | None = None) -> R:
+        """Answer any call, also the first of its signature; `known` is the call if its arguments are already sorted."""
+        call = known or make_call(self._graphable.roles, self._graphable.name, args, kwargs)
         if runs_inline(call):
             return self._inline(call, args, kwargs)
         with self._lock:
-            signature = hashable_signature(call, self._of.name)
-            plan = self._plans.get(signature) or self._plan(call, signature)
-            if plan.replay and plan.replay.may_run() and in_plain_surroundings() and signature in self._plans:
-                holds = holds_in_mode(call, self._of.roles, plan.replay.holds())
-                remember(self._readers, self._of.roles, self._of.name, args, kwargs, call, plan.replay, holds)
-        return self._answer(plan.replay, call, args, kwargs)
+            signature = hashable_signature(call, self._graphable.name)
+            dispatched = self._dispatched.get(signature) or self._dispatch(call, signature)
+            replay = dispatched.replay
+            if replay and replay.may_run() and in_plain_surroundings() and signature in self._dispatched:
+                roles, name = self._graphable.roles, self._graphable.name
+                guard = with_training_guard(call, roles, replay.guard())
+                add_fast_path(self._fast_paths, roles, name, args, kwargs, call, replay, guard)
+        return self._answer(replay, call, args, kwargs)
 
     def _inline(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Run the function itself; as part of another capture or transform it does not count."""
-        if inside_another() is None:
+        """Run the function itself; inside another capture or transform the call is not counted."""
+        if enclosing_transform() is None:
             with self._lock:
                 self._graphs.note_inline(lambda: inline_reason(call))
         return self._fn(*args, **kwargs)
 
     def _answer(self, replay: Replay | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Replay; or run the function itself where there is no graph, or one that may not run here."""
+        """Replay the graph; run the function itself if there is no graph, or if it may not replay here."""
         if replay is None or not replay.may_run():
             with self._lock:
-                if replay is not None and replay.entry.runs_itself():
-                    self._graphs.note_inline(functools.partial(self._graphs.why_itself, replay.entry))
+                if replay is not None and replay.entry.needs_autograd():
+                    self._graphs.note_inline(functools.partial(self._graphs.needs_autograd_reason, replay.entry))
                 else:
                     self._graphs.eager += 1
-            return keep_in_place(self._fn(*args, **kwargs), self._of.roles, call)
+            return keep_in_place(self._fn(*args, **kwargs), self._graphable.roles, call)
         with self._lock:
-            result = self._replay(replay, (*self._moved(call), *call.copied_leaves))
+            result = self._replay(replay, (*self._take_donated(call), *call.copied_leaves))
             return (
-                lend(result, replay.entry.outputs, self._of.name, self._graphs.count) if watches_borrows() else result
+                lend(result, replay.entry.outputs, self._graphable.name, self._graphs.count)
+                if watches_borrows()
+                else result
             )
 
-    def _noted(self, error: Exception) -> Exception:
-        """An error that an operator raised in a replay, with a note on what was donated."""
-        if donated := ", ".join(self._of.roles.donated):
+    def _with_donation_note(self, error: Exception) -> Exception:
+        """Add to an error that an operator raised in a replay a note about the donated arguments."""
+        if donated := ", ".join(self._graphable.roles.donated):
             error.add_note(
-                f"{self._of.name} took {donated} before its replay failed: their storage holds what it had written by "
-                "then. Go on from a copy (weft.clone)."
+                f"{self._graphable.name} took {donated} before its replay failed: their storage holds what the replay "
+                "had written by then. Continue from a copy (weft.clone)."
             )
         return error
 
-    def _moved(self, call: Call) -> list[Any]:
-        """The leaves by reference, after the donated ones changed hands."""
-        roles, count = self._of.roles, num_donated(call, self._of.roles)
-        taken = {name: call.references[name] for name in roles.donated if name in call.references}
-        moved = [donate(value, to=f"{self._of.name}({name})") for name, value in taken.items()]
-        return [*tree_leaves(moved), *call.reference_leaves[count:]]
+    def _take_donated(self, call: Call) -> list[Any]:
+        """Take the donated arguments from the caller, and return the leaves by reference."""
+        roles, count = self._graphable.roles, num_donated(call, self._graphable.roles)
+        donated = {name: call.references[name] for name in roles.donated if name in call.references}
+        taken = [donate(value, to=f"{self._graphable.name}({name})") for name, value in donated.items()]
+        return [*tree_leaves(taken), *call.reference_leaves[count:]]
 
     def _forget(self, entry: Entry) -> None:
-        """Answer no call by this graph any more."""
-        self._plans = {k: p for k, p in self._plans.items() if p.replay is None or p.replay.entry is not entry}
-        for readers in self._readers.values():
-            for reader in readers:
-                reader.forget(lambda replay: replay.entry is entry)
+        """Drop every reference to an evicted graph, so that no call is answered by it."""
+        self._dispatched = {
+            signature: dispatched
+            for signature, dispatched in self._dispatched.items()
+            if dispatched.replay is None or dispatched.replay.entry is not entry
+        }
+        for fast_paths in self._fast_paths.values():
+            for fast_path in fast_paths:
+                fast_path.drop(lambda replay: replay.entry is entry)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As a method: the instance is the first argument, and a value of the key."""
+        """Bind to an instance, which becomes the first argument and part of the key."""
         return self if instance is None else Method(self, instance)
 
-    def _plan(self, call: Call, signature: Key) -> Plan:
-        """Dispatch a signature seen for the first time, and capture what it needs."""
-        check_call(call, self._of.roles, self._of.name)
+    def _dispatch(self, call: Call, signature: Key) -> Dispatched:
+        """Dispatch a signature that is seen for the first time, and capture the graph that it needs."""
+        check_call(call, self._graphable.roles, self._graphable.name)
         decision, entry = self._graphs.obtain(call)
         replay = None if entry is None else self._replay_of(entry, call, decision)
-        plan = Plan(decision, replay)
+        dispatched = Dispatched(decision, replay)
         if may_capture():
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            self._plans[signature] = plan
-        return plan
+            if len(self._dispatched) >= _MAX_SIGNATURES:
+                self._dispatched.clear()
+            self._dispatched[signature] = dispatched
+        return dispatched
 
     def _replay_of(self, entry: Entry, call: Call, decision: Decision[Any]) -> Replay:
         padded = decision.descriptor
         own = None if padded is None else find_descriptors(call.copied)[0]
-        if (enter := self._graphs.backend_for(call).enter) is not None:
-            enter()  # a plan's tables go to the device in this stream, and a replay in another one waits for it
-        return make_replay(entry, call, padded, own, self._of.borrow, enter)
+        if (wait := self._graphs.backend_for(call).wait_for_last_replay) is not None:
+            # Planning the copies puts tables on the device in this stream; a replay in another stream waits for it.
+            wait()
+        return make_replay(entry, call, padded, own, self._graphable.borrow, wait)
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """A call whose arguments serve as examples: nothing in it is donated."""
-        call = take_apart(self._of.roles, self._of.name, args, kwargs)
-        hashable_signature(call, self._of.name)
-        check_call(call, self._of.roles, self._of.name)
+        """Make a call whose arguments serve as examples: nothing in it is donated."""
+        call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
+        hashable_signature(call, self._graphable.name)
+        check_call(call, self._graphable.roles, self._graphable.name)
         return call
 
     def capture(self, *args: P.args, **kwargs: P.kwargs) -> CacheInfo:
-        """Capture every class of the ladder, largest first (without one: this call's signature), with a progress bar.
+        """Capture every class of the ladder, largest first, with a progress bar; without a ladder, this call's
+        signature.
 
         The arguments serve as examples: nothing is donated, and no state changes. If the device's memory is full, a
-        warning says so, and later calls use the graphs that there are.
+        warning says so, and later calls use the graphs that exist.
 
         Raises:
-            CaptureError: the ladder has more classes than `max_captures`; and what a call raises.
+            CaptureError: the ladder has more classes than `max_captures`; also whatever a call raises.
         """
         call = self._example(args, kwargs)
-        rungs, most = self._graphs.rungs(call), self._of.max_captures
-        if most is not None and len(rungs) > most:
-            seen = f"a ladder of {len(rungs)} classes, and max_captures={most}"
-            raise CaptureError(f"{self._of.name}.capture(...)", seen, "call it, so that it captures what is needed")
+        rungs, max_captures = self._graphs.rungs(call), self._graphable.max_captures
+        if max_captures is not None and len(rungs) > max_captures:
+            seen = f"a ladder of {len(rungs)} classes, and max_captures={max_captures}"
+            raise CaptureError(
+                f"{self._graphable.name}.capture(...)", seen, "call it, and it captures what each call needs"
+            )
         with self._lock:
-            bar: dict[str, Any] = {"unit": "graph", "leave": False, "disable": None, "delay": _BAR_AFTER}
-            for decision in tqdm(rungs, desc=f"capture {self._of.name}", **bar):
+            bar: dict[str, Any] = {"unit": "graph", "leave": False, "disable": None, "delay": _PROGRESS_BAR_DELAY}
+            for decision in tqdm(rungs, desc=f"capture {self._graphable.name}", **bar):
                 if self._graphs.find(call, decision) is None:
                     try:
                         self._graphs.capture(call, decision)
                     except torch.OutOfMemoryError:
-                        self._graphs.exhaust(decision)
+                        self._graphs.note_full_memory(decision)
                         break
         return self.cache_info()
 
     def compile_ahead(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Compile the kernels that `capture` will launch, several at once, with a progress bar. A CPU has none.
+        """Compile the kernels that `capture` will launch, several at once, with a progress bar. On a CPU it does
+        nothing.
 
-        Nothing is captured, and no state changes. The function runs once a class, while weft's own operators give
-        zeros: it is for functions of these, transfers excepted. Without it, a capture compiles one after the other.
+        Nothing is captured, and no state changes. The function runs once per class, with zeros as the results of weft's
+        own operators: it is for functions of these operators (transfers excepted). Without it, a capture compiles
+        its kernels one after another.
         """
         call = self._example(args, kwargs)
         with self._lock:
             if self._graphs.backend_for(call).device.type == "cuda":
-                compile_ahead(self._of, call, self._graphs)
+                compile_ahead(self._graphable, call, self._graphs)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
-        """Run the function once on buffers of its own, without a trace, and write down what it does.
+        """Run the function once on its own buffers, without side effects, and list its operators.
 
-        The result prints as a listing of its operators; its `compile()` captures the graph for such calls.
+        The result prints as that listing; its `compile()` captures the graph for calls of this signature.
         """
         call = self._example(args, kwargs)
         decision = self._graphs.decide(call)
         if decision.mode == "none":
             instead = "a ladder with a class that covers it, or call the function itself"
-            raise CaptureError(f"{self._of.name}.lower(...)", decision.reason, instead)
+            raise CaptureError(f"{self._graphable.name}.lower(...)", decision.reason, instead)
         with self._lock:
             backend = self._graphs.backend_for(call)
-            return lower(self._of, call, decision, backend.device, functools.partial(self._compile, call, decision))
+            return lower(
+                self._graphable, call, decision, backend.device, functools.partial(self._compile, call, decision)
+            )
 
     def _compile(self, call: Call, decision: Decision[Any], lowered: "Lowered[R]") -> "Compiled[R]":
-        call = attrs.evolve(call)  # what it says of its keys may have changed: a parameter that was put elsewhere
+        call = attrs.evolve(call)  # drops the cached key: a parameter may have moved since `lower`
         with self._lock:
             entry = self._graphs.find(call, decision) or self._graphs.capture(call, decision)
             replay = self._replay_of(entry, call, decision)
-        signature = hashable_signature(call, self._of.name)
+        signature = hashable_signature(call, self._graphable.name)
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-            given = take_apart(self._of.roles, self._of.name, args, kwargs)
+            given = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
             if runs_inline(given):
                 return self._inline(given, args, kwargs)
-            if (other := hashable_signature(given, self._of.name)) != signature:
-                if but_grad_mode(other) == but_grad_mode(signature):
+            if (other := hashable_signature(given, self._graphable.name)) != signature:
+                if without_grad_mode(other) == without_grad_mode(signature):
                     return self._call(args, kwargs)
-                lowered.refuse(miss_between(other, signature, given.leaf_names(), self._of.roles.donated))
+                lowered.refuse(miss_between(other, signature, given.leaf_names(), self._graphable.roles.donated))
             return self._answer(replay, given, args, kwargs)
 
         return Compiled(lowered, entry, run)
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
-        """What this call would do (replay, capture, or run the function itself) and why, without doing it."""
-        call = take_apart(self._of.roles, self._of.name, args, kwargs)
+        """Say whether this call would replay, capture, or run the function itself, and why, without doing it."""
+        call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
         if reason := inline_reason(call):
             return Explanation(Decision("none", None, reason), False, f"runs inline: {reason}")
-        hashable_signature(call, self._of.name)
+        hashable_signature(call, self._graphable.name)
         return self._graphs.explain(call)
 
     def freeze(self) -> "Graphified[P, R]":
-        """From now on a miss raises CacheMissError, which names the field that differed, instead of capturing.
+        """Make every later miss raise CacheMissError, which names the field that differed, instead of capturing.
 
-        A batch that no class of the ladder covers is no miss: it runs eagerly, as before (`cache_info().eager`). So
-        does a call that autograd must see, or one with a sparse argument (`explain`). Nor is there a miss inside
-        `weft.no_capture()`, where nothing would be captured anyway."""
+        A batch that no class of the ladder covers is not a miss: it runs eagerly, as before (`cache_info().eager`). So
+        does a call that autograd must see, or one with a sparse argument (`explain`). There is no miss inside
+        `weft.no_capture()` either, because nothing would be captured there."""
         self._graphs.frozen = True
         return self
 
     def cache_info(self) -> CacheInfo:
-        """Captures, replays, eager calls, and graphs held."""
+        """The numbers of captures, replays, eager calls, and graphs held."""
         return self._graphs.info()
 
     def captured(self) -> tuple[tuple[str, Any], ...]:
@@ -300,44 +319,44 @@ class Graphified(Generic[P, R]):
 
     def graphs(self) -> CapturedGraphs:
         """Each graph held, in the order of capture: pieces, operators, bytes and seconds, as a table and as a plot."""
-        return captured_graphs(self._of.name, self._graphs.memo.items(), self._graphs.info())
+        return captured_graphs(self._graphable.name, self._graphs.memo.items(), self._graphs.info())
 
     def num_pieces(self) -> tuple[int, ...]:
-        """For each graph held, in the order of capture, the number of pieces that it is in."""
+        """The number of pieces of each graph held, in the order of capture."""
         return tuple(entry.recording.num_pieces for entry in self._graphs.memo.values())
 
     def memory_analysis(self) -> MemoryAnalysis:
-        """What the graphs held take, as measured at their capture."""
+        """The memory of the graphs held, as measured at their capture."""
         return analysis_of(self._graphs.memo.values())
 
     def memory_estimate(self, *args: P.args, **kwargs: P.kwargs) -> MemoryEstimate:
-        """What the graphs of the ladder will take (without one: this call's), before they are captured.
+        """Estimate the memory of the ladder's graphs (without a ladder, of this call's) before they are captured.
 
-        The arguments serve as examples. A few classes are captured in a pool of their own, and dropped again.
+        The arguments serve as examples. A few classes are captured in a separate pool, and dropped again.
         """
         call = self._example(args, kwargs)
         with self._lock:
-            return estimate(self._of, call, self._graphs.rungs(call), lambda: self._graphs.new_backend(call))
+            return estimate(self._graphable, call, self._graphs.rungs(call), lambda: self._graphs.new_backend(call))
 
     def cache_clear(self) -> None:
         """Drop all graphs, their memory and the counts; a frozen function thaws."""
         with self._lock:
             self._graphs.clear()
-            self._plans, self._readers = {}, {}
+            self._dispatched, self._fast_paths = {}, {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy (`copy.deepcopy` of a module that holds it) is of a copy of the function, and has no graphs yet."""
-        return Graphified, (self._of,)
+        """Copy the function without its graphs, as for `copy.deepcopy` of a module that holds it."""
+        return Graphified, (self._graphable,)
 
     def _repr_html_(self) -> str:
         return self.graphs()._repr_html_()
 
     def __repr__(self) -> str:
-        return f"<graphify({self._of.name}), {len(self._graphs.memo)} graphs>"
+        return f"<graphify({self._graphable.name}), {len(self._graphs.memo)} graphs>"
 
 
 class Method:
-    """A graphified function bound to an instance, its first argument. All else is the function's."""
+    """A graphified function bound to an instance, its first argument. Other attributes are the function's."""
 
     def __init__(self, function: Any, instance: Any) -> None:
         self.__func__ = function
@@ -349,7 +368,7 @@ class Method:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__func__, name)
-        return functools.partial(found, self.__self__) if name in _TAKE_CALLS else found
+        return functools.partial(found, self.__self__) if name in _TAKE_CALL_ARGUMENTS else found
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -361,6 +380,6 @@ class Method:
 
 
 def clear_caches() -> None:
-    """`cache_clear()` of every graphified function that is alive."""
+    """Call `cache_clear()` on every graphified function that is alive."""
     for graphified in list(_ALL):
         graphified.cache_clear()

@@ -1,8 +1,8 @@
-"""`graphify` makes a pure function replay: it memoizes one captured graph for each key, and changes nothing else.
-`piecewise` does so with graphs that are interrupted at named operators.
+"""`graphify` makes a pure function replay: it memoizes one captured graph per key, and does not change the results.
+`piecewise` does the same with graphs that are interrupted at named operators.
 
 step = graphify(step, ladder=make_ladder("full", limits))
-state, out = step(params, state, batch)      # captures this batch's class once, and replays it from then on
+state, out = step(params, state, batch)      # captures this batch's class once, then replays it
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,44 +41,49 @@ def graphify(
     max_captures: int | None = None,
     collectives: bool = False,
 ) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
-    """Make a pure function replay: same signature, same result, one captured graph a key.
+    """Make a pure function replay: same signature, same result, one captured graph per key.
 
-    The key is the tree structure, static and other non-tensor values, each tensor's shape, dtype, stride and device,
-    the class of the batch, the addresses of what is captured by reference, and what holds around the call: autograd's
-    mode, autocast, function modes, torch's switches. Results are safe unless borrowed: a later call does not change
-    them. Inside another capture, a torch.func transform, or where autograd would record, the function itself runs.
-    Code that leaves host reads out of CUDA graphs leaves them out of any capture: in one,
-    `torch.cuda.is_current_stream_capturing()` is True, with or without a GPU.
+    The key holds the tree structure of the arguments; static and other non-tensor values; each tensor's shape, dtype,
+    stride and device; the batch's class; the addresses of arguments captured by reference; and the call's surroundings
+    (grad mode, autocast, function modes, torch's global switches). Results are safe unless borrowed: a later call does
+    not change them. Inside another capture or a torch.func transform, and where autograd would record, the function
+    itself runs.
+
+    During a capture `torch.cuda.is_current_stream_capturing()` is True, with or without a GPU, so that code which skips
+    host reads inside CUDA graphs skips them in every capture.
 
     Args:
-        fn: a pure function over pytrees of tensors. Left out, `graphify` is a decorator.
-        ladder: the classes that may be captured (`make_ladder`); a call's batch is padded to the least that covers it,
-            and runs eagerly if none does. None: every signature is captured as it is. A step under a ladder must treat
-            padding as inert: a donated tensor of over 64 MiB is not saved while its capture runs on padding.
-        split_at: operators by name (`weft::paged_attention`) that stay outside the graphs in mode piecewise: the
-            classes of the ladder's `piecewise` part, or without a ladder all, are captured as pieces between them.
-        donate_argnames: arguments whose storage the function takes, such as the state (beside those that `weft.donates`
-            declares). The first part of the result with their structure is their next value, and is kept in their
-            storage. They are captured by reference: pass on what the call returned; a new state is a miss.
-        static_argnames: arguments of hashable values that are no tensors and are part of the key.
-        reference_argnames: captured by reference, not copied: a call with tensors elsewhere is a miss. None: `params`,
-            if there is such an argument.
+        fn: a pure function over pytrees of tensors. Without it, `graphify` is a decorator.
+        ladder: the classes that may be captured (`make_ladder`). A call's batch is padded to the least class that
+            covers it, and runs eagerly if none does. None: every signature is captured as it is. A step under a ladder
+            must treat padding as inert: a donated tensor of over 64 MiB is not saved while its capture runs on padding.
+        split_at: names of operators (`weft::paged_attention`) that stay outside the graphs in mode piecewise: the
+            classes of the ladder's `piecewise` part (without a ladder, all signatures) are captured as the pieces
+            between them.
+        donate_argnames: arguments whose storage the function takes, such as the state (in addition to those that
+            `weft.donates` declares). The first part of the result with their structure is their next value, and is
+            kept in their storage. They are captured by reference, so pass on what the call returned: a new state is a
+            miss.
+        static_argnames: arguments with hashable values that are not tensors; they are part of the key.
+        reference_argnames: arguments that are captured by reference and not copied: a call with tensors at other
+            addresses is a miss. None: `params`, if there is such an argument.
         backend: `cuda`, `tape`, or None to choose by the device of the arguments.
-        outputs: `safe`: results are copies, which no later call changes. `borrow`: they are the graph's own buffers,
-            for a caller that is done with them before it calls again: the next replay overwrites them
+        outputs: `safe`: results are copies, which no later call changes. `borrow`: results are the graph's own buffers,
+            which the next replay overwrites, for a caller that has finished with them before it calls again
             (`weft.check_borrowed()` finds a use after that).
-        max_captures: graphs held at most: of more, the least recently used is dropped. None: any number.
+        max_captures: the most graphs to hold; beyond it, the least recently used is dropped. None: any number.
         collectives: whether collective operations (torch.distributed) may be captured. Every rank must then capture and
             replay in the same order.
 
     Raises:
         CaptureError: at the first call, if the function reads tensors on the host, branches on them, has results whose
-            shapes depend on data, seeds a random generator, keeps tensors outside, or writes to what it does not own;
-            it names the line. An argument or a result that no key tells: subclasses of Tensor, objects.
+            shapes depend on data, seeds a random generator, keeps tensors outside, or writes to tensors that it does
+            not own; the error names the line. Also if an argument or a result cannot be part of a key: subclasses of
+            Tensor, arbitrary objects.
         CacheMissError: a miss after `freeze()`.
 
-    Where the device's memory is full at a capture, a warning says so; the call, and later ones, then use the graphs
-    that there are, or run the function itself.
+    If the device's memory is full at a capture, a warning says so. That call and later ones then use the graphs that
+    exist, or run the function itself.
 
     >>> import torch
     >>> @graphify
@@ -122,18 +127,20 @@ def piecewise(
 ) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
     """`graphify` in pieces: the capture is interrupted at each operator of `split_at`, which stays outside the graphs.
 
-    For what cannot be captured, or should see the host's values (an attention kernel that plans its launch), inside a
-    function of which the rest should replay. Any function: it is not traced, but recorded as it runs. The pieces share
-    one memory pool, and between two of them runs nothing but the operator.
+    Use it for an operator that cannot be captured, or that needs the host's values (an attention kernel that plans its
+    launch), inside a function whose other operators should replay. It takes any function, because the function is
+    recorded as it runs and not traced. The pieces share one memory pool, and only the operator runs between two of
+    them.
 
     Args:
-        fn: a pure function over pytrees of tensors. Left out, `piecewise` is a decorator.
-        split_at: operators by name, as in `weft::paged_attention` or `aten::sort`, or as `torch.ops.aten.sort`.
+        fn: a pure function over pytrees of tensors. Without it, `piecewise` is a decorator.
+        split_at: names of operators, as in `weft::paged_attention` or `aten::sort`, or operators themselves, as in
+            `torch.ops.aten.sort`.
         ladder: the classes that may be captured in pieces; None: every signature is captured as it is.
-        options: the rest, as `graphify` takes them.
+        options: the other options of `graphify`.
 
     Raises:
-        CaptureError: at the first call, if the function never calls a split operator; and all that `graphify` refuses.
+        CaptureError: at the first call, if the function never calls a split operator; and whatever `graphify` refuses.
 
     >>> import torch
     >>> f = piecewise(lambda x: torch.sort(x * 2).values + 1, split_at="aten::sort")

@@ -1,4 +1,4 @@
-"""Ladders: which classes may be captured, a mode each, as a pure function of the limits."""
+"""`Ladder`: the finite set of classes that may be captured, one per mode, as a pure function of the limits."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -14,8 +14,8 @@ D = TypeVar("D", bound=Descriptor)
 
 MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 CAPABILITIES = ("never", "uniform_single_token", "uniform", "always")
-"""What an attention back end can do inside a whole graph: nothing, decode of one token a request, uniform decode, any
-batch. Each can do what those before it can."""
+"""The batches that an attention back end can run inside a whole graph: none, decode with one token per request, uniform
+decode, or all. Each capability includes those before it."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -24,16 +24,16 @@ def _as_tuple(value: Any) -> Any:
 
 @attrs.frozen
 class Limits:
-    """What a batch can be at most.
+    """The limits of a batch's size.
 
     Args:
-        max_num_reqs: requests in a batch.
-        max_num_tokens: tokens in a batch, prefill included.
-        query_lens: the query lengths of uniform decode batches, each with graphs of its own.
-        active_loras: the numbers of active LoRAs that have graphs of their own (`lora_rungs`).
+        max_num_reqs: the most requests in a batch.
+        max_num_tokens: the most tokens in a batch, prefill included.
+        query_lens: the query lengths of uniform decode batches; each has its own graphs.
+        active_loras: the numbers of active LoRAs that have their own graphs (`lora_rungs`).
 
     Raises:
-        DescriptorError: not even a batch of one token is within them.
+        DescriptorError: a limit is not a positive int, or `query_lens` or `active_loras` is not a tuple of ints.
     """
 
     max_num_reqs: int
@@ -56,8 +56,8 @@ class Limits:
 
 @attrs.frozen
 class Ladder(Tabled, Generic[D]):
-    """The classes that may be captured, largest first: as whole graphs, and as pieces. Cutting one never cuts the
-    other. Iterated, it gives all of them.
+    """The classes that may be captured, largest first, as whole graphs and as pieces. Shortening one part does not
+    shorten the other. Iteration yields the classes of both.
 
     Args:
         full: classes of whole graphs.
@@ -74,37 +74,40 @@ class Ladder(Tabled, Generic[D]):
         return len(self.full) + len(self.piecewise)
 
     def table(self) -> Table:
-        """A row for the classes of one kind."""
+        """A table with one row per kind of classes."""
         rows = [*_kinds("full", self.full), *_kinds("piecewise", self.piecewise)]
         return Table(("mode", "classes", "of"), tuple(rows), f"a ladder of {len(self)} classes")
 
 
 def _kinds(mode: str, classes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
-    """For the classes of each kind: the mode, the kind, and their sizes in order; of a user's own, as they print."""
+    """Yield (mode, kind, sizes in increasing order) for each kind of classes; a user's own classes appear as they
+    print."""
     groups: dict[tuple[str, str], list[Any]] = {}
-    for one in reversed(classes):
-        groups.setdefault(_kind(one), []).append(one)
-    for (kind, unit), found in groups.items():
-        sizes = [str(getattr(one, unit)) for one in found] if unit else [*map(str, found)]
+    for descriptor in reversed(classes):
+        groups.setdefault(_kind(descriptor), []).append(descriptor)
+    for (kind, unit), group in groups.items():
+        sizes = [str(getattr(descriptor, unit)) for descriptor in group] if unit else [*map(str, group)]
         yield mode, kind, (f"{', '.join(sizes)} {unit.removeprefix('num_')}" if unit else "; ".join(sizes))
 
 
-def _kind(one: Any) -> tuple[str, str]:
-    """The kind of a class, and what its size is counted in."""
-    if not isinstance(one, BatchDescriptor):
-        return type(one).__name__, ""
-    loras = f", {one.num_active_loras} LoRAs" if one.num_active_loras else ""
-    return (f"uniform x{one.query_len}{loras}", "num_reqs") if one.is_uniform else (f"ragged{loras}", "num_tokens")
+def _kind(descriptor: Any) -> tuple[str, str]:
+    """The kind of a class, and the name of its size."""
+    if not isinstance(descriptor, BatchDescriptor):
+        return type(descriptor).__name__, ""
+    loras = f", {descriptor.num_active_loras} LoRAs" if descriptor.num_active_loras else ""
+    if descriptor.is_uniform:
+        return f"uniform x{descriptor.query_len}{loras}", "num_reqs"
+    return f"ragged{loras}", "num_tokens"
 
 
 def as_ladder(given: Ladder[D] | Sequence[D]) -> Ladder[D]:
-    """A ladder as it is; a sequence of descriptors as one of whole graphs."""
+    """Return a ladder as it is, and a sequence of descriptors as a ladder of whole graphs."""
     return given if isinstance(given, Ladder) else Ladder(full=tuple(given))
 
 
 def rungs(limit: int) -> tuple[int, ...]:
-    """The numbers of requests of uniform classes: 1, 2, 4, 8, then in steps of 8 up to 128, then eight to each
-    doubling, up to and including `limit`. Beyond 8, none is padded by more than 8, or an eighth of itself.
+    """The numbers of requests of uniform classes: 1, 2, 4, 8, then steps of 8 up to 128, then eight steps per doubling,
+    up to and including `limit`. Above 8, padding is at most 8 requests or an eighth of the batch.
 
     >>> rungs(20), rungs(300)[-4:]
     ((1, 2, 4, 8, 16, 20), (240, 256, 288, 300))
@@ -117,8 +120,8 @@ def rungs(limit: int) -> tuple[int, ...]:
 
 
 def token_rungs(limit: int) -> tuple[int, ...]:
-    """The numbers of tokens of ragged classes: powers of two up to 128, where a step is bound by the weights that it
-    reads and padding costs little; then four to each doubling, so that none is padded by more than a quarter of itself.
+    """The numbers of tokens of ragged classes: powers of two up to 128, where reading the weights bounds a step and
+    padding costs little; then four steps per doubling, so that padding is at most a quarter of the batch.
 
     >>> token_rungs(20), token_rungs(300)[-5:]
     ((1, 2, 4, 8, 16, 20), (160, 192, 224, 256, 300))
@@ -131,12 +134,12 @@ def token_rungs(limit: int) -> tuple[int, ...]:
 
 
 def lora_rungs(max_loras: int, *, specialised: bool = True) -> tuple[int, ...]:
-    """Numbers of active LoRAs to capture for: none, and powers of two up to the maximum (or, not specialised, it
-    alone).
+    """The numbers of active LoRAs to capture for: 0, and the powers of two up to the maximum (if not specialised, only
+    the maximum).
 
     Args:
-        max_loras: adapters that a batch may use at once.
-        specialised: whether each such number has graphs of its own.
+        max_loras: the most adapters that a batch may use at once.
+        specialised: whether each such number has its own graphs.
 
     >>> lora_rungs(5), lora_rungs(5, specialised=False), lora_rungs(0)
     ((0, 1, 2, 4, 5), (0, 5), (0,))
@@ -152,21 +155,25 @@ def make_ladder(
 ) -> Ladder[BatchDescriptor]:
     """The classes that `mode` may capture under `limits`.
 
-    Whole graphs: uniform classes `R x q` for every query length, up to `max_num_reqs` requests; in mode `full` also
-    ragged classes of up to `max_num_reqs * max(query_lens)` tokens, for decode mixed with the end of a prefill.
-    Pieces: ragged classes of up to `max_num_tokens` tokens, each with as many requests as can be in it, so that there
-    is one a number of tokens; and, where there are no whole graphs for them, uniform classes as above, whose attention
-    is launched as in a whole graph, and sums in the same order. What no class covers runs eagerly.
+    Whole graphs have uniform classes `R x q` for every query length q, up to R = `max_num_reqs` requests. Mode `full`
+    adds ragged classes of up to `max_num_reqs * max(query_lens)` tokens, for decode mixed with the end of a prefill.
+
+    Pieces have ragged classes of up to `max_num_tokens` tokens, each with as many requests as it can hold, so that
+    there is one class per number of tokens. Where there are no whole graphs for them, pieces have the uniform classes
+    above too, in which attention is launched as in a whole graph and sums in the same order.
+
+    A batch that no class covers runs eagerly.
 
     Args:
-        mode: one of `MODES`; `full_and_piecewise` has whole graphs of uniform decode, and pieces for all else.
-        limits: what a batch can be.
+        mode: one of `MODES`; `full_and_piecewise` has whole graphs for uniform decode, and pieces for all other
+            batches.
+        limits: the limits of a batch.
         sizes: numbers of requests (uniform) and of tokens (ragged), instead of `rungs` and `token_rungs`.
-        capability: what the attention back end can do inside a whole graph, one of `CAPABILITIES`.
+        capability: the batches that the attention back end can run inside a whole graph, one of `CAPABILITIES`.
 
     Raises:
-        DescriptorError: an unknown mode or capability, limits that no batch meets, sizes that are all beyond the
-            limits, or a mode whose whole graphs the attention back end cannot be in.
+        DescriptorError: the mode or capability is unknown, no batch is within the limits, all sizes are beyond the
+            limits, or the attention back end cannot run in the whole graphs of this mode.
 
     >>> [str(d) for d in make_ladder("full", Limits(max_num_reqs=2, max_num_tokens=64))]
     ['ragged 2 tokens, 2 reqs', 'uniform x1, 2 reqs', 'ragged 1 tokens, 1 reqs', 'uniform x1, 1 reqs']
@@ -180,7 +187,7 @@ def make_ladder(
         uniform, pieces = [], [*uniform, *pieces]
     if sizes and mode != "none" and not (uniform or mixed or pieces):
         call, instead = f"make_ladder({mode!r}, {limits}, sizes={sizes})", "sizes within the limits, or sizes=None"
-        raise DescriptorError(call, "no size that a batch within the limits can have", instead)
+        raise DescriptorError(call, "only sizes that no batch within the limits can have", instead)
     return Ladder(_largest_first([*uniform, *mixed]), _largest_first(pieces))
 
 
@@ -215,17 +222,17 @@ def _check(mode: str, limits: Any, sizes: Sequence[int] | None, capability: str)
     if capability not in CAPABILITIES:
         raise DescriptorError(call, "an unknown capability", f"one of {', '.join(CAPABILITIES)}")
     if not isinstance(limits, Limits):
-        raise DescriptorError(call, "limits that are no weft.Limits", "weft.Limits(max_num_reqs, max_num_tokens)")
+        raise DescriptorError(call, "limits that are not a weft.Limits", "weft.Limits(max_num_reqs, max_num_tokens)")
     if isinstance(sizes, int | str) or (sizes is not None and not all(isinstance(size, int) for size in sizes)):
-        raise DescriptorError(call, "sizes that are no list of ints", "sizes=[1, 2, 4], or None for the usual rungs")
+        raise DescriptorError(call, "sizes that are not a list of ints", "sizes=[1, 2, 4], or None for the usual rungs")
     if not limits.query_lens or min(limits.query_lens) < 1 or (sizes is not None and min(sizes, default=1) < 1):
-        few = sizes is not None and min(sizes, default=1) < 1
-        seen = f"sizes={list(sizes or ())}" if few else f"query_lens={limits.query_lens}"
-        instead = "sizes of at least 1, or None for the usual rungs" if few else "query_lens=(1,) for plain decode"
+        by_sizes = sizes is not None and min(sizes, default=1) < 1
+        seen = f"sizes={list(sizes or ())}" if by_sizes else f"query_lens={limits.query_lens}"
+        instead = "sizes of at least 1, or None for the usual rungs" if by_sizes else "query_lens=(1,) for plain decode"
         raise DescriptorError(call, seen, instead)
     if not limits.active_loras or min(limits.active_loras) < 0:
         raise DescriptorError(
-            call, "no number of active LoRAs, or a negative one", "active_loras=lora_rungs(max_loras)"
+            call, "active_loras that is empty, or holds a negative number", "active_loras=lora_rungs(max_loras)"
         )
     single = limits.query_lens == (1,)
     needs = {"full": "always", "none": "never", "piecewise": "never"}.get(
@@ -235,6 +242,6 @@ def _check(mode: str, limits: Any, sizes: Sequence[int] | None, capability: str)
         able = [m for m in MODES if m in ("none", "piecewise") or (m != "full" and capability != "never")]
         raise DescriptorError(
             call,
-            f"an attention back end that can be in a whole graph {capability}; this mode needs {needs}",
+            f"an attention back end with capability {capability!r}; this mode needs {needs!r}",
             f"one of {', '.join(able)}" + ("" if single or capability == "uniform" else ", with query_lens=(1,)"),
         )

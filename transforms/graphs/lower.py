@@ -1,4 +1,4 @@
-"""The states of a graphified call, as in JAX: `Graphified` is lowered, a `Lowered` is compiled, a `Compiled` runs."""
+"""`Lowered` and `Compiled`, the states of a graphified function for one signature, as in JAX."""
 
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
@@ -25,14 +25,14 @@ R = TypeVar("R")
 
 @attrs.frozen(eq=False, repr=False)
 class Lowered(Generic[R]):
-    """What a function does for calls of one signature, written down from one run of it.
+    """The operators that a function runs for calls of one signature, recorded from one run.
 
     Args:
-        name: of the function.
+        name: the function's name.
         decision: the mode and the class that its calls run under.
-        in_tree: the structure of the arguments by name, but for the static ones.
+        in_tree: the structure of the arguments by name, without the static ones.
         out_tree: the structure of the result.
-        listing: its operators.
+        listing: the operators.
     """
 
     name: str
@@ -43,19 +43,21 @@ class Lowered(Generic[R]):
     _compile: Callable[["Lowered[R]"], "Compiled[R]"]
 
     def compile(self) -> "Compiled[R]":
-        """Capture the graph for calls of this signature, or take it if it is there."""
+        """Capture the graph for calls of this signature, or take it from the memo."""
         return self._compile(self)
 
     def as_text(self, form: str = "text") -> str:
-        """The listing of its operators; `form="dot"` as a graph for Graphviz."""
+        """The listing of the operators as text, or with `form="dot"` as a graph for Graphviz."""
         if form not in ("text", "dot"):
             raise CaptureError(f"{self.name}.lower(...).as_text({form!r})", "no such form", "'text' or 'dot'")
         return str(self.listing) if form == "text" else self.listing.as_dot()
 
     def refuse(self, miss: Miss) -> NoReturn:
         """Raise the error for a call of another signature."""
-        instead = f"call {self.name} itself, which captures what it needs; or arguments like the lowered ones: of what "
-        instead += "is captured by reference those very tensors, or what a call returned in their place"
+        instead = (
+            f"call {self.name} itself, which captures what it needs; or pass arguments like the lowered ones, and "
+        )
+        instead += "by reference the same tensors, or the ones that a call returned in their place"
         call = f"{self.name}.lower(...).compile()(...)"
         raise CacheMissError(call, f"arguments unlike the lowered ones: {miss.differs}", instead)
 
@@ -68,10 +70,10 @@ class Lowered(Generic[R]):
 
 @attrs.frozen(eq=False, repr=False)
 class Compiled(Generic[R]):
-    """A captured graph, and the way to call it. It takes calls of the lowered signature only, with what is captured by
-    reference (donated arguments, params) where the lowered call had it; where the graphified function would run inline
-    (under autograd, torch.func, another capture) it does too. In the other grad mode, in which a function may compute
-    something else, it has a graph of its own, captured at the first such call."""
+    """A captured graph as a function. It takes calls of the lowered signature only, with the arguments captured by
+    reference (donated arguments, params) at the addresses that the lowered call had. Where the graphified function
+    would run inline (under autograd, torch.func, another capture), so does this one. For the other grad mode, in which
+    a function may compute something else, it has a second graph, captured at the first such call."""
 
     lowered: Lowered[R]
     _entry: Entry
@@ -82,7 +84,7 @@ class Compiled(Generic[R]):
 
     @property
     def in_tree(self) -> TreeSpec:
-        """The structure of the arguments by name, but for the static ones."""
+        """The structure of the arguments by name, without the static ones."""
         return self.lowered.in_tree
 
     @property
@@ -91,11 +93,11 @@ class Compiled(Generic[R]):
         return self.lowered.out_tree
 
     def as_text(self, form: str = "text") -> str:
-        """The listing of its operators; `form="dot"` as a graph for Graphviz."""
+        """The listing of the operators as text, or with `form="dot"` as a graph for Graphviz."""
         return self.lowered.as_text(form)
 
     def memory_analysis(self) -> MemoryAnalysis:
-        """What the graph takes, as measured at its capture."""
+        """The memory of the graph, as measured at its capture."""
         return analysis_of([self._entry])
 
     def __repr__(self) -> str:
@@ -105,42 +107,45 @@ class Compiled(Generic[R]):
 
 
 def lower(
-    of: Graphable,
+    graphable: Graphable,
     call: Call,
     decision: Decision[Any],
     device: torch.device,
     compile: Callable[[Lowered[R]], Compiled[R]],
 ) -> Lowered[R]:
-    """Run a function once on input buffers of its own, and write down what it does.
+    """Run a function once on its own input buffers, and list its operators.
 
     Raises:
-        CaptureError: what it does could not be captured.
+        CaptureError: the function cannot be captured.
     """
-    prepared = prepare(of, call, decision.descriptor, InputBufferPool())
-    given = zip(prepared.given, prepared.names, (*prepared.references, *prepared.buffers), strict=True)
+    prepared = prepare(graphable, call, decision.descriptor, InputBufferPool())
+    arguments = zip(prepared.aliases, prepared.names, (*prepared.references, *prepared.buffers), strict=True)
     donated = {id(x) for x in prepared.donated}
-    own = {id(x) for x in prepared.references}
-    inputs = [(x, _origin(name, leaf, donated, own)) for x, name, leaf in given if isinstance(x, Tensor)]
-    writer = Writer(inputs, of.split_at if decision.mode == "piecewise" else frozenset())
-    audit = audit_of(of, prepared, device)
-    with prepared.untouched(audit):
+    by_reference = {id(x) for x in prepared.references}
+    inputs = [(x, _origin(name, leaf, donated, by_reference)) for x, name, leaf in arguments if isinstance(x, Tensor)]
+    writer = Writer(inputs, graphable.split_at if decision.mode == "piecewise" else frozenset())
+    audit = audit_of(graphable, prepared, device)
+    with prepared.restored(audit):
         with signal_capture(), writer, audit:
             outputs = prepared.run()
         result = tree_unflatten(list(outputs.leaves), outputs.structure)
-        values = [_what(x, i, writer, prepared.names) for x, i in zip(outputs.leaves, outputs.references, strict=True)]
+        values = [
+            _result_text(x, i, writer, prepared.names) for x, i in zip(outputs.leaves, outputs.references, strict=True)
+        ]
     paths = [path for path, _ in leaves_with_names(result)]
     descriptor = "" if decision.descriptor is None else f" for '{decision.descriptor}'"
-    title = f"{of.name}({', '.join((*call.references, *call.copied))}), {decision.mode}{descriptor}"
+    title = f"{graphable.name}({', '.join((*call.references, *call.copied))}), {decision.mode}{descriptor}"
     listing = Listing(title, tuple(writer.inputs), tuple(writer.lines), tuple(zip(paths, values, strict=True)))
     in_tree = tree_structure({**call.references, **call.copied})
-    return Lowered(of.name, decision, in_tree, outputs.structure, listing, compile)
+    return Lowered(graphable.name, decision, in_tree, outputs.structure, listing, compile)
 
 
-def _origin(name: str, tensor: Tensor, donated: set[int], own: set[int]) -> str:
-    return f"{name}, {'donated' if id(tensor) in donated else 'by reference' if id(tensor) in own else 'copied in'}"
+def _origin(name: str, tensor: Tensor, donated: set[int], by_reference: set[int]) -> str:
+    role = "donated" if id(tensor) in donated else "by reference" if id(tensor) in by_reference else "copied in"
+    return f"{name}, {role}"
 
 
-def _what(leaf: Any, reference: int | None, writer: Writer, names: tuple[str, ...]) -> str:
+def _result_text(leaf: Any, reference: int | None, writer: Writer, names: tuple[str, ...]) -> str:
     if reference is not None:
         return f"{names[reference]}, in its place"
     return str(writer.value(leaf)) if isinstance(leaf, Tensor) else repr(leaf)

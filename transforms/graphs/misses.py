@@ -1,5 +1,5 @@
-"""Misses: in what a call differs from those that were captured, what would avoid that, and a warning where one function
-captures, or runs by itself, without end."""
+"""Cache misses: the difference between a call and the captured ones, the advice that avoids it, and warnings for
+functions that capture, or run inline, at every call."""
 
 import contextlib
 import inspect
@@ -18,13 +18,13 @@ from weft.transforms.graphs.calls.structures import structure_differences
 from weft.trees import TreeSpec
 
 ENDLESS = 8
-"""Captures in a row, or calls that run the function itself, that are a sign that no call will ever replay."""
+"""The number of captures in a row, or of inline calls in a row, after which a warning says that nothing replays."""
 _MOST_SHOWN = 4
 
 
 @attrs.frozen
 class Miss:
-    """In what a call differs from a captured one, in words; and what to write so that it does not, if that is known."""
+    """The difference between a call and a captured one, in words, and the code that avoids it, if that is known."""
 
     differs: str
     remedy: str = ""
@@ -35,23 +35,23 @@ class Miss:
 
 @attrs.frozen
 class Changed:
-    """The fields in which one key differs from another that calls may change for ever.
+    """The fields in which two keys differ and that can differ anew at every call.
 
     Args:
-        donated: arguments that are donated, of another address.
-        references: other arguments captured by reference, of another address.
-        values: leaves that are numbers, with the new one.
-        others: whether there are other differences.
+        donated: donated arguments at another address.
+        references: other arguments captured by reference, at another address.
+        values: leaves that are numbers, with the new number.
+        has_others: whether the keys differ in other fields too.
     """
 
     donated: tuple[str, ...]
     references: tuple[str, ...]
     values: Mapping[str, Any]
-    others: bool
+    has_others: bool
 
     @property
     def fields(self) -> tuple[Any, ...]:
-        """What changed, whatever the values are."""
+        """The names of the changed fields, without the values."""
         return (self.donated, self.references, tuple(self.values))
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Changed:
         return ", ".join([*moved, *(f"{name} (a Python value, which is part of the key)" for name in self.values)])
 
     def remedy(self) -> str:
-        """What to write, so that these differences are none."""
+        """The code to write instead, which avoids these differences."""
         found = [
             f"keep {name} in place ({name}.copy_(...)), or write donate_argnames={name!r} if the call returns its next "
             "value, or reference_argnames=() to copy it in"
@@ -76,26 +76,28 @@ class Changed:
 
 
 def changed_between(new: Key, old: Key, names: Iterable[str], donated: Sequence[str]) -> Changed:
-    """The fields in which two keys differ, by kind."""
-    same = [_but_leaves(key) for key in (new, old)]
+    """Sort the fields in which two keys differ by kind."""
+    same = [_without_leaves(key) for key in (new, old)]
     if same[0] != same[1]:
         return Changed((), (), {}, True)
     moved: dict[str, None] = {}
     values: dict[str, Any] = {}
-    others = False
+    has_others = False
     for name, a, b in zip(names, new.leaves, old.leaves, strict=True):
         if a == b:
             continue
         if isinstance(a, LeafKey) and isinstance(b, LeafKey) and attrs.evolve(a, address=b.address) == b:
             moved[re.split(r"\W", name, maxsplit=1)[0]] = None
         elif not isinstance(b, LeafKey) and _is_number(a):
-            values[name] = brief(a)
+            values[name] = value_text(a)
         else:
-            others = True
-    return Changed(tuple(n for n in moved if n in donated), tuple(n for n in moved if n not in donated), values, others)
+            has_others = True
+    return Changed(
+        tuple(n for n in moved if n in donated), tuple(n for n in moved if n not in donated), values, has_others
+    )
 
 
-def _but_leaves(key: Key) -> Key:
+def _without_leaves(key: Key) -> Key:
     bare = [attrs.evolve(part, leaves=()) for part in (key.references, key.copied)]
     return attrs.evolve(key, references=bare[0], copied=bare[1])
 
@@ -105,12 +107,12 @@ def _is_number(key: Any) -> bool:
 
 
 def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
-    """Each field in which two keys differ, in words: the new value, then the captured one."""
+    """Yield each field in which two keys differ, in words: the new value, then the captured one."""
     if new.descriptor != old.descriptor:
         yield f"descriptor: '{new.descriptor}', captured '{old.descriptor}'"
     for (name, value), (_, captured) in zip(new.statics, old.statics, strict=False):
         if value != captured:
-            yield f"static argument {name}: {brief(value)}, captured {brief(captured)}"
+            yield f"static argument {name}: {value_text(value)}, captured {value_text(captured)}"
     for (name, value), (_, captured) in zip(new.ambient, old.ambient, strict=True):
         if value != captured:
             yield f"{name}: {value}, captured {captured}"
@@ -118,11 +120,11 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
     structures = [(one.structure, other.structure) for one, other in parts]
     keys = [(*own.references.keys, *own.copied.keys) for own in (new, old)]
     if any(one != other for one, other in structures) or keys[0] != keys[1]:
-        if new.descriptor == old.descriptor:  # which is part of the structure
+        if new.descriptor == old.descriptor:  # the descriptor is part of the structure, and was reported above
             for one, other in structures:
-                yield from _of_arguments(one, other)
+                yield from _argument_differences(one, other)
             if all(one == other for one, other in structures):
-                yield f"keys of dicts: {brief_all(keys[0])}, captured {brief_all(keys[1])}"
+                yield f"keys of dicts: {values_text(keys[0])}, captured {values_text(keys[1])}"
         return
     for name, a, b in zip(names, new.leaves, old.leaves, strict=True):
         if a == b:
@@ -135,11 +137,11 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
                 elif value != captured:
                     yield f"{name}: another tensor than the captured one (captured by reference)"
         else:
-            yield f"{name}: {brief(a)}, captured {brief(b)}"
+            yield f"{name}: {value_text(a)}, captured {value_text(b)}"
 
 
-def _of_arguments(new: TreeSpec, old: TreeSpec) -> Iterator[str]:
-    """The differences in structure of arguments by name."""
+def _argument_differences(new: TreeSpec, old: TreeSpec) -> Iterator[str]:
+    """Yield the differences in structure between arguments, by name."""
     if new.context != old.context:
         yield f"arguments {', '.join(new.context)}, captured {', '.join(old.context)}"
         return
@@ -148,8 +150,8 @@ def _of_arguments(new: TreeSpec, old: TreeSpec) -> Iterator[str]:
             yield f"{name}{path}: structure {seen}, captured {captured}"
 
 
-def brief(key: Any) -> str:
-    """A key of one leaf as the value that it stands for."""
+def value_text(key: Any) -> str:
+    """The value that the key of one leaf stands for, as text."""
     if isinstance(key, LeafKey):
         return "a tensor"
     kind, value = key[:2]
@@ -157,16 +159,16 @@ def brief(key: Any) -> str:
         return repr(kind.fromhex(value))
     if issubclass(kind, complex):
         return str(value)
-    return f"({brief_all(value)})" if issubclass(kind, tuple) else repr(value)
+    return f"({values_text(value)})" if issubclass(kind, tuple) else repr(value)
 
 
-def brief_all(keys: Iterable[Any]) -> str:
-    """Several such keys."""
-    return ", ".join(brief(key) for key in keys)
+def values_text(keys: Iterable[Any]) -> str:
+    """The values of several such keys, as text."""
+    return ", ".join(value_text(key) for key in keys)
 
 
 def miss_between(new: Key, old: Key, names: Sequence[str], donated: Sequence[str]) -> Miss:
-    """In what a call of key `new` differs from one of key `old`."""
+    """The difference between a call with key `new` and one with key `old`."""
     found = differences(new, old, names)
     shown = [*islice(found, _MOST_SHOWN)]
     more = sum(1 for _ in found)
@@ -175,7 +177,7 @@ def miss_between(new: Key, old: Key, names: Sequence[str], donated: Sequence[str
 
 
 def nearest_miss(key: Key, memo: Mapping[Key, Any], names: Sequence[str], donated: Sequence[str]) -> Miss:
-    """In what `key` differs from the captured key that is most like it."""
+    """The difference between `key` and the most similar captured key."""
     if not memo:
         return Miss("nothing is captured yet")
 
@@ -188,12 +190,11 @@ def nearest_miss(key: Key, memo: Mapping[Key, Any], names: Sequence[str], donate
 
 @attrs.define
 class Recaptures:
-    """Watches the captures of one function, and warns once where they do not end: where `ENDLESS` of them in a row
-    differ, each from the one before, only in the same addresses and numbers, and no call between replayed a graph that
-    was there.
+    """Warns once if a function captures at every call: if `ENDLESS` captures in a row each differ from the one before
+    only in the same addresses and numbers, and no call in between replayed an existing graph.
 
     Args:
-        name: of the function.
+        name: the function's name.
         donated: its donated arguments.
     """
 
@@ -202,24 +203,24 @@ class Recaptures:
     _last: Key | None = None
     _fields: tuple[Any, ...] = ()
     _replays: int = 0
-    _row: int = 0
-    _said: list[Any] = attrs.field(factory=list)
+    _streak: int = 0
+    _warned: list[Any] = attrs.field(factory=list)
 
     def note(self, key: Key, names: Sequence[str], replays: int) -> None:
-        """Take note of a capture, after so many replays of all graphs together."""
-        last, quiet = self._last, replays <= self._replays + 1  # a captured graph is replayed once at once
+        """Count a capture; `replays` is the number of replays of all graphs so far."""
+        last, quiet = self._last, replays <= self._replays + 1  # the call that captures a graph replays it once
         self._last, self._replays = key, replays
         changed = None if last is None or not quiet else changed_between(key, last, names, self.donated)
-        if changed is None or changed.others:
-            self._row, self._fields = 1, ()
+        if changed is None or changed.has_others:
+            self._streak, self._fields = 1, ()
             return
-        self._row = self._row + 1 if changed.fields == self._fields or self._row == 1 else 2
+        self._streak = self._streak + 1 if changed.fields == self._fields or self._streak == 1 else 2
         self._fields = changed.fields
-        if self._row == ENDLESS and changed.fields not in self._said:
-            self._said.append(changed.fields)
+        if self._streak == ENDLESS and changed.fields not in self._warned:
+            self._warned.append(changed.fields)
             warnings.warn(
-                f"{self.name}: the last {ENDLESS} calls captured a graph each, and replayed none that was there. They "
-                f"differ only in {changed}. Instead: {changed.remedy()}. The last call: {user_line()}",
+                f"{self.name}: each of the last {ENDLESS} calls captured a graph, and none replayed an existing one. "
+                f"They differ only in {changed}. Instead: {changed.remedy()}. The last call: {user_line()}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -227,26 +228,26 @@ class Recaptures:
 
 @attrs.define
 class Inlines:
-    """Watches the calls of one function that run it inline for an argument's sake, or autograd's, and warns once where
-    `ENDLESS` of them in a row do, with no replay between.
+    """Warns once if a function always runs inline because of an argument or autograd: after `ENDLESS` such calls in a
+    row, with no replay in between.
 
     Args:
-        name: of the function.
+        name: the function's name.
     """
 
     name: str
     _replays: int = 0
-    _row: int = 0
-    _said: bool = False
+    _streak: int = 0
+    _warned: bool = False
 
     def note(self, why: Callable[[], str | None], replays: int) -> None:
-        """Take note of such a call, after so many replays of all graphs together."""
-        self._row = self._row + 1 if replays == self._replays else 1
+        """Count an inline call; `replays` is the number of replays of all graphs so far."""
+        self._streak = self._streak + 1 if replays == self._replays else 1
         self._replays = replays
-        if self._row >= ENDLESS and not self._said:
-            self._said = True
+        if self._streak >= ENDLESS and not self._warned:
+            self._warned = True
             warnings.warn(
-                f"{self.name}: the last {ENDLESS} calls replayed nothing, but ran the function itself: {why()}. The "
+                f"{self.name}: the last {ENDLESS} calls ran the function itself and replayed nothing: {why()}. The "
                 f"last call: {user_line()}",
                 RuntimeWarning,
                 stacklevel=2,
@@ -254,18 +255,18 @@ class Inlines:
 
 
 def outside_name(fn: Callable[..., Any], tensor: Tensor) -> str:
-    """What a function calls a tensor that it reads and is not given: `model.lm_head.weight`."""
-    for name, value in _read_by(inspect.unwrap(fn)):
+    """The name that a function has for a tensor which it reads and is not passed: `model.lm_head.weight`."""
+    for name, value in _values_read_by(inspect.unwrap(fn)):
         own = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
         if (path := next((path for path, x in own if x is tensor), None)) is not None:
             return f"{name}.{path}" if path else name
     return f"a tensor of shape {tuple(tensor.shape)}"
 
 
-def _read_by(fn: Any) -> Iterator[tuple[str, Any]]:
-    """What a function is a method of, closes over, or reads of its module, by name."""
-    of = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    yield type(of).__name__, of
-    with contextlib.suppress(TypeError, ValueError):  # no function of Python, or a cell that is empty still
+def _values_read_by(fn: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) for the instance that a function is bound to, and for its nonlocals and globals."""
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    yield type(owner).__name__, owner
+    with contextlib.suppress(TypeError, ValueError):  # not a Python function, or a closure cell that is still empty
         read = inspect.getclosurevars(fn)
         yield from (*read.nonlocals.items(), *read.globals.items())

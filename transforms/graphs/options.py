@@ -1,4 +1,4 @@
-"""What `graphify` was asked for: its options, checked against the function's signature."""
+"""The options of `graphify`, checked against the function's signature."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ Names = str | Iterable[str]
 
 
 Operators = str | Any | Iterable[str | Any]
-"""Operators by name, or as `torch.ops.aten.sort`."""
+"""Operators by name (`aten::sort`), or as `torch.ops.aten.sort`."""
 
 
 class CommonOptions(TypedDict, total=False):
@@ -43,17 +43,17 @@ class GraphifyOptions(CommonOptions, total=False):
 
 @attrs.frozen(eq=False)
 class Graphable:
-    """A function and how it is to be captured.
+    """A function and its checked options.
 
     Args:
-        fn: it; the arguments that it donates are declared on it.
-        name: for messages.
-        roles: of its arguments.
+        fn: the function; its donated arguments are declared on it.
+        name: its name in messages.
+        roles: the roles of its arguments.
         ladder: the classes that may be captured; None: any signature.
-        split_at: operators that stay outside the graphs of mode piecewise.
-        backend: as `make_backend` takes it.
-        borrow: results are lent.
-        max_captures: graphs held at most.
+        split_at: operators that stay outside the graphs in mode piecewise.
+        backend: the back end's name, as `make_backend` takes it.
+        borrow: whether results are lent.
+        max_captures: the most graphs to hold; None: any number.
         collectives: whether collective operations may be captured.
     """
 
@@ -72,7 +72,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     """Check the options against `fn`.
 
     Raises:
-        CaptureError: one of them says what cannot be, or names what `fn` does not have.
+        CaptureError: an option is invalid, or names an argument that `fn` does not have.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     call = f"graphify({getattr(fn, '__name__', fn)!s:.60}, ...)"
@@ -86,13 +86,16 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     for option, names in (("donate", extra), ("static", static), ("reference", references)):
         for argument in names:
             if argument not in signature.parameters:
-                seen = f"{option}_argnames holds {argument!r}, which is no argument of it"
-                raise CaptureError(call, seen, f"one of {', '.join(signature.parameters) or '(), for it has none'}")
+                seen = f"{option}_argnames holds {argument!r}, which is not one of its arguments"
+                instead = (
+                    f"one of {', '.join(signature.parameters)}" if signature.parameters else "no names: it has none"
+                )
+                raise CaptureError(call, seen, instead)
     donated = (*declared, *extra)
-    by_hand = () if by_name is None else references
-    if both := next((n for n in static if n in (*donated, *by_hand)), None):
+    given_references = () if by_name is None else references
+    if both := next((n for n in static if n in (*donated, *given_references)), None):
         seen = f"{both!r} in static_argnames, and in donate_argnames or reference_argnames"
-        raise CaptureError(call, seen, "one of them: a static argument is no tensor")
+        raise CaptureError(call, seen, "one of them: a static argument is not a tensor")
     by_reference = (*donated, *(n for n in references if n not in donated))
     ladder = options["ladder"]
     return Graphable(
@@ -109,9 +112,9 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
 
 
 def _module_of(fn: Any) -> nn.Module | None:
-    """The module that a function is, is a method of, or says that it calls."""
-    found = (fn, getattr(fn, "__self__", None), getattr(fn, "__weft_module__", None))
-    return next((module for module in found if isinstance(module, nn.Module)), None)
+    """The module that a function is, is a method of, or declares to call (`__weft_module__`)."""
+    candidates = (fn, getattr(fn, "__self__", None), getattr(fn, "__weft_module__", None))
+    return next((module for module in candidates if isinstance(module, nn.Module)), None)
 
 
 def names_in(given: Names) -> tuple[str, ...]:
@@ -134,8 +137,8 @@ def _signature_of(call: str, fn: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(fn)
     except (ValueError, TypeError):
         name = getattr(fn, "__name__", "fn")
-        instead = f"a function around it, such as lambda x: {name}(x)"
-        raise CaptureError(call, "a builtin, whose arguments nobody knows by name", instead) from None
+        instead = f"a function that calls it, such as lambda x: {name}(x)"
+        raise CaptureError(call, "a builtin, whose argument names are unknown", instead) from None
 
 
 def _check_function(call: str, fn: Any) -> None:
@@ -145,12 +148,12 @@ def _check_function(call: str, fn: Any) -> None:
             "graphify(<a Tensor>, ...)", seen, "the function itself: graphify(f), and not graphify(f(x))"
         )
     if not callable(fn):
-        raise CaptureError(call, f"{fn!r:.60}, which is no function", "a function over tensors")
+        raise CaptureError(call, f"{fn!r:.60}, which is not a function", "a function over tensors")
     if is_compiled(fn):
         instead = "the function itself, or torch.compile(fn, mode='reduce-overhead') alone"
-        raise CaptureError(call, "what torch.compile made, which cannot compile while it is watched", instead)
+        raise CaptureError(call, "a result of torch.compile, which cannot compile during a capture", instead)
     if any(test(fn) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)):
-        seen = "a function that yields or awaits, of which a call runs nothing"
+        seen = "a function that yields or awaits, so that a call does not run it"
         raise CaptureError(call, seen, "a function that returns all its results")
 
 
@@ -161,8 +164,8 @@ def _check_names(call: str, option: str, given: Any) -> None:
     raise CaptureError(call, f"{option}={given!r:.60}", f"{option}=[...], the names of arguments")
 
 
-def _lack_of(rung: Any) -> str:
-    """What a rung of a ladder lacks to be a descriptor; empty if nothing."""
+def _missing_protocol(rung: Any) -> str:
+    """The property that a rung of a ladder lacks to be a descriptor, in words; empty if it is one."""
     kind = type(rung).__name__
     if not callable(getattr(rung, "covers", None)):
         return "" if isinstance(rung, str) else f"{kind} has no method covers"
@@ -172,13 +175,13 @@ def _lack_of(rung: Any) -> str:
 def _check(call: str, options: GraphifyOptions) -> None:
     for option in ("donate_argnames", "static_argnames", "reference_argnames"):
         _check_names(call, option, options[option])
-    ladder, outputs, most = options["ladder"], options["outputs"], options["max_captures"]
+    ladder, outputs, max_captures = options["ladder"], options["outputs"], options["max_captures"]
     if outputs not in ("safe", "borrow"):
         raise CaptureError(call, f"outputs={outputs!r}", "outputs='safe' or 'borrow'")
-    if ladder is not None and (isinstance(ladder, str) or any(map(_lack_of, ladder))):
+    if ladder is not None and (isinstance(ladder, str) or any(map(_missing_protocol, ladder))):
         instead = "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable class (such as "
         instead += "an @attrs.frozen one) with a method covers(other)"
-        seen = f"ladder={ladder!r}" + next((f"; {lack}" for lack in map(_lack_of, ladder) if lack), "")
+        seen = f"ladder={ladder!r}" + next((f"; {lack}" for lack in map(_missing_protocol, ladder) if lack), "")
         raise CaptureError(call, seen, instead)
     for rung in ladder or ():
         if (covers := rung.covers(rung)) is not True:
@@ -190,5 +193,7 @@ def _check(call: str, options: GraphifyOptions) -> None:
         raise CaptureError(call, seen, instead)
     if options["backend"] not in (None, *NAMES):
         raise no_backend(options["backend"])
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-        raise CaptureError(call, f"max_captures={most!r}", "an int >= 1, or None for any number")
+    if max_captures is not None and (
+        isinstance(max_captures, bool) or not isinstance(max_captures, int) or max_captures < 1
+    ):
+        raise CaptureError(call, f"max_captures={max_captures!r}", "an int >= 1, or None for any number")

@@ -40,7 +40,7 @@ def test_a_subclass_of_tensor_is_refused_before_and_after_a_plain_one() -> None:
             g(X.as_subclass(Negated))
         assert str(caught.value) == (
             "<lambda>(...)\n"
-            "  saw: x is a Negated, a subclass of Tensor, which may give any operator a meaning of its own\n"
+            "  saw: x is a Negated, a subclass of Tensor, which may redefine any operator\n"
             "  instead: pass plain tensors: those that it wraps, or x.as_subclass(torch.Tensor)"
         )
 
@@ -55,7 +55,7 @@ def test_a_parameter_is_an_argument() -> None:
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # which newer torches deprecate
 def test_quantized_tensors_are_refused() -> None:
     x = torch.quantize_per_tensor(X, 0.5, 0, torch.qint8)
-    with pytest.raises(CaptureError, match=r"saw: x is quantized, with scales that are no part of the key"):
+    with pytest.raises(CaptureError, match=r"saw: x is quantized, and its scales are not part of the key"):
         graphify(lambda x: x.dequantize())(x)
 
 
@@ -152,7 +152,7 @@ def test_a_dimension_of_one_keeps_its_stride() -> None:
 
 
 def test_memory_between_the_elements_is_no_argument() -> None:
-    with pytest.raises(CaptureError, match="saw: as_strided of x, of whose storage a replay has its elements only"):
+    with pytest.raises(CaptureError, match="saw: as_strided of x beyond its elements, which a replay does not have"):
         graphify(lambda x: x.as_strided((2,), (1,)))(torch.arange(6.0)[::2])
     g = graphify(lambda x: x.as_strided((2,), (1,)))
     for x in (X, X + 1):
@@ -215,8 +215,8 @@ def test_a_ladder_of_another_class_of_descriptors_is_refused() -> None:
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "a builtin": (torch.sin, {}, "saw: a builtin, whose arguments nobody knows by name"),
-    "a number": (3, {}, "saw: 3, which is no function"),
+    "a builtin": (torch.sin, {}, "saw: a builtin, whose argument names are unknown"),
+    "a number": (3, {}, "saw: 3, which is not a function"),
     "static and donated": (
         lambda s: s,
         {"static_argnames": "s", "donate_argnames": "s"},

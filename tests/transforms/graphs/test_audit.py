@@ -54,7 +54,7 @@ READS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "a 0-d index": ("a tensor's value is read on the host", lambda x, i: x[i], (X, INDEX)),
     "a slice": ("a tensor's value is read on the host", lambda x, i: x[i:], (X, INDEX)),
     "tensordot": (
-        "tensordot over dims that a tensor holds",
+        "tensordot with a tensor of dims reads it on the host",
         lambda x, d: torch.tensordot(x, x, dims=d),
         (X, INDEX[None]),
     ),
@@ -98,7 +98,7 @@ def test_a_replay_with_a_result_of_another_shape_raises() -> None:
         g(torch.tensor([1.0]))
     assert str(caught.value) == (
         "a replay of weft_tests.as_many.default\n"
-        "  saw: a result of shape (1,), which was (2,) at the capture, so that it depends on data\n"
+        "  saw: a result of shape (1,), which had shape (2,) at the capture, so it depends on data\n"
         "  instead: call that operator outside the graphified function"
     )
 
@@ -108,8 +108,8 @@ def test_gradients_that_lie_on_an_argument_are_refused() -> None:
     with torch.no_grad():
         for p.grad in (None, torch.ones(3)):
             said = refusal(lambda params: params if params.grad is None else params - params.grad, p)
-            assert "saw: .grad of a tensor from outside is no argument, and is not seen again" in said
-            assert "instead: pass the gradients as an argument of their own" in said
+            assert "saw: .grad of a tensor from outside is not an argument, so a replay does not read it again" in said
+            assert "instead: pass the gradients as a separate argument" in said
 
 
 def test_gradients_of_its_own_are_seen() -> None:
@@ -145,12 +145,12 @@ OPAQUE: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 def test_a_result_that_is_no_pytree_is_refused(way: str) -> None:
     seen, fn = OPAQUE[way]
     said = refusal(fn, X)
-    assert f"saw: its result{seen}, neither tensor, plain value nor pytree" in said
+    assert f"saw: its result{seen}, which is neither a tensor, a plain value nor a pytree" in said
     assert "instead: return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)" in said
 
 
 def test_functions_that_await_are_refused_at_once() -> None:
-    with pytest.raises(CaptureError, match="a function that yields or awaits, of which a call runs nothing"):
+    with pytest.raises(CaptureError, match="a function that yields or awaits, so that a call does not run it"):
         graphify(later)
     assert asyncio.run(later(X)).tolist() == [0, 2, 4]
 

@@ -21,15 +21,13 @@ from weft.trees import pytree
 
 def test_explain_says_what_a_call_would_do_and_does_nothing() -> None:
     g = graphify(twice)
-    assert str(g.explain(X)) == (
-        "captures: no ladder, so each signature has a graph of its own; nothing is captured yet"
-    )
+    assert str(g.explain(X)) == ("captures: no ladder, so each signature has its own graph; nothing is captured yet")
     assert counts(g) == (0, 0, 0)
     g(X)
     seen = g.explain(X + 1)
-    assert (seen.captured, str(seen)) == (True, "replays: no ladder, so each signature has a graph of its own")
+    assert (seen.captured, str(seen)) == (True, "replays: no ladder, so each signature has its own graph")
     assert str(g.explain(X, 2)).endswith("; k: 2, captured 1; pass k as a 0-dim tensor: torch.tensor(2)")
-    assert str(g.freeze().explain(X, 2)).startswith("would raise, being frozen: ")
+    assert str(g.freeze().explain(X, 2)).startswith("would raise, because it is frozen: ")
     assert counts(g) == (1, 1, 0)
     wants = torch.ones(2, requires_grad=True)
     assert str(g.explain(wants)).startswith("runs inline: x requires grad")

@@ -163,7 +163,7 @@ class Opaque:
 
 STATIC = "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes"
 FOREIGN: dict[str, tuple[Any, str, str]] = {
-    "an array": (np.ones(2), "y is no tensor and cannot be hashed (<any>)", "torch.from_numpy(array)"),
+    "an array": (np.ones(2), "y is not a tensor and cannot be hashed (<any>)", "torch.from_numpy(array)"),
     "a numpy number": (np.float32(3), "y is a float32, <any>", "float(...) or int(...) of it"),
     "a module": (nn.Linear(2, 2), "y is a Linear, <any>", "its parameters, with torch.func.functional_call, <any>"),
     "an object": (Opaque(1), "y is an Opaque, which is neither a tensor, a plain value nor a pytree", STATIC),
@@ -193,11 +193,11 @@ async def awaits(x: Tensor) -> Tensor:
 
 
 def test_what_is_no_function_of_results() -> None:
-    seen, instead = "a function that yields or awaits, of which a call runs nothing", "a function that returns <any>"
+    seen, instead = "a function that yields or awaits, so that a call does not run it", "a function that returns <any>"
     for fn in (yields, awaits):
         with refused(CaptureError, f"graphify({fn.__name__}, ...)", seen, instead):
             graphify(fn)
-    with refused(CaptureError, "graphify(3, ...)", "3, which is no function", "a function over tensors"):
+    with refused(CaptureError, "graphify(3, ...)", "3, which is not a function", "a function over tensors"):
         graphify(3)  # type: ignore[call-overload]
 
 
@@ -217,7 +217,7 @@ def returns_an_object(x: Tensor) -> Opaque:
 
 def test_what_a_function_does_that_a_graph_cannot() -> None:
     x = torch.ones(2)
-    seen = "torch.cond chooses what runs, which a graph cannot" + at(chooses, "torch.cond")
+    seen = "torch.cond chooses a branch, which a graph cannot do" + at(chooses, "torch.cond")
     instead = "torch.where, with both branches computed; or call torch.cond outside the function"
     with refused(CaptureError, "graphify(chooses)", seen, instead):
         graphify(chooses)(x)
@@ -227,7 +227,7 @@ def test_what_a_function_does_that_a_graph_cannot() -> None:
         graphify(prints)(x)
     with weft.no_capture(replay=False):
         assert graphify(prints)(x).tolist() == [2, 2]
-    seen = "its result is of class Opaque, neither tensor, plain value nor pytree"
+    seen = "its result is of class Opaque, which is neither a tensor, a plain value nor a pytree"
     instead = "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
     with refused(CaptureError, "graphify(returns_an_object)", seen, instead):
         graphify(returns_an_object)(x)

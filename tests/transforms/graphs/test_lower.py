@@ -136,8 +136,8 @@ def test_a_compiled_graph_says_what_to_do_about_a_state_elsewhere() -> None:
         "arguments unlike the lowered ones: state['n']: another tensor than the captured one (captured by reference)"
     )
     assert error.value.instead == (
-        "call step itself, which captures what it needs; or arguments like the lowered ones: of what is captured by "
-        "reference those very tensors, or what a call returned in their place"
+        "call step itself, which captures what it needs; or pass arguments like the lowered ones, "
+        "and by reference the same tensors, or the ones that a call returned in their place"
     )
     for turn in (1.0, 2.0):
         state, _ = compiled(params, state, batch)

@@ -40,7 +40,7 @@ def test_a_changed_field_is_a_miss_and_a_frozen_function_names_it(change: str) -
     with pytest.raises(CacheMissError) as error:
         g(*other)
     assert str(error.value).startswith("twice(...)\n  saw: a miss after freeze(): " + text)
-    instead = "capture this signature before freeze(), or call with arguments like the captured ones"
+    instead = "capture this signature before freeze(), or call it with arguments like the captured ones"
     remedy = {"value": ": pass k as a 0-dim tensor: torch.tensor(2)"}
     remedy["float for int"] = remedy["value"].replace("2", "1.0")
     assert error.value.instead == instead + remedy.get(change, "")
@@ -222,5 +222,5 @@ def test_names_that_are_no_arguments_are_refused(argument: str) -> None:
     with pytest.raises(CaptureError) as error:
         graphify(twice, **{argument: ("parmas",)})
     assert error.value.call == "graphify(twice, ...)"
-    assert "'parmas', which is no argument of it" in error.value.seen
+    assert "'parmas', which is not one of its arguments" in error.value.seen
     assert error.value.instead == "one of x, k"

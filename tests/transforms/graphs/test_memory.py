@@ -16,7 +16,7 @@ from weft.transforms.graphs.backends.cuda import CudaBackend
 from weft.transforms.graphs.backends.tape import TapeBackend
 from weft.transforms.graphs.graphify import graphify, piecewise
 from weft.transforms.graphs.ladder import Ladder
-from weft.transforms.graphs.memory import MemoryAnalysis, MemoryEstimate, between, spread
+from weft.transforms.graphs.memory import MemoryAnalysis, MemoryEstimate, interpolate, sample_indices
 from weft.trees import tree_leaves
 
 
@@ -91,7 +91,7 @@ def test_as_strided_sees_its_own_argument_and_not_what_lies_behind() -> None:
 def test_nothing_sees_what_a_larger_argument_left_behind_a_smaller_one(fn: Callable[[Tensor], Tensor]) -> None:
     g, x = graphify(fn), torch.arange(9.0)
     assert torch.equal(g(x), fn(x))
-    with pytest.raises(CaptureError, match="of x, of whose storage a replay has its elements only"):
+    with pytest.raises(CaptureError, match="of x beyond its elements, which a replay does not have"):
         g(torch.arange(2.0))
 
 
@@ -111,7 +111,9 @@ TURNED = torch.tensor([1 + 2j, 3 - 4j])
 )
 @pytest.mark.filterwarnings("ignore:.*quantize")
 def test_outputs_whose_memory_is_lent_are_the_same(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TapeBackend, "lend_memory", CudaBackend.lend_memory)  # a tape holds the memory anyway
+    monkeypatch.setattr(
+        TapeBackend, "release_output_memory", CudaBackend.release_output_memory
+    )  # a tape holds the memory anyway
     g = graphify(fn)
     for x in (TURNED, TURNED + 1):
         assert all(torch.equal(a, b) for a, b in zip(tree_leaves(g(x)), tree_leaves(fn(x)), strict=True))
@@ -154,7 +156,7 @@ def test_an_estimate_of_no_classes_is_nothing() -> None:
 
 def test_which_classes_are_captured_for_an_estimate() -> None:
     for count in range(1, 80):
-        places = spread(count)
+        places = sample_indices(count)
         assert list(places) == sorted(set(places))
         assert {0, min(1, count - 1), count - 1} <= set(places)
         assert len(places) == min(count, 5)
@@ -162,5 +164,5 @@ def test_which_classes_are_captured_for_an_estimate() -> None:
 
 def test_between_is_on_the_line() -> None:
     points = [(10, 100), (20, 100), (40, 300)]
-    assert [between(points, x) for x in (5, 10, 15, 20, 25, 39, 40, 41)] == [100, 100, 100, 100, 150, 290, 300, 300]
-    assert between([(0, 0), (3, 1)], 1) == 1  # rounded up
+    assert [interpolate(points, x) for x in (5, 10, 15, 20, 25, 39, 40, 41)] == [100, 100, 100, 100, 150, 290, 300, 300]
+    assert interpolate([(0, 0), (3, 1)], 1) == 1  # rounded up

@@ -95,8 +95,8 @@ def test_captures_that_do_not_end_are_said_once(case: str) -> None:
         call(g, ENDLESS - 1, kept)
     [warning] = caught
     assert str(warning.message).startswith(
-        f"{g.__name__}: the last 8 calls captured a graph each, and replayed none that was there. They differ only in "
-        f"{fields}. Instead: {remedy}. The last call: {__file__}:"
+        f"{g.__name__}: each of the last 8 calls captured a graph, and none replayed an existing one. "
+        f"They differ only in {fields}. Instead: {remedy}. The last call: {__file__}:"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -211,7 +211,7 @@ REQUIRES = (
     "requires_grad_(False) on what is not trained, lets it replay (for gradients inside the graph: torch.func.grad "
     "over parameters that are passed in)"
 )
-ARGUMENT = " requires grad, and autograd must see the operators; torch.no_grad() around the call lifts this"
+ARGUMENT = " requires grad, and autograd must see the operators; torch.no_grad() around the call lets it replay"
 INLINE: dict[str, tuple[Callable[[], Graphified[..., Any]], tuple[Any, ...], str]] = {
     "a module that is closed over": (lambda: graphify(closed_over()), (X,), f"it reads model.1.by{REQUIRES}"),
     "a global module": (lambda: graphify(lambda x: LAYER(x)), (X,), f"it reads LAYER.weight{REQUIRES}"),
@@ -245,8 +245,8 @@ def test_calls_that_always_run_inline_are_said_once(case: str) -> None:
         g(*args)
     [warning] = caught
     assert str(warning.message).startswith(
-        f"{getattr(g, '__name__', 'Scale')}: the last 8 calls replayed nothing, but ran the function "
-        f"itself: {reason}. The last call: {__file__}:"
+        f"{getattr(g, '__name__', 'Scale')}: the last 8 calls ran the function itself and replayed "
+        f"nothing: {reason}. The last call: {__file__}:"
     )
     assert str(g.explain(*args)) == f"runs inline: {reason}"
     with warnings.catch_warnings():

@@ -170,7 +170,7 @@ def test_experts_in_a_loop_over_data_name_the_other_way() -> None:
     model.set_experts_implementation("eager")
     said = refusal(lambda ids: model(input_ids=ids, use_cache=False).logits, tokens(0, 9, "cpu"))
     assert "modeling_mixtral.py" in said
-    assert "instead: model.set_experts_implementation('grouped_mm'): 'eager' has the host know which tokens" in said
+    assert "instead: model.set_experts_implementation('grouped_mm'): 'eager' reads on the host which tokens" in said
 
 
 @pytest.mark.gpu
@@ -254,7 +254,7 @@ def test_a_mask_that_torch_compares_is_to_be_said_to_be_causal() -> None:
     encoder = nn.TransformerEncoder(layer(), 2).requires_grad_(False)
     said = refusal(lambda x: encoder(x, mask=CAUSAL), torch.randn(2, 5, 16))
     assert "a branch on a tensor's value" in said
-    assert "instead: is_causal=True or False beside the mask (tgt_is_causal=... in a decoder)" in said
+    assert "instead: is_causal=True or False with the mask (tgt_is_causal=... in a decoder)" in said
 
 
 # What they ask, and what they are told

@@ -63,7 +63,7 @@ def test_a_leaf_that_is_no_tensor() -> None:
 
 
 def test_tensors_of_another_size_than_their_descriptor_says() -> None:
-    seen = "signal.x of shape (5,) in a batch of class 'Length(steps=3)', which says (3,)"
+    seen = "signal.x of shape (5,) in a batch of class 'Length(steps=3)', which needs (3,)"
     with refused(DescriptorError, "whole(...)", seen, "give the batch the descriptor of its tensors"):
         graphify(whole, ladder=[Length(8)])(Signal(Length(3), torch.ones(5)))
 

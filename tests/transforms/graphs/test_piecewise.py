@@ -28,7 +28,7 @@ def test_operators_that_are_none() -> None:
 
 
 def test_operators_that_are_not_called_are_told_beside_those_that_are() -> None:
-    seen = "no call of aten::linear, where it was to be cut into pieces"
+    seen = "no call of aten::linear, which split_at names"
     with refused(
         CaptureError, "graphify(sorts)", seen, "name an operator that it calls: aten::add, aten::mul, aten::sort"
     ):

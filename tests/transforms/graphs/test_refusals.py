@@ -28,7 +28,7 @@ PINNING: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("way", PINNING)
 def test_pinned_memory_is_refused(way: str) -> None:
-    with pytest.raises(CaptureError, match=r"makes pinned memory of the host\n\s+at .*test_refusals.py"):
+    with pytest.raises(CaptureError, match=r"allocates pinned host memory\n\s+at .*test_refusals.py"):
         graphify(PINNING[way])(torch.ones(2))
 
 
@@ -185,8 +185,8 @@ def writes_outside_batch_norm(x: Tensor) -> Any:
     return torch.nn.functional.batch_norm(x[:, None], OUTSIDE[:1], OUTSIDE[:1] + 1, training=True)
 
 
-BRANCH, SHAPE = "a branch on a tensor's value", "has a result whose shape or value on the host depends on data"
-MASK = "indexing with a boolean mask, whose result depends on data in shape or in work"
+BRANCH, SHAPE = "a branch on a tensor's value", "has a result whose shape, or value on the host, depends on data"
+MASK = "indexing with a boolean mask, whose shape or work depends on data"
 NOT_OWN = "of shape (4,), which it does not own"
 REFUSED: dict[Callable[[Tensor], Any], str] = {
     reads_item: "Tensor.item reads a tensor on the host",

@@ -1,4 +1,4 @@
-"""Capture back ends: one small protocol, and the choice by device."""
+"""Capture back ends: one small protocol, and the choice of a back end by device."""
 
 from collections.abc import Callable, Iterable, Set
 from typing import Any, Protocol
@@ -11,89 +11,93 @@ from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 
 NAMES = ("tape", "cuda")
-"""What `graphify(..., backend=...)` may name."""
+"""The names that `graphify(..., backend=...)` takes."""
 
 
 class Recording(Protocol):
-    """A captured run: fixed inputs, fixed outputs, and the way to run it again."""
+    """A captured run with fixed inputs and outputs, which can be replayed."""
 
     @property
     def outputs(self) -> Any:
-        """What the captured function returned; each replay overwrites these tensors."""
+        """The outputs of the captured function; each replay overwrites these tensors."""
 
     @property
     def num_pieces(self) -> int:
-        """Graphs in it: 1, and 1 more for each split operator that was met."""
+        """The number of graphs: 1, and 1 more per call of a split operator."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensor memory that the capture took, beside the buffers it was given."""
+        """The bytes of tensor memory that the capture took, without the input buffers."""
 
     @property
     def driver_bytes(self) -> int:
-        """Bytes that the device's driver took for the graphs themselves. It keeps those of a dropped graph for a later
-        one, so that they are counted once."""
+        """The bytes that the device's driver took for the graphs themselves. It keeps the memory of a dropped graph for
+        a later one, which then counts fewer."""
 
     def replay(self) -> None:
-        """Run the record again on whatever the input buffers hold now."""
+        """Run the recorded operators again on the current contents of the input buffers."""
 
 
 class Backend(Protocol):
-    """Something that records a function of no arguments (its inputs are fixed buffers) and replays the record."""
+    """Records a function of no arguments, whose inputs are fixed buffers, as a recording that replays."""
 
     @property
     def name(self) -> str:
-        """As `graphify(backend=...)` takes it."""
+        """The name that `graphify(backend=...)` takes."""
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device of its recordings."""
 
     @property
     def input_buffers(self) -> InputBufferPool:
-        """Memory for the input buffers of what it records."""
+        """The memory for the input buffers of its recordings."""
 
     @property
-    def enter(self) -> Callable[[], None] | None:
-        """To call before a replay's buffers are filled: makes the current stream wait for the last replay, if that ran
-        on another stream. None where there are no streams."""
+    def wait_for_last_replay(self) -> Callable[[], None] | None:
+        """A function to call before a replay's buffers are filled: it makes the current stream wait for the last
+        replay, if that ran on another stream. None if the device has no streams."""
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> Recording:
-        """Run `fn` under `audit` as often as recording takes, and return the record.
+        """Run `fn` under `audit`, once or more, and return the recording.
 
         Args:
-            fn: what to record.
-            audit: refuses what a replay could not repeat.
-            split_at: operators, by name (`weft::paged_attention`), that stay outside the graphs: each runs by itself
+            fn: the function to record.
+            audit: refuses operations that a replay cannot repeat.
+            split_at: names of operators (`weft::paged_attention`) that stay outside the graphs: each runs eagerly
                 between two pieces.
 
         Raises:
             CaptureError: the audit refused something that `fn` did.
-            torch.OutOfMemoryError: there is no room for it.
+            torch.OutOfMemoryError: the device's memory is full.
         """
 
-    def lend_memory(self, recording: Any, made: Set[int], /) -> Any:
-        """The recording, with the memory of its outputs free for later captures; for results that are copied before
-        anything else replays.
+    def release_output_memory(self, recording: Any, made: Set[int], /) -> Any:
+        """Free the memory of a recording's outputs for later captures; for results that are copied before anything else
+        replays.
 
         Args:
-            recording: of this back end.
-            made: the storages (`storage_id`) that the function made.
+            recording: a recording of this back end.
+            made: the storages (`storage_id`) that the function allocated.
+
+        Returns:
+            The recording with outputs that do not own their memory.
         """
 
 
 def cuda_device(tensors: Iterable[Tensor]) -> torch.device | None:
-    """The CUDA device of the first of these tensors that is on one."""
+    """The CUDA device of the first of these tensors that is on one; None if none is."""
     return next((t.device for t in tensors if t.device.type == "cuda"), None)
 
 
 def no_backend(name: Any) -> DeviceError:
-    """For a name that is none of `NAMES`."""
-    return DeviceError(f"graphify(..., backend={name!r})", "no such back end", "backend='tape', 'cuda' or None")
+    """The error for a name that is not in `NAMES`."""
+    return DeviceError(f"graphify(..., backend={name!r})", "an unknown back end", "backend='tape', 'cuda' or None")
 
 
 def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
-    """The back end called `name`, or, for None, `cuda` if any of the tensors is on a CUDA device and `tape` if not."""
+    """Make the back end `name`; None stands for `cuda` if any of the tensors is on a CUDA device, and for `tape` if
+    not."""
     from weft.transforms.graphs.backends.cuda import CudaBackend
     from weft.transforms.graphs.backends.tape import TapeBackend
 

@@ -1,6 +1,6 @@
-"""The GPU back end: `torch.cuda.CUDAGraph`, one memory pool for all captures of one graphified function.
+"""The GPU back end: `torch.cuda.CUDAGraph`, with one memory pool for all captures of one graphified function.
 
-A capture is a whole graph, or pieces: the capture is interrupted at each split operator, which runs by itself at every
+A capture is a whole graph, or pieces: the capture is interrupted at each split operator, which runs eagerly at every
 replay, between the graph before it and the graph after it.
 """
 
@@ -28,9 +28,10 @@ from weft.trees import tree_map
 
 @attrs.frozen(eq=False)
 class SplitCall:
-    """A split operator between two pieces: what it reads, and where the next piece expects its results.
+    """A call of a split operator between two pieces: its arguments, and the tensors where the next piece reads its
+    results.
 
-    The tensors are borrowed: their memory is the pool's, an input buffer's, or the caller's.
+    The tensors do not own their memory, which belongs to the pool, to an input buffer or to the caller.
     """
 
     func: Any
@@ -54,7 +55,7 @@ class Piece:
 
 @attrs.frozen(eq=False)
 class CudaRecording:
-    """The pieces, their outputs in the pool, and the tensors from outside that they read."""
+    """The pieces of a capture, their outputs in the pool, and the tensors from outside that they read."""
 
     pieces: tuple[Piece, ...]
     outputs: Any
@@ -69,7 +70,7 @@ class CudaRecording:
 
 
 def _replay_of(pieces: tuple[Piece, ...]) -> Callable[[], None]:
-    """What replays the pieces in order, with nothing but the split operators between them."""
+    """Make the function that replays the pieces in order, with only the split operators between them."""
     if len(pieces) == 1:
         return replayer(pieces[0].graph)
     return functools.partial(_replay_pieces, [(piece.before, replayer(piece.graph)) for piece in pieces])
@@ -83,11 +84,11 @@ def _replay_pieces(pieces: list[tuple[SplitCall | None, Callable[[], None]]]) ->
 
 
 class CudaBackend:
-    """Captures on a side stream, the first time after an eager warm-up there (kernels compile, libraries make their
-    workspaces).
+    """Captures on a side stream; the first capture follows an eager warm-up there, in which kernels compile and
+    libraries create their workspaces.
 
-    The outputs of a capture stay referenced, so that no later capture of the pool reuses their memory, unless they are
-    copied after every replay (`lend_memory`).
+    The outputs of a capture stay referenced, so that no later capture in the pool reuses their memory, unless they are
+    copied after every replay (`release_output_memory`).
     """
 
     name = "cuda"
@@ -97,20 +98,20 @@ class CudaBackend:
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.input_buffers = InputBufferPool()
-        self._warm: set[tuple[bool, int]] = set()
+        self._warmed_up: set[tuple[bool, int]] = set()
         self._generators: dict[torch.Generator, None] = {}
         self._stream_id = current_stream_id(self.stream.device_index)
-        self._last = self.stream.cuda_stream
+        self._last_stream = self.stream.cuda_stream
 
-    def enter(self) -> None:
-        """Make the current stream wait for that of the last replay: they share buffers and a pool."""
-        if (current := self._stream_id()) != self._last:
-            self._follow(current)
+    def wait_for_last_replay(self) -> None:
+        """Make the current stream wait for that of the last replay, because replays share buffers and a pool."""
+        if (current := self._stream_id()) != self._last_stream:
+            self._wait_for(current)
 
-    def _follow(self, current: int) -> None:
-        last = torch.cuda.ExternalStream(self._last, self.device)
+    def _wait_for(self, current: int) -> None:
+        last = torch.cuda.ExternalStream(self._last_stream, self.device)
         torch.cuda.current_stream(self.device).wait_stream(last)
-        self._last = current
+        self._last_stream = current
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
         current = torch.cuda.current_stream(self.device)
@@ -119,40 +120,40 @@ class CudaBackend:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                 return self._capture(fn, audit, split_at)
         finally:
-            # Also after a refusal: what is restored then must come after what a run wrote.
+            # Also after a refusal, because the restored values must be written after those of the run.
             current.wait_stream(self.stream)
 
     def _capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
-        """Warm up for the first capture of a kind; for later ones only if CUDA refuses without."""
-        kind = (bool(split_at), threading.get_ident())  # a thread has library handles of its own
-        if kind in self._warm:
+        """Warm up before the first capture of a kind; before later ones only if CUDA refuses a capture without it."""
+        kind = (bool(split_at), threading.get_ident())  # each thread has its own library handles
+        if kind in self._warmed_up:
             try:
                 return self._record(fn, audit, split_at)
             except (CaptureError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:
-                pass  # a kernel that is not loaded yet, perhaps, a new generator, or what an eager run explains
+                pass  # perhaps a kernel that is not loaded yet, or a new generator; the eager run shows any other cause
         audit.rehearse(fn)
         self.stream.synchronize()
-        self._generators.update(dict.fromkeys(audit.random.before))
-        self._warm.add(kind)
+        self._generators.update(dict.fromkeys(audit.random.initial_states))
+        self._warmed_up.add(kind)
         try:
             return self._record(fn, audit, split_at)
         except (CaptureError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             fault = f"CUDA refused: {str(error).splitlines()[0]}"
-            raise refusal(audit.call, fault, "move what waits for the device out of it", error) from error
+            raise refusal(audit.call, fault, "move operations that wait for the device out of it", error) from error
 
     def _record(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
-        audit.random.know(self._generators)
+        audit.random.add_known(self._generators)
         audit.restart()
         free, reserved = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_reserved(self.device)
         session = _Session(self.device, self.pool, split_at, audit)
         try:
             outputs = session.run(fn)
         except BaseException:
-            # The allocator may hold the pool of a void capture for one that is still going on.
+            # The allocator may consider the pool of a failed capture as still in use by a capture.
             self.pool = torch.cuda.graph_pool_handle()
             raise
         tensors = max(torch.cuda.memory_reserved(self.device) - reserved, 0)
@@ -161,8 +162,8 @@ class CudaBackend:
         external = tuple(audit.external.values())
         return CudaRecording(pieces, outputs, external, _replay_of(pieces), tensors, driver)
 
-    def lend_memory(self, recording: CudaRecording, made: Set[int]) -> CudaRecording:
-        """With outputs that name their memory, and do not hold it: the graph keeps the pool alive that it is in."""
+    def release_output_memory(self, recording: CudaRecording, made: Set[int]) -> CudaRecording:
+        """Replace the outputs by tensors that do not own their memory; the graph keeps its pool alive."""
         outputs: Outputs = recording.outputs
         leaves = (unowned(x) if _is_on(self.device, x) and storage_id(x) in made else x for x in outputs.leaves)
         return attrs.evolve(recording, outputs=attrs.evolve(outputs, leaves=tuple(leaves)))
@@ -174,7 +175,8 @@ def _is_on(device: torch.device, x: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """No collection meanwhile: it could destroy some other graph, which CUDA forbids to a thread that captures."""
+    """Context without garbage collection, which could destroy another graph: CUDA forbids that in a capturing
+    thread."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -185,7 +187,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 class _Session(DispatchMode):
-    """One capture: graphs begun and ended around each split operator."""
+    """One capture, which ends one graph before each split operator and begins the next one after it."""
 
     def __init__(self, device: torch.device, pool: Any, split_at: frozenset[str], audit: Audit) -> None:
         super().__init__()
@@ -196,7 +198,7 @@ class _Session(DispatchMode):
         self._results: tuple[Tensor, ...] = ()
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        with _without_garbage_collection(), self._voided_by_errors():
+        with _without_garbage_collection(), self._ended_on_error():
             self._begin()
             with self if self.split_at else contextlib.nullcontext(), self.audit:
                 outputs = fn()
@@ -210,12 +212,12 @@ class _Session(DispatchMode):
         if func._schema.name not in self.split_at:
             return func(*args, **kwargs)
         self._end()
-        # A capture only records: the piece must run for the operator to find values that it can read.
-        self._run_last()
+        # A capture only records, so the piece must run before the operator can read its values.
+        self._run_last_piece()
         result = func(*args, **kwargs)
         call = tree_map(lambda x: unowned(x) if isinstance(x, Tensor) else x, (args, kwargs))
         self._begin()
-        # Memory of the pool, which a later piece may reuse once the function has dropped the result.
+        # Allocated in the pool, so that a later piece may reuse the memory once the function has dropped the result.
         targets = tree_map(lambda x: torch.empty_like(x) if isinstance(x, Tensor) else x, result)
         self._results = tuple(tensors_in(result))
         self._before = SplitCall(func, call[0], call[1], tuple(unowned(t) for t in tensors_in(targets)))
@@ -223,31 +225,31 @@ class _Session(DispatchMode):
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        for generator in self.audit.random.before:
+        for generator in self.audit.random.initial_states:
             if generator.device.type == "cuda":
                 self._graph.register_generator_state(generator)
         self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
     def _end(self) -> None:
         with warnings.catch_warnings():
-            # Two split operators may follow each other, with nothing between them.
+            # The graph is empty if two split operators follow each other.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             self._graph.capture_end()
         self.pieces.append(Piece(self._before, self._graph))
 
-    def _run_last(self) -> None:
+    def _run_last_piece(self) -> None:
         if self._before is not None:
             for target, result in zip(self._before.targets, self._results, strict=True):
                 target.copy_(result)
         self._graph.replay()
 
     @contextlib.contextmanager
-    def _voided_by_errors(self) -> Iterator[None]:
+    def _ended_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            # The capture is void, and may say so once more when it is ended; the stream is usable after that. The
-            # allocator is told only by a capture that ends well.
+            # Ending the failed capture may raise once more; the stream is usable after that. Only a capture that ends
+            # without an error tells the allocator to stop using the pool.
             try:
                 self._graph.capture_end()
             except RuntimeError:

@@ -1,4 +1,5 @@
-"""Reads of tensors on the host that never reach the dispatcher: found by the Python functions that make them."""
+"""`HostReads` refuses reads of tensors on the host that never reach the dispatcher, by the Python functions that make
+them; `refusal` is the error, with the user's line."""
 
 import linecache
 import sys
@@ -32,11 +33,11 @@ _SKIPPED = ("torch", "functools", "contextlib", "pickle", "copyreg", "weft")
 
 
 class HostReads(FunctionMode):
-    """Refuses the reads that never reach the dispatcher, and tells all of them apart by name.
+    """A function mode that refuses host reads which never reach the dispatcher, and names each of them.
 
     Args:
-        call: how the function is called in error messages.
-        is_argument: whether a tensor is one of the arguments themselves, not made of one.
+        call: the call in error messages, as the user writes it.
+        is_argument: whether a tensor is itself an argument, and not a view or result of one.
         is_own: whether a tensor was made inside the function.
     """
 
@@ -44,7 +45,7 @@ class HostReads(FunctionMode):
         super().__init__()
         self.call = call
         self.is_argument, self.is_own = is_argument, is_own
-        self.attends = False
+        self.calls_attention = False
 
     @uncompiled
     def __torch_function__(
@@ -52,45 +53,47 @@ class HostReads(FunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "__get__":
-            return self._look(func, args)
+            return self._read_attribute(func, args)
         if found := _fault(func, name, args, kwargs):
             raise refusal(self.call, *found)
         if name in _ATTENTION:
-            self.attends = True
+            self.calls_attention = True
             if off_fast_path():
                 fault = "the fast path of torch.nn's attention, which this capture cannot take"
-                raise refusal(self.call, fault, "torch.backends.mha.set_fastpath_enabled(False) before, for all calls")
+                instead = "torch.backends.mha.set_fastpath_enabled(False) before all calls"
+                raise refusal(self.call, fault, instead)
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
             if not is_higher_order(func) or "HigherOrderOperator" not in str(error):
                 raise
             instead = f"torch.where, with both branches computed; or call torch.{func} outside the function"
-            raise refusal(self.call, f"torch.{func} chooses what runs, which a graph cannot", instead) from None
+            raise refusal(self.call, f"torch.{func} chooses a branch, which a graph cannot do", instead) from None
 
-    def _look(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """An attribute of a tensor."""
-        of, seen = getattr(func, "__self__", None), func(*args)
-        if of is torch.Tensor.grad and (self.is_argument(args[0]) if seen is None else not self.is_own(seen)):
-            instead = "pass the gradients as an argument of their own, {name: p.grad for name, p in ...}"
-            raise refusal(self.call, ".grad of a tensor from outside is no argument, and is not seen again", instead)
-        if of is READ_BY_PICKLE and _is_pickled():
+    def _read_attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Read an attribute of a tensor, unless it is one that a replay would not read again."""
+        attribute, value = getattr(func, "__self__", None), func(*args)
+        if attribute is torch.Tensor.grad and (self.is_argument(args[0]) if value is None else not self.is_own(value)):
+            instead = "pass the gradients as a separate argument, {name: p.grad for name, p in ...}"
+            fault = ".grad of a tensor from outside is not an argument, so a replay does not read it again"
+            raise refusal(self.call, fault, instead)
+        if attribute is READ_BY_PICKLE and _is_pickled():
             raise refusal(self.call, "pickle (torch.save) reads a tensor on the host", "x.clone(), or save it outside")
-        return seen
+        return value
 
 
 def _fault(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
-    """What a function reads on the host, and the remedy; None if nothing."""
+    """(the host read that a function does, the remedy); None if it reads nothing on the host."""
     if name in _READS and getattr(torch.Tensor, name, None) is func:
-        what = "a branch on a tensor's value" if name == "__bool__" else f"Tensor.{name} reads a tensor on the host"
-        show = "call it inside weft.no_capture(replay=False), where it may print; or " if name in _SHOWN else ""
-        return what, show + REMEDY
+        fault = "a branch on a tensor's value" if name == "__bool__" else f"Tensor.{name} reads a tensor on the host"
+        print_remedy = "call it inside weft.no_capture(replay=False), where it may print; or " if name in _SHOWN else ""
+        return fault, print_remedy + REMEDY
     if func in _RUN_PYTHON:
         return f"Tensor.{name} runs Python on each element, on the host", REMEDY
     if func in _SPLITS and _any_tensor(args[1:], kwargs):
-        return f"{name} at places that a tensor holds reads them on the host", REMEDY
+        return f"{name} with a tensor of indices reads it on the host", REMEDY
     if func is torch.tensordot and _any_tensor(args[2:], kwargs.get("dims")):
-        return "tensordot over dims that a tensor holds reads them on the host", f"dims as ints; or {REMEDY}"
+        return "tensordot with a tensor of dims reads it on the host", f"dims as ints; or {REMEDY}"
     if func in _NEW_TENSORS and _any_tensor(args[func is torch.Tensor.new_tensor :], kwargs):
         return f"{name} of tensors reads them on the host", f"torch.stack or torch.cat; or {REMEDY}"
     if func in _FROM_LISTS and _any_tensor([x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple)]):
@@ -107,13 +110,13 @@ def _any_tensor(*values: Any) -> bool:
 
 
 def _is_list_of_tensors(index: Any) -> bool:
-    """Whether a part of an index is a list that holds tensors. (A list of tensors, by itself, is a tuple.)"""
+    """Whether a part of an index is a list that holds tensors (torch takes a top-level list of tensors as a tuple)."""
     parts = index if isinstance(index, tuple | list) else ()
     return any(_any_tensor(part) for part in parts if isinstance(part, list | tuple))
 
 
 def _is_pickled() -> bool:
-    """Whether a tensor's `__reduce_ex__` is running, for anybody but `copy`, which keeps the storage."""
+    """Whether a tensor's `__reduce_ex__` is running, called by anything but `copy`, which keeps the storage."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__reduce_ex__":
         frame = frame.f_back
@@ -122,29 +125,29 @@ def _is_pickled() -> bool:
 
 
 def refusal(call: str, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
-    """The error for something that cannot be captured, with the user's source line: the one that runs, or where an
-    `error` is given the one that raised it."""
+    """The error for an operation that cannot be captured, with the user's source line: the running one, or, if an
+    `error` is passed, the one that raised it."""
     frames = _running() if error is None else [*_raised_in(error), *_running()]
     remedy = next(filter(None, map(_known_remedy, frames)), instead)
     return CaptureError(call, f"{fault}\n       at {_line_of(frames)}", remedy)
 
 
 def user_line() -> str:
-    """File, line and text of the innermost frame that is neither torch's nor weft's."""
+    """The file, line and text of the innermost frame outside torch and weft."""
     return _line_of(_running())
 
 
 Frame = tuple[types.FrameType, int]
-"""A frame, and the line in it."""
+"""A frame, and the line number in it."""
 
 
 def _running() -> list[Frame]:
-    """The frames that run, the innermost first."""
+    """The running frames, innermost first."""
     return [*traceback.walk_stack(sys._getframe(1))]
 
 
 def _raised_in(error: BaseException) -> list[Frame]:
-    """The frames that an error left, the innermost first."""
+    """The frames that an error passed through, innermost first."""
     return [*traceback.walk_tb(error.__traceback__)][::-1]
 
 
@@ -157,13 +160,15 @@ def _line_of(frames: Iterable[Frame]) -> str:
 
 
 def _known_remedy(at: Frame) -> str:
-    """What to write where other people's code, which has another way, reads on the host; empty if that is not known."""
+    """The remedy for a host read in torch.nn's or transformers' code that has a setting to avoid it; else empty."""
     frame, _ = at
     if frame.f_code.co_name == "_detect_is_causal_mask":
-        return "is_causal=True or False beside the mask (tgt_is_causal=... in a decoder), so that it is not compared"
+        return (
+            "is_causal=True or False with the mask (tgt_is_causal=... in a decoder), so that torch need not compare it"
+        )
     if "Experts" not in type(module := frame.f_locals.get("self")).__name__:
         return ""
     if (experts := getattr(getattr(module, "config", None), "_experts_implementation", None)) is None:
         return ""
     other = "grouped_mm" if experts == "eager" else "batched_mm"
-    return f"model.set_experts_implementation({other!r}): {experts!r} has the host know which tokens go to which expert"
+    return f"model.set_experts_implementation({other!r}): {experts!r} reads on the host which tokens go to which expert"

@@ -1,4 +1,5 @@
-"""What operators read and write, by their schemas and by what is known of them beside."""
+"""The reads, writes and data dependence of operators, by their schemas and by special cases that schemas do not
+state."""
 
 import functools
 import math
@@ -11,16 +12,16 @@ from torch import Tensor
 PINS = {"aten::pin_memory", "aten::_pin_memory"}
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 TRANSFERS = {"weft::send", "weft::recv"}
-"""Between ranks: collective, and repeated although they compute nothing."""
+"""Transfers between ranks, which are collective, and which a replay repeats although they compute nothing."""
 _aten = torch.ops.aten
 ONLY_MEMORY = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.resize_}
-"""What they leave behind at capture is what a replay needs: memory, and its size."""
+"""Operators that only allocate or resize memory, which a replay need not repeat."""
 _STRIDED = {_aten.as_strided, _aten.as_strided_copy, _aten.as_strided_scatter}
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """The tensors among operator arguments or results: those are flat, but for lists and tuples."""
+    """The tensors among operator arguments or results, which nest only in lists, tuples and dicts."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -31,7 +32,7 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
 
 
 def flat_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """`tensors_in`, for arguments that are mostly tensors and numbers."""
+    """`tensors_in` as a list, and faster if most arguments are tensors and numbers."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -43,7 +44,7 @@ def flat_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """The places and names of the arguments that an operator writes, by its schema."""
+    """(index, name) of the arguments that an operator writes, by its schema."""
     arguments = enumerate(func._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
@@ -52,7 +53,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
     """The tensors that an operator writes."""
     for index, name in _written_arguments(func):
         yield from tensors_in(args[index] if index < len(args) else kwargs.get(name))
-    # Batch normalisation in training updates its running statistics, which its schema does not say.
+    # Batch normalisation in training updates its running statistics, but its schema does not declare that.
     if func.overloadpacket in _BATCH_NORMS:
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         if named.get("training") or named.get("train"):
@@ -61,8 +62,8 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
 
 @functools.cache
 def is_harmless(func: Any) -> bool:
-    """Whether calls of an operator may be let through whatever its arguments are: it writes nothing, depends on no
-    data, and is neither collective nor makes pinned memory."""
+    """Whether an operator is safe in a capture whatever its arguments are: it writes nothing, does not depend on data,
+    is not collective, and does not allocate pinned memory."""
     aten = torch.ops.aten
     indexing = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
     watched = (*indexing, aten._local_scalar_dense, *_STRIDED)
@@ -73,9 +74,9 @@ def is_harmless(func: Any) -> bool:
     return not suspect and not _written_arguments(func)
 
 
-def reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
-    """For an operator that sees a storage apart from the tensor that it was taken from: the storage, as `storage_id`
-    names it, and the bytes up to the last that it sees. None for others."""
+def storage_reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """For an operator that addresses a storage beyond the tensor it is passed (`as_strided`, `set_`): the storage, as
+    `storage_id` gives it, and the number of bytes up to the last one addressed. None for other operators."""
     if func.overloadpacket not in (*_STRIDED, _aten.set_):
         return None
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
@@ -86,7 +87,7 @@ def reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int
         return None
     if (size := named.get("size")) is None:
         return int(source._cdata), source.nbytes()
-    first, strides = named.get("storage_offset"), named.get("stride")  # none: dense
+    first, strides = named.get("storage_offset"), named.get("stride")  # no stride means dense
     last = sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if strides else math.prod(size) - 1
     last += x.storage_offset() if first is None else first
     return int(source._cdata), (last + 1) * x.element_size() if all(size) else 0
@@ -98,28 +99,28 @@ def is_collective(func: Any) -> bool:
 
 
 def data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a replay could not repeat the operator, or None."""
+    """The reason why a replay cannot repeat the operator, or None."""
     aten = torch.ops.aten
     if func is aten._local_scalar_dense.default:
         return "a tensor's value is read on the host"
     if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
         indices = args[1] if len(args) > 1 else kwargs["indices"]
         if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
-            return "indexing with a boolean mask, whose result depends on data in shape or in work"
+            return "indexing with a boolean mask, whose shape or work depends on data"
         return None
     if func in (aten._to_copy.default, aten.copy_.default):
-        return _crossing(func, args, kwargs)
+        return _device_crossing(func, args, kwargs)
     if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
-        return f"{func} has a result whose shape or value on the host depends on data"
+        return f"{func} has a result whose shape, or value on the host, depends on data"
     return None
 
 
 COPY = "a copy from"
-"""How a fault begins that is a copy between devices."""
+"""The first words of a fault that is a copy between devices."""
 
 
-def _crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a copy is between host and device, or None: inside a graph it would move what the host held at capture."""
+def _device_crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The fault of a copy between host and device, or None: a replay would copy the host's values of the capture."""
     if func is torch.ops.aten.copy_.default:
         source, target = args[1].device, args[0].device
     else:

@@ -1,8 +1,8 @@
-"""The CPU back end: a tape of operators with the hazards of a CUDA graph, on purpose.
+"""The CPU back end: a tape of operators that has the hazards of a CUDA graph on purpose.
 
-Addresses are fixed, Python values are frozen at capture, a replay overwrites the outputs of the one before, host reads
-are refused, and whoever asks torch whether CUDA is capturing is told so. A law that the tape breaks, a graph would
-break; what holds here can be tested without a GPU.
+Addresses are fixed, Python values are frozen at capture, a replay overwrites the outputs of the previous one, host
+reads are refused, and torch reports during a capture that CUDA is capturing. A law that the tape breaks, a graph would
+break; so the laws can be tested without a GPU.
 """
 
 from collections.abc import Callable, Set
@@ -25,31 +25,31 @@ _CPU = torch.device("cpu")
 
 @attrs.frozen
 class Operation:
-    """One recorded operator: the very tensors it read and wrote.
+    """One recorded operator, with the tensors that it read and wrote.
 
-    `fresh` are its results that are neither inputs nor views of them: a replay computes them again and copies them to
-    the addresses that they had at capture.
+    `computed` are (index, tensor) of the results that are neither inputs nor views of them: a replay computes them
+    again and copies them to the addresses that they had at capture.
     """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    fresh: tuple[tuple[int, Tensor], ...]
+    computed: tuple[tuple[int, Tensor], ...]
 
     def run(self) -> None:
         results = list(tensors_in(self.func(*self.args, **self.kwargs)))
-        for index, tensor in self.fresh:
+        for index, tensor in self.computed:
             if results[index].shape != tensor.shape:
                 raise self._reshaped(tuple(results[index].shape), tuple(tensor.shape))
             tensor.copy_(results[index])
 
     def _reshaped(self, seen: tuple[int, ...], captured: tuple[int, ...]) -> CaptureError:
-        seen_text = f"a result of shape {seen}, which was {captured} at the capture, so that it depends on data"
+        seen_text = f"a result of shape {seen}, which had shape {captured} at the capture, so it depends on data"
         return CaptureError(f"a replay of {self.func}", seen_text, "call that operator outside the graphified function")
 
 
 class _Recorder(DispatchMode):
-    """Runs a function under the audit's rules and writes the tape."""
+    """Records the operators of a function on a tape while it runs under the audit."""
 
     def __init__(self, audit: Audit, split_at: frozenset[str]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Recorder(DispatchMode):
         self.tape: list[Operation] = []
         self.split_at = split_at
         self.num_pieces = 1
-        self._made: set[int] = set()
+        self._own: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,36 +66,37 @@ class _Recorder(DispatchMode):
         self.num_pieces += func._schema.name in self.split_at
         result = func(*args, **kwargs)
         inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
-        fresh = [(i, _as_it_is(t)) for i, t in enumerate(tensors_in(result)) if _is_fresh(t, inputs)]
-        self._made.update(storage_id(t) for _, t in fresh)
+        computed = [(i, _alias(t)) for i, t in enumerate(tensors_in(result)) if _is_computed(t, inputs)]
+        self._own.update(storage_id(t) for _, t in computed)
         writes = func._schema.name in TRANSFERS or any(True for _ in written(func, args, kwargs))
-        checks = not func._schema.returns  # such as the one by which linalg.inv raises
+        checks = not func._schema.returns  # such as the operator by which linalg.inv raises
         repeated = func.overloadpacket not in ONLY_MEMORY and torch.Tag.inplace_view not in func.tags
-        if (fresh or writes or checks) and repeated:
-            args, kwargs = tree_map(self._held, (args, kwargs))
-            self.tape.append(Operation(func, args, kwargs, tuple(fresh)))
+        if (computed or writes or checks) and repeated:
+            args, kwargs = tree_map(self._tape_argument, (args, kwargs))
+            self.tape.append(Operation(func, args, kwargs, tuple(computed)))
         return result
 
-    def _held(self, value: Any) -> Any:
-        """What the tape keeps of an argument: what is captured by reference is there whenever it is replayed."""
-        if isinstance(value, Tensor) and storage_id(value) in self.audit.lent and _has_address(value):
+    def _tape_argument(self, value: Any) -> Any:
+        """An argument as the tape keeps it: unowned if it is captured by reference, because its owner outlives
+        replays."""
+        if isinstance(value, Tensor) and storage_id(value) in self.audit.by_reference and _has_address(value):
             return unowned(value)
-        return _as_it_is(value)
+        return _alias(value)
 
     def nbytes(self) -> int:
-        """Bytes of the tensors that the tape keeps of those that the function made."""
-        kept = tensors_in(*((o.args, o.kwargs, [t for _, t in o.fresh]) for o in self.tape))
-        sizes = {storage_id(t): t.untyped_storage().nbytes() for t in kept}
-        return sum(size for place, size in sizes.items() if place in self._made)
+        """The bytes of the tensors that the function made and the tape keeps."""
+        tensors = tensors_in(*((o.args, o.kwargs, [t for _, t in o.computed]) for o in self.tape))
+        sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
+        return sum(size for storage, size in sizes.items() if storage in self._own)
 
 
-def _is_fresh(result: Tensor, inputs: set[int]) -> bool:
-    # Autograd's lazy zeros have no memory to write to, and nothing that could change.
+def _is_computed(result: Tensor, inputs: set[int]) -> bool:
+    # Autograd's lazy zeros have no memory to write to, and never change.
     return storage_id(result) not in inputs and not result._is_zerotensor()
 
 
-def _as_it_is(value: Any) -> Any:
-    """The same storage under a tensor of the tape's own, whose shape no later `t_()` or `resize_()` changes."""
+def _alias(value: Any) -> Any:
+    """A new tensor on the same storage, so that a later `t_()` or `resize_()` does not change the tape's shapes."""
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -105,7 +106,7 @@ def _has_address(value: Tensor) -> bool:
 
 @attrs.frozen
 class TapeRecording:
-    """A tape and the tensors that it writes to. In pieces it is the same tape: every operator runs by itself anyway."""
+    """A tape and the tensors that it writes to. Pieces need no separate tapes, because operators replay one by one."""
 
     operations: tuple[Operation, ...]
     outputs: Any
@@ -125,7 +126,7 @@ class TapeBackend:
 
     name: str = "tape"
     device: torch.device = _CPU
-    enter: None = None
+    wait_for_last_replay: None = None
     input_buffers: InputBufferPool = attrs.field(factory=InputBufferPool)
     _warm: list[bool] = attrs.field(factory=list)
 
@@ -136,12 +137,12 @@ class TapeBackend:
                 audit.rehearse(fn)
             try:
                 return _record(fn, audit, split_at)
-            except UnknownGenerator:  # one that is met for the first time, or that the function makes
+            except UnknownGenerator:  # drawn from for the first time, or made by the function
                 audit.rehearse(fn)
                 return _record(fn, audit, split_at)
 
-    def lend_memory(self, recording: TapeRecording, _: Set[int]) -> TapeRecording:
-        """As it is: a tape's memory is no pool's."""
+    def release_output_memory(self, recording: TapeRecording, _: Set[int]) -> TapeRecording:
+        """Return the recording unchanged: a tape's memory is not in a pool."""
         return recording
 
 

@@ -1,1 +1,1 @@
-"""One call of a graphified function: its arguments taken apart, its key, its buffers and its results."""
+"""One call of a graphified function: its arguments by role, its memo key, its input buffers and its results."""

@@ -1,5 +1,5 @@
-"""Borrowed results: who lends them, and `weft.check_borrowed()`, which finds a use of one after the replay that
-overwrote it."""
+"""Borrowed results: marks on functions that lend them, and `weft.check_borrowed()`, which finds a use of a borrowed
+result after a replay has overwritten it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,14 +25,15 @@ _METADATA = {
 
 
 class _Counts(Protocol):
-    """What counts the replays of graphs that share memory."""
+    """The number of replays of graphs that share memory."""
 
     replays: int
 
 
 @attrs.frozen(eq=False)
 class Loan:
-    """A borrowed result: whose graphs may overwrite it, and the number of the replay that made it."""
+    """A borrowed result: its function's name, the replay count of the graphs that may overwrite it, and the number of
+    the replay that made it."""
 
     name: str
     graphs: _Counts
@@ -40,7 +41,7 @@ class Loan:
 
 
 class _Watch(FunctionMode):
-    """Looks at the tensors that every torch function is called with; views of a borrowed tensor are borrowed too."""
+    """Checks the tensors that every torch function is called with; views of a borrowed tensor are borrowed too."""
 
     only_looks = True
 
@@ -61,11 +62,12 @@ class _Watch(FunctionMode):
 
 @contextmanager
 def check_borrowed() -> Iterator[None]:
-    """Inside, in this thread, a use of a borrowed result (`graphify(..., outputs="borrow")`) or of a view of one raises
-    once a later replay has overwritten it. For tests and for debugging: every torch function becomes slower.
+    """Context in which a use of a borrowed result (`graphify(..., outputs="borrow")`), or of a view of one, raises once
+    a later replay has overwritten it, in this thread. Every torch function becomes slower: use it in tests and
+    debugging.
 
     Raises:
-        StaleResultError: names the function whose result it was, and the replays since.
+        StaleResultError: names the function whose result it was, and the number of replays since.
 
     >>> import torch, weft
     >>> f = weft.graphify(lambda x: x * 2, outputs="borrow")
@@ -88,33 +90,33 @@ def check_borrowed() -> Iterator[None]:
 
 
 def lends(fn: Callable[..., Any]) -> bool:
-    """Whether what `fn` returns may be overwritten by its next call: it was graphified so, or is a transform of such a
-    function, to which `functools.wraps` hands this on."""
+    """Whether the next call of `fn` may overwrite the result of this one: it was graphified with `outputs="borrow"`, or
+    is a transform of such a function, to which `functools.wraps` copies the mark."""
     return bool(getattr(fn, "__weft_lends__", False))
 
 
 def declare_lending(fn: F, lends: bool) -> F:
-    """`fn` itself, declared to lend what it returns, or not."""
+    """Mark `fn` as lending its results, or as not lending them, and return it."""
     vars(fn)["__weft_lends__"] = lends
     return fn
 
 
 def watches_borrows() -> bool:
-    """Whether borrowed results are watched here."""
+    """Whether `check_borrowed()` is active here."""
     return _LENDING.get()
 
 
 def lend(result: R, outputs: Any, name: str, graphs: _Counts) -> R:
-    """Mark the leaves of a result that lie in the graph's own outputs."""
-    places = {storage_id(x) for x in outputs.leaves if isinstance(x, Tensor)}
+    """Mark the leaves of a result that lie in the graph's own outputs as borrowed."""
+    storages = {storage_id(x) for x in outputs.leaves if isinstance(x, Tensor)}
     for leaf in tree_leaves(result):
-        if isinstance(leaf, Tensor) and storage_id(leaf) in places:
+        if isinstance(leaf, Tensor) and storage_id(leaf) in storages:
             setattr(leaf, _LOAN, Loan(name, graphs, graphs.replays))
     return result
 
 
 def refuse_stale(value: Any, *, call: str) -> None:
-    """Raise if `value` is a borrowed result that was overwritten."""
+    """Raise StaleResultError if `value` is a borrowed result that was overwritten."""
     loan = getattr(value, _LOAN, None) if isinstance(value, Tensor) else None
     if loan is not None and (later := loan.graphs.replays - loan.replay):
         replays = "1 later replay has" if later == 1 else f"{later} later replays have"

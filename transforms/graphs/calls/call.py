@@ -1,4 +1,4 @@
-"""A call of a graphified function, taken apart by how each argument enters a graph."""
+"""`Call`: the arguments of one call of a graphified function, sorted by role, and the memo key that they make."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -37,15 +37,16 @@ from weft.trees import (
 
 @attrs.frozen
 class Roles:
-    """How a function's arguments enter its graphs.
+    """The roles of a function's arguments in its graphs.
 
     Args:
-        signature: of the function.
-        static: names whose values are part of the key.
-        donated: names whose storage the function takes.
-        by_reference: names that are captured where they are: the donated ones, and others such as params. All the rest
-            is copied in.
-        module: that the function is, or is a method of; whether it is training is part of the key. None: no module.
+        signature: the function's signature.
+        static: arguments whose values are part of the key.
+        donated: arguments whose storage the function takes.
+        by_reference: arguments that are captured at their addresses: the donated ones, and others such as params. All
+            other arguments are copied in.
+        module: the module that the function is, or is a method of; its training mode is part of the key. None: no
+            module.
     """
 
     signature: inspect.Signature
@@ -55,13 +56,13 @@ class Roles:
     module: nn.Module | None = None
 
     def training(self) -> bool | None:
-        """Whether the module is training; None where there is none."""
+        """Whether the module is in training mode; None without a module."""
         return None if self.module is None else self.module.training
 
 
 @attrs.frozen
 class Call:
-    """One call's arguments: static values, the caller's own tensors, and values to copy in."""
+    """The arguments of one call by role: static values, the caller's own tensors, and values to copy in."""
 
     statics: dict[str, Any]
     references: dict[str, Any]
@@ -71,24 +72,24 @@ class Call:
     copied_leaves: list[Any]
     copied_tree: TreeSpec
     training: bool | None
-    recalled: "Recalled | None" = None
+    known: "KnownReferences | None" = None
     _reference_key: list[TreeKey] = attrs.field(factory=list, init=False, eq=False, repr=False)
 
     def reference_key(self) -> TreeKey:
-        """What keys say of the arguments by reference."""
-        if self.recalled is not None:
-            return self.recalled.part
+        """The part of the key for the arguments by reference."""
+        if self.known is not None:
+            return self.known.key
         if not self._reference_key:
             leaves = (leaf_key(x, None, True) for x in self.reference_leaves)
             self._reference_key.append(_tree_key(self.reference_tree, leaves))
         return self._reference_key[0]
 
     def new_leaves(self) -> tuple[Any, ...]:
-        """The leaves that no call before was asked about."""
-        return (*(() if self.recalled else self.reference_leaves), *self.copied_leaves)
+        """The leaves that no earlier call has checked."""
+        return (*(() if self.known else self.reference_leaves), *self.copied_leaves)
 
     def leaf_names(self) -> list[str]:
-        """Each leaf's path as the caller would write it, the references first."""
+        """The path of each leaf as the caller would write it, those by reference first."""
         names = []
         for name, value in (*self.references.items(), *self.copied.items()):
             names += [name + path for path, _ in leaves_with_names(value)]
@@ -100,24 +101,24 @@ class Call:
 
 
 @attrs.frozen
-class Recalled:
-    """What is known of a call's arguments by reference: they lie where those of one before did, in the same shapes.
+class KnownReferences:
+    """The key of a call's arguments by reference, known from an earlier call with the same addresses and shapes.
 
     Args:
-        tree: the structure of those by reference.
-        part: what keys say of them.
+        tree: the structure of these arguments.
+        key: their part of the memo key.
     """
 
     tree: TreeSpec
-    part: TreeKey
+    key: TreeKey
 
 
-def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Bind a call's arguments and sort them by role.
+def make_call(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Bind a call's arguments to the signature, and sort them by role.
 
     Raises:
-        DonatedError: one of them was donated before, or stands twice in the call and is donated.
-        StaleResultError: one of them is a borrowed result that was overwritten (inside `weft.check_borrowed()`).
+        DonatedError: an argument was donated before, or is donated by this call and passed twice.
+        StaleResultError: an argument is a borrowed result that was overwritten (inside `weft.check_borrowed()`).
     """
     statics, references, copied = _bind(roles, name, args, kwargs)
     reference_leaves, reference_tree = tree_flatten(references)
@@ -133,22 +134,26 @@ def take_apart(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str,
     return call
 
 
-def take_apart_again(
-    roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], recalled: Recalled, leaves: Sequence[Any]
+def make_call_from_known(
+    roles: Roles,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: KnownReferences,
+    leaves: Sequence[Any],
 ) -> Call:
-    """`take_apart` for a call with the static arguments and the `leaves` by reference of one before, of whose tensors
-    none was donated since.
+    """Make a call with the static arguments and `leaves` by reference of an earlier call, none of them donated since.
 
     Raises:
-        DonatedError: one of those stands in what is copied, and is donated.
-        StaleResultError: as `take_apart`.
+        DonatedError: a donated argument is passed a second time, as a copied one.
+        StaleResultError: an argument is a borrowed result that was overwritten (inside `weft.check_borrowed()`).
     """
     statics, references, copied = _bind(roles, name, args, kwargs)
     copied_leaves, copied_tree = tree_flatten(copied)
     for leaf in (*leaves, *copied_leaves):
         refuse_stale(leaf, call=f"{name}(...)")
     call = Call(
-        statics, references, copied, list(leaves), recalled.tree, copied_leaves, copied_tree, roles.training(), recalled
+        statics, references, copied, list(leaves), known.tree, copied_leaves, copied_tree, roles.training(), known
     )
     if roles.donated:
         _refuse_donated_twice(call, roles, name)
@@ -158,7 +163,7 @@ def take_apart_again(
 def _bind(
     roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Arguments by name: static ones, those by reference, and those that are copied in."""
+    """Bind arguments, and return three dicts by name: static ones, those by reference, and copied ones."""
     try:
         bound = roles.signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -172,15 +177,16 @@ def _bind(
 
 def refuse_shared(call: Call, roles: Roles, name: str) -> None:
     """Raise if a donated argument shares memory with another donated one, or its storage with another argument by
-    reference: what it holds after the call would be unsaid. (What is copied in, is so before anything is written.)"""
+    reference, because the order of the writes would then decide the result. (Copied arguments are copied before any
+    write, so they may share.)"""
     count = num_donated(call, roles)
     leaves = call.reference_leaves
     donated = [(i, x) for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and not x.is_meta]
-    for place, (index, leaf) in enumerate(donated):
+    for position, (index, leaf) in enumerate(donated):
         if overlaps_itself(leaf):
             path = call.leaf_names()[index]
             raise _shared(name, f"{path}, which is donated, has elements that share memory, as an expanded tensor has")
-        if (other := next((i for i, x in donated[:place] if overlap(x, leaf)), None)) is not None:
+        if (other := next((i for i, x in donated[:position] if overlap(x, leaf)), None)) is not None:
             names = call.leaf_names()
             raise _shared(name, f"{names[index]} shares memory with {names[other]}, and both are donated")
     owners = {storage_id(x): i for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and x.numel()}
@@ -193,7 +199,7 @@ def refuse_shared(call: Call, roles: Roles, name: str) -> None:
 def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
     count = num_donated(call, roles)
     donated = {id(x) for x in call.reference_leaves[:count] if isinstance(x, Tensor)}
-    others = call.copied_leaves if call.recalled else (*call.reference_leaves[count:], *call.copied_leaves)
+    others = call.copied_leaves if call.known else (*call.reference_leaves[count:], *call.copied_leaves)
     if donated and any(id(x) in donated for x in others):
         leaves = (*call.reference_leaves, *call.copied_leaves)
         path = next(n for n, x in list(zip(call.leaf_names(), leaves, strict=True))[count:] if id(x) in donated)
@@ -201,7 +207,7 @@ def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
 
 
 def num_donated(call: Call, roles: Roles) -> int:
-    """How many of the leaves by reference are donated, or were: they stand first."""
+    """The number of donated leaves, which come first among the leaves by reference."""
     arguments = zip(call.references, children_of(call.reference_tree), strict=True)
     return sum(int(child.num_leaves) for name, child in arguments if name in roles.donated)
 
@@ -210,22 +216,22 @@ def _shared(name: str, seen: str) -> DonatedError:
     return DonatedError(f"{name}(...)", seen, "pass a copy of it (weft.clone), or do not donate")
 
 
-def holds_in_mode(call: Call, roles: Roles, holds: Callable[[], bool] | None) -> Callable[[], bool] | None:
-    """What must go on to hold, and that the module is not switched between training and evaluation."""
+def with_training_guard(call: Call, roles: Roles, guard: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """Add to a guard the condition that the module has not switched between training and evaluation."""
     if roles.module is None:
-        return holds
-    return lambda: roles.training() is call.training and (holds is None or holds())
+        return guard
+    return lambda: roles.training() is call.training and (guard is None or guard())
 
 
 def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any]) -> Any:
-    """Call `fn` with arguments by name, positional and variadic ones in their places."""
+    """Call `fn` with arguments given by name, passing positional and variadic ones as its signature says."""
     bound = roles.signature.bind_partial()
     bound.arguments.update({key: arguments[key] for key in roles.signature.parameters if key in arguments})
     return fn(*bound.args, **bound.kwargs)
 
 
-def inside_another() -> str | None:
-    """What a call is part of, if it is: a capture, a trace or a torch.func transform."""
+def enclosing_transform() -> str | None:
+    """The capture, trace or torch.func transform that the current call is inside, in words; None outside of any."""
     if in_functorch_transform():
         return "inside a torch.func transform"
     if in_dispatch_mode() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
@@ -234,13 +240,13 @@ def inside_another() -> str | None:
 
 
 def runs_inline(call: Call) -> bool:
-    """Whether the function itself must run: inside a capture, a trace or a torch.func transform, or for the sake of an
+    """Whether the function itself must run: inside a capture, a trace or a torch.func transform, or because of an
     argument."""
-    return inside_another() is not None or _odd_leaf(call) is not None
+    return enclosing_transform() is not None or _leaf_to_inline(call) is not None
 
 
-def _odd_leaf(call: Call) -> int | None:
-    """Which of a call's new leaves autograd must see, or has no fixed addresses."""
+def _leaf_to_inline(call: Call) -> int | None:
+    """The index of the first new leaf that autograd must see, or that has no fixed addresses; None if there is none."""
     grad = torch.is_grad_enabled()
     for index, leaf in enumerate(call.new_leaves()):
         if isinstance(leaf, Tensor) and (
@@ -251,28 +257,30 @@ def _odd_leaf(call: Call) -> int | None:
 
 
 def inline_reason(call: Call) -> str | None:
-    """Why a call runs inline, with the argument's name; None if it does not."""
-    if (inside := inside_another()) is not None or (index := _odd_leaf(call)) is None:
+    """The reason why a call runs inline, with the argument's name; None if it does not."""
+    if (inside := enclosing_transform()) is not None or (index := _leaf_to_inline(call)) is None:
         return inside
     name, leaf = call.new_names()[index], call.new_leaves()[index]
     if torch.is_grad_enabled() and leaf.requires_grad:
-        return f"{name} requires grad, and autograd must see the operators; torch.no_grad() around the call lifts this"
+        return (
+            f"{name} requires grad, and autograd must see the operators; torch.no_grad() around the call lets it replay"
+        )
     return f"{name} is {'nested' if leaf.is_nested else leaf.layout}, which has no fixed addresses"
 
 
 def _ambient() -> tuple[tuple[str, Any], ...]:
-    """What a result depends on beside the arguments: a replay must be of a capture in the same surroundings."""
-    return (*switches(), ("function modes", tuple(_Itself(mode) for mode in function_modes())))
+    """The surroundings that a result depends on besides the arguments; a replay needs a capture in the same ones."""
+    return (*switches(), ("function modes", tuple(_ByIdentity(mode) for mode in function_modes())))
 
 
 @attrs.frozen(eq=False)
-class _Itself:
-    """An object in a key: the same only as itself, however it is compared. A name is compared as such."""
+class _ByIdentity:
+    """An object in a key that is equal only to itself, whatever its `==` says; a name (str) is compared by value."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Itself):
+        if not isinstance(other, _ByIdentity):
             return NotImplemented
         return self.value == other.value if isinstance(self.value, str) else self.value is other.value
 
@@ -284,20 +292,20 @@ class _Itself:
 
 
 def check_sizes(call: Call, descriptor: Any, name: str) -> None:
-    """Raise DescriptorError for a sized leaf that has not the size that the call's descriptor says."""
+    """Raise DescriptorError if a sized leaf does not have the size that the call's descriptor gives."""
     pairs = zip(call.copied_leaves, leaf_axes(call.copied), strict=True)
     for index, (leaf, spec) in enumerate(pairs, len(call.reference_leaves)):
         if spec is not None and tuple(leaf.shape) != (expected := padded_shape(leaf, spec, descriptor)):
             path = call.leaf_names()[index]
             raise DescriptorError(
                 f"{name}(...)",
-                f"{path} of shape {tuple(leaf.shape)} in a batch of class '{descriptor}', which says {expected}",
+                f"{path} of shape {tuple(leaf.shape)} in a batch of class '{descriptor}', which needs {expected}",
                 "give the batch the descriptor of its tensors",
             )
 
 
 def signature_of(call: Call) -> Key:
-    """The key before dispatch: with the batch's own class and sizes."""
+    """The key before dispatch, with the batch's own class and sizes."""
     copied = _tree_key(call.copied_tree, (leaf_key(x, None, False) for x in call.copied_leaves))
     statics = tuple((name, alike(value)) for name, value in call.statics.items())
     training = () if call.training is None else (("module.training", call.training),)
@@ -309,10 +317,10 @@ def _tree_key(structure: TreeSpec, leaves: Iterable[Any]) -> TreeKey:
 
 
 def hashable_signature(call: Call, name: str) -> Key:
-    """The key before dispatch.
+    """The key before dispatch, checked to be hashable.
 
     Raises:
-        CaptureError: a part of it cannot be hashed.
+        CaptureError: a part of the key cannot be hashed.
     """
     signature = signature_of(call)
     check_hashable(signature, f"{name}(...)", call.leaf_names)
@@ -320,21 +328,21 @@ def hashable_signature(call: Call, name: str) -> Key:
 
 
 def check_call(call: Call, roles: Roles, name: str) -> None:
-    """Refuse arguments that no graph could be captured for.
+    """Refuse arguments for which no graph can be captured.
 
     Raises:
-        CaptureError: an argument that is neither tensors nor plain values, or a static one that holds a tensor.
+        CaptureError: an argument holds something other than tensors and plain values, or a static one holds a tensor.
         DonatedError: a donated argument shares its storage with another.
     """
     check_plain(call.new_leaves(), f"{name}(...)", call.new_names)
     check_tensors(call.new_leaves(), f"{name}(...)", call.new_names)
     check_statics(call.statics, f"{name}(...)")
-    if call.recalled is None:
+    if call.known is None:
         refuse_shared(call, roles, name)
 
 
 def key_of(call: Call, mode: str, descriptor: Any) -> Key:
-    """The memo key: with the class that the call is padded to, or as it is where that is None."""
+    """The memo key of a call padded to `descriptor`, or of the call as it is if that is None."""
     signature = attrs.evolve(signature_of(call), mode=mode)
     if descriptor is None:
         return signature

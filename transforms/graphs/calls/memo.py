@@ -1,5 +1,5 @@
-"""The memo of graphify: keys that name their parts (so that `weft.transforms.graphs.misses` can say which field
-differed), and what may be in them."""
+"""The memo key of a graphified function, with named parts (so that `weft.transforms.graphs.misses` can say which field
+differed), and the checks of the values in it."""
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +18,7 @@ from weft.trees import tree_leaves
 
 @attrs.frozen
 class LeafKey:
-    """What a captured graph assumes of one tensor argument."""
+    """The properties of one tensor argument that a captured graph depends on."""
 
     kind: type
     shape: tuple[int, ...]
@@ -26,19 +26,19 @@ class LeafKey:
     stride: tuple[int, ...]
     device: Any
     flags: tuple[bool, ...]
-    """Whether it is a lazy conjugate, or negative, of what is stored; whether it requires grad, and is quantized."""
+    """Whether the tensor is a lazy conjugate, a lazy negative, requires grad, and is quantized, in this order."""
     address: int | None
-    """Where the storage must be, for arguments captured by reference; None for those that are copied in."""
+    """The data pointer, for arguments captured by reference; None for copied ones."""
 
 
 @attrs.frozen(cache_hash=True)
 class TreeKey:
-    """What a key says of some of the arguments.
+    """The part of a key for some of the arguments.
 
     Args:
-        structure: of them, as a tree.
-        keys: of the dicts in it, beyond what `==` says of them.
-        leaves: one `LeafKey` a tensor; for any other leaf what `alike` makes of it.
+        structure: their tree structure.
+        keys: the dict keys in the structure, made distinct where `==` is not enough (1, 1.0 and True).
+        leaves: one `LeafKey` per tensor; for any other leaf its `alike` value.
     """
 
     structure: Any
@@ -48,32 +48,32 @@ class TreeKey:
 
 @attrs.frozen(cache_hash=True)
 class Key:
-    """All that a capture depends on: equal keys may share a graph, and unequal ones may not."""
+    """Everything that a capture depends on: calls share a graph if and only if their keys are equal."""
 
     ambient: tuple[Any, ...]
-    """What holds around the call, each with its name: autograd's mode, autocast, switches of torch, function modes."""
+    """The call's surroundings as (name, value): grad mode, autocast, torch's global switches, function modes."""
     mode: str
-    """A whole graph, or pieces."""
+    """`full` or `piecewise`."""
     statics: tuple[tuple[str, Any], ...]
     descriptor: Any
     references: TreeKey
     """The arguments captured by reference."""
     copied: TreeKey
-    """The others, padded to the class."""
+    """The copied arguments, padded to the class."""
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """What it says of each leaf, the references first."""
+        """The key of each leaf, those by reference first."""
         return *self.references.leaves, *self.copied.leaves
 
 
-def but_grad_mode(key: Key) -> Key:
-    """The key of a like call in either grad mode."""
+def without_grad_mode(key: Key) -> Key:
+    """The key without its grad mode."""
     return attrs.evolve(key, ambient=tuple(pair for pair in key.ambient if pair[0] != "grad mode"))
 
 
 def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> Any:
-    """The key of one leaf; `shape` is the padded one of a sized leaf, whose buffer is contiguous."""
+    """The key of one leaf; `shape` is the padded shape of a sized leaf, whose buffer is contiguous, else None."""
     if not isinstance(leaf, Tensor):
         return alike(leaf)
     kind, dtype, device = type(leaf), leaf.dtype, leaf.device
@@ -86,7 +86,7 @@ def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> An
 
 
 def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> None:
-    """Raise an error that names the part of `key` that cannot be hashed, if one cannot."""
+    """Raise an error that names the part of `key` that cannot be hashed, if there is one."""
     try:
         hash(key)
     except TypeError:
@@ -95,7 +95,7 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
             try:
                 hash(value)
             except TypeError as error:
-                seen = f"{name} is no tensor and cannot be hashed ({error})"
+                seen = f"{name} is not a tensor and cannot be hashed ({error})"
                 is_tree = isinstance(value, tuple) and any(isinstance(part, dict | list) for part in value)
                 way = f", or take {name} out of static_argnames" if is_tree and name in dict(key.statics) else ""
                 instead = f"pass a tensor, or a hashable value (a tuple for a list){way}"
@@ -108,24 +108,24 @@ PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), enum.Enum, range, type, torch.Generator),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
-"""Values that no one can change."""
+"""Immutable types."""
 
 
 def check_tensors(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]]) -> None:
-    """Raise an error for a tensor with more to it than its key says."""
+    """Raise an error for a tensor whose behaviour its key does not capture."""
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or (type(leaf) in (Tensor, Parameter) and not leaf.is_quantized):
             continue
         if leaf.is_quantized:
-            what, instead = "quantized, with scales that are no part of the key", "pass x.int_repr() and the scales"
+            what, instead = "quantized, and its scales are not part of the key", "pass x.int_repr() and the scales"
         else:
-            what = f"{kind_of(leaf)}, a subclass of Tensor, which may give any operator a meaning of its own"
+            what = f"{kind_of(leaf)}, a subclass of Tensor, which may redefine any operator"
             instead = "pass plain tensors: those that it wraps, or x.as_subclass(torch.Tensor)"
         raise CaptureError(call, f"{[*names()][index]} is {what}", instead)
 
 
 def check_plain(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]]) -> None:
-    """Raise an error for a leaf that may change under its holder: an object that is no value, and no pytree."""
+    """Raise an error for a mutable leaf: an object that is neither a tensor, a plain value nor a pytree."""
     leaves = list(leaves)
     if all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
         return
@@ -139,7 +139,7 @@ def _is_numpy(leaf: Any) -> bool:
 
 
 def _instead_of(leaf: Any) -> str:
-    """What to pass for an object that is no leaf."""
+    """The advice for an object that cannot be a leaf: what to pass instead."""
     if _is_numpy(leaf):
         return "torch.from_numpy(array)" if hasattr(leaf, "shape") and leaf.shape else "float(...) or int(...) of it"
     if isinstance(leaf, torch.nn.Module):
@@ -148,7 +148,7 @@ def _instead_of(leaf: Any) -> str:
 
 
 def check_statics(statics: Mapping[str, Any], call: str) -> None:
-    """Raise an error for a static argument that holds a tensor, whose value no key could hold."""
+    """Raise an error for a static argument that holds a tensor, because a key cannot hold a tensor's value."""
     for name, value in statics.items():
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             seen = f"{name}, a static argument, holds a tensor"
@@ -160,10 +160,10 @@ class CacheInfo:
     """Counts since the function was graphified, or since `cache_clear()`.
 
     Args:
-        captures: graphs recorded.
-        replays: calls answered by a graph (the call that captures replays too).
-        eager: calls that ran the function itself, those inside a trace, another capture or a torch.func transform
-            excepted.
+        captures: graphs captured.
+        replays: calls answered by a replay (the call that captures replays too).
+        eager: calls that ran the function itself, except those inside a trace, another capture or a torch.func
+            transform.
         currsize: graphs held now.
     """
 

@@ -1,4 +1,4 @@
-"""Whether strided tensors share memory, element by element: views of one storage may well be disjoint."""
+"""Tests whether strided tensors share memory, element by element: views of one storage may be disjoint."""
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ def overlap(a: Tensor, b: Tensor) -> bool:
         return False
     if _first(a) >= _first(b) + _extent(b) or _first(b) >= _first(a) + _extent(a):
         return False
-    (starts, length), (others, of_others) = _blocks(a), _blocks(b)
-    last = torch.searchsorted(others, starts + length) - 1  # the last of the others that begins before a block ends
-    return bool(((last >= 0) & (others[last.clamp(min=0)] + of_others > starts)).any())
+    (starts, length), (other_starts, other_length) = _blocks(a), _blocks(b)
+    last = torch.searchsorted(other_starts, starts + length) - 1  # b's last block that begins before a's block ends
+    return bool(((last >= 0) & (other_starts[last.clamp(min=0)] + other_length > starts)).any())
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements of a tensor share memory, as in an expanded one.
+    """Whether two elements of a tensor share memory, as in an expanded tensor.
 
     >>> x = torch.arange(4)
     >>> overlaps_itself(x), overlaps_itself(x.expand(2, 4)), overlaps_itself(x.unfold(0, 3, 1))
@@ -48,13 +48,13 @@ def _first(x: Tensor) -> int:
 
 
 def _extent(x: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
+    """The number of bytes from the start of the first element to the end of the last."""
     span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
     return int(span * x.element_size())
 
 
 def _blocks(x: Tensor) -> tuple[Tensor, int]:
-    """The bytes of a tensor as blocks of one length: where each begins, in order."""
+    """The bytes of a tensor as blocks of one length: (the sorted start of each block, the length)."""
     dims = sorted(
         (stride * x.element_size(), size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
     )

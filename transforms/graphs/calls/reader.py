@@ -1,8 +1,8 @@
-"""Readers: generated code that takes calls of one structure apart, and builders, that put results of one together.
+"""Generated code that reads the arguments of calls of one structure, and that builds results of one structure.
 
-torch's pytree visits a tree node by node, in Python. A tree's structure is known once it has been seen, and so are the
-few lines that unpack the next one like it: those are written out here, with each type, length and key checked. They say
-no more than `tree_flatten` and `alike` do: whatever they do not expect, they leave to them.
+torch's pytree visits a tree node by node, in Python. Once a tree's structure is known, a few straight lines of code
+unpack the next tree like it. These lines are generated here, with a check of each type, length and key. They agree with
+`tree_flatten` and `alike`; trees that fail a check are left to those two.
 """
 
 import inspect
@@ -18,42 +18,44 @@ from torch import Tensor
 
 from weft.alike import EXACT, alike, by_identity
 from weft.donation import TAKEN, is_donatable
-from weft.transforms.graphs.calls.held import Held, is_fixed
+from weft.transforms.graphs.calls.subtree_cache import SubtreeCache, is_frozen_tree
 from weft.trees import TreeSpec, node_fields, tree_leaves, tree_unflatten
 
 
 class ForeignError(Exception):
-    """A node of a class that generated code does not know: a user's own, registered with torch's pytree."""
+    """A node of a class that generated code cannot read: a user's class, registered with torch's pytree."""
 
 
-Seen = tuple[tuple[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...], tuple[Tensor, ...], tuple[Any, ...]]
-"""One call, taken apart: its key in two parts (static values, and of arguments by reference the values that are no
-tensors and the addresses of tensors; of the copied ones values and shapes), its leaves in flattening order (those by
-reference first), those of them that are tensors, each once, and the donatable nodes among the donated arguments."""
+ReadCall = tuple[tuple[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...], tuple[Tensor, ...], tuple[Any, ...]]
+"""The arguments of one call, as four tuples.
+
+The key, in two parts: first the static values and, for arguments by reference, the values that are not tensors and the
+addresses of tensors; then the values and shapes of the copied arguments. The leaves in flattening order, those by
+reference first. The distinct tensors among them. The donatable nodes among the donated arguments."""
 
 
 @attrs.frozen
 class Argument:
-    """One argument of an example call: the expression that reads it from `args` and `kwargs` (see `places`), its value,
-    and who takes it if it is donated."""
+    """One argument of an example call: the expression that reads it from `args` and `kwargs` (`argument_expressions`),
+    its value, and, if it is donated, the call that takes it, in words."""
 
-    place: str
+    expression: str
     value: Any
     taker: str | None = None
 
 
-Read = Callable[[Sequence[Any], dict[str, Any]], Seen | None]
+Read = Callable[[Sequence[Any], dict[str, Any]], ReadCall | None]
 
 
 @attrs.frozen(eq=False)
 class CallLayout:
-    """A reader, and what it found out about the arguments that it reads.
+    """A generated reader, and the positions of donated and referenced arguments in its result.
 
     Args:
-        read: takes a call's arguments apart; None if they have another structure, or a donated tensor among them.
-        nodes: for each donatable node among the donated arguments, who takes it.
-        aliased: the leaves (by index) that are donated tensors of their own, and who takes each.
-        num_references: of the leaves, and of the tensors, how many are of the arguments by reference. They stand first.
+        read: reads a call's arguments; None if they have another structure, or if one of their tensors was donated.
+        nodes: for each donatable node among the donated arguments, the call that takes it.
+        aliased: (index, the call that takes it) of each leaf that is a donated tensor outside a donatable node.
+        num_references: the number of leaves, and of tensors, of the arguments by reference. They come first.
     """
 
     read: Read
@@ -64,7 +66,7 @@ class CallLayout:
 
 @attrs.define
 class _Writer:
-    """The lines of a reader while it is written, and the constants that they name."""
+    """The lines of a reader while it is generated, and the constants that they use."""
 
     lines: list[str] = attrs.field(factory=list)
     constants: dict[str, Any] = attrs.field(factory=dict)
@@ -73,13 +75,13 @@ class _Writer:
     tensors: list[str] = attrs.field(factory=list)
     nodes: list[tuple[str, str]] = attrs.field(factory=list)
     aliased: list[tuple[int, str]] = attrs.field(factory=list)
-    first: dict[int, str] = attrs.field(factory=dict)
-    stands: Counter[int] = attrs.field(factory=Counter)
+    first_names: dict[int, str] = attrs.field(factory=dict)
+    occurrences: Counter[int] = attrs.field(factory=Counter)
     num_leaves: int = 0
     num_tensors: int = 0
     count: int = 0
 
-    def name(self) -> str:
+    def new_name(self) -> str:
         self.count += 1
         return f"v{self.count}"
 
@@ -98,83 +100,89 @@ def write_reader(
     references: Sequence[Argument],
     copied: Sequence[Argument],
 ) -> CallLayout:
-    """Write the reader for calls like one call.
+    """Generate the reader for calls like the one with these arguments.
 
     Raises:
-        ForeignError: a node in an argument is of a class of the user's own.
+        ForeignError: an argument contains a node of a class that generated code cannot read.
     """
-    writer = _Writer(stands=sum((_tensors_in(a.value) for a in (*references, *copied)), Counter()))
+    writer = _Writer(occurrences=sum((_tensors_in(a.value) for a in (*references, *copied)), Counter()))
     for argument in statics:
-        _write_value(writer, argument.place, argument.value)
+        _write_value(writer, argument.expression, argument.value)
     for argument in references:
-        _write(writer, argument.place, argument.value, True, argument.taker)
-    own, num_references = len(writer.key), (writer.num_leaves, writer.num_tensors)
+        _write(writer, argument.expression, argument.value, True, argument.taker)
+    num_first, num_references = len(writer.key), (writer.num_leaves, writer.num_tensors)
     for argument in copied:
-        _write(writer, argument.place, argument.value, False, None)
-    key = f"({_tuple(writer.key[:own])}, {_tuple(writer.key[own:])})"
-    found = (key, _tuple(writer.leaves), _tuple(writer.tensors), _tuple(n for n, _ in writer.nodes))
-    body = "\n    ".join((*writer.lines, f"return {', '.join(found)}"))
+        _write(writer, argument.expression, argument.value, False, None)
+    key = f"({_tuple(writer.key[:num_first])}, {_tuple(writer.key[num_first:])})"
+    results = (key, _tuple(writer.leaves), _tuple(writer.tensors), _tuple(n for n, _ in writer.nodes))
+    body = "\n    ".join((*writer.lines, f"return {', '.join(results)}"))
     names = {**writer.constants, "Tensor": Tensor, "alike": alike, "parameters": signature.parameters}
-    read = _compiled(f"def made(args, kwargs):\n    {body}\n", names)
+    read = _compiled(f"def generated(args, kwargs):\n    {body}\n", names)
     return CallLayout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased), num_references)
 
 
-def places(signature: inspect.Signature, num_args: int, keywords: Sequence[str]) -> dict[str, str]:
-    """For each parameter, the expression that reads it from the `args` and `kwargs` of a call of this form."""
+def argument_expressions(signature: inspect.Signature, num_args: int, keywords: Sequence[str]) -> dict[str, str]:
+    """For each parameter, the expression that reads its argument from `args` and `kwargs` in calls of one form.
+
+    Args:
+        signature: the function's signature.
+        num_args: the number of positional arguments.
+        keywords: the keywords, in their order.
+    """
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {name for name, parameter in signature.parameters.items() if parameter.kind in kinds}
-    places, position = {}, 0
+    expressions, position = {}, 0
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
-            places[name], position = f"args[{position}:]", num_args
+            expressions[name], position = f"args[{position}:]", num_args
         elif parameter.kind is parameter.VAR_KEYWORD:
             rest = [k for k in keywords if k not in named]
-            places[name] = "{" + ", ".join(f"{k!r}: kwargs[{k!r}]" for k in rest) + "}"
+            expressions[name] = "{" + ", ".join(f"{k!r}: kwargs[{k!r}]" for k in rest) + "}"
         elif position < num_args and parameter.kind is not parameter.KEYWORD_ONLY:
-            places[name], position = f"args[{position}]", position + 1
+            expressions[name], position = f"args[{position}]", position + 1
         elif name in keywords and name in named:
-            places[name] = f"kwargs[{name!r}]"
+            expressions[name] = f"kwargs[{name!r}]"
         else:
-            places[name] = f"parameters[{name!r}].default"
-    return places
+            expressions[name] = f"parameters[{name!r}].default"
+    return expressions
 
 
 def _write(writer: _Writer, expression: str, value: Any, by_reference: bool, taker: str | None) -> None:
-    """Check and unpack one subtree."""
-    name = writer.name()
+    """Generate the lines that check and unpack one subtree."""
+    name = writer.new_name()
     writer.lines.append(f"{name} = {expression}")
     if _is_leaf(value):
         _write_leaf(writer, name, value, by_reference, taker)
-    elif by_reference and taker is None and is_fixed(value) and _stands_alone(writer, value):
-        _write_held(writer, name, value)
+    elif by_reference and taker is None and is_frozen_tree(value) and _occurs_only_here(writer, value):
+        _write_cached(writer, name, value)
     else:
         _write_node(writer, name, value, by_reference, taker)
 
 
-def _stands_alone(writer: _Writer, value: Any) -> bool:
-    """Whether no tensor in a subtree stands anywhere else in the call."""
-    return all(writer.stands[one] == count for one, count in _tensors_in(value).items())
+def _occurs_only_here(writer: _Writer, value: Any) -> bool:
+    """Whether no tensor of a subtree occurs anywhere else in the call."""
+    return all(writer.occurrences[tensor] == count for tensor, count in _tensors_in(value).items())
 
 
 def _tensors_in(value: Any) -> Counter[int]:
-    """The tensors of a tree by identity, and how often each stands in it."""
+    """The tensors of a tree by `id`, and how often each occurs in it."""
     return Counter(id(x) for x in tree_leaves(value) if isinstance(x, Tensor))
 
 
-def _write_held(writer: _Writer, name: str, value: Any) -> None:
-    """Let a subtree that cannot change be read by a reader of its own, which knows it again."""
-    own = _Writer()
-    _write_node(own, "value", value, True, None)
-    lines = (*own.lines, f"return {', '.join(map(_tuple, (own.key, own.leaves, own.tensors)))}")
-    source = "def made(value):\n    " + "\n    ".join(lines) + "\n"
-    held = writer.constant(Held(_compiled(source, {**own.constants, "Tensor": Tensor, "alike": alike})))
-    writer.lines.append(f"{name} = {held}.read({name})")
+def _write_cached(writer: _Writer, name: str, value: Any) -> None:
+    """Generate a separate reader for an immutable subtree, with a cache that recognizes the subtree by identity."""
+    inner = _Writer()
+    _write_node(inner, "value", value, True, None)
+    lines = (*inner.lines, f"return {', '.join(map(_tuple, (inner.key, inner.leaves, inner.tensors)))}")
+    source = "def generated(value):\n    " + "\n    ".join(lines) + "\n"
+    cache = writer.constant(SubtreeCache(_compiled(source, {**inner.constants, "Tensor": Tensor, "alike": alike})))
+    writer.lines.append(f"{name} = {cache}.read({name})")
     writer.require(f"{name} is not None")
     writer.key.append(f"{name}[0]")
     writer.leaves.append(f"*{name}[1]")
     writer.tensors.append(f"*{name}[2]")
-    writer.num_leaves += own.num_leaves
-    writer.num_tensors += own.num_tensors
+    writer.num_leaves += inner.num_leaves
+    writer.num_tensors += inner.num_tensors
 
 
 def _write_node(writer: _Writer, name: str, value: Any, by_reference: bool, taker: str | None) -> None:
@@ -200,11 +208,11 @@ def _write_node(writer: _Writer, name: str, value: Any, by_reference: bool, take
         items = f"{name}.values()"
     else:
         writer.require(f"len({name}) == {len(children)}")
-    names = [writer.name() for _ in children]
+    names = [writer.new_name() for _ in children]
     if names:
         writer.lines.append(f"{', '.join(names)}, = {items}")
-    for child, inner in zip(names, children, strict=True):
-        _write(writer, child, inner, by_reference, taker)
+    for child_name, child in zip(names, children, strict=True):
+        _write(writer, child_name, child, by_reference, taker)
 
 
 def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, taker: str | None) -> None:
@@ -215,7 +223,7 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
         return
     if type(value) not in (Tensor, torch.nn.Parameter):
         raise ForeignError
-    if taker is None and (first := writer.first.setdefault(id(value), name)) != name:  # such as tied weights
+    if taker is None and (first := writer.first_names.setdefault(id(value), name)) != name:  # such as tied weights
         writer.require(f"{name} is {first}")
         return
     kind = "Tensor" if type(value) is Tensor else writer.constant(type(value))
@@ -228,8 +236,8 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
 
 
 def _write_value(writer: _Writer, expression: str, value: Any) -> None:
-    """Check the type of a value that is no tensor, and let the key tell it apart as `alike` does."""
-    name = writer.name()
+    """Generate the check of the type of a value that is not a tensor, and add it to the key as `alike` compares it."""
+    name = writer.new_name()
     writer.lines.append(f"{name} = {expression}")
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
     if isinstance(value, float):
@@ -258,26 +266,26 @@ def _tuple(expressions: Any) -> str:
 
 
 def _compiled(source: str, names: dict[str, Any]) -> Any:
-    """The function `made` that `source` defines."""
+    """Run `source`, and return the function `generated` that it defines."""
     exec(_code(source), names)
-    return names["made"]
+    return names["generated"]
 
 
 @lru_cache(maxsize=64)
 def _code(source: str) -> CodeType:
-    """The same lines are written for each size of a batch: what differs are the constants."""
+    """Compile `source`, with a cache: batches of different sizes generate the same lines, with other constants."""
     return compile(source, "<weft.transforms.graphs.calls.reader>", "exec")
 
 
 class _Slot:
-    """A leaf of a tree that stands for what a builder puts there."""
+    """A leaf that stands for the expression which a builder evaluates there."""
 
     def __init__(self, expression: str) -> None:
         self.expression = expression
 
 
 def write_builder(structure: TreeSpec, expressions: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
-    """Write the function `(made, references) -> tree` for a structure, and an expression in these for each leaf."""
+    """Generate a function `(outputs, references) -> tree` for a structure, from one expression in these per leaf."""
     names = dict(names)
 
     def build(node: Any) -> str:
@@ -286,13 +294,13 @@ def write_builder(structure: TreeSpec, expressions: Sequence[str], names: dict[s
         kind = f"T{len(names)}"
         names[kind] = type(node)
         if (fields := node_fields(type(node))) is not None:
-            own = {name: getattr(node, name) for name in fields.children}
-            given = [f"{name}={None if child is None else build(child)}" for name, child in own.items()]
+            children = {name: getattr(node, name) for name in fields.children}
+            arguments = [f"{name}={None if child is None else build(child)}" for name, child in children.items()]
             for name in fields.statics:
                 constant = f"S{len(names)}"
                 names[constant] = getattr(node, name)
-                given.append(f"{name}={constant}")
-            return f"{kind}({', '.join(given)})"
+                arguments.append(f"{name}={constant}")
+            return f"{kind}({', '.join(arguments)})"
         parts = [build(child) for child in _children(node)]
         if type(node) is dict:
             keys = f"D{len(names)}"
@@ -304,8 +312,8 @@ def write_builder(structure: TreeSpec, expressions: Sequence[str], names: dict[s
 
     try:
         source = build(tree_unflatten([_Slot(e) for e in expressions], structure))
-    except Exception:  # a class of the user's own, which may be foreign here or check what its fields hold
-        leaves = _compiled(f"def made(made, references):\n    return [{', '.join(expressions)}]\n", names)
-        return lambda made, references: tree_unflatten(leaves(made, references), structure)
-    built: Callable[..., Any] = _compiled(f"def made(made, references):\n    return {source}\n", names)
-    return built
+    except Exception:  # a user's class, which generated code cannot read or which validates its fields
+        leaves = _compiled(f"def generated(outputs, references):\n    return [{', '.join(expressions)}]\n", names)
+        return lambda outputs, references: tree_unflatten(leaves(outputs, references), structure)
+    builder: Callable[..., Any] = _compiled(f"def generated(outputs, references):\n    return {source}\n", names)
+    return builder

@@ -1,4 +1,4 @@
-"""Structures of trees in words: as one would write them, and where two of them differ."""
+"""Tree structures as text, and the differences between two of them."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from weft.trees import TreeSpec, node_fields
 
 
 def structure_text(structure: TreeSpec) -> str:
-    """A structure as one would write it, with `*` for each leaf.
+    """A structure as Python code, with `*` for each leaf.
 
     >>> from weft.trees import tree_structure
     >>> structure_text(tree_structure({"a": [1, 2], "b": (3,)}))
@@ -30,7 +30,7 @@ def structure_text(structure: TreeSpec) -> str:
 
 
 def structure_differences(new: TreeSpec, old: TreeSpec) -> Iterator[tuple[str, str, str]]:
-    """Where two structures differ: the path, and what each has there, in words.
+    """The differences between two structures: for each, the path and the text of both structures there.
 
     >>> from weft.trees import tree_structure
     >>> [*structure_differences(tree_structure({"a": [1, 2]}), tree_structure({"a": 3}))]

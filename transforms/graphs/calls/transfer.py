@@ -1,6 +1,6 @@
-"""What goes into a replay and what comes out of it: input buffers are filled, and results are safe or borrowed.
+"""Copies into a replay's input buffers and out of its outputs; the results are safe or borrowed.
 
-Each copy costs a launch, so that copies go together: on a GPU, all that are copies of bytes in one (`weft.ops.copies`).
+Each copy costs a launch, so copies are grouped: on a GPU, all plain copies of bytes are one launch (`weft.ops.copies`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,21 +14,21 @@ from weft.ops.byte_copies import MOST_REPEATED, Copies, same_bytes
 from weft.ops.copies import plan_copies_of_bytes, uses_kernel
 from weft.padding import last_entry
 from weft.torchapi import copy_all, storage_id
-from weft.transforms.graphs.calls.clones import Cloner, lend_outputs
+from weft.transforms.graphs.calls.clones import Cloner, plan_lending
 from weft.transforms.graphs.calls.reader import write_builder
 from weft.transforms.graphs.calls.results import Outputs
 from weft.trees import Axes
 
 Fill = Callable[[Sequence[Any]], None]
-"""Fills buffers from all leaves of a call, those by reference first."""
+"""Fills input buffers from all leaves of a call, those by reference first."""
 
 
 @attrs.frozen(eq=False)
 class CopyIn:
-    """How the buffers of a graph are filled from the leaves of calls of one signature, padding and all.
+    """The steps that fill a graph's input buffers, padding included, from the leaves of calls of one signature.
 
-    Nothing survives that a buffer held before: of a padded buffer, the corner is the value's and all the rest is filled
-    anew, as `weft.padding.write_padded` does. No step reads what another one writes.
+    Every element of a buffer is overwritten: in a padded buffer the value takes the leading corner, and padding is
+    written to the rest, as in `weft.padding.write_padded`. No step reads what another one writes.
     """
 
     steps: tuple[Fill, ...]
@@ -44,39 +44,40 @@ def plan_copies(
     padding_sources: Sequence[Tensor | None],
     specs: Sequence[Axes | None],
     leaves: Sequence[Any],
-    first: int,
+    num_references: int,
 ) -> CopyIn | None:
-    """Plan how to fill `buffers` from calls like one of which `leaves[first:]` are the copied leaves.
+    """Plan how to fill `buffers` from calls like the one with these `leaves`.
 
     Args:
-        buffers: of a graph; other values than tensors among them are left alone.
-        padding_sources: for each buffer that is padded with one number, a tensor like it that holds nothing else.
-        specs: which dimensions of each buffer are padded, and with what.
+        buffers: a graph's input buffers; values that are not tensors are skipped.
+        padding_sources: for each buffer that is padded with one number, a tensor like it that is full of that number.
+        specs: the padded dimensions of each buffer, and their padding.
         leaves: all leaves of the example call; only their shapes, strides and dtypes matter.
-        first: the index of the first copied leaf.
+        num_references: the number of leaves by reference, which come before the copied ones.
 
     Returns:
         None if there is nothing to fill.
     """
-    work = _Work([], [], [], [])
-    for index, (buffer, padding_source, spec) in enumerate(zip(buffers, padding_sources, specs, strict=True), first):
+    pending = _PendingCopies([], [], [], [])
+    inputs = enumerate(zip(buffers, padding_sources, specs, strict=True), num_references)
+    for index, (buffer, padding_source, spec) in inputs:
         if isinstance(buffer, Tensor):
-            _add(work, buffer, padding_source, spec, index, leaves[index])
-    steps = [*_steps_by_kernel(work, leaves), *_steps_together(work, leaves)]
-    steps += [_repeating(tail, index, spec) for tail, index, spec in work.repeats]
-    steps += [_filling(tail, number) for tail, number in work.fills]
+            _plan_buffer(pending, buffer, padding_source, spec, index, leaves[index])
+    steps = [*_steps_by_kernel(pending, leaves), *_steps_by_group(pending, leaves)]
+    steps += [_repeating(tail, index, spec) for tail, index, spec in pending.repeats]
+    steps += [_filling(tail, number) for tail, number in pending.fills]
     return CopyIn(tuple(steps)) if steps else None
 
 
 @attrs.frozen(eq=False)
-class _Work:
-    """What there is to do.
+class _PendingCopies:
+    """The copies that no step does yet.
 
     Args:
         values: (target, index of a leaf).
         constants: (target, source): padding that is the same in every call.
         repeats: (tail, index of a leaf, its axes): padding that repeats the last entry of a value.
-        fills: (tail, number): large padding.
+        fills: (tail, number): padding that is too large for a padding source.
     """
 
     values: list[tuple[Tensor, int]]
@@ -85,28 +86,28 @@ class _Work:
     fills: list[tuple[Tensor, float]]
 
     def drop(self, done: Sequence[Any]) -> None:
-        """Leave out what is done: these very items."""
+        """Remove these copies, by identity."""
         ids = {id(item) for item in done}
         self.values[:] = [item for item in self.values if id(item) not in ids]
         self.constants[:] = [item for item in self.constants if id(item) not in ids]
         self.repeats[:] = [item for item in self.repeats if id(item) not in ids]
 
 
-def _add(
-    work: _Work, buffer: Tensor, padding_source: Tensor | None, spec: Axes | None, index: int, leaf: Tensor
+def _plan_buffer(
+    pending: _PendingCopies, buffer: Tensor, padding_source: Tensor | None, spec: Axes | None, index: int, leaf: Tensor
 ) -> None:
-    """Add what it takes to fill one buffer from `leaf`, the one at `index`."""
+    """Add the copies that fill one buffer from `leaf`, the leaf at `index`."""
     if spec is None:
-        work.values.append((buffer, index))
+        pending.values.append((buffer, index))
         return
-    work.values.append((corner(buffer, leaf.shape), index))
-    found = tuple(tails(buffer, leaf.shape))
+    pending.values.append((corner(buffer, leaf.shape), index))
+    padded = tuple(tails(buffer, leaf.shape))
     if isinstance(spec.pad, str):
-        work.repeats.extend((tail, index, spec) for tail in found)
+        pending.repeats.extend((tail, index, spec) for tail in padded)
     elif padding_source is None:
-        work.fills.extend((tail, spec.pad) for tail in found)
+        pending.fills.extend((tail, spec.pad) for tail in padded)
     else:
-        work.constants.extend(zip(found, tails(padding_source, leaf.shape), strict=True))
+        pending.constants.extend(zip(padded, tails(padding_source, leaf.shape), strict=True))
 
 
 def corner(buffer: Tensor, shape: Sequence[int]) -> Tensor:
@@ -115,32 +116,32 @@ def corner(buffer: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def tails(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
-    """All of `buffer` but that corner, in parts that do not overlap."""
+    """The rest of `buffer` outside that corner, in parts that do not overlap."""
     for dim, size in enumerate(shape):
         if size < buffer.shape[dim]:
             yield buffer[(*(slice(s) for s in shape[:dim]), slice(size, None))]
 
 
-def _steps_by_kernel(work: _Work, leaves: Sequence[Any]) -> Iterator[Fill]:
-    """Take from `work` what the kernel can copy: one step a device, with everything of it in one launch."""
-    values = [pair for pair in work.values if same_bytes(pair[0], leaves[pair[1]]) and uses_kernel(pair[0].device)]
+def _steps_by_kernel(pending: _PendingCopies, leaves: Sequence[Any]) -> Iterator[Fill]:
+    """Take from `pending` the copies that the kernel can do: one step per device, which is one launch."""
+    values = [pair for pair in pending.values if same_bytes(pair[0], leaves[pair[1]]) and uses_kernel(pair[0].device)]
     for device in dict.fromkeys(target.device for target, _ in values):
-        mine = [pair for pair in values if pair[0].device == device]
-        constants = [pair for pair in work.constants if pair[0].device == device and same_bytes(*pair)]
-        places = {index: place for place, (_, index) in enumerate(mine)}
-        repeats = [r for r in work.repeats if r[1] in places and _repeats_bytes(r[0], leaves[r[1]])]
-        work.drop((*mine, *constants, *repeats))
+        on_device = [pair for pair in values if pair[0].device == device]
+        constants = [pair for pair in pending.constants if pair[0].device == device and same_bytes(*pair)]
+        positions = {index: position for position, (_, index) in enumerate(on_device)}
+        repeats = [r for r in pending.repeats if r[1] in positions and _repeats_bytes(r[0], leaves[r[1]])]
+        pending.drop((*on_device, *constants, *repeats))
         copies = Copies(
-            tuple(target for target, _ in mine),
+            tuple(target for target, _ in on_device),
             True,
             tuple(constants),
-            tuple((tail, places[index], leaves[index][:1].nbytes) for tail, index, _ in repeats),
+            tuple((tail, positions[index], leaves[index][:1].nbytes) for tail, index, _ in repeats),
         )
-        yield _picking([index for _, index in mine], len(leaves), plan_copies_of_bytes(copies))
+        yield _on_leaves([index for _, index in on_device], len(leaves), plan_copies_of_bytes(copies))
 
 
-def _picking(indices: Sequence[int], count: int, copy: Fill) -> Fill:
-    """`copy` for some of the leaves, which are `count`."""
+def _on_leaves(indices: Sequence[int], count: int, copy: Fill) -> Fill:
+    """Apply `copy` to the leaves at `indices`, of `count` leaves."""
     if indices == [*range(count)]:
         return copy
     pick = _picker(indices)
@@ -152,30 +153,30 @@ def _picking(indices: Sequence[int], count: int, copy: Fill) -> Fill:
 
 
 def _repeats_bytes(tail: Tensor, value: Tensor) -> bool:
-    """Whether `tail` is filled with the last bytes of `value`: both contiguous, and of entries of one size."""
-    alike = tail.shape[1:] == value.shape[1:] and tail.dtype == value.dtype and value.numel() > 0
-    return alike and tail.is_contiguous() and value.is_contiguous() and tail.nbytes <= MOST_REPEATED
+    """Whether copying the last bytes of `value` fills `tail`: both are contiguous and have entries of one size."""
+    same_entries = tail.shape[1:] == value.shape[1:] and tail.dtype == value.dtype and value.numel() > 0
+    return same_entries and tail.is_contiguous() and value.is_contiguous() and tail.nbytes <= MOST_REPEATED
 
 
-def _steps_together(work: _Work, leaves: Sequence[Any]) -> Iterator[Fill]:
-    """The rest of the values and constants: those of one dtype together, where their strides allow it."""
+def _steps_by_group(pending: _PendingCopies, leaves: Sequence[Any]) -> Iterator[Fill]:
+    """Copy the remaining values and constants: one step per dtype where the strides agree, else one step per copy."""
     groups: dict[Any, list[tuple[Tensor, int | Tensor]]] = {}
-    pairs: list[tuple[Tensor, int | Tensor]] = [*work.values, *work.constants]
-    for place, (target, source) in enumerate(pairs):
+    pairs: list[tuple[Tensor, int | Tensor]] = [*pending.values, *pending.constants]
+    for position, (target, source) in enumerate(pairs):
         value = source if isinstance(source, Tensor) else leaves[source]
         fits = target.stride() == value.stride() and not (value.is_conj() or value.is_neg())
-        kind = (target.device, value.device, target.dtype) if fits else place
+        kind = (target.device, value.device, target.dtype) if fits else position
         if target.numel():
             groups.setdefault(kind, []).append((target, source))
     for group in groups.values():
         indices = tuple(source for _, source in group if isinstance(source, int))
         padding_sources = tuple(source for _, source in group if isinstance(source, Tensor))
-        yield Together(tuple(target for target, _ in group), _picker(indices), padding_sources).copy
+        yield GroupedCopy(tuple(target for target, _ in group), _picker(indices), padding_sources).copy
 
 
 @attrs.frozen(eq=False)
-class Together:
-    """One `copy_all`: to `targets`, from the leaves that `pick` takes and then from `padding_sources`."""
+class GroupedCopy:
+    """One `copy_all` to `targets`: first from the leaves that `pick` selects, then from `padding_sources`."""
 
     targets: tuple[Tensor, ...]
     pick: Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -190,7 +191,7 @@ class Together:
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """`itemgetter` that returns a tuple of any length."""
+    """`itemgetter` that returns a tuple for one index, or none, too."""
     return itemgetter(*indices) if len(indices) > 1 else lambda leaves: tuple(leaves[i] for i in indices)
 
 
@@ -210,40 +211,40 @@ def _filling(tail: Tensor, number: float) -> Fill:
 
 @attrs.frozen(eq=False)
 class Handover:
-    """How the caller's result is made after a replay.
+    """The plan that makes the caller's result after a replay.
 
     Args:
-        made: the recording's own output tensors.
-        build: `(copies of made, the caller's own leaves) -> result`.
-        copies: clones them, so that no later replay changes the result; or lends them.
+        outputs: the recording's own output tensors.
+        build: `(the clones or lent tensors, the caller's own leaves) -> result`.
+        clone_or_lend: clones the outputs, so that no later replay changes the result, or lends them.
     """
 
-    made: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
     build: Callable[[Sequence[Tensor], Sequence[Any]], Any]
-    copies: Cloner
+    clone_or_lend: Cloner
 
 
 def hand_over(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
     """Plan how the results of a recording reach the caller.
 
     Args:
-        outputs: of the recording, or views of them.
-        buffers: what the recording reads its copied inputs from. An output that lies in one of them is never lent: as
-            the input of the next call it could be overwritten while it is read.
-        borrow: lend the others, instead of clones.
+        outputs: the recording's outputs, or views of them.
+        buffers: the recording's input buffers. An output that lies in one of them is never lent: passed to the next
+            call, it could be overwritten while it is read.
+        borrow: whether the other outputs are lent; otherwise they are cloned.
     """
-    made: list[Tensor] = []
+    tensors: list[Tensor] = []
     expressions, names = [], {}
     for i, (leaf, reference) in enumerate(zip(outputs.leaves, outputs.references, strict=True)):
         if reference is not None:
             expressions.append(f"references[{reference}]")
         elif isinstance(leaf, Tensor):
-            expressions.append(f"made[{len(made)}]")
-            made.append(leaf)
+            expressions.append(f"outputs[{len(tensors)}]")
+            tensors.append(leaf)
         else:
             names[f"value{i}"] = leaf
             expressions.append(f"value{i}")
     build = write_builder(outputs.structure, expressions, names)
     inputs = {storage_id(x) for x in buffers if isinstance(x, Tensor)}
-    kept = [i for i, x in enumerate(made) if not borrow or storage_id(x) in inputs]
-    return Handover(tuple(made), build, lend_outputs(made, kept))
+    cloned = [i for i, x in enumerate(tensors) if not borrow or storage_id(x) in inputs]
+    return Handover(tuple(tensors), build, plan_lending(tensors, cloned))

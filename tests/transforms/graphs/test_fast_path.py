@@ -139,12 +139,12 @@ def test_weights_that_nobody_holds_are_not_kept() -> None:
     params = make_weights()
     for _ in range(3):
         outer(params, X)
-    readers = [reader for found in outer._readers.values() for reader in found]
-    held = [v for r in readers for v in r.layout.read.__globals__.values() if type(v).__name__ == "Held"]
-    assert [h._known is not None for h in held] == [True]
+    readers = [reader for found in outer._fast_paths.values() for reader in found]
+    held = [v for r in readers for v in r.layout.read.__globals__.values() if type(v).__name__ == "SubtreeCache"]
+    assert [h._cached is not None for h in held] == [True]
     del params
     gc.collect()
-    assert [h._known for h in held] == [None]
+    assert [h._cached for h in held] == [None]
 
 
 FORMS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [

@@ -22,7 +22,7 @@ from weft.errors import CacheMissError, CaptureError, DonatedError, StaleResultE
 from weft.proofs.laws import assert_equal
 from weft.transforms.graphs.calls import call as calls
 from weft.transforms.graphs.calls.borrowing import check_borrowed
-from weft.transforms.graphs.calls.ready import MAX_RECALLED, Reader
+from weft.transforms.graphs.calls.fast_path import MAX_KNOWN, FastPath
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import axes, descriptor_field, pytree
@@ -161,8 +161,8 @@ def test_neither_weights_nor_a_state_are_kept_alive() -> None:
     g, params, state = make_step(), make_weights(), make_state()
     for size in (8, 7, 6):
         state, _ = g(params, state, rows(size))
-    readers = [reader for found in g._readers.values() for reader in found]
-    known = [ready.plan for reader in readers for found in reader.recalled.values() for ready in found]
+    paths = [path for found in g._fast_paths.values() for path in found]
+    known = [guarded.value for path in paths for found in path.known.values() for guarded in found]
     assert known
     held = [weakref.ref(leaf) for leaf in (*params.layers, *state.values())]
     del params, state
@@ -172,7 +172,7 @@ def test_neither_weights_nor_a_state_are_kept_alive() -> None:
 
 def test_more_than_are_kept_are_right_all_the_same() -> None:
     g = graphify(lambda params, x: params * x.sum(), reference_argnames="params")
-    several = [torch.full((4,), float(i)) for i in range(MAX_RECALLED + 5)]
+    several = [torch.full((4,), float(i)) for i in range(MAX_KNOWN + 5)]
     for size in (2, 3):
         for params in several:
             with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # a capture each
@@ -243,9 +243,9 @@ EVENTS = st.one_of(
 @given(st.lists(EVENTS, min_size=2, max_size=12))
 def test_it_is_as_if_nothing_were_known(events: Sequence[Any]) -> None:
     said = []
-    for recall in (Reader.recall, lambda *args: None):
+    for recall in (FastPath.find_known, lambda *args: None):
         world, g, own = World(), make_step(), []
-        with mock.patch.object(Reader, "recall", recall):
+        with mock.patch.object(FastPath, "find_known", recall):
             for event in events:
                 if isinstance(event, str):
                     world.change(event)

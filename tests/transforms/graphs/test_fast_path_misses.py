@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.errors import CaptureError, DonatedError
 from weft.proofs.laws import assert_equal
 from weft.state import State
-from weft.transforms.graphs.calls.ready import MAX_ALIKE, MAX_READERS
+from weft.transforms.graphs.calls.fast_path import MAX_FAST_PATHS, MAX_PER_KEY
 from weft.transforms.graphs.graphify import graphify
 
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -134,7 +134,7 @@ def test_a_donated_state_object_is_emptied_on_the_fast_path() -> None:
 def test_a_value_that_cannot_be_hashed_is_named_on_the_fast_path() -> None:
     g = graphify(lambda x, how: x + 1, static_argnames=("how",))
     g(X, (1, 2))
-    with pytest.raises(CaptureError, match="how is no tensor and cannot be hashed"):
+    with pytest.raises(CaptureError, match="how is not a tensor and cannot be hashed"):
         g(X, (1, [2]))
 
 
@@ -149,8 +149,8 @@ def test_another_address_by_reference_is_a_miss() -> None:
 def test_more_structures_and_more_kin_than_are_kept_are_right_all_the_same() -> None:
     g = graphify(doubled)
     for _ in range(2):
-        for n in range(MAX_READERS + 3):
+        for n in range(MAX_FAST_PATHS + 3):
             assert_equal(LAW, g([X] * n), doubled([X] * n))
-        for n in range(1, MAX_ALIKE + 4):  # of one shape, and of as many strides
+        for n in range(1, MAX_PER_KEY + 4):  # of one shape, and of as many strides
             x = torch.arange(4.0 * n)[::n]
             assert_equal(LAW, g(x), doubled(x))
