@@ -181,7 +181,7 @@ def test_no_stage_and_no_buffer_are_refused(stages: int, buffers: int | None) ->
 
 @pytest.mark.parametrize("given", [(decode_jobs(2, 2), 3), (3, 4), (2, [0]), ("2", [Job()])])
 def test_what_is_no_schedule_is_refused(given: Any) -> None:
-    with pytest.raises(ProgramError, match="no number of stages, or no jobs"):
+    with pytest.raises(ProgramError, match="not a number of stages and a list of jobs"):
         make_programs(*given)
 
 

@@ -10,8 +10,8 @@ from weft.batch import Batch
 from weft.errors import WeftError
 from weft.outputs import IntermediateTensors
 from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.microbatch import scan
 from weft.transforms.pipelines.pipeline import pipeline
-from weft.transforms.pipelines.scan import scan
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed

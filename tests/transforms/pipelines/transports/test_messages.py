@@ -10,15 +10,15 @@ from ranks import advance, scale, told
 from weft.effects import Schema
 from weft.errors import ProgramError
 from weft.proofs.laws import assert_equal
+from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job, make_programs
 from weft.transforms.pipelines.transports.agreement import Agreement
-from weft.transforms.pipelines.transports.board import Position
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.messages import ProcessLink
-from weft.transforms.pipelines.transports.plan import Plan
-from weft.transforms.pipelines.transports.worker import Worker
+from weft.transforms.pipelines.transports.records import Position
+from weft.transforms.pipelines.worker import Worker
 
 
 class Given:
@@ -77,7 +77,7 @@ def test_shapes_that_follow_from_data_are_refused() -> None:
     first, second = launch(shapes_that_follow_from_data, 2)
     assert first == (
         "ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: [2] float32, of shapes [(2,)], where for the same class of "
-        "batch it sent [1] float32, of shapes [(1,)]\n  instead: shapes that follow from the batch's class alone"
+        "batch it sent [1] float32, of shapes [(1,)]\n  instead: shapes that depend on the batch's class only"
     )
     assert "rank 0 failed at 'send to 1 [mb 0]': ProgramError" in second
 
@@ -153,7 +153,7 @@ def test_a_value_that_is_no_tensor_is_not_taken_for_another_one_that_is_equal() 
     assert first == (
         "ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: [0][1] float32, of shapes [(1,)], beside [True], where for "
         "the same class of batch it sent [0][1] float32, of shapes [(1,)], beside [1]\n"
-        "  instead: what is no tensor by the batch's class alone, or else as a tensor"
+        "  instead: values other than tensors that depend on the batch's class only; or tensors in their place"
     )
 
 
@@ -230,15 +230,15 @@ def test_a_run_waits_for_what_the_one_before_sent_of_buffers_that_it_overwrites(
     programs = make_programs(2, [Job(feeds=False)], buffers=buffers)
     assert "fence" not in str(programs[0])
     end: Any = Draining()
-    watch: Any = SimpleNamespace(rank=0, num_ranks=2, here=Position())
+    monitor: Any = SimpleNamespace(rank=0, num_ranks=2, here=Position())
     wire: Any = None
-    ProcessLink(end, watch, wire, Agreement(0), torch.device("cpu")).begin(Plan(programs, buffers), 1)
+    ProcessLink(end, monitor, wire, Agreement(0), torch.device("cpu")).begin(CheckedPrograms(programs, buffers), 1)
     assert end.drained == drained
 
 
 def test_the_texts_that_ranks_compare_are_those_of_their_plans() -> None:
     made = pipeline([scale] * 2)
-    plan, same = Plan(made.programs(1)), Plan(made.programs(1))
-    assert (plan.digest, plan.text) == (same.digest, same.text)
-    assert plan.text.splitlines()[0].startswith("weft ")
-    assert Plan(made.programs(2)).digest != plan.digest
+    checked, same = CheckedPrograms(made.programs(1)), CheckedPrograms(made.programs(1))
+    assert (checked.digest, checked.text) == (same.digest, same.text)
+    assert checked.text.splitlines()[0].startswith("weft ")
+    assert CheckedPrograms(made.programs(2)).digest != checked.digest

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from weft.transforms.graphs.graphify import graphify
-from weft.transforms.pipelines.transports.fingerprint import fingerprint
+from weft.transforms.pipelines.transports.agreement import source_digest
 
 WIDTH = 4
 depth = 4
 
 
 def of(fn: Callable[..., Any]) -> str:
-    return fingerprint("stage 0", fn).split()[-1]
+    return source_digest("stage 0", fn).split()[-1]
 
 
 def closing_over(value: Any) -> Callable[..., Any]:
@@ -130,9 +130,9 @@ def test_a_cell_that_is_not_filled_yet_is_passed_over() -> None:
 
 _PROGRAM = """
 from weft.stages.config import parse_config
-from weft.transforms.pipelines.transports.fingerprint import fingerprint
-print(fingerprint("stage 0", lambda x: x in {"a", "b", "c", "d"} or x in ("a", {"e": {"f", "g"}})))
-print(fingerprint("advance", parse_config))
+from weft.transforms.pipelines.transports.agreement import source_digest
+print(source_digest("stage 0", lambda x: x in {"a", "b", "c", "d"} or x in ("a", {"e": {"f", "g"}})))
+print(source_digest("advance", parse_config))
 """
 
 
