@@ -146,7 +146,7 @@ def measure_rank(backend: BackendName | None, timeout: float) -> Measured:
     alone = seconds(lambda: stage(weights, state, batch, batch), device)
     step = pipeline([stage for stage, _ in made], advance=lambda state, batch, out: state, transport=transport)
     # a GPU's host is ahead of it
-    launch = 0.0 if device.type == "cuda" else seconds(lambda: transport.watch.at(0, Run("stage 0", 0)), device)
+    launch = 0.0 if device.type == "cuda" else seconds(lambda: transport.monitor.move_to(0, Run("stage 0", 0)), device)
     events = [_run_case(transport, step, case, weights, state, batch) for case in cases(num_ranks)]
     return Measured(alone, *link, launch, events)
 

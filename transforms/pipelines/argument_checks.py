@@ -86,7 +86,7 @@ def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any,
 
 
 def wrong_transport(transport: Any) -> tuple[str, str] | None:
-    """What was seen in place of a transport, and what to pass instead; None for a transport or None."""
+    """The `seen` and `instead` of an error about a value that is not a transport; None for a transport or None."""
     if isinstance(transport, type):
         return f"transport={transport.__name__}, the class", f"one of it: {transport.__name__}()"
     if transport is not None and not hasattr(transport, "ranks"):

@@ -285,7 +285,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
             return step.repeat(params, state, batch, length)
         outs = []
         for _ in range(length):
-            made = step(params, state, batch)
+            made: Any = step(params, state, batch)
             if not isinstance(made, tuple) or len(made) != 2:
                 raise ProgramError(call, f"the step returned {kind_of(made)}{of_length(made)}", "return (state, out)")
             state, out = made

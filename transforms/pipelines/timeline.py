@@ -114,7 +114,7 @@ def _moved(event: Event, zero: float) -> Event:
 
 @attrs.frozen
 class Comparison:
-    """How far a simulated timeline is from a measured one; each number is (simulated - measured) / measured.
+    """The relative errors of a simulated timeline: each number is (simulated - measured) / measured.
 
     Args:
         step_time: the error of the step time.

@@ -112,6 +112,16 @@ def test_the_picture_has_an_event_for_each_and_labels_that_do_not_touch(stages: 
         assert ordered[-1][1] <= 920
 
 
+def test_the_picture_has_a_legend_of_what_is_drawn_and_no_background() -> None:
+    alone, fed = simulate(streaming(1, 1), Costs([1.0])).as_svg(), decoding(3, 3, 2).as_svg()
+    words = {text for _, _, _, text in texts(fed)} - {text for _, _, _, text in texts(alone)}
+    assert {"advances", "waits", "sends, launches", "received", "sent"} <= words
+    assert "runs a stage; number and colour: the micro-batch" in alone
+    assert "fence" not in fed
+    assert "white" not in fed
+    assert fed.count("<line") == fed.count('stroke="currentColor"')
+
+
 def test_a_number_is_in_the_box_of_what_runs_only_where_it_fits() -> None:
     roomy, tight = (decoding(2, 2, steps)._repr_html_() for steps in (4, 300))
     inside = re.findall(r"<g><title>rank 0: run stage 0 \[mb (\d+)\].*?</title><rect.*?/><text.*?>(\d+)</text>", roomy)

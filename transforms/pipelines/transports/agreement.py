@@ -117,7 +117,7 @@ class Agreement:
         return header
 
     def expect(self, microbatch: int, returns: bool) -> Expected:
-        """What the header of a message that this rank is about to receive must say."""
+        """The header that a message which this rank is about to receive must have."""
         return Expected(self._states[microbatch], microbatch, returns)
 
     def compare(self, peer: int, expected: Expected, header: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ class Heartbeat:
 
     Args:
         monitor: the host's; its place is read.
-        records: for this thread alone.
+        records: which only this thread uses.
     """
 
     def __init__(self, monitor: Monitor, records: Records) -> None:
@@ -103,7 +103,7 @@ class Watchdog:
     """A thread that watches the work of a rank's device.
 
     Args:
-        monitor: the rank's view of the others, for this thread alone (`Monitor.for_thread`).
+        monitor: the rank's view of the others, which only this thread uses (`Monitor.for_thread`).
         end: the rank's end of its edges.
         poll: seconds between two looks.
         grace: seconds in which the host must ask for a known failure while something is still to be done: it may hang,

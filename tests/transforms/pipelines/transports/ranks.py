@@ -1,4 +1,5 @@
-"""What ranks run in processes of their own, and the pipelines that every transport must run as Local does."""
+"""The functions that ranks run in processes of their own, and the pipelines that every transport must run as Local
+does."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What travels between processes: schemas, values however they are stored, and what is refused."""
+"""Messages between processes: schemas, values however they are stored, and what is refused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +83,7 @@ def test_shapes_that_follow_from_data_are_refused() -> None:
 
 
 def odd_values() -> dict[str, Any]:
-    """What torch stores in other ways than its bytes in order."""
+    """Tensors that torch does not store as their bytes in order."""
     turned = torch.tensor([1.0 + 2.0j, 3.0 - 4.0j])
     return {
         "one of a stride": torch.arange(6.0)[4::4],
@@ -172,7 +172,7 @@ def test_a_transform_of_torch_func_does_not_reach_other_processes() -> None:
 
 
 def leave_a_session() -> tuple[str, str, Any]:
-    """What returns of a session that is not closed must not be taken for what returns of another one."""
+    """An output of a session that is not closed must not be taken for an output of another one."""
     step = pipeline([scale] * 2, advance=advance, transport=Distributed(timeout=5))
     params, state, jobs = [torch.ones(())], [torch.zeros(())], [Job()]
     session = step.session(params, state)

@@ -1,4 +1,4 @@
-"""The records and the monitor: what ranks write down, and whom a rank blames, without processes."""
+"""Records and the monitor: what ranks write, and whom a rank blames, without processes and by a fake clock."""
 
 import threading
 from typing import Any
@@ -33,7 +33,7 @@ def monitors(num_ranks: int, timeout: float = 0.2, clock: Clock | None = None) -
 
 
 def together(*calls: Any) -> list[Any]:
-    """What the calls return or raise, each in a thread."""
+    """The results or errors of calls, each in a thread."""
     found: list[Any] = [None] * len(calls)
 
     def run(index: int) -> None:

@@ -41,7 +41,7 @@ class Planted:
 
 
 def run_beside_a_stranger(file: str, keys: tuple[str, ...]) -> list[str]:
-    """What a rank says whose store a stranger writes pickles into, before and while it runs."""
+    """The words of a rank whose store gets pickles from a stranger, before and while it runs."""
     torch.set_num_threads(1)
     wait = timedelta(seconds=5)
     store: Any = dist.TCPStore  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Threads: what Local gives, refusals, and failures, which name the rank and leave nothing behind."""
+"""Threads: the results of Local, refusals, and failures, which name the rank and leave nothing behind."""
 
 import gc
 import threading

@@ -19,7 +19,7 @@ SECRET = Secret.fresh()
 
 
 def nobody() -> None:
-    """What a wait asks of nobody."""
+    """A `look` that does nothing."""
 
 
 def wires(num_ranks: int, secrets: list[Secret] | None = None) -> list[Wire]:
