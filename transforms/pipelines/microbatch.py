@@ -280,12 +280,14 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
         raise ProgramError(call, f"{kind_of(step)}, no function", "a step (params, state, batch) -> (state, out)")
     check_step(call, step)
 
+    whole: Any = step
+
     def run(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
-        if isinstance(step, Repeats):
-            return step.repeat(params, state, batch, length)
+        if isinstance(whole, Repeats):
+            return whole.repeat(params, state, batch, length)
         outs = []
         for _ in range(length):
-            made: Any = step(params, state, batch)
+            made = step(params, state, batch)
             if not isinstance(made, tuple) or len(made) != 2:
                 raise ProgramError(call, f"the step returned {kind_of(made)}{of_length(made)}", "return (state, out)")
             state, out = made
