@@ -24,9 +24,8 @@ from .transforms.graphs.dispatch_table import dispatch_table as dispatch_table
 from .transforms.graphs.graphified import clear_caches as clear_caches
 from .transforms.graphs.graphify import graphify as graphify, piecewise as piecewise
 from .transforms.graphs.ladder import Ladder as Ladder, Limits as Limits, make_ladder as make_ladder
-from .transforms.pipelines.microbatch import microbatch as microbatch
+from .transforms.pipelines.microbatch import microbatch as microbatch, scan as scan
 from .transforms.pipelines.pipeline import compose as compose, pipeline as pipeline
-from .transforms.pipelines.scan import scan as scan
 from .trees import axes as axes, descriptor_field as descriptor_field, pytree as pytree, static as static
 
 __version__: str

@@ -33,12 +33,12 @@ from tqdm import tqdm
 from weft.effects import Effect
 from weft.errors import RankError
 from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import Pipelined, pipeline
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
-from weft.transforms.pipelines.transports.plan import Plan
-from weft.transforms.pipelines.transports.worker import Link, Worker
+from weft.transforms.pipelines.worker import Link, Worker
 
 NUM_RANKS = (2, 3, 4)
 STEPS = 4
@@ -164,11 +164,11 @@ class Sabotaged:
     def mail(self, num_ranks: int, /) -> Any:
         return self.transport.mail(num_ranks)
 
-    def run(self, plan: Plan, workers: Sequence[Worker], mail: Any, /) -> None:
+    def run(self, checked: CheckedPrograms, workers: Sequence[Worker], mail: Any, /) -> None:
         now = self.steps == self.case.step
         self.steps += 1
         used = [self._failing(worker) if now and worker.rank == self.case.rank else worker for worker in workers]
-        self.transport.run(plan, used, mail)
+        self.transport.run(checked, used, mail)
         if now and self.case.rank in (worker.rank for worker in workers):
             fail(self.case, self.folder)
 

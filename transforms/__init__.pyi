@@ -19,10 +19,8 @@ from .graphs.memory import MemoryAnalysis as MemoryAnalysis, MemoryEstimate as M
 from .pipelines.checker import check as check
 from .pipelines.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow, plan_cohorts as plan_cohorts
 from .pipelines.events import Event as Event
-from .pipelines.measure import Recorder as Recorder, measure as measure
-from .pipelines.microbatch import join as join, microbatch as microbatch, split as split
+from .pipelines.microbatch import join as join, microbatch as microbatch, scan as scan, split as split
 from .pipelines.pipeline import Pipelined as Pipelined, compose as compose, pipeline as pipeline
-from .pipelines.scan import scan as scan
 from .pipelines.schedule import (
     Job as Job,
     decode_jobs as decode_jobs,
@@ -32,7 +30,13 @@ from .pipelines.schedule import (
 )
 from .pipelines.session import Session as Session
 from .pipelines.simulate import Costs as Costs, simulate as simulate
-from .pipelines.timeline import Comparison as Comparison, Timeline as Timeline, compare as compare
+from .pipelines.timeline import (
+    Comparison as Comparison,
+    Recorder as Recorder,
+    Timeline as Timeline,
+    compare as compare,
+    measure as measure,
+)
 from .pipelines.transports import Transport as Transport
 from .pipelines.transports.distributed import Distributed as Distributed
 from .pipelines.transports.launch import launch as launch

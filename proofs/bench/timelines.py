@@ -26,11 +26,10 @@ from weft.effects import Run
 from weft.proofs.environment import environment
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.events import Event
-from weft.transforms.pipelines.measure import measure
 from weft.transforms.pipelines.pipeline import Pipelined, pipeline
 from weft.transforms.pipelines.schedule import Job, decode_jobs, make_programs
 from weft.transforms.pipelines.simulate import Costs, simulate
-from weft.transforms.pipelines.timeline import Comparison, Timeline, compare
+from weft.transforms.pipelines.timeline import Comparison, Timeline, compare, measure
 from weft.transforms.pipelines.transports.distributed import BackendName, Distributed
 from weft.transforms.pipelines.transports.launch import launch
 
@@ -147,7 +146,7 @@ def measure_rank(backend: BackendName | None, timeout: float) -> Measured:
     alone = seconds(lambda: stage(weights, state, batch, batch), device)
     step = pipeline([stage for stage, _ in made], advance=lambda state, batch, out: state, transport=transport)
     # a GPU's host is ahead of it
-    launch = 0.0 if device.type == "cuda" else seconds(lambda: transport.watch.at(0, Run("stage 0", 0)), device)
+    launch = 0.0 if device.type == "cuda" else seconds(lambda: transport.monitor.move_to(0, Run("stage 0", 0)), device)
     events = [_run_case(transport, step, case, weights, state, batch) for case in cases(num_ranks)]
     return Measured(alone, *link, launch, events)
 

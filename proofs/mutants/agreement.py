@@ -9,8 +9,8 @@ from unittest import mock
 
 from weft.proofs.mutants.planted import Mutant
 from weft.proofs.suite import find
-from weft.transforms.pipelines.transports.agreement import Agreement, Mark
-from weft.transforms.pipelines.transports.plan import Plan
+from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.transports.agreement import Agreement, JournalState
 
 _LAW = find("L11", "differs")
 
@@ -40,18 +40,18 @@ def _last_alone(self: Agreement, subject: str, value: str) -> None:
     self._chain = hashlib.blake2b(f"{subject}{value}".encode(), digest_size=8).hexdigest()
 
 
-def _newest(self: Agreement, plan: Plan, first: int, step: int) -> None:
+def _newest(self: Agreement, checked: CheckedPrograms, first: int, step: int) -> None:
     """Late messages are held against what the rank is asked for now."""
-    self._plans[plan.digest] = plan
-    mark = Mark(step, self._count, self._chain, plan.digest)
-    self._marks = dict.fromkeys(range(first, first + plan.num_microbatches), mark)
+    self._programs[checked.digest] = checked
+    state = JournalState(step, self._count, self._chain, checked.digest)
+    self._states = dict.fromkeys(range(first, first + checked.num_microbatches), state)
 
 
-def _any_program(self: Agreement, plan: Plan, first: int, step: int) -> None:
-    self._plans[""] = plan
-    mark = Mark(step, self._count, self._chain, "")
-    for microbatch in range(first, first + plan.num_microbatches):
-        self._marks.setdefault(microbatch, mark)
+def _any_program(self: Agreement, checked: CheckedPrograms, first: int, step: int) -> None:
+    self._programs[""] = checked
+    state = JournalState(step, self._count, self._chain, "")
+    for microbatch in range(first, first + checked.num_microbatches):
+        self._states.setdefault(microbatch, state)
 
 
 AGREEMENT = (

@@ -12,8 +12,15 @@ from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, S
 from weft.errors import ProgramError
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find
-from weft.transforms.pipelines.checker import Machine, Step, _check_runs, interleave
-from weft.transforms.pipelines.rank_checks import check_buffers, check_peers, check_values
+from weft.transforms.pipelines.checker import (
+    Machine,
+    Step,
+    _check_runs,
+    check_buffers,
+    check_peers,
+    check_values,
+    interleave,
+)
 from weft.transforms.pipelines.schedule import _effects
 
 _SCHEDULE, _CHECKER = "weft.transforms.pipelines.schedule", "weft.transforms.pipelines.checker"

@@ -24,7 +24,7 @@ from weft.torchapi import in_dispatch_mode
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.ladder import Ladder, as_ladder
 from weft.transforms.pipelines.microbatch import join, split
-from weft.transforms.pipelines.transports.worker import Link, Worker
+from weft.transforms.pipelines.worker import Link, Worker
 
 _GRAPHS = "weft.transforms.graphs.cache"
 _COMPARE, _DECODER, _STATE = "weft.proofs.laws.compare", "weft.stages.decoder", "weft.state"

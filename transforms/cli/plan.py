@@ -17,7 +17,7 @@ from weft.stages.split import Weights, layer_weights
 from weft.transforms.cli.shared import check_writable, console, counted, table, write_file
 from weft.transforms.cli.sources import read_config
 from weft.transforms.pipelines.cohorts import CohortPlan, CohortRow, plan_cohorts
-from weft.transforms.pipelines.draw_text import LEAST_WIDTH
+from weft.transforms.pipelines.drawing import LEAST_WIDTH
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.simulate import Costs, simulate
 from weft.transforms.pipelines.timeline import Timeline

@@ -20,7 +20,7 @@ from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.setup import EngineLimits, check_engine
 from weft.transforms.engine.speculation import Speculation
-from weft.transforms.pipelines.pipeline_checks import wrong_transport
+from weft.transforms.pipelines.argument_checks import wrong_transport
 from weft.transforms.pipelines.transports import Transport
 
 _MAX_TEMPERATURE = 1e38  # of float32

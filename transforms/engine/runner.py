@@ -22,8 +22,8 @@ from weft.state import State, admit, advance
 from weft.table import Table
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder, Limits, make_ladder
+from weft.transforms.pipelines.argument_checks import is_number, wrong_transport
 from weft.transforms.pipelines.pipeline import compose, pipeline
-from weft.transforms.pipelines.pipeline_checks import is_number, wrong_transport
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 

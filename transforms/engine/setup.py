@@ -28,8 +28,8 @@ from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
 from weft.transforms.engine.weights import Weights
 from weft.transforms.engine.work import advance_work, edited
 from weft.transforms.graphs.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
+from weft.transforms.pipelines.argument_checks import wrong_transport
 from weft.transforms.pipelines.pipeline import compose, pipeline
-from weft.transforms.pipelines.pipeline_checks import wrong_transport
 from weft.transforms.pipelines.transports import Transport
 from weft.trees import tree_leaves, tree_map
 

@@ -1,4 +1,8 @@
-"""A run written down: its operators with what they read and make, as text or as a graph in DOT."""
+"""A listing: the operators of a run with their inputs and results, as text or as a graph in DOT.
+
+`make_fx` and torch.fx's drawer were tried in its place. The text of `make_fx` names no shapes, and does not say where a
+tensor from outside comes from (`_tensor_constant0`); the drawer needs pydot.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,1 +1,1 @@
-"""Pipelines: `pipeline`, `microbatch` and `scan`, and the programs, transports and timelines behind them."""
+"""Pipelines: a step over several stages as checked programs, which a transport executes; also their simulation."""

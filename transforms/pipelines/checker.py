@@ -1,30 +1,35 @@
-"""The checker: programs are proved right before anything moves.
+"""The checker: proves programs right before anything moves. `CheckedPrograms` are what a transport runs.
 
-What one rank's program says by itself is `weft.transforms.pipelines.rank_checks`; here is what ranks say to each other.
+It checks each rank's program by itself, and then runs all of them on an abstract machine. There, every rank performs
+its effects in order, and each edge is a queue of `capacity` messages; what stages send and what returns have queues of
+their own. A send waits while its queue is full, a receive while it is empty, and a fence until its messages were
+received.
 
-The machine it runs them on: every rank takes its effects in order; each edge is a queue of `capacity` messages, one
-for what stages send and one for what returns. A send waits while its queue is full, a receive while it is empty, a
-fence until its messages were received. Ranks are deterministic and each queue has one writer and one reader, so what
-is sent and whether all reach their end do not depend on the order in which ranks move, and more capacity never blocks
-(Kahn, 1974, "The semantics of a simple language for parallel programming"): one run with one message an edge decides.
-`weft.proofs.solver.programs_exhaustive` holds that against all interleavings.
+Ranks are deterministic, and each queue has one writer and one reader. So the messages, and whether all ranks reach
+their end, do not depend on the order in which ranks move, and more capacity never blocks (Kahn, 1974, "The semantics of
+a simple language for parallel programming"). One run with one message per edge therefore decides.
+`weft.proofs.solver.programs_exhaustive` compares that with all interleavings.
 """
 
+import functools
+import hashlib
+import platform
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import attrs
+import torch
 
+from weft import __version__
 from weft.arguments import kind_of
-from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send, listing
 from weft.errors import ProgramError
-from weft.transforms.pipelines.rank_checks import check_buffers, check_peers, check_values, returned
 
 
 @attrs.frozen
 class Edge:
-    """A queue from one rank to another: of what stages send, or of what returns from the last stage."""
+    """A queue from one rank to another, for what stages send or for what returns from the last stage."""
 
     source: int
     to: int
@@ -63,7 +68,7 @@ def takes(step: Step) -> Edge | None:
 
 
 def matches(sent: Step, taken: Step) -> bool:
-    """Whether a message is what its receiver waits for: of the micro-batch, in the schema."""
+    """Whether a message has the micro-batch and the schema that its receiver waits for."""
     ours, theirs = taken.effect, sent.effect
     assert isinstance(ours, Recv | Broadcast)
     assert isinstance(theirs, Send | Broadcast)
@@ -71,7 +76,7 @@ def matches(sent: Step, taken: Step) -> bool:
 
 
 class Machine:
-    """Programs under way: where each rank is, and what is on each edge."""
+    """Programs under way: the position of each rank, and the messages on each edge."""
 
     def __init__(self, programs: Sequence[Program], capacity: int = 1) -> None:
         self.programs = tuple(programs)
@@ -80,7 +85,8 @@ class Machine:
         self.queues: dict[Edge, deque[Step]] = {}
 
     def place(self, at: Sequence[int]) -> None:
-        """Put each rank where it has performed so many of its effects: on an edge is what was sent and not received."""
+        """Move each rank to where it has performed `at[rank]` effects; an edge then holds what was sent and not
+        received."""
         self.at = list(at)
         done = [Step(p.rank, e) for p, count in zip(self.programs, at, strict=True) for e in p.effects[:count]]
         received = Counter(edge for step in done if (edge := takes(step)) is not None)
@@ -93,7 +99,7 @@ class Machine:
                 self.queues[edge].popleft()
 
     def next(self, rank: int) -> Step | None:
-        """What a rank is about to do; None at its end."""
+        """The next effect of a rank; None at its end."""
         effects = self.programs[rank].effects
         return Step(rank, effects[self.at[rank]]) if self.at[rank] < len(effects) else None
 
@@ -110,7 +116,7 @@ class Machine:
         return tuple(edge.to for edge in full)
 
     def ready(self) -> list[Step]:
-        """What can run now."""
+        """The effects that can run now."""
         waiting = (self.next(rank) for rank in range(len(self.programs)))
         return [step for step in waiting if step is not None and not self.blockers(step)]
 
@@ -141,7 +147,7 @@ class Machine:
                 raise ProgramError(f"check of {len(self.programs)} programs", f"{queue[0]} is never received", instead)
 
     def deadlock(self) -> ProgramError:
-        """Why nothing can move: a cycle of ranks that wait for each other, or a rank that waits for one at its end."""
+        """The error for programs that cannot go on: ranks wait for each other, or for one that is at its end."""
         rank, chain = next(r for r in range(len(self.programs)) if self.next(r) is not None), list[Step]()
         while (step := self.next(rank)) is not None and step not in chain:
             chain.append(step)
@@ -166,7 +172,7 @@ def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[St
     """
     machine = Machine(programs, capacity)
     while steps := machine.ready():
-        for step in steps:  # a step that is ready stays so: only its own rank takes from its queues
+        for step in steps:  # a step that is ready stays ready: only its own rank takes from its queues
             machine.move(step)
             yield step
     if any(machine.next(rank) is not None for rank in range(len(programs))):
@@ -177,14 +183,15 @@ def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[St
 def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
     """Raise ProgramError unless the programs are right: all ranks run the same micro-batches, of the same classes, in
     the same order, and advance with all of them or with none; each effect finds what it needs; every receive meets its
-    send, in order and schema; all ranks reach their end even where an edge holds one message; and no result is
-    overwritten that is yet to be read, or whose sending no fence has waited for.
+    send, in order and schema; all ranks reach their end even if an edge holds only one message; and no result is
+    overwritten before it was read, or before a fence has waited until it was sent.
 
-    What a job runs after (`Job.after`) is not in a program: `make_programs` keeps it, by proof.
+    The job that a job runs after (`Job.after`) is not part of a program; `weft.proofs.solver.schedule_proof` proves that
+    `make_programs` respects it.
 
     Args:
         programs: of all ranks, in order.
-        buffers: results that a stage holds before it overwrites the oldest; None: each is a value of its own.
+        buffers: results that a stage holds before it overwrites the oldest; None: it overwrites none.
     """
     if not isinstance(programs, list | tuple) or not all(isinstance(program, Program) for program in programs):
         seen = kind_of(programs) + (" of other things" if isinstance(programs, list | tuple) else "")
@@ -232,3 +239,170 @@ def _check_runs(programs: Sequence[Program]) -> None:
 
 def _ran(program: Program, what: str) -> list[int]:
     return [effect.microbatch for effect in program.effects if isinstance(effect, Run) and effect.what == what]
+
+
+def check_peers(program: Program) -> None:
+    """Raise ProgramError for an effect that this rank cannot have: a rank runs its own stage, receives from the rank
+    before it and sends to the rank after it; the last rank broadcasts."""
+    rank, last = program.rank, program.num_ranks - 1
+    for effect in program.effects:
+        match effect:
+            case Send(to):
+                ok = rank < last and to == rank + 1
+                instead = f"send to {rank + 1}" if rank < last else "a broadcast: the last rank sends to none"
+            case Recv(source):
+                ok = rank > 0 and source == rank - 1
+                instead = f"recv from {rank - 1}" if rank > 0 else "no recv: the first stage runs on the batch"
+            case Broadcast(root):
+                ok, instead = root == last, f"broadcast from {last}, the last rank"
+            case Run(what):
+                ok, instead = what in (f"stage {rank}", "advance"), f"run stage {rank}, or run advance"
+            case Fence():
+                ok, instead = True, ""
+        if not ok:
+            raise _refused(program, f"'{effect}' on rank {rank} of {last + 1}", instead)
+
+
+def returned(program: Program) -> frozenset[int]:
+    """The micro-batches whose output returns to all ranks, by the last rank's program."""
+    return frozenset(effect.microbatch for effect in program.effects if isinstance(effect, Broadcast))
+
+
+def check_values(program: Program, returning: frozenset[int]) -> None:
+    """Raise ProgramError unless each effect stands once, after the effect that makes its input, result or output.
+
+    Args:
+        program: one rank's.
+        returning: the micro-batches whose output returns, and with which the ranks advance.
+    """
+    done: set[Effect] = set()  # their schemas are left out
+    for effect in program.effects:
+        bare = _bare(effect)
+        missing = [need for need in _needs(program, bare, returning) if need not in done]
+        if missing or (bare in done and not isinstance(bare, Fence)):
+            seen = f"'{effect}' without '{missing[0]}' before it" if missing else f"'{effect}' once more"
+            instead = "recv, then run, then send or broadcast, then fence and advance, each once a micro-batch"
+            raise _refused(program, seen, instead)
+        done.add(bare)
+
+
+def _bare(effect: Effect) -> Effect:
+    """The effect without its schema."""
+    match effect:
+        case Send(to, mb):
+            return Send(to, mb)
+        case Recv(source, mb):
+            return Recv(source, mb)
+        case Broadcast(root, mb):
+            return Broadcast(root, mb)
+    return effect
+
+
+def _needs(program: Program, effect: Effect, returning: frozenset[int]) -> Iterator[Effect]:
+    """The effects that must stand before an effect."""
+    rank, last, mb = program.rank, program.num_ranks - 1, effect.microbatch
+    match effect:
+        case Recv():
+            pass
+        case Run("advance"):
+            yield Run(f"stage {rank}", mb)
+            if mb in returning:
+                yield Broadcast(last, mb)
+        case Run():
+            if rank > 0:
+                yield Recv(rank - 1, mb)
+        case Send() | Broadcast():
+            yield Run(f"stage {rank}", mb)
+        case Fence():
+            yield Send(rank + 1, mb) if rank < last else Broadcast(last, mb)
+
+
+def check_buffers(program: Program, buffers: int) -> None:
+    """Raise ProgramError if a stage overwrites a result that is still to be sent or read, or that may still be in
+    flight: only a fence says that it is not. The program has passed `check_values`."""
+    effects, last = [_bare(effect) for effect in program.effects], program.num_ranks - 1
+    first = {effect: place for place, effect in reversed(list(enumerate(effects)))}
+    runs = [
+        (place, effect)
+        for place, effect in enumerate(effects)
+        if effect == Run(f"stage {program.rank}", effect.microbatch)
+    ]
+    for (_, old), (place, new) in zip(runs, runs[buffers:], strict=False):
+        mb = old.microbatch
+        out: Effect = Send(program.rank + 1, mb) if program.rank < last else Broadcast(last, mb)
+        uses: list[Effect] = [out, Fence(mb)] if out in first else []
+        if program.rank == last and out in first and Run("advance", mb) in first:
+            uses.append(Run("advance", mb))  # an advance reads the output where the stage left it
+        late = next((use for use in uses if first.get(use, place) >= place), None)
+        if late is not None:
+            seen = f"'{new}' overwrites what '{old}' made, with no '{late}' before it"
+            raise _refused(program, seen, f"'{late}' before '{new}'")
+
+
+def _refused(program: Program, seen: str, instead: str) -> ProgramError:
+    return ProgramError(f"check of rank {program.rank}'s program", seen, instead)
+
+
+@attrs.frozen(eq=False)
+class CheckedPrograms:
+    """The programs of a run, checked when this is made, and all that ranks must agree on before they perform them.
+
+    Args:
+        programs: of all ranks.
+        buffers: results that a stage holds before it overwrites the oldest; None: it overwrites none.
+        sources: the digest of each stage's source, and of `advance`'s (`source_digest`).
+        spans: for each rank the effects `start:stop` that this run performs; earlier runs have performed those before,
+            and later runs perform those after. None: all effects.
+    """
+
+    programs: tuple[Program, ...]
+    buffers: int | None = None
+    sources: tuple[str, ...] = ()
+    spans: tuple[tuple[int, int], ...] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        check(self.programs, buffers=self.buffers)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The lines that all ranks compare: versions, sources, programs."""
+        versions = f"weft {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+        return "\n".join([versions, *self.sources, listing(self.programs)])
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A short hash of `text`."""
+        return hashlib.blake2b(self.text.encode(), digest_size=6).hexdigest()
+
+    @functools.cached_property
+    def num_microbatches(self) -> int:
+        """The number of micro-batches of the programs."""
+        return 1 + max((effect.microbatch for program in self.programs for effect in program.effects), default=-1)
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """The effects of a rank that this run performs, as `(start, stop)`."""
+        return (0, len(self.programs[rank].effects)) if self.spans is None else self.spans[rank]
+
+    @functools.cached_property
+    def order(self) -> tuple[Step, ...]:
+        """The effects of this run, in an order in which one thread can perform them for all ranks."""
+        counts, order = [0] * len(self.programs), []
+        for step in interleave(self.programs):
+            start, stop = self.span(step.rank)
+            if start <= counts[step.rank] < stop:
+                order.append(step)
+            counts[step.rank] += 1
+        return tuple(order)
+
+    @functools.cached_property
+    def leaves_messages(self) -> bool:
+        """Whether messages that a later run receives are still under way when this run is over."""
+        machine = Machine(self.programs)
+        machine.place([self.span(rank)[1] for rank in range(len(self.programs))])
+        return any(machine.queues.values())
+
+    @property
+    def lends(self) -> bool:
+        """Whether results are lent: the sender overwrites them later, so that a receiver, whose stage may keep or
+        return what it got, must copy them."""
+        return self.buffers is not None

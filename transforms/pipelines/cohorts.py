@@ -1,4 +1,4 @@
-"""`plan_cohorts`: into how many cohorts to cut the requests of a decode loop."""
+"""`plan_cohorts`: finds the number of cohorts into which to cut the requests of a decode loop."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +17,14 @@ from weft.units import duration
 
 @attrs.frozen
 class CohortRow:
-    """What a decode loop of one number of cohorts comes to in its steady state.
+    """The steady state of a decode loop with one number of cohorts.
 
     Args:
-        cohorts: taken in turn.
-        size: requests of each, the last ones perhaps padding.
-        step_time: seconds in which every cohort makes a step, and every request a token.
-        tokens_per_second: of all requests; padding makes none.
-        bubbles: each rank's share of the time in which it neither runs a stage nor advances.
+        cohorts: their number; they take turns.
+        size: requests of each cohort; the last ones may be padding.
+        step_time: seconds in which every cohort makes a step, and so every request a token.
+        tokens_per_second: of all requests; padding makes no tokens.
+        bubbles: for each rank, the share of the time in which it neither runs a stage nor advances.
     """
 
     cohorts: int
@@ -41,21 +41,21 @@ class CohortRow:
 
 @attrs.frozen
 class CohortPlan(Tabled):
-    """The numbers of cohorts that were tried; it prints as a table, the best marked.
+    """The numbers of cohorts that were tried. It prints as a table, with the best one marked.
 
     Args:
-        rows: one for each number.
+        rows: one for each number of cohorts.
     """
 
     rows: tuple[CohortRow, ...]
 
     @property
     def best(self) -> CohortRow:
-        """Of the most tokens a second; of those as fast to nine digits, the one of the fewest cohorts."""
+        """The row with the most tokens per second; of rows equal to nine digits, the one with the fewest cohorts."""
         return max(self.rows, key=lambda row: (float(f"{row.tokens_per_second:.9g}"), -row.cohorts))
 
     def table(self) -> Table:
-        """A row a number of cohorts."""
+        """A table with one row per number of cohorts."""
         header = ("cohorts", "of requests", "step", "tokens/s", "bubble", "")
         return Table(header, tuple(self._cells(row) for row in self.rows))
 
@@ -74,19 +74,19 @@ def plan_cohorts(
     capacity: int = 2,
 ) -> CohortPlan:
     """Simulate the decode loop (`decode_jobs`) for each number of cohorts, each of `ceil(num_requests / cohorts)`
-    requests: few large ones leave stages idle, many small ones read all the weights for few tokens.
+    requests. Few large ones leave stages idle; many small ones read all the weights for few tokens.
 
     Args:
-        stage_seconds: from the size of a cohort to the seconds of each stage, or to all that a step of one costs.
-        num_requests: that decode at the same time.
+        stage_seconds: a function from the size of a cohort to the seconds of each stage, or to all costs of a step.
+        num_requests: the requests that decode at the same time.
         num_stages: ranks.
-        cohorts: the numbers to try; None: 1 to twice the stages, at most one a request.
-        num_steps: of each cohort that are counted, after as many that fill the pipeline.
+        cohorts: the numbers to try; None: 1 to twice the number of stages, at most one per request.
+        num_steps: the steps of each cohort that count, after as many that fill the pipeline.
         capacity: as `simulate` takes it.
 
     Raises:
-        ProgramError: numbers that are less than 1, or more cohorts than requests.
-        CostError: costs of another number of stages.
+        ProgramError: a number less than 1, or more cohorts than requests.
+        CostError: costs for another number of stages.
 
     >>> print(plan_cohorts(lambda size: [0.008 + 0.001 * size] * 2, 8, 2))
     cohorts  of requests   step  tokens/s  bubble
@@ -124,7 +124,7 @@ def _costs(found: Sequence[float] | Costs, num_stages: int, call: str) -> Costs:
 def _steady(
     costs: Costs, num_stages: int, cohorts: int, num_steps: int, capacity: int
 ) -> tuple[float, tuple[float, ...]]:
-    """The seconds of a step and each rank's bubble once the pipeline is full: what as many steps again add."""
+    """The seconds of a step and each rank's bubble in a full pipeline: the difference that as many steps again make."""
     short, long = (
         simulate(make_programs(num_stages, decode_jobs(cohorts, steps)), costs, capacity=capacity)
         for steps in (num_steps, 2 * num_steps)
@@ -132,4 +132,4 @@ def _steady(
     seconds = long.step_time - short.step_time
     pairs = zip(busy_seconds(short.events), busy_seconds(long.events), strict=True)
     bubbles = (1.0 - (after - before) / seconds if seconds else 0.0 for before, after in pairs)
-    return seconds / num_steps, tuple(max(0.0, bubble) for bubble in bubbles)  # less than 0 by rounding alone
+    return seconds / num_steps, tuple(max(0.0, bubble) for bubble in bubbles)  # only rounding makes it less than 0

@@ -1,4 +1,4 @@
-"""What happened when: an event is one effect of one rank, with its start, its end and how long it waited."""
+"""Events: one effect of one rank, with its start, its end and how long it waited."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from weft.effects import Effect, Run
 from weft.errors import CostError
 
 ADVANCE = "advance"
-"""What `Run` calls the step that takes an output into the state."""
+"""The `what` of a `Run` that advances a state with an output."""
 
 
 @attrs.frozen
@@ -17,10 +17,11 @@ class Event:
     """One effect of one rank, simulated or measured.
 
     Args:
-        rank, effect: whose, and what.
-        start: when the rank came to it; seconds.
-        end: when the rank went on.
-        waited: how much of that, at its end, the rank waited: for a message, for room on an edge, for a receipt.
+        rank, effect: the rank, and the effect that it performed.
+        start: the moment at which the rank came to the effect, in seconds.
+        end: the moment at which the rank went on.
+        waited: the last part of that time, in which the rank waited for a message, for room on an edge or for a
+            receipt.
 
     Raises:
         CostError: an end before the start, or a wait that is longer than the event.
@@ -45,22 +46,22 @@ class Event:
 
     @property
     def active(self) -> float:
-        """The moment at which it stopped to work and began to wait."""
+        """The moment at which the work ended and the wait began."""
         return self.end - self.waited
 
 
 def num_ranks(events: Iterable[Event]) -> int:
-    """The ranks that the events are of."""
+    """The number of ranks that have events."""
     return max((event.rank for event in events), default=-1) + 1
 
 
 def last_end(events: Iterable[Event]) -> float:
-    """When the last event ended."""
+    """The moment at which the last event ended."""
     return max((event.end for event in events), default=0.0)
 
 
 def busy_seconds(events: Sequence[Event]) -> tuple[float, ...]:
-    """The seconds that each rank ran stages and advanced: not what it sent, waited for, or launched besides."""
+    """The seconds in which each rank ran stages and advanced, without its sends, waits and launches."""
     seconds = [0.0] * num_ranks(events)
     for event in events:
         if isinstance(event.effect, Run):
@@ -68,6 +69,6 @@ def busy_seconds(events: Sequence[Event]) -> tuple[float, ...]:
     return tuple(seconds)
 
 
-def how_many(ranks: int) -> str:
-    """A number of ranks in words."""
+def ranks_in_words(ranks: int) -> str:
+    """A number of ranks, as text: `1 rank`, `2 ranks`."""
     return f"{ranks} rank{'s' * (ranks != 1)}"

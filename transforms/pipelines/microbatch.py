@@ -1,9 +1,10 @@
-"""`microbatch`: run a step on parts of its batch, one after the other. By law it changes nothing."""
+"""`microbatch` runs a step on parts of its batch, and `scan` runs a step repeatedly; also how a batch is split and
+joined."""
 
 import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import attrs
 import torch
@@ -13,11 +14,12 @@ from weft.arguments import kind_of
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, declare_donated, donated_argnames
+from weft.effects import Schema
 from weft.errors import CaptureError, DescriptorError, ProgramError
 from weft.torchapi import in_dispatch_mode
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
-from weft.transforms.pipelines.pipeline_checks import check_step
-from weft.transforms.pipelines.transports.worker import of_length
+from weft.transforms.pipelines.argument_checks import check_step
+from weft.transforms.pipelines.worker import of_length
 from weft.trees import (
     Axes,
     find_descriptors,
@@ -35,14 +37,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def split(batch: Any, parts: int) -> tuple[Any, ...]:
-    """Cut a batch into at most `parts` batches of whole requests, as even in their number as can be.
+    """Cut a batch into at most `parts` batches of whole requests, whose numbers of requests differ by at most one.
 
     Args:
-        batch: a `Batch`; or any tree of tensors whose first dimensions agree, which is cut along it.
-        parts: at least 1. A batch of fewer requests is cut into one part a request.
+        batch: a `Batch`; or any tree of tensors whose first dimensions agree, which are cut along it.
+        parts: at least 1. A batch of fewer requests is cut into one part per request.
 
-    A ragged `Batch` is cut where its tensors say, which reads `query_start_loc` on the host: inside a captured
-    function cut uniform batches only, or capture the parts (`pipeline(map(graphify, stages))`).
+    A ragged `Batch` is cut by its `query_start_loc`, which is read on the host. So inside a captured function, cut only
+    uniform batches, or capture the parts (`pipeline(map(graphify, stages))`).
 
     >>> [str(b.descriptor) for b in split(Batch.decode([5, 6, 7]), 2)]
     ['uniform x1, 1 reqs', 'uniform x1, 2 reqs']
@@ -70,7 +72,7 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
 
 def _split_batch(batch: Batch, bounds: Sequence[int]) -> tuple[Batch, ...]:
     old = batch.descriptor
-    # A list of Python ints decides the shapes of the parts; only a uniform class knows it without a host read.
+    # Python ints decide the shapes of the parts; only a uniform class knows them without a host read.
     if old.query_len is not None:
         starts = [r * old.query_len for r in bounds]
     else:
@@ -87,7 +89,7 @@ def _split_batch(batch: Batch, bounds: Sequence[int]) -> tuple[Batch, ...]:
 
 
 def _part(batch: Batch, reqs: tuple[int, int], tokens: tuple[int, int]) -> Batch:
-    """The requests from one to another, and their tokens, of every field that says what it follows."""
+    """The requests `reqs[0]:reqs[1]` and their tokens, cut from every field with named dimensions."""
     old, (a, b), (first, end) = batch.descriptor, reqs, tokens
     spans = {"num_reqs": slice(a, b), "num_reqs+1": slice(a, b + 1), "num_tokens": slice(first, end)}
     own = BatchDescriptor(end - first, b - a, old.query_len, old.num_active_loras)
@@ -114,18 +116,19 @@ def _common_length(tree: Any) -> int:
 
 
 def join(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
-    """Put the parts' outputs together again: sized fields along their named dimension, other tensors along the first.
+    """Join the outputs of the parts of a batch: sized fields along their named dimension, other tensors along the
+    first.
 
-    Every tensor must hold one entry a request (of plain tensors, a row) or a token of its part. Sizes are all that is
-    checked: a sum over 2 rows of 2 columns has the size of a result of 2 rows, and is joined as one.
+    Every tensor must hold one entry per request (for plain tensors, per row) or per token of its part. Only sizes are
+    checked: a sum over 2 rows of 2 columns has the size of a result for 2 rows, and is joined as one.
 
     Args:
-        outputs: what the step returned for each part.
-        parts: the batches that it was for.
+        outputs: the step's output for each part.
+        parts: the parts.
 
     Raises:
-        DescriptorError: the outputs have different structures, hold a descriptor other than their part's, or a leaf
-            of another size than its part's requests or tokens: a loss, a parameter, a Python value.
+        DescriptorError: the outputs have different structures, hold another descriptor than their part's, or hold a
+            leaf whose size is not the part's number of requests or tokens: a loss, a parameter, a Python value.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -153,7 +156,7 @@ def join(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
 
 
 def _whole(parts: Sequence[Any]) -> BatchDescriptor | None:
-    """The class of the batch that was cut into `parts`; None for plain tensors."""
+    """The descriptor of the batch that was cut into `parts`; None for plain tensors."""
     if not all(isinstance(part, Batch) for part in parts):
         return None
     found = [part.descriptor for part in parts]
@@ -168,7 +171,7 @@ def _sizes(part: Any) -> set[tuple[int, ...]]:
 
 
 def _batch_dim(axes: Axes | None) -> int:
-    """The first dimension that follows the batch."""
+    """The first dimension that has a name, and so grows with the batch."""
     return 0 if axes is None else next((d for d in range(len(axes.dims)) if axes.name(d)), 0)
 
 
@@ -177,21 +180,21 @@ def _is_number(parts: Any) -> bool:
 
 
 def microbatch(step: F, parts: int) -> F:
-    """The step `(params, state, batch) -> (state, out)` run on at most `parts` parts of its batch, the state threaded
+    """Run a step `(params, state, batch) -> (state, out)` on at most `parts` parts of its batch, and thread the state
     through.
 
-    It changes nothing if the step is separable by rows: what it returns for a request (of plain tensors, a row) depends
-    on that request, the params and the state of that request alone, and every output tensor holds one entry a request
-    or a token. The state must be one a request, or a sum over requests: not a mean over the batch, or a running mean
-    that is updated once a step, since the step runs once a part. Sizes are checked (`join`), separability cannot be: a
-    `batch.sum(0)` of as many columns as a part has rows is joined, and wrong.
+    That changes nothing if the step is separable by rows: what it returns for a request (for plain tensors, a row)
+    depends only on that request, the params and the state of that request, and every output tensor holds one entry per
+    request or token. The state must have an entry per request, or be a sum over requests. It must not be a mean over
+    the batch, or a running mean that is updated once per step, since the step runs once per part. Sizes are checked
+    (`join`); separability cannot be: a `batch.sum(0)` with as many columns as a part has rows is joined, and wrong.
 
     Args:
-        step: such a function.
-        parts: at least 1. A batch of fewer requests is cut into one part a request.
+        step: the step.
+        parts: at least 1. A batch of fewer requests is cut into one part per request.
 
     Raises:
-        ProgramError: `parts` is no such number, or the step returns anything but `(state, out)`.
+        ProgramError: `parts` is not such a number, or the step does not return `(state, out)`.
         DescriptorError: a batch that cannot be cut, or outputs that cannot be joined.
 
     >>> import torch
@@ -216,7 +219,81 @@ def microbatch(step: F, parts: int) -> F:
                 seen = f"it returned {kind_of(made)}{of_length(made)}"
                 raise ProgramError(f"microbatch({name}, {parts})", seen, "return (state, out)")
             state, out = made
-            outputs.append(clone(out) if lends(step) else out)  # the next part overwrites what is lent
+            outputs.append(clone(out) if lends(step) else out)  # the next part overwrites a lent result
         return state, join(outputs, batches)
 
     return cast(F, declare_lending(declare_donated(run, donated_argnames(step)), False))
+
+
+def after_first(tree: Any) -> Any:
+    """A batch, or a tree with batches in it, without the fields that only the first stage reads."""
+    return tree_map(
+        lambda x: x.after_first() if isinstance(x, Batch) else x, tree, is_leaf=lambda x: isinstance(x, Batch)
+    )
+
+
+def class_of(batch: Any) -> Any:
+    """The class of a batch, on which all ranks must agree: its descriptor; for plain tensors their schema."""
+    found = find_descriptors(batch)
+    return found[0] if found else Schema.of(batch)
+
+
+def class_text(batch: Any) -> str:
+    """The class of a batch (or of a value with a field `batch`) as text, which also says whether logprobs of targets
+    come back. All ranks must agree on it, and the layout of the batch's messages follows from it."""
+    targets = getattr(getattr(batch, "batch", batch), "targets", None)
+    return f"{class_of(batch)}{'' if targets is None else ', with targets'}"
+
+
+@runtime_checkable
+class Repeats(Protocol):
+    """A step that repeats itself better than one call after the other would, as a pipeline does."""
+
+    def repeat(self, params: Any, state: Any, batch: Any, length: int, /) -> tuple[Any, list[Any]]:
+        """The state after `length` steps on the same batch, and the output of each."""
+
+
+def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """Run a step `length` times on the same batch, and thread the state through. That is a decode loop: a decode batch
+    only names rows of the state, and the state holds their last tokens.
+
+    Args:
+        step: `(params, state, batch) -> (state, out)`. A pipeline overlaps its stages: its micro-batches are cohorts of
+            requests, each of which waits only for its own tokens.
+        length: at least 1.
+
+    Returns:
+        A step `(params, state, batch) -> (state, outs)`, where `outs` is the list of what each step returned. They are
+        not stacked, as `jax.lax.scan` does, so that their dimensions keep the names by which a ladder pads and unpads.
+
+    Raises:
+        ProgramError: a length that is not an int >= 1, or a step that is not a function to `(state, out)`.
+
+    >>> double = scan(lambda params, state, batch: (2 * state, state + batch), 3)
+    >>> double(None, 1, 10)
+    (8, [11, 12, 14])
+    """
+    call = f"scan({getattr(step, '__name__', step)!s:.60}, {getattr(length, '__name__', repr(length))})"
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ProgramError(call, f"length={getattr(length, '__name__', repr(length))}", "an int >= 1")
+    if not callable(step):
+        raise ProgramError(call, f"{kind_of(step)}, no function", "a step (params, state, batch) -> (state, out)")
+    check_step(call, step)
+
+    whole: Any = step
+
+    def run(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        if isinstance(whole, Repeats):
+            return whole.repeat(params, state, batch, length)
+        outs = []
+        for _ in range(length):
+            made = step(params, state, batch)
+            if not isinstance(made, tuple) or len(made) != 2:
+                raise ProgramError(call, f"the step returned {kind_of(made)}{of_length(made)}", "return (state, out)")
+            state, out = made
+            outs.append(clone(out) if lends(step) else out)  # the next step overwrites a lent result
+        return state, outs
+
+    functools.update_wrapper(run, step, assigned=("__module__", "__name__", "__qualname__"), updated=())
+    del vars(run)["__wrapped__"]
+    return declare_donated(run, donated_argnames(step))

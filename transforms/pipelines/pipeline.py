@@ -1,4 +1,8 @@
-"""`pipeline`: stages as one step. Each rank's part is a program of effects, checked before the first tensor moves."""
+"""`pipeline`: makes stages one step. Each rank performs a program of effects, checked before the first tensor moves.
+
+A transport (`transports`) executes the programs: its `run` has each rank's worker (`worker.Worker.perform`) perform the
+effects in order, and the worker gives every send and receive to the transport's link.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,38 +18,37 @@ from weft.markup import text, titled
 from weft.torchapi import in_dispatch_mode
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
 from weft.transforms.graphs.graphified import Graphified
-from weft.transforms.pipelines.microbatch import join, split
-from weft.transforms.pipelines.parts import after_first, class_text
-from weft.transforms.pipelines.pipeline_checks import (
+from weft.transforms.pipelines.argument_checks import (
     check_entries,
     check_options,
     check_stages,
     is_number,
     refuse_transform,
 )
+from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.microbatch import after_first, class_text, join, split
 from weft.transforms.pipelines.schedule import Job, decode_jobs, jobs_for, make_programs
 from weft.transforms.pipelines.session import Session, Spans
 from weft.transforms.pipelines.transports import Transport
-from weft.transforms.pipelines.transports.fingerprint import fingerprint
+from weft.transforms.pipelines.transports.agreement import source_digest
 from weft.transforms.pipelines.transports.local import Local
-from weft.transforms.pipelines.transports.plan import Plan
-from weft.transforms.pipelines.transports.worker import Worker, call_advance, call_stage, put_batches
+from weft.transforms.pipelines.worker import Worker, call_advance, call_stage, put_batches
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
 
-_MAX_PLANS = 1024
+_MAX_PROGRAMS = 1024
 
 
 def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """The step that runs the stages one after the other on the whole batch: what every pipeline must equal.
+    """The step that runs the stages one after the other on the whole batch. Every pipeline must equal it.
 
     Args:
         stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y of the one before.
         advance: `(state, batch, out) -> state`, run for every stage with the last one's output.
 
     Returns:
-        A step `(params, state, batch) -> (state, out)`, where params and state are tuples, one entry a stage.
+        A step `(params, state, batch) -> (state, out)`, where params and state are tuples with one entry per stage.
     """
     stages = check_stages("compose", stages)
 
@@ -70,7 +73,7 @@ def _donations(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, .
 
 
 class Pipelined:
-    """What `pipeline` returns: a step, and the programs that it runs. `print` it to read them."""
+    """A step over stages, made by `pipeline`. `print` it to read its programs."""
 
     def __init__(
         self,
@@ -87,35 +90,37 @@ class Pipelined:
         self._schema = schema
         self._ranks = transport.ranks(len(self.stages))
         self._returns = advance is not None or len(self._ranks) < len(self.stages)
-        # A stage that lends its results overwrites them when it runs again.
+        # A stage that lends its results overwrites them when it runs again, so each needs a fence.
         self._buffers = 1 if any(map(lends, self.stages)) else None
-        self._fingerprints = (
-            *(fingerprint(f"stage {index}", stage) for index, stage in enumerate(self.stages)),
-            "advance: none" if advance is None else fingerprint("advance", advance),
+        self._sources = (
+            *(source_digest(f"stage {index}", stage) for index, stage in enumerate(self.stages)),
+            "advance: none" if advance is None else source_digest("advance", advance),
         )
-        self._plans: dict[Any, Plan] = {}
+        self._checked_by_key: dict[Any, CheckedPrograms] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
         self._text = f"pipeline(<{len(self.stages)} stage{'s' * (len(self.stages) > 1)}>)"
         self.programs()
 
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
-        """Each rank's program for so many micro-batches (None: the pipeline's own number), checked."""
+        """The checked program of each rank, for so many micro-batches (None: the pipeline's own number)."""
         microbatches = self.microbatches if microbatches is None else microbatches
         if not is_number(microbatches, least=1):
             raise ProgramError(f"{self._text}.programs({microbatches!r})", "no number of parts", "an int >= 1")
-        return self._plan([Job(feeds=self._returns)] * microbatches, ()).programs
+        return self._check_programs([Job(feeds=self._returns)] * microbatches, ()).programs
 
-    def _plan(self, jobs: Sequence[Job], classes: Sequence[str], spans: Spans | None = None) -> Plan:
+    def _check_programs(
+        self, jobs: Sequence[Job], classes: Sequence[str], spans: Spans | None = None
+    ) -> CheckedPrograms:
         key = (tuple(jobs), tuple(classes), spans)
-        if (plan := self._plans.get(key)) is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
+        if (checked := self._checked_by_key.get(key)) is None:
+            if len(self._checked_by_key) >= _MAX_PROGRAMS:
+                self._checked_by_key.clear()
             advances = self._advance is not None
             made = make_programs(len(self.stages), jobs, schema=self._schema, advances=advances, buffers=self._buffers)
             programs = tuple(attrs.evolve(program, classes=tuple(classes)) for program in made)
-            plan = self._plans[key] = Plan(programs, self._buffers, self._fingerprints, spans)
-        return plan
+            checked = self._checked_by_key[key] = CheckedPrograms(programs, self._buffers, self._sources, spans)
+        return checked
 
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
         workers = self._workers(params, state)
@@ -126,16 +131,17 @@ class Pipelined:
     def stream(
         self, params: Sequence[Any], state: Sequence[Any], batches: Sequence[Any], jobs: Sequence[Job] | None = None
     ) -> tuple[Any, list[Any]]:
-        """Run batches one after the other, as calls in a row would, but so that stages overlap: each batch is a
+        """Run batches in order, with the results of one call after the other, but overlap the stages: each batch is a
         micro-batch, and waits only for the tokens of its own requests.
 
         Args:
             params, state: as a call takes them.
-            batches: in order: prefills, chunks of prompts and decodes in any mixture.
-            jobs: what each waits for (`jobs_for`, `decode_jobs`). None: found by reading the batches on the host.
+            batches: prefills, chunks of prompts and decodes in any mixture.
+            jobs: the job of each, which says what it waits for (`jobs_for`, `decode_jobs`). None: the host reads the
+                batches to find out.
 
         Returns:
-            The new state, and for each batch the output; None for one whose job does not feed.
+            The new state, and the output for each batch; None for a batch whose job does not feed.
         """
         given: Any = batches
         if not isinstance(given, Sequence):
@@ -149,8 +155,8 @@ class Pipelined:
         return self._run(workers, batches, found)
 
     def repeat(self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int) -> tuple[Any, list[Any]]:
-        """Run the same batch `length` times, as calls in a row would, but so that stages overlap: the micro-batches are
-        cohorts, each of which waits only for its own tokens of the step before. What `scan` does.
+        """Run the same batch `length` times, with the results of one call after the other, but overlap the stages: the
+        micro-batches are cohorts, each of which waits only for its own tokens of the step before. `scan` calls it.
 
         Returns:
             The new state, and the output of each step.
@@ -174,9 +180,9 @@ class Pipelined:
     def _run(
         self, workers: Sequence[Worker], batches: Sequence[Any], jobs: Sequence[Job]
     ) -> tuple[tuple[Any, ...], list[Any]]:
-        plan = self._plan(jobs, [class_text(batch) for batch in batches])
+        checked = self._check_programs(jobs, [class_text(batch) for batch in batches])
         put_batches(workers, batches, [after_first(batch) for batch in batches])
-        self.transport.run(plan, workers, self.transport.mail(len(self.stages)))
+        self.transport.run(checked, workers, self.transport.mail(len(self.stages)))
         returned = workers[0].outputs if self._returns else workers[-1].results | workers[-1].outputs
         return tuple(worker.state for worker in workers), [returned.get(mb) for mb in range(len(batches))]
 
@@ -185,7 +191,7 @@ class Pipelined:
         refuse_transform(self.transport)
         last = len(self.stages) - 1
         keeps, traced = lends(self.stages[last]), in_dispatch_mode()
-        # What a graphified stage returns is a copy of its own, unless it only becomes part of a graph around it.
+        # A graphified stage returns a copy of its own, unless it only becomes part of a graph around it.
         graphs = [isinstance(stage, Graphified) for stage in self.stages]
         shares = [bool(self.__weft_donates__) and (traced or not graph) for graph in graphs]
         return [
@@ -194,7 +200,7 @@ class Pipelined:
         ]
 
     def session(self, params: Sequence[Any], state: Sequence[Any]) -> Session:
-        """A stream without an end: batches are submitted some at a time, and stages overlap across submissions.
+        """A stream without an end: batches are submitted a few at a time, and stages overlap across submissions.
 
         Args:
             params, state: as a call takes them; the state is the session's until `close()` returns it.
@@ -206,7 +212,7 @@ class Pipelined:
             call = f"{self._text}.session(params, state)"
             raise ProgramError(call, "no advance, so that nothing returns", "pipeline(stages, advance=...)")
         workers = self._workers(params, state)
-        return Session(len(self.stages), self.transport, workers, self._plan, self._buffers)
+        return Session(len(self.stages), self.transport, workers, self._check_programs, self._buffers)
 
     def __str__(self) -> str:
         return listing(self.programs())
@@ -227,28 +233,28 @@ def pipeline(
     schema: Schema | None = None,
     transport: Transport | None = None,
 ) -> Pipelined:
-    """Span a step over stages: one program of Send, Recv and Run a rank, checked, and executed by a transport.
+    """Span a step over stages: each rank has a program of Send, Recv and Run, checked and then executed by a transport.
 
     Args:
         stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y of the one before. A
             graphified stage is a stage.
-        microbatches: parts that the batch is cut into, at most (a batch of fewer requests is cut into one a request).
-            With more than one, the stages must be separable by rows: what they return for a request depends on that
-            request, the params and its own part of the state alone, and every output holds one entry a request or a
-            token (only sizes are checked: `batch.sum(0)` of as many columns as a part has rows is joined, and wrong).
-        advance: `(state, batch, out) -> state`; where given, the last stage's output goes back to every rank, and each
+        microbatches: the most parts that the batch is cut into (a batch of fewer requests: one per request). With more
+            than one, the stages must be separable by rows: what they return for a request depends only on that request,
+            the params and its own part of the state, and every output holds one entry per request or token. Only sizes
+            are checked: a `batch.sum(0)` with as many columns as a part has rows is joined, and wrong.
+        advance: `(state, batch, out) -> state`; if given, the last stage's output returns to every rank, and each rank
             advances its state with it.
-        schema: what travels between two stages; where given, every value is held against it.
-        transport: where the ranks run; None: `Local()`, in this process and thread.
+        schema: of what travels between two stages; if given, every value is compared with it.
+        transport: executes the programs; None: `Local()`, in this process and thread.
 
     Returns:
         A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage that runs in this
-        process: with `Local` and `Threads` all, with `Distributed` this rank's alone. Its `programs(m)` are data.
-        Lists will do; but the new state is a tuple, to `graphify` another structure, which it captures once more.
-        Gradients pass with `Local` (`torch.func` too) and with `Threads` (`backward()` alone), not between processes.
+        process: all stages with `Local` and `Threads`, this rank's with `Distributed`. Its `programs(m)` are data.
+        Lists may be given too; but the new state is a tuple, another structure to `graphify`, which captures again.
+        Gradients pass with `Local` (`torch.func` too) and `Threads` (only `backward()`), but not between processes.
 
     Raises:
-        ProgramError: an argument that is none, or a program that the check refuses.
+        ProgramError: an argument of a wrong kind, or a program that the check refuses.
 
     >>> print(pipeline([lambda p, s, batch, x: (s, batch + p), lambda p, s, batch, x: (s, x * p)], microbatches=1))
     rank 0 of 2

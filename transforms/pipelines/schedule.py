@@ -1,7 +1,7 @@
-"""Schedules: pure functions from the stages and the micro-batches' needs to each rank's program.
+"""Schedules: pure functions from stages and jobs to each rank's program.
 
-A schedule is a list of jobs, one a micro-batch, that every rank takes in the same order. What differs between
-schedules is what a job waits for: streaming waits for nothing, a decode loop for the tokens of the step before.
+A schedule is a list of jobs, one per micro-batch, which every rank takes in the same order. Schedules differ in what a
+job waits for: in streaming for nothing, in a decode loop for the tokens of the step before.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -19,8 +19,8 @@ class Job:
 
     Args:
         feeds: whether its output returns to all ranks, which then advance their states with it. A micro-batch that
-            samples nothing (a chunk of a prompt) need not: the ranks advance without it.
-        after: the job whose output must have returned before this one runs: the last that feeds one of its requests.
+            samples nothing (a chunk of a prompt) need not feed: the ranks advance without its output.
+        after: the job whose output must return before this one runs: the last one that feeds one of its requests.
     """
 
     feeds: bool = True
@@ -35,19 +35,19 @@ def make_programs(
     advances: bool = True,
     buffers: int | None = None,
 ) -> tuple[Program, ...]:
-    """The programs that take `jobs` through the stages in order: each rank receives, runs and sends one after the
-    other, and takes in what returns no sooner than a job needs it.
+    """The programs that take `jobs` through the stages in order. Each rank receives, runs and sends one job after the
+    other, and receives the outputs that return no sooner than a job needs them.
 
     Args:
         num_stages: ranks; stage r runs on rank r.
-        jobs: one a micro-batch.
-        schema: what travels between stages, where it is declared.
+        jobs: one per micro-batch.
+        schema: of what travels between stages, if it is declared.
         advances: whether the ranks advance a state.
-        buffers: results that a stage holds before it overwrites the oldest, for which a fence waits; None: each
-            result is a value of its own.
+        buffers: results that a stage holds before it overwrites the oldest, for which a fence waits; None: it
+            overwrites none.
 
     Raises:
-        ProgramError: no stage, no buffer, or a job that runs after one that is later or does not feed.
+        ProgramError: fewer than one stage or buffer, or a job that runs after one that is later or does not feed.
 
     >>> print(make_programs(2, [Job(), Job(after=0)])[0])
     rank 0 of 2
@@ -63,7 +63,7 @@ def make_programs(
     if not isinstance(num_stages, int) or not hasattr(jobs, "__len__") or not all(isinstance(job, Job) for job in jobs):
         call = f"make_programs(<{kind_of(num_stages)}>, <{kind_of(jobs)}>)"
         raise ProgramError(
-            call, "no number of stages, or no jobs", "make_programs(2, decode_jobs(...)), or [Job(), ...]"
+            call, "not a number of stages and a list of jobs", "make_programs(2, decode_jobs(...)), or [Job(), ...]"
         )
     call = f"make_programs({num_stages}, <{len(jobs)} jobs>, buffers={buffers})"
     if num_stages < 1 or (buffers is not None and buffers < 1):
@@ -87,10 +87,10 @@ def _effects(
 def _running(
     rank: int, num_stages: int, jobs: Sequence[Job], schema: Schema | None, advances: bool, buffers: int | None
 ) -> Generator[Effect, None, Sequence[int]]:
-    """The effects up to the last job's own; returns the jobs whose output is then still to be taken in."""
+    """The effects up to the last job's own. Returns the jobs whose output has not returned by then."""
     last = num_stages - 1
     feeding = [index for index, job in enumerate(jobs) if job.feeds]
-    taken = 0  # of those, how many have returned
+    taken = 0  # the number of those that have returned
     for mb, job in enumerate(jobs):
         due = mb - _ahead(last - rank)
         due = due if job.after is None else max(due, job.after)
@@ -114,8 +114,8 @@ def _running(
 def count_running(
     num_stages: int, jobs: Sequence[Job], *, advances: bool = False, buffers: int | None = None
 ) -> tuple[tuple[int, ...], int]:
-    """Of the programs that `make_programs` gives: the effects of each rank up to the last job's own, and the first job
-    whose output some rank is then still to take in (the number of jobs, if there is none).
+    """For each rank's program by `make_programs`, the number of effects up to the last job's own; and the first job
+    whose output has not returned to some rank by then (the number of jobs if there is none).
 
     >>> count_running(2, [Job(), Job()])
     ((4, 6), 0)
@@ -135,13 +135,13 @@ def count_running(
 
 
 def _ahead(stages_behind: int) -> int:
-    """The most jobs that a rank runs ahead of what returned. One more than 2n + 1 and it could block the last rank,
-    which it waits for, where an edge holds one message; more than n + 2 only has it take in its own feedback late."""
+    """The most jobs that a rank runs ahead of the outputs that returned. With more than 2n + 1 it could block the last
+    rank, for which it waits, if an edge holds one message; with more than n + 2 its state only advances later."""
     return min(2 * stages_behind + 1, stages_behind + 2)
 
 
 def _take_in(rank: int, last: int, mb: int, advances: bool) -> Iterator[Effect]:
-    """Learn what the last stage made of a micro-batch, and advance."""
+    """Receive the last stage's output of a micro-batch, and advance."""
     if rank != last:
         yield Broadcast(last, mb)
     if advances:
@@ -161,7 +161,7 @@ def streaming(
     Args:
         num_stages: ranks; stage r runs on rank r.
         num_microbatches: parts of the batch.
-        schema: what travels between stages, where it is declared.
+        schema: of what travels between stages, if it is declared.
         feedback: whether the last stage's output returns to all ranks, which then advance their states with it.
         buffers: as `make_programs` takes it.
 
@@ -177,8 +177,8 @@ def streaming(
 
 
 def decode_jobs(num_cohorts: int, num_steps: int) -> tuple[Job, ...]:
-    """A decode loop: `num_steps` steps of each of `num_cohorts` cohorts of requests, in turn; a cohort's step waits for
-    its tokens of the one before. With as many cohorts as stages, all stages are busy.
+    """The jobs of a decode loop: cohorts of requests take turns, `num_steps` steps each, and a cohort's step waits for
+    the tokens of its step before. With as many cohorts as stages, all stages are busy.
 
     Raises:
         ProgramError: fewer than one of either.
@@ -194,12 +194,12 @@ def decode_jobs(num_cohorts: int, num_steps: int) -> tuple[Job, ...]:
 
 
 def jobs_for(rows: Sequence[frozenset[int]], samples: Sequence[bool]) -> tuple[Job, ...]:
-    """The jobs of any micro-batches, chunks of prompts and decodes in any mixture: each waits for the last earlier
-    one that sampled a token of one of its requests.
+    """The jobs of any mixture of prompt chunks and decodes: each waits for the last earlier job that sampled a token
+    for one of its requests.
 
     Args:
         rows: the requests of each micro-batch.
-        samples: whether it samples a token of any.
+        samples: for each, whether it samples a token for any request.
 
     >>> [job.after for job in jobs_for([{0}, {1}, {0}, {0, 1}], [False, True, True, True])]
     [None, None, None, 2]

@@ -1,4 +1,4 @@
-"""`Session`: a pipeline under way, to which batches are submitted some at a time."""
+"""`Session`: a pipeline under way, to which batches are submitted a few at a time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,20 +7,20 @@ import attrs
 
 from weft.arguments import kind_of
 from weft.errors import ProgramError
-from weft.transforms.pipelines.parts import after_first, class_text
+from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.microbatch import after_first, class_text
 from weft.transforms.pipelines.schedule import Job, count_running
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.failures import described
-from weft.transforms.pipelines.transports.plan import Plan
-from weft.transforms.pipelines.transports.worker import Worker, put_batches
+from weft.transforms.pipelines.worker import Worker, put_batches
 
 Spans = tuple[tuple[int, int], ...]
-"""Of each rank, the effects that are performed, from one to before another."""
+"""For each rank, the effects `start:stop` that a run performs."""
 
 
 @attrs.frozen(eq=False)
 class _Submitted:
-    """A batch, what stages behind the first one get of it, and what all ranks must agree on of it."""
+    """A batch, the part of it that stages after the first one get, and the text that all ranks must agree on."""
 
     batch: Any
     later: Any
@@ -30,8 +30,8 @@ class _Submitted:
 class Session:
     """A pipeline under way. Made by `Pipelined.session`.
 
-    What returns from the last stage is taken in where the schedule has it, which may be some submissions later: then it
-    is among what `submit` returns. Every rank gets the same from the same call.
+    The schedule says when an output returns from the last stage, which may be some submissions later; that `submit`
+    then returns it. Every rank gets the same outputs from the same call.
 
     >>> from weft.transforms import pipeline
     >>> stages = [lambda p, s, batch, x: (s, 10 * batch), lambda p, s, batch, x: (s, x + s)]
@@ -47,40 +47,40 @@ class Session:
         num_stages: int,
         transport: Transport,
         workers: Sequence[Worker],
-        plan: Callable[[Sequence[Job], Sequence[str], Spans | None], Plan],
+        checked: Callable[[Sequence[Job], Sequence[str], Spans | None], CheckedPrograms],
         buffers: int | None,
     ) -> None:
         self._num_stages = num_stages
         self._transport = transport
         self._workers = workers
-        self._make_plan = plan
+        self._make_checked = checked
         self._buffers = buffers
         self._mail = transport.mail(num_stages)
-        self._jobs: list[Job] = []  # those from `_first` on: what some rank is to take in, and all behind it
+        self._jobs: list[Job] = []  # from job `_first` on, the first one whose output some rank has yet to receive
         self._batches: list[_Submitted] = []
         self._first = 0
-        self._done = (0,) * num_stages  # effects performed, of the programs of `_jobs`
+        self._done = (0,) * num_stages  # for each rank the effects performed, of the programs of `_jobs`
         self._ended = ""
 
     @property
     def num_jobs(self) -> int:
-        """Batches submitted so far."""
+        """The number of batches submitted so far."""
         return self._first + len(self._jobs)
 
     def submit(self, batches: Sequence[Any], jobs: Sequence[Job]) -> list[tuple[int, Any]]:
-        """Run batches, behind all that were submitted before.
+        """Run batches after all that were submitted before.
 
         Args:
             batches: in order.
-            jobs: one a batch; `after` counts from the first job of the session.
+            jobs: one per batch; `after` counts from the first job of the session.
 
         Returns:
-            The number of each job whose output all ranks have taken in by now, and had not before, and the output; of
-            jobs that do not feed, None.
+            The number and the output of each job whose output has now returned to all ranks and had not before; the
+            output is None for a job that does not feed.
 
         Raises:
-            ProgramError: other than a job for each batch; a job that runs after one that does not feed, or is not
-                before it: then nothing ran. Or the session was closed, or failed before: its state is lost.
+            ProgramError: not one job per batch, or a job that runs after a job that does not feed or is not before it;
+                then nothing ran. Or the session was closed, or failed before, and its state is lost.
         """
         self._check(batches, jobs)
         self._batches += [_Submitted(batch, after_first(batch), class_text(batch)) for batch in batches]
@@ -88,13 +88,14 @@ class Session:
         return self._advance_to(*self._count())
 
     def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
-        """Take in all that is still to return; the state, which is the caller's from now on, and these outputs.
+        """Receive all outputs that have yet to return. Returns the state, which now belongs to the caller, and the
+        outputs.
 
         Raises:
             ProgramError: the session was closed, or failed before.
         """
         self._refuse_ended("session.close()")
-        ends = tuple(len(program.effects) for program in self._plan(None).programs) if self._jobs else self._done
+        ends = tuple(len(program.effects) for program in self._checked(None).programs) if self._jobs else self._done
         outputs = self._advance_to(ends, len(self._jobs))
         self._ended = "it was closed, and its state is the caller's"
         return tuple(worker.state for worker in self._workers), outputs
@@ -104,11 +105,13 @@ class Session:
             raise ProgramError(call, f"a session that is over: {self._ended}", "pipelined.session(params, state) anew")
 
     def _check(self, batches: Sequence[Any], jobs: Sequence[Job]) -> None:
-        """Raise ProgramError if these cannot be submitted. All ranks are past what lies before the jobs that are kept:
-        who runs after one of those waits for nothing."""
+        """Raise ProgramError if these cannot be submitted. All ranks are past the jobs before those that are kept, so a
+        job that runs after one of them waits for nothing."""
         if not isinstance(batches, list | tuple) or not isinstance(jobs, list | tuple):
             call = f"session.submit(<{kind_of(batches)}>, <{kind_of(jobs)}>)"
-            raise ProgramError(call, "no list of batches, or none of jobs", "submit([batch, ...], [Job(...), ...])")
+            raise ProgramError(
+                call, "not a list of batches and a list of jobs", "submit([batch, ...], [Job(...), ...])"
+            )
         call = f"session.submit(<{len(batches)} batches>, <{len(jobs)} jobs>)"
         self._refuse_ended(call)
         if len(batches) != len(jobs) or not all(isinstance(job, Job) for job in jobs):
@@ -125,22 +128,22 @@ class Session:
     def _count(self) -> tuple[tuple[int, ...], int]:
         return count_running(self._num_stages, self._jobs, advances=True, buffers=self._buffers)
 
-    def _plan(self, spans: Spans | None) -> Plan:
-        return self._make_plan(self._jobs, [one.text for one in self._batches], spans)
+    def _checked(self, spans: Spans | None) -> CheckedPrograms:
+        return self._make_checked(self._jobs, [one.text for one in self._batches], spans)
 
     def _advance_to(self, ends: tuple[int, ...], taken: int) -> list[tuple[int, Any]]:
-        """Perform each rank's effects up to `ends`; the jobs before `taken` are over then."""
+        """Perform each rank's effects up to `ends`; after that the first `taken` jobs are over."""
         if ends != self._done:
             whole, later = [one.batch for one in self._batches], [one.later for one in self._batches]
             put_batches(self._workers, whole, later, self._first)
             try:
-                self._transport.run(self._plan(tuple(zip(self._done, ends, strict=True))), self._workers, self._mail)
-            except BaseException as error:  # some ranks are further than others, and messages are left
+                self._transport.run(self._checked(tuple(zip(self._done, ends, strict=True))), self._workers, self._mail)
+            except BaseException as error:  # some ranks are further than others, and messages are under way
                 self._ended = f"it failed ({described(error):.200})"
                 raise
         outputs = [(self._first + mb, self._workers[0].outputs.get(mb)) for mb in range(taken)]
         for worker in self._workers:
-            worker.forget(taken)
+            worker.drop_finished(taken)
         self._jobs = [attrs.evolve(j, after=_shifted(j.after, taken)) for j in self._jobs[taken:]]
         self._batches = self._batches[taken:]
         self._first += taken

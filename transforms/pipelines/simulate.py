@@ -1,12 +1,13 @@
-"""`simulate`: when each rank would do what, from the programs and what their effects cost.
+"""`simulate`: the timeline of programs, from the costs of their effects.
 
-The machine is the checker's (`weft.transforms.pipelines.checker`) with time: every rank takes its effects in order, and
-an edge holds `capacity` messages, from their send to the end of their receive. A send waits for room on its edge,
-starts the transfer and goes on; the transfers of an edge go one after the other, those of different edges side by side;
-a receive waits until its message has arrived, a fence until what it names was received.
+The machine is the checker's (`weft.transforms.pipelines.checker`) with time. Every rank performs its effects in order,
+and an edge holds `capacity` messages, from their send to the end of their receive. A send waits for room on its edge,
+starts the transfer and goes on. The transfers of an edge go one after the other, and those of different edges side by
+side. A receive waits until its message has arrived, and a fence until the messages of its micro-batch were received.
 
-So each moment is a maximum of sums of costs and earlier moments, whatever the order in which the effects are taken:
-any order that the programs allow gives the same timeline, no cost that grows makes it shorter, and no capacity longer.
+So each moment is a maximum of sums of costs and earlier moments, whatever the order in which the effects are performed.
+Any order that the programs allow gives the same timeline; a larger cost never makes it shorter, nor a larger capacity
+longer.
 """
 
 import math
@@ -27,19 +28,19 @@ from weft.transforms.pipelines.timeline import Timeline
 
 @attrs.frozen
 class Costs:
-    """What effects cost, in seconds and bytes.
+    """The costs of effects, in seconds and bytes.
 
     Args:
         stages: seconds of each stage for a micro-batch, or a function `(stage, microbatch) -> seconds`.
-        advance: seconds of taking an output into the state.
+        advance: seconds of an advance of the state.
         latency: seconds of each transfer, whatever its size.
-        bytes_per_second: of each edge; infinite: transfers take the latency alone.
-        message_bytes: of what a stage sends for a micro-batch, or a function of the micro-batch.
-        output_bytes: of what returns from the last stage, likewise.
-        launch: host seconds of every effect, before the rest of it.
+        bytes_per_second: of each edge; infinite: a transfer takes only the latency.
+        message_bytes: of the message of a stage for a micro-batch, or a function of the micro-batch.
+        output_bytes: of the output that returns from the last stage, likewise.
+        launch: seconds of the host before each effect.
 
     Raises:
-        CostError: one that is negative or not finite.
+        CostError: a cost that is negative or not finite.
 
     >>> Costs(stages=(1e-3, -1e-3))
     Traceback (most recent call last):
@@ -74,7 +75,7 @@ class Costs:
                 _checked(value, f"Costs(stages={self.stages!r}, …)", f"stage {stage} costs {value!r} s")
 
     def seconds(self, effect: Effect) -> float:
-        """What an effect costs its rank, waits and launch apart: nothing but for `Run`."""
+        """The seconds that an effect costs its rank, without waits and launch; only a `Run` costs any."""
         if not isinstance(effect, Run):
             return 0.0
         if effect.what == ADVANCE:
@@ -91,7 +92,7 @@ class Costs:
         return self.stages[stage]
 
     def bytes_of(self, effect: Send | Broadcast) -> float:
-        """The size of the message that an effect sends."""
+        """The bytes of the message that an effect sends."""
         size = self.message_bytes if isinstance(effect, Send) else self.output_bytes
         if not callable(size):
             return size
@@ -107,7 +108,7 @@ def _checked(value: float, call: str, seen: str) -> float:
 
 @attrs.frozen
 class _Message:
-    """One message on an edge: its bytes, when it was sent and when it arrives."""
+    """A message on an edge: its bytes, and the moments at which it was sent and arrives."""
 
     size: float
     sent: float
@@ -115,7 +116,7 @@ class _Message:
 
 
 class _Clocks:
-    """The moments so far: where each rank is, and for each edge its messages and when they were received."""
+    """The moments so far: each rank's time, and for each edge its messages and the moments of their receipts."""
 
     def __init__(self, num_ranks: int, costs: Costs, capacity: int) -> None:
         self.costs = costs
@@ -126,7 +127,7 @@ class _Clocks:
         self.sent: dict[tuple[int, int], list[tuple[Edge, int]]] = defaultdict(list)  # by rank and micro-batch
 
     def move(self, step: Step) -> Event:
-        """Take one effect, all that it waits for having been taken before."""
+        """Perform one effect, after all effects that it waits for."""
         start, edges = self.now[step.rank], puts(step, len(self.now))
         active = start + self.costs.launch + self.costs.seconds(step.effect)
         end = max((active, *self._waits(step, edges)))
@@ -138,7 +139,7 @@ class _Clocks:
         return Event(step.rank, step.effect, start, end, end - active)
 
     def _waits(self, step: Step, edges: Sequence[Edge]) -> Iterable[float]:
-        """The moments that an effect cannot end before."""
+        """The moments before which an effect cannot end."""
         if (edge := takes(step)) is not None:
             return [self.messages[edge][len(self.received[edge])].arrives]
         if isinstance(step.effect, Fence):
@@ -155,13 +156,13 @@ class _Clocks:
         queue.append(_Message(size, now, arrives))
 
     def peak_bytes(self) -> list[float]:
-        """Of each rank, the most bytes at one time of messages sent and not yet received, at either end."""
+        """For each rank, the most bytes at one time of messages sent and not yet received, at either end."""
         changes: list[list[tuple[float, float]]] = [[] for _ in self.now]
         for edge, queue in self.messages.items():
             for message, received in zip(queue, self.received[edge], strict=True):
                 for rank in (edge.source, edge.to):
                     changes[rank] += [(message.sent, message.size), (received, -message.size)]
-        return [_peak(sorted(found)) for found in changes]  # sorted: at one moment, first what goes
+        return [_peak(sorted(found)) for found in changes]  # sorted: at one moment, receipts come first
 
 
 def _peak(changes: Sequence[tuple[float, float]]) -> float:
@@ -173,16 +174,16 @@ def _peak(changes: Sequence[tuple[float, float]]) -> float:
 
 
 def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) -> Timeline:
-    """When each rank would do what.
+    """The timeline of programs with the given costs.
 
     Args:
         programs: of all ranks, in order.
         costs: of their effects.
-        capacity: messages that an edge holds: 2 in the transport `threads`; the check proves programs right for 1.
+        capacity: messages that an edge holds. It is 2 in `Threads`; the check proves programs right for 1.
 
     Raises:
         ProgramError: programs that do not run to their end.
-        CostError: an effect without a cost, or one that cannot be.
+        CostError: an effect without a cost, or with an impossible one.
 
     >>> from weft.transforms.pipelines.schedule import streaming
     >>> print(simulate(streaming(2, 3), Costs(stages=(1e-3, 1e-3))).as_text(40))

@@ -1,20 +1,22 @@
-"""`Timeline`: what each rank did when, simulated or measured; it prints, draws itself in a notebook, and compares."""
+"""`Timeline`: the events of a run, simulated or measured; `measure` records one, and `compare` holds two together."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
 
 import attrs
+import torch
 
 from weft.arguments import kind_of
-from weft.effects import Run
+from weft.effects import Effect, Run
 from weft.errors import ProgramError
 from weft.markup import element
 from weft.plots import axes_for, pyplot
-from weft.transforms.pipelines.draw_plot import draw_plot
-from weft.transforms.pipelines.draw_svg import draw_svg
-from weft.transforms.pipelines.draw_text import draw_text
-from weft.transforms.pipelines.events import Event, busy_seconds, how_many, last_end, num_ranks
+from weft.transforms.pipelines.drawing import draw_plot, draw_svg, draw_text
+from weft.transforms.pipelines.events import Event, busy_seconds, last_end, num_ranks, ranks_in_words
 from weft.units import duration
 
 
@@ -24,8 +26,8 @@ class Timeline:
 
     Args:
         events: by rank, then in order; the first starts at 0.
-        peak_bytes: of each rank the most bytes, at one time, of messages that it sent and nobody had received, and of
-            those on their way to it: what it needs of buffers. None where messages were not counted.
+        peak_bytes: for each rank, the most bytes at one time of messages that it sent and nobody had received, and of
+            messages on their way to it: the buffers that it needs. None where messages were not counted.
 
     >>> print(Timeline.of([Event(0, Run("stage 0", 0), 5.0, 6.0), Event(1, Run("stage 1", 0), 6.0, 8.0)]).as_text(40))
          s |0              |2         bubble
@@ -41,11 +43,11 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Iterable[Event], peak_bytes: Sequence[float] | None = None) -> "Timeline":
-        """The timeline of events in any order of ranks, each rank's in its own; also of a measured run.
+        """The timeline of events, simulated or measured. Ranks may be mixed; each rank's events are in order.
 
         Args:
-            events: their moments in seconds of one clock, of which the earliest becomes 0.
-            peak_bytes: where known.
+            events: with moments in seconds of one clock; the earliest becomes 0.
+            peak_bytes: as the class takes it, where it is known.
         """
         found = sorted(events, key=lambda event: (event.rank, event.start))
         zero = min((event.start for event in found), default=0.0)
@@ -53,7 +55,7 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks it has events of."""
+        """The number of ranks that have events."""
         return num_ranks(self.events)
 
     @property
@@ -69,17 +71,17 @@ class Timeline:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The rest of each rank's share: it waited, sent, launched, or had nothing to do."""
+        """The share of the step time in which each rank waited, sent, launched, or had nothing to do."""
         return tuple(max(0.0, 1.0 - share) for share in self.busy)  # a sum of parts may exceed the whole by rounding
 
     def as_text(self, width: int = 80) -> str:
-        """One row a rank, in lines of at most `width` characters."""
+        """One row per rank, in lines of at most `width` characters."""
         held = (
             ""
             if self.peak_bytes is None
             else f"; most bytes of messages a rank holds: {max(self.peak_bytes, default=0):,.0f}"
         )
-        summary = f"{how_many(self.num_ranks)}, {duration(self.step_time)}{held}"
+        summary = f"{ranks_in_words(self.num_ranks)}, {duration(self.step_time)}{held}"
         return "\n".join([draw_text(self.events, self.bubble, width), *textwrap.wrap(summary, width)])
 
     def __str__(self) -> str:
@@ -89,11 +91,11 @@ class Timeline:
         return self.as_svg()
 
     def as_svg(self) -> str:
-        """The picture that a notebook shows, for a file: `Path("step.svg").write_text(timeline.as_svg())`."""
+        """The picture that a notebook shows, to write to a file: `Path("step.svg").write_text(timeline.as_svg())`."""
         return draw_svg(self.events, self.bubble)
 
     def plot(self, *, ax: Any = None) -> Any:
-        """The same picture in matplotlib's axes: `ax`, or new ones, which it returns.
+        """The same picture in matplotlib axes: `ax`, or new ones. Returns the axes.
 
         Raises:
             MissingPackageError: matplotlib is not installed.
@@ -105,16 +107,18 @@ class Timeline:
 
 def _moved(event: Event, zero: float) -> Event:
     start, end = event.start - zero, event.end - zero
-    return attrs.evolve(event, start=start, end=end, waited=min(event.waited, end - start))  # less by rounding alone
+    return attrs.evolve(
+        event, start=start, end=end, waited=min(event.waited, end - start)
+    )  # only rounding makes it less
 
 
 @attrs.frozen
 class Comparison:
-    """How far a simulated timeline is from a measured one; each number is (simulated - measured) / measured.
+    """The relative errors of a simulated timeline: each number is (simulated - measured) / measured.
 
     Args:
-        step_time: of the whole.
-        busy: of each rank's busy share.
+        step_time: the error of the step time.
+        busy: the error of each rank's busy share.
         simulated, measured: the timelines.
     """
 
@@ -140,7 +144,7 @@ class Comparison:
         return element("div", *drawn)
 
     def plot(self) -> Any:
-        """Both timelines, one above the other on one scale of time; the figure of matplotlib.
+        """Both timelines, one above the other on one scale of time, as a matplotlib figure.
 
         Raises:
             MissingPackageError: matplotlib is not installed.
@@ -158,7 +162,7 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
     """The relative errors of the step time and of each rank's busy share.
 
     Raises:
-        ProgramError: the two ran different things.
+        ProgramError: the two ran different programs.
 
     >>> run = Run("stage 0", 0)
     >>> print(compare(Timeline.of([Event(0, run, 0.0, 1.1)]), Timeline.of([Event(0, run, 7.0, 8.0)])))
@@ -183,7 +187,7 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
 
 
 def _runs(timeline: Timeline) -> dict[tuple[int, Run], None]:
-    """What each rank ran, in order."""
+    """The runs of each rank, in order."""
     return {(event.rank, event.effect): None for event in timeline.events if isinstance(event.effect, Run)}
 
 
@@ -191,3 +195,102 @@ def _relative(value: float, true: float) -> float:
     if value == true:
         return 0.0
     return (value - true) / true if true else float("inf")
+
+
+_MEASURING: ContextVar["Recorder | None"] = ContextVar("weft_measuring", default=None)
+
+
+@attrs.frozen(eq=False)
+class _Moment:
+    """A moment of the host's clock, and the event of a device's stream, whose moment is known later."""
+
+    host: float
+    event: torch.cuda.Event | None = None
+
+
+class Recorder:
+    """The effects performed so far; call `timeline()` when the run is over.
+
+    Args:
+        device: `cpu`: moments come from the host's clock, which all processes of a machine share. `cuda`: they come
+            from the device's current stream, so that the time of a kernel counts and the time of its launch does not.
+    """
+
+    def __init__(self, device: Literal["cpu", "cuda"]) -> None:
+        self._on_device = device == "cuda"
+        self._zeros: dict[int, _Moment] = {}
+        self._spans: list[tuple[int, Effect, int, _Moment, _Moment]] = []
+        if self._on_device:
+            self._zero(torch.cuda.current_device())
+
+    @contextmanager
+    def span(self, rank: int, effect: Effect) -> Iterator[None]:
+        """Record the effect that is performed inside."""
+        device = torch.cuda.current_device() if self._on_device else -1
+        if self._on_device and device not in self._zeros:
+            self._zero(device)
+        start = self._now()
+        yield
+        self._spans.append((rank, effect, device, start, self._now()))
+
+    def _zero(self, device: int) -> None:
+        torch.cuda.synchronize(device)
+        self._zeros[device] = self._now()
+        torch.cuda.synchronize(device)
+
+    def _now(self) -> _Moment:
+        if not self._on_device:
+            return _Moment(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return _Moment(time.perf_counter(), event)
+
+    def events(self) -> list[Event]:
+        """The recorded events, in the order in which they ended, in seconds of the host's clock. An event that is not a
+        `Run` counts as a wait."""
+        for device in self._zeros:
+            torch.cuda.synchronize(device)
+        found = []
+        for rank, effect, device, start, end in self._spans:
+            begins, ends = self._seconds(device, start), self._seconds(device, end)
+            found.append(Event(rank, effect, begins, ends, 0.0 if isinstance(effect, Run) else ends - begins))
+        return found
+
+    def _seconds(self, device: int, moment: _Moment) -> float:
+        if moment.event is None:
+            return moment.host
+        zero = self._zeros[device]
+        assert zero.event is not None, "a moment of a device is measured from another moment of it"
+        return zero.host + float(zero.event.elapsed_time(moment.event)) / 1e3
+
+    def timeline(self) -> Timeline:
+        """The timeline of the ranks in this process. For ranks in several processes, pass all `events()` to
+        `Timeline.of`."""
+        return Timeline.of(self.events())
+
+
+@contextmanager
+def measure(device: Literal["cpu", "cuda"] = "cpu") -> Iterator[Recorder]:
+    """Record the effects of the pipelines that are called inside.
+
+    Args:
+        device: whose clock counts: the host's (`cpu`), or that of the GPU's streams, by events (`cuda`). Seconds.
+
+    >>> from weft.transforms.pipelines.pipeline import pipeline
+    >>> step = pipeline([lambda p, s, batch, x: (s, batch), lambda p, s, batch, x: (s, x)])
+    >>> with measure() as recorder:
+    ...     _ = step((None, None), (None, None), torch.ones(2))
+    >>> [str(event.effect) for event in recorder.timeline().events]
+    ['run stage 0 [mb 0]', 'send to 1 [mb 0]', 'recv from 0 [mb 0]', 'run stage 1 [mb 0]']
+    """
+    recorder = Recorder(device)
+    token = _MEASURING.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _MEASURING.reset(token)
+
+
+def measuring() -> Recorder | None:
+    """The recorder of the `measure` block around this call, if there is one."""
+    return _MEASURING.get()

@@ -8,9 +8,9 @@ import attrs
 
 from weft.errors import ProgramError
 from weft.proofs.checks.difference import LawViolation
+from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.schedule import Job, make_programs
-from weft.transforms.pipelines.transports.agreement import Agreement, dumped
-from weft.transforms.pipelines.transports.plan import Plan
+from weft.transforms.pipelines.transports.agreement import Agreement, header_bytes
 
 _LAW = "L11 what differs is refused with the first message"
 
@@ -24,8 +24,8 @@ class Asked:
 
 
 @functools.cache
-def _plan(microbatches: int, program: str) -> Plan:
-    return Plan(make_programs(2, [Job()] * microbatches), stages=(program,))
+def _programs(microbatches: int, program: str) -> CheckedPrograms:
+    return CheckedPrograms(make_programs(2, [Job()] * microbatches), sources=(program,))
 
 
 def differences_are_refused(steps: Sequence[tuple[int, bool]], mine: Sequence[Asked], theirs: Sequence[Asked]) -> None:
@@ -44,7 +44,7 @@ def differences_are_refused(steps: Sequence[tuple[int, bool]], mine: Sequence[As
         for agreement, asked in ((sender, mine[step]), (receiver, theirs[step])):
             for note in asked.notes:
                 agreement.add(*note)
-            agreement.begin(_plan(after - oldest, asked.program), oldest, step)
+            agreement.begin(_programs(after - oldest, asked.program), oldest, step)
         same_in |= dict.fromkeys(range(first, after), mine[: step + 1] == theirs[: step + 1])
         owed = [*waiting, *range(first, after)]
         first, waiting = after, owed[-1:] if late else []
@@ -60,9 +60,9 @@ def differences_are_refused(steps: Sequence[tuple[int, bool]], mine: Sequence[As
 
 def _refusal(sender: Agreement, receiver: Agreement, microbatch: int) -> str:
     """Why one rank refuses a message of the other; empty if it takes it."""
-    head = json.loads(dumped(sender.head(1, microbatch, False)))
+    header = json.loads(header_bytes(sender.header(1, microbatch, False)))
     try:
-        receiver.compare(0, receiver.expect(microbatch, False), head)
+        receiver.compare(0, receiver.expect(microbatch, False), header)
     except ProgramError as error:
         return error.seen
     return ""

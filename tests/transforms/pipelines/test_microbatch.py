@@ -45,7 +45,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def requests(batch: Batch) -> list[tuple[int, list[int], bool]]:
-    """What a batch asks for, request by request, padding left out."""
+    """The requests of a batch, one by one, without padding."""
     starts = batch.query_start_loc.tolist()
     spans = [batch.input_ids[a:b].tolist() for a, b in pairwise(starts)]
     asked = zip(batch.rows.tolist(), spans, batch.samples.tolist(), strict=True)

@@ -267,7 +267,7 @@ def test_a_stream_to_whose_ranks_nothing_returns_gives_all_outputs(make: Any) ->
 
 @donates("state")
 def sums(params: Any, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What it returns is its state, which the next micro-batch overwrites."""
+    """The stage returns its state, which the next micro-batch overwrites."""
     state.add_(batch.sum())
     return state, state.expand(len(batch))
 

@@ -70,7 +70,7 @@ def test_the_first_rank_takes_in_late_and_the_last_at_once() -> None:
 
 
 def test_no_rank_is_further_ahead_than_one_message_an_edge_allows() -> None:
-    """Of s stages behind it, a rank runs at most 2s + 1 jobs ahead of what returned, and no more than s + 2."""
+    """With s stages after it, a rank runs at most 2s + 1 jobs ahead of what returned, and no more than s + 2."""
     for program in streaming(4, 12, feedback=True):
         ahead, most = 0, 0
         for effect in program.effects:
@@ -181,7 +181,7 @@ def test_no_stage_and_no_buffer_are_refused(stages: int, buffers: int | None) ->
 
 @pytest.mark.parametrize("given", [(decode_jobs(2, 2), 3), (3, 4), (2, [0]), ("2", [Job()])])
 def test_what_is_no_schedule_is_refused(given: Any) -> None:
-    with pytest.raises(ProgramError, match="no number of stages, or no jobs"):
+    with pytest.raises(ProgramError, match="not a number of stages and a list of jobs"):
         make_programs(*given)
 
 

@@ -13,10 +13,9 @@ from hypothesis import given, strategies as st
 from weft.effects import Run, Send
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.events import Event
-from weft.transforms.pipelines.measure import measure
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs, streaming
 from weft.transforms.pipelines.simulate import Costs, simulate
-from weft.transforms.pipelines.timeline import Timeline, compare
+from weft.transforms.pipelines.timeline import Timeline, compare, measure
 from weft.units import ticks
 
 
@@ -111,6 +110,16 @@ def test_the_picture_has_an_event_for_each_and_labels_that_do_not_touch(stages: 
         assert all(right <= left for (_, right), (left, _) in itertools.pairwise(ordered))
         assert ordered[0][0] >= 0
         assert ordered[-1][1] <= 920
+
+
+def test_the_picture_has_a_legend_of_what_is_drawn_and_no_background() -> None:
+    alone, fed = simulate(streaming(1, 1), Costs([1.0])).as_svg(), decoding(3, 3, 2).as_svg()
+    words = {text for _, _, _, text in texts(fed)} - {text for _, _, _, text in texts(alone)}
+    assert {"advances", "waits", "sends, launches", "received", "sent"} <= words
+    assert "runs a stage; number and colour: the micro-batch" in alone
+    assert "fence" not in fed
+    assert "white" not in fed
+    assert fed.count("<line") == fed.count('stroke="currentColor"')
 
 
 def test_a_number_is_in_the_box_of_what_runs_only_where_it_fits() -> None:

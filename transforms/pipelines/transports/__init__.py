@@ -1,50 +1,64 @@
-"""Transports: what executes a pipeline's programs. One protocol, and a worker for each rank."""
+"""Transports: execute a pipeline's programs. `Transport` is the protocol that every one of them follows.
+
+What carries messages:
+- `local`, `threads`, `distributed`: the transports. Each gives a rank's worker a `Link`, which sends and receives.
+- `gloo`, `nccl`, `peer`: the ends of edges between processes, which carry tensors for `distributed`.
+- `messages`, `wire`, `json_values`, `agreement`, `network`: a message's header and layout, the connections between
+hosts,
+  values as JSON, what ranks compare, and the run's addresses and secret.
+
+What finds failures:
+- `launch`: starts the processes, and sees how they end.
+- `records`, `heartbeat`, `monitor`, `failures`: what ranks write for each other, that they run, who is to blame.
+
+A new transport is a class with the methods of `Transport`; a new carrier of tensors is a `messages.ProcessEnd`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from weft.transforms.pipelines.transports.plan import Plan
-from weft.transforms.pipelines.transports.worker import Worker
+from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.worker import Worker
 
 
 class Transport(Protocol):
-    """Where the ranks of a pipeline run, and how their messages travel."""
+    """The place where the ranks of a pipeline run, and the way of their messages."""
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
         """The ranks of a pipeline of `num_ranks` that run in this process, in order.
 
         Raises:
-            ProgramError: there is no place for so many.
+            ProgramError: the transport has no place for so many.
         """
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank: what all must agree on and one decides. Each calls it, in the same order."""
+        """Rank 0's value, on every rank. All ranks call it, in the same order."""
 
     def collect(self, value: Any) -> list[Any]:
-        """Every process's value, in order, in each of them. Each calls it, in the same order."""
+        """The values of all processes, in order, in each of them. All ranks call it, in the same order."""
 
     def assert_equal(self, subject: str, value: str) -> None:
-        """Note what every rank must say alike, at the same place among its calls: with the next message it is compared,
-        before anything is computed with what one of them says otherwise."""
+        """Note a value that must be equal on every rank, at the same place among its calls. It is compared with the
+        next message, before anything is computed from one that differs."""
 
     def check(self) -> None:
-        """Raise RankError if a rank is known to have failed, while a device computes for it, or waits."""
+        """Raise RankError if a rank is known to have failed while a device computes or waits for it."""
 
     def received(self, last: int | None = None, /) -> Callable[[], None]:
-        """A function to call before a host reads what was computed of what was received so far, in a session up to job
-        `last`: it raises where the senders were asked for something else."""
+        """A function to call before the host reads what was computed from the messages received so far (in a session:
+        up to job `last`). It raises if their senders were asked for something else."""
 
     def mail(self, num_ranks: int, /) -> Any:
-        """What holds messages that are sent in one run and received in a later one."""
+        """A holder for messages that are sent in one run and received in a later one."""
 
-    def run(self, plan: Plan, workers: Sequence[Worker], mail: Any, /) -> None:
-        """Execute checked programs, those of `ranks(...)` here.
+    def run(self, checked: CheckedPrograms, workers: Sequence[Worker], mail: Any, /) -> None:
+        """Execute checked programs for the ranks that run here.
 
         Args:
-            plan: of all ranks.
-            workers: of the ranks that run here; each is left with its rank's new state and outputs.
+            checked: the programs of all ranks.
+            workers: of the ranks that run here; each then holds its rank's new state and outputs.
             mail: of this run and those that it goes on from.
 
         Raises:
-            RankError: on the ranks that wait for one that raised, exited or stalled. That one raises what it raised.
+            RankError: on the ranks that wait for one that raised, exited or stalled. That one raises its own error.
         """

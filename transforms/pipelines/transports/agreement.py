@@ -1,63 +1,77 @@
-"""What ranks must say alike, compared with every message: programs, requests, weights.
+"""Agreement: ranks compare their sources, programs, requests and weights with every message.
 
-Each rank keeps a journal of what it was asked to do. A message carries the state of its sender's journal when its batch
-was submitted, and what was added since the last message; the receiver compares before it computes, and names the first
-entry that differs.
+Each rank keeps a journal of what it was asked to do. A message carries the state of its sender's journal at the time
+its batch was submitted, and the entries added since the last message. The receiver compares before it computes, and
+names the first entry that differs. `source_digest` is what a journal says of a stage's source.
 """
 
+import functools
 import hashlib
+import inspect
 import json
+import linecache
+import sys
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import attrs
+import torch
 
 from weft.errors import ProgramError
-from weft.transforms.pipelines.transports.plan import Plan
+from weft.transforms.pipelines.checker import CheckedPrograms
 
 SAME = "the same code, configuration and batches on every rank: batches by a pure function of what all know"
 _SAME_CALLS = "the same calls with the same arguments, in the same order, on every rank"
 _MAX_ENTRIES = 4096
-"""Entries of a journal that are kept to say what differs."""
+"""The entries of a journal that are kept, to say which one differs."""
 _LONGEST = 500
-"""Characters of an entry; of a longer one a digest stands for the rest."""
-_MAX_PLANS = 64
-"""Plans that are kept to say what differs."""
+"""Characters of an entry; the rest of a longer one is replaced by a digest."""
+_MAX_PROGRAMS = 64
+"""The programs that are kept, to say which line differs."""
 
 
 @attrs.frozen
-class Mark:
-    """The state of a journal when a micro-batch was submitted."""
+class JournalState:
+    """The state of a journal when a micro-batch was submitted.
+
+    Args:
+        step: the rank's step.
+        count: entries so far.
+        chain: a digest of all of them, in order.
+        digest: of the step's programs.
+    """
 
     step: int
     count: int
     chain: str
-    plan: str
+    digest: str
 
 
 @attrs.frozen
 class Expected:
-    """What a message must be of: a micro-batch, and a state of the journal."""
+    """The micro-batch that a message must belong to, and the state that its sender's journal must have had."""
 
-    mark: Mark
+    state: JournalState
     microbatch: int
     returns: bool
 
 
 class Agreement:
-    """One rank's journal, and what it has told the others of it."""
+    """One rank's journal, and what the other ranks already know of it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._chain, self._count = "", 0
         self._entries: deque[tuple[str, str]] = deque(maxlen=_MAX_ENTRIES)
-        self._marks: dict[int, Mark] = {}
-        self._plans: dict[str, Plan] = {}
-        self._told: dict[int, int] = {}  # to a peer, of so many entries
-        self._shown: dict[int, deque[str]] = {}  # to a peer, the texts of these plans
+        self._states: dict[int, JournalState] = {}
+        self._programs: dict[str, CheckedPrograms] = {}
+        self._known_counts: dict[int, int] = {}  # by peer: the entries that it knows
+        self._known_texts: dict[int, deque[str]] = {}  # by peer: the digests of the programs whose text it knows
 
     def add(self, subject: str, value: str) -> None:
-        """Note what every rank must say alike, at the same place among its notes and steps."""
+        """Note something that every rank must note at the same place among its notes and steps."""
         if len(value) > _LONGEST:
             digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest()
             value = f"{value[: _LONGEST - 20]}… ({digest})"
@@ -65,78 +79,82 @@ class Agreement:
         self._chain = hashlib.blake2b(f"{self._chain}\n{subject}\n{value}".encode(), digest_size=12).hexdigest()
         self._entries.append((subject, value))
 
-    def begin(self, plan: Plan, first: int, step: int) -> None:
-        """A step begins; its micro-batches are numbered from `first`, and those before are over."""
-        self._plans.pop(plan.digest, None)
-        self._plans[plan.digest] = plan
-        if len(self._plans) > _MAX_PLANS:
-            del self._plans[next(iter(self._plans))]
-        mark = Mark(step, self._count, self._chain, plan.digest)
-        self._marks = {mb: found for mb, found in self._marks.items() if mb >= first}
-        for mb in range(first, first + plan.num_microbatches):
-            self._marks.setdefault(mb, mark)
+    def begin(self, checked: CheckedPrograms, first: int, step: int) -> None:
+        """Begin a step. Its micro-batches are numbered from `first`, and those before are over."""
+        self._programs.pop(checked.digest, None)
+        self._programs[checked.digest] = checked
+        if len(self._programs) > _MAX_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        state = JournalState(step, self._count, self._chain, checked.digest)
+        self._states = {mb: found for mb, found in self._states.items() if mb >= first}
+        for mb in range(first, first + checked.num_microbatches):
+            self._states.setdefault(mb, state)
 
     def end(self) -> None:
-        """No message is under way: the next step numbers its micro-batches anew."""
-        self._marks.clear()
+        """Note that no message is under way: the next step numbers its micro-batches anew."""
+        self._states.clear()
 
-    def head(self, peer: int, microbatch: int, returns: bool) -> dict[str, Any]:
-        """What a message to a rank says of this rank's journal.
+    def header(self, peer: int, microbatch: int, returns: bool) -> dict[str, Any]:
+        """The part of a message's header that describes this rank's journal.
 
         Args:
-            peer: who gets it.
-            microbatch: its number.
-            returns: whether it is an output that goes back to all ranks.
+            peer: the receiver.
+            microbatch: the message's.
+            returns: whether the message is an output that returns to all ranks.
         """
-        mark, told = self._marks[microbatch], self._told.get(peer, 0)
-        head = {"mb": microbatch, "returns": returns, "count": mark.count, "chain": mark.chain, "plan": mark.plan}
-        if told < mark.count:
+        state, known = self._states[microbatch], self._known_counts.get(peer, 0)
+        header = {"mb": microbatch, "returns": returns, "count": state.count, "chain": state.chain}
+        header["programs"] = state.digest
+        if known < state.count:
             kept = self._count - len(self._entries)
-            head["new"] = [max(told, kept), [self._entries[i - kept] for i in range(max(told, kept), mark.count)]]
-            self._told[peer] = mark.count
-        shown = self._shown.setdefault(peer, deque(maxlen=_MAX_PLANS // 2))
-        if mark.plan not in shown:
-            head["text"] = self._plans[mark.plan].text
-            shown.append(mark.plan)
-        return head
+            first = max(known, kept)
+            header["new"] = [first, [self._entries[i - kept] for i in range(first, state.count)]]
+            self._known_counts[peer] = state.count
+        texts = self._known_texts.setdefault(peer, deque(maxlen=_MAX_PROGRAMS // 2))
+        if state.digest not in texts:
+            header["text"] = self._programs[state.digest].text
+            texts.append(state.digest)
+        return header
 
-    def expect(self, microbatch: int, returns: bool) -> "Expected":
-        """What the head of a message that this rank is to receive must say."""
-        return Expected(self._marks[microbatch], microbatch, returns)
+    def expect(self, microbatch: int, returns: bool) -> Expected:
+        """The header that a message which this rank is about to receive must have."""
+        return Expected(self._states[microbatch], microbatch, returns)
 
-    def compare(self, peer: int, expected: "Expected", head: dict[str, Any]) -> None:
-        """Raise ProgramError unless a rank that sent a message was in the same state when its batch was submitted."""
-        mark = expected.mark
-        if (head["count"], head["chain"]) != (mark.count, mark.chain):
-            self._refuse_entry(mark, peer, head)
-        if head["plan"] != mark.plan:
-            known = self._plans.get(head["plan"])
-            text = head.get("text", None if known is None else known.text)
-            raise ProgramError(f"step {mark.step} of rank {self.rank}", self._plan_seen(mark, peer, text), SAME)
+    def compare(self, peer: int, expected: Expected, header: dict[str, Any]) -> None:
+        """Raise ProgramError unless the sender of a message was in the same state when its batch was submitted."""
+        state = expected.state
+        if (header["count"], header["chain"]) != (state.count, state.chain):
+            self._refuse_entry(state, peer, header)
+        if header["programs"] != state.digest:
+            known = self._programs.get(header["programs"])
+            text = header.get("text", None if known is None else known.text)
+            raise ProgramError(f"step {state.step} of rank {self.rank}", self._programs_seen(state, peer, text), SAME)
         microbatch = expected.microbatch
-        if (head["mb"], head["returns"]) != (microbatch, expected.returns):
+        if (header["mb"], header["returns"]) != (microbatch, expected.returns):
             raise ProgramError(
-                f"step {mark.step} of rank {self.rank}: a message of micro-batch {microbatch} from rank {peer}",
-                f"one of micro-batch {head['mb']}: rank {peer} is in another step",
+                f"step {state.step} of rank {self.rank}: a message of micro-batch {microbatch} from rank {peer}",
+                f"one of micro-batch {header['mb']}: rank {peer} is in another step",
                 "the same batches, in the same order, on every rank",
             )
 
-    def _refuse_entry(self, mark: Mark, peer: int, head: dict[str, Any]) -> None:
-        start, theirs = head.get("new", (head["count"], []))
+    def _refuse_entry(self, state: JournalState, peer: int, header: dict[str, Any]) -> None:
+        start, theirs = header.get("new", (header["count"], []))
         kept = self._count - len(self._entries)
-        mine = [self._entries[i - kept] for i in range(max(start, kept), mark.count)]
+        mine = [self._entries[i - kept] for i in range(max(start, kept), state.count)]
         theirs = [tuple(entry) for entry in theirs[max(start, kept) - start :]]
         index = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
         if index is None:
             index = min(len(mine), len(theirs))
-        own = _said(mine[index]) if index < len(mine) else f"nothing after its {mark.count} earlier calls"
-        other = _said(theirs[index]) if index < len(theirs) else f"nothing after its {head['count']} earlier calls"
+        own = _entry_text(mine[index]) if index < len(mine) else f"nothing after its {state.count} earlier calls"
+        other = (
+            _entry_text(theirs[index]) if index < len(theirs) else f"nothing after its {header['count']} earlier calls"
+        )
         raise ProgramError(
-            f"step {mark.step} of rank {self.rank}", f"{own}, where rank {peer} has {other}", _SAME_CALLS
+            f"step {state.step} of rank {self.rank}", f"{own}, where rank {peer} has {other}", _SAME_CALLS
         )
 
-    def _plan_seen(self, mark: Mark, peer: int, theirs: str | None) -> str:
-        mine = self._plans[mark.plan].text
+    def _programs_seen(self, state: JournalState, peer: int, theirs: str | None) -> str:
+        mine = self._programs[state.digest].text
         if theirs is None:
             return f"another program than rank {peer} runs"
         lines = zip(mine.splitlines(), theirs.splitlines(), strict=False)
@@ -144,10 +162,125 @@ class Agreement:
         return f"'{a.strip()}', where rank {peer} has '{b.strip()}'"
 
 
-def _said(entry: tuple[str, ...]) -> str:
+def _entry_text(entry: tuple[str, ...]) -> str:
     return f"'{entry[0]}: {entry[1]}'"
 
 
-def dumped(head: dict[str, Any]) -> bytes:
-    """A head as bytes."""
-    return json.dumps(head, separators=(",", ":")).encode()
+def header_bytes(header: dict[str, Any]) -> bytes:
+    """A header as bytes."""
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+_VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.Size)
+_VERSIONED = {*sys.stdlib_module_names, "torch"}
+"""The packages whose version, which ranks compare, stands for their source."""
+
+
+def source_digest(role: str, fn: Callable[..., Any]) -> str:
+    """A line about a function of a pipeline: its role, its name, and a digest of its source.
+
+    The digest covers the text of the file that defines the function, and of the files of the functions, classes and
+    modules that it uses by name; the numbers, texts and functions that it closes over or has as defaults; and the
+    constants (UPPER_CASE names) of its module. Tensors, devices and other variables may differ from rank to rank, and
+    are left out.
+    """
+    found = hashlib.blake2b(digest_size=6)
+    for part in _parts(fn, set()):
+        found.update(f"{part};".encode())
+    return f"{role}: {getattr(fn, '__name__', type(fn).__name__)} {found.hexdigest()}"
+
+
+def _parts(value: Any, seen: set[int | str]) -> Iterator[str]:
+    """The texts that the digest of a value covers. Each object comes once, since functions may call each other."""
+    if isinstance(value, _VALUES):
+        yield repr(value)
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    yield type(value).__qualname__
+    if isinstance(value, frozenset | set):
+        yield repr(sorted(map(repr, value)))  # their order differs from process to process
+    elif isinstance(value, CodeType):
+        yield from _source(value, seen)
+    elif isinstance(value, type | ModuleType):
+        yield value.__name__
+        yield from _file(inspect.getsourcefile(value) if _has_own_source(value) else None, seen)
+    else:
+        for part in _inside(value):
+            yield from _parts(part, seen)
+
+
+def _source(code: CodeType, seen: set[int | str]) -> Iterator[str]:
+    """The file of a function, and the function's place in it; code without a file (of `exec`) gives its bytecode."""
+    yield code.co_qualname
+    if linecache.getlines(code.co_filename):
+        yield repr(list(code.co_positions()))  # with columns: two lambdas may stand in one line
+        yield from _file(code.co_filename, seen)
+    else:
+        for part in (code.co_code, code.co_names, *code.co_consts):
+            yield from _parts(part, seen)
+
+
+def _file(name: str | None, seen: set[int | str]) -> Iterator[str]:
+    if name is not None and name not in seen:
+        seen.add(name)
+        yield "".join(linecache.getlines(name))
+
+
+def _has_own_source(value: type | ModuleType) -> bool:
+    """Whether a class or a module is not built in, and not covered by the version of its package."""
+    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+    return getattr(module, "__file__", None) is not None and _package(value) not in _VERSIONED
+
+
+def _package(value: Any) -> str:
+    name = value.__name__ if isinstance(value, ModuleType) else str(value.__module__)
+    return name.partition(".")[0]
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """The sources and values that a value is made of."""
+    if hasattr(value, "__wrapped__"):
+        yield value.__wrapped__
+        if not isinstance(value, FunctionType):  # what else graphify's object holds is not source
+            return
+    if isinstance(value, FunctionType):
+        yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
+        yield from _closure(value)
+        yield from _used(value.__code__, value.__globals__)
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, tuple | list):
+        yield from value
+    elif isinstance(value, Mapping):
+        yield from (part for item in value.items() for part in item)
+    elif attrs.has(type(value)):
+        yield from (getattr(value, field.name, None) for field in attrs.fields(type(value)))
+    if isinstance(call := inspect.getattr_static(type(value), "__call__", None), FunctionType):
+        yield call
+
+
+def _closure(function: FunctionType) -> Iterator[Any]:
+    """The values that a function closes over, without those that are not there yet."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue
+
+
+def _used(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
+    """The functions, classes, modules and constants of a module that code uses by name."""
+    for name in code.co_names:
+        value = names.get(name)
+        if isinstance(value, FunctionType | type | ModuleType):
+            if _package(value) not in _VERSIONED:
+                yield value
+        elif value is not None and name.isupper():
+            yield value
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _used(inner, names)

@@ -1,4 +1,4 @@
-"""The transport `distributed`: a process for each rank, under torchrun or `weft.transforms.launch`."""
+"""The transport `Distributed`: a process for each rank, under torchrun or `weft.transforms.launch`."""
 
 import atexit
 import os
@@ -15,54 +15,52 @@ import torch
 
 from weft.errors import DeviceError, ProgramError, RankError
 from weft.torchdist import rendezvous_store, root_store
-from weft.transforms.pipelines.transports import plain
+from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.transports import json_values
 from weft.transforms.pipelines.transports.agreement import Agreement
-from weft.transforms.pipelines.transports.board import START, Board
 from weft.transforms.pipelines.transports.failures import check_timeout
 from weft.transforms.pipelines.transports.gloo import GlooEnd
-from weft.transforms.pipelines.transports.guard import Guard, Heart
-from weft.transforms.pipelines.transports.meeting import attend, gather
+from weft.transforms.pipelines.transports.heartbeat import Heartbeat, Watchdog
 from weft.transforms.pipelines.transports.messages import DeviceEnd, ProcessEnd, ProcessLink
+from weft.transforms.pipelines.transports.monitor import END, Monitor, connect_together, rendezvous
 from weft.transforms.pipelines.transports.nccl import NcclEnd
-from weft.transforms.pipelines.transports.network import Network
-from weft.transforms.pipelines.transports.plan import Plan
-from weft.transforms.pipelines.transports.secret import shared_secret
-from weft.transforms.pipelines.transports.watch import END, Watch
+from weft.transforms.pipelines.transports.network import Network, shared_secret
+from weft.transforms.pipelines.transports.records import START, Records
 from weft.transforms.pipelines.transports.wire import Wire
-from weft.transforms.pipelines.transports.worker import Worker
+from weft.transforms.pipelines.worker import Worker
 
 BackendName = Literal["gloo", "nccl", "peer"]
 
 _START = 30.0
-"""Seconds that the processes have, at least, to find each other."""
+"""The least number of seconds that processes have to find each other."""
 _PAUSE = 2e-5
-"""Seconds between two looks at an event by a host that waits for it."""
+"""Seconds between two looks at an event that the host waits for."""
 _LAUNCHERS = "torchrun --nproc-per-node N script.py, or weft.transforms.launch(function, N)"
 
 
 class Distributed:
-    """This process is one rank; its messages go by torch.distributed.
+    """A transport in which this process is one rank, whose messages go by torch.distributed.
 
-    Made by every rank, in the same order. Under `torchrun`, or a launcher that sets its variables (RANK, WORLD_SIZE,
-    MASTER_ADDR, MASTER_PORT), on any number of nodes. It keeps to itself: no default process group is needed, or made.
+    Every rank makes it, in the same order: under `torchrun`, or under another launcher that sets its variables (RANK,
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT), on any number of nodes. It neither needs nor makes a default process group.
 
-    On one machine it listens on the loopback interface alone. Across machines each node names the address at which the
-    others reach it (`WEFT_ADDRESS`), and all hold one secret (`WEFT_SECRET`): a process that does not hold it is
+    On one machine it listens only on the loopback interface. Across machines, each node names the address at which the
+    others reach it (`WEFT_ADDRESS`), and all hold one secret (`WEFT_SECRET`). A process that does not hold it is
     refused, and nothing that ranks tell each other is ever unpickled or executed. The tensors themselves, by gloo or
     NCCL, are neither encrypted nor signed: use a network that you trust.
 
-    With a GPU a step returns before it is done, and a rank that fails leaves the others' results unfilled: call
-    `synchronize()` before results are read on the host. Where nobody asks, the process ends with the named error.
+    On a GPU a step returns before it is done, and a rank that fails leaves the others' results unfilled. Call
+    `synchronize()` before the host reads results. If nobody asks, the process ends with the named error.
 
     Args:
-        device: where this rank's tensors are; None: `cuda:LOCAL_RANK` where there is one, else the CPU.
+        device: of this rank's tensors; None: `cuda:LOCAL_RANK` if there is one, else the CPU.
         backend: `gloo` for the CPU, `nccl` or `peer` for GPUs; None: by the device. `peer` stores into the neighbour's
-            memory (symmetric memory, GPUs of one node that reach each other).
-        timeout: seconds that a rank may keep another one waiting before that raises RankError. Before its first step,
-            where it loads and captures, it may take half an hour, as long as its process runs.
+            memory (symmetric memory, on GPUs of one node that reach each other).
+        timeout: seconds that a rank may keep another one waiting before that raises RankError. A rank may take half an
+            hour to its first step, while it loads and captures, as long as its process runs.
 
     Raises:
-        ProgramError: not under a launcher; ranks on several nodes without a secret or an address.
+        ProgramError: not under a launcher; or ranks on several nodes without a secret or an address.
         DeviceError: the back end cannot serve the device.
     """
 
@@ -74,7 +72,7 @@ class Distributed:
         timeout: float = 30.0,
     ) -> None:
         check_timeout("Distributed", timeout)
-        self.rank, self.num_ranks = _place()
+        self.rank, self.num_ranks = _find_rank()
         self.device = _device(device)
         self.backend = backend or ("gloo" if self.device.type == "cpu" else "nccl")
         self.timeout = timeout
@@ -83,27 +81,27 @@ class Distributed:
         network = Network.of(os.environ, self.num_ranks)
         prefix, store = _find_store(self.rank, self.num_ranks, start)
         self._busy = threading.Lock()
-        self._open: object = None  # the mail of a session that has messages under way
+        self._session: object = None  # the mail of the session that has messages under way
         with shared_secret(network.secret, store, self.rank) as secret:
-            board = Board(store, self.rank, root_store(store), secret, _host(), prefix)
-            self.watch = Watch(board, self.num_ranks, timeout)
-            end = _make_end(self.backend, self.watch, self.device, network)
+            records = Records(store, self.rank, root_store(store), secret, _host(), prefix)
+            self.monitor = Monitor(records, self.num_ranks, timeout)
+            end = _make_end(self.backend, self.monitor, self.device, network)
             wire = Wire(self.rank, self.num_ranks, secret, network.address)
             self._agreement = Agreement(self.rank)
-            self._link = ProcessLink(end, self.watch, wire, self._agreement, self.device)
-            apart = store.clone()  # a connection is held as long as somebody waits on it
-            beside = attrs.evolve(board, store=apart, exits=root_store(apart))
-            self._guard = _make_guard(end, self.watch, beside)
-            self._close = weakref.finalize(self, _shut, end, wire, self._guard, self.watch)
-            atexit.register(self._close)  # Python 3.13 forgets finalizers in processes that it forks
+            self._link = ProcessLink(end, self.monitor, wire, self._agreement, self.device)
+            apart = store.clone()  # whoever waits on a connection holds it
+            beside = attrs.evolve(records, store=apart, exits=root_store(apart))
+            self._watchdog = _make_watchdog(end, self.monitor, beside)
+            self._close = weakref.finalize(self, _close_all, end, wire, self._watchdog, self.monitor)
+            atexit.register(self._close)  # Python 3.13 drops finalizers in processes that it forks
             self._connect(wire, start)
 
     def _connect(self, wire: Wire, timeout: float) -> None:
-        watch = self.watch
+        monitor = self.monitor
         try:
-            watch.board.write(f"wire/{self.rank}", wire.address)
-            gather(watch, timeout)
-            found = {peer: watch.board.read(f"wire/{peer}") for peer in range(self.rank)}
+            monitor.records.write(f"wire/{self.rank}", wire.address)
+            rendezvous(monitor, timeout)
+            found = {peer: monitor.records.read(f"wire/{peer}") for peer in range(self.rank)}
 
             def connect() -> None:
                 for peer, address in found.items():
@@ -111,15 +109,15 @@ class Distributed:
                 wire.await_ranks(timeout)
                 self._link.end.connect(timeout)
 
-            attend(watch, connect, timeout)
+            connect_together(monitor, connect, timeout)
         except RankError as error:
-            if isinstance(self._guard, Guard):
-                self._guard.stand_down(error)
+            if isinstance(self._watchdog, Watchdog):
+                self._watchdog.stand_down(error)
             raise
 
     @property
     def end(self) -> ProcessEnd:
-        """This rank's ends of the edges."""
+        """This rank's ends of the edges, which carry its tensors."""
         return self._link.end
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
@@ -130,34 +128,36 @@ class Distributed:
 
     def share(self, value: Any) -> Any:
         if self.rank:
-            return self._hear(0)
+            return self._recv_value(0)
         for peer in range(1, self.num_ranks):
-            self._tell(peer, value)
+            self._send_value(peer, value)
         return value
 
     def collect(self, value: Any) -> list[Any]:
-        """Every rank's value, in order, on every rank. Each calls it, in the same order.
+        """The values of all ranks, in order, on every rank. All ranks call it, in the same order.
 
         Args:
-            value: numbers, texts, and tuples, lists, dicts, attrs classes and dataclasses of these.
+            value: numbers, texts, and tuples, lists, dicts, attrs classes and dataclasses of them.
 
         Raises:
             ProgramError: a value of another kind.
         """
         found = []
-        for peer in range(self.num_ranks):  # of two ranks the lower one speaks first, so that none waits in a circle
+        for peer in range(
+            self.num_ranks
+        ):  # of two ranks the lower one sends first, so that they do not wait in a circle
             if self.rank < peer:
-                self._tell(peer, value)
-            found.append(value if peer == self.rank else self._hear(peer))
+                self._send_value(peer, value)
+            found.append(value if peer == self.rank else self._recv_value(peer))
             if self.rank > peer:
-                self._tell(peer, value)
+                self._send_value(peer, value)
         return found
 
-    def _tell(self, peer: int, value: Any) -> None:
-        self._link.tell(peer, plain.dumps(("value", value), f"{self!r}.collect(value)"))
+    def _send_value(self, peer: int, value: Any) -> None:
+        self._link.send_bytes(peer, json_values.dumps(("value", value), f"{self!r}.collect(value)"))
 
-    def _hear(self, peer: int) -> Any:
-        heard = plain.loads(self._link.hear(peer))
+    def _recv_value(self, peer: int) -> Any:
+        heard = json_values.loads(self._link.recv_bytes(peer))
         if not isinstance(heard, tuple):
             seen = f"a message of a step from rank {peer}, where its value was to come"
             raise ProgramError(f"{self!r}.collect(value)", seen, "the same calls in the same order on every rank")
@@ -169,9 +169,9 @@ class Distributed:
     def mail(self, _: int, /) -> object:
         return object()
 
-    def run(self, plan: Plan, workers: Sequence[Worker], mail: object, /) -> None:
+    def run(self, checked: CheckedPrograms, workers: Sequence[Worker], mail: object, /) -> None:
         call = f"pipeline(..., transport={self!r})"
-        if self._open is not None and self._open is not mail:
+        if self._session is not None and self._session is not mail:
             seen = "messages under way of a session that was not closed, which this call would receive"
             raise ProgramError(call, seen, "session.close() first, on every rank; or a transport for each")
         if not self._busy.acquire(blocking=False):
@@ -180,36 +180,37 @@ class Distributed:
                 call, seen, "one call after the other, in the same order on every rank; or a transport for each"
             )
         try:
-            self._run(plan, workers[0])
-            self._open = mail if plan.leaves else None
-            if self._open is None:
+            self._run(checked, workers[0])
+            self._session = mail if checked.leaves_messages else None
+            if self._session is None:
                 self._agreement.end()
         finally:
             self._busy.release()
 
-    def _run(self, plan: Plan, worker: Worker) -> None:
+    def _run(self, checked: CheckedPrograms, worker: Worker) -> None:
         try:
-            if isinstance(self._guard, Guard):
-                self._guard.check()
-            self.watch.begin(plan)
-            if self.watch.here.step == 1:
-                self.watch.await_ranks()
-            self._link.begin(plan, worker.first)
-            effects, (start, stop) = plan.programs[self.rank].effects, plan.span(self.rank)
+            if isinstance(self._watchdog, Watchdog):
+                self._watchdog.check()
+            self.monitor.begin(checked)
+            if self.monitor.here.step == 1:
+                self.monitor.await_first_step()
+            self._link.begin(checked, worker.first)
+            effects, (start, stop) = checked.programs[self.rank].effects, checked.span(self.rank)
             for index, effect in enumerate(effects[start:stop], start):
-                self.watch.at(index, effect)
+                self.monitor.move_to(index, effect)
                 worker.perform(effect, self._link)
-                if isinstance(self._guard, Guard):
-                    self._guard.launched(self.watch.here)
-            self.watch.at(stop, effects[stop] if stop < len(effects) else END)
+                if isinstance(self._watchdog, Watchdog):
+                    self._watchdog.launched(self.monitor.here)
+            self.monitor.move_to(stop, effects[stop] if stop < len(effects) else END)
         except BaseException as error:
             self._fail(error)
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others that this rank failed, and close its connections; raises what its guard knew before."""
-        reason = self._guard.stand_down(error) if isinstance(self._guard, Guard) else error
-        self.watch.fail(reason)
+        """Tell the others that this rank failed, and close its connections; raises the reason if its watchdog knew
+        one."""
+        reason = self._watchdog.stand_down(error) if isinstance(self._watchdog, Watchdog) else error
+        self.monitor.fail(reason)
         self._link.end.close(failed=True)
         self._link.wire.close()
         if reason is not error:
@@ -220,18 +221,18 @@ class Distributed:
         self._confirm(self._link.compare_arrived)
 
     def received(self, last: int | None = None, /) -> Callable[[], None]:
-        """A function to call before a host reads what its device computes of what was received so far: it waits for
-        what the senders' hosts say of these messages, and raises as `check` does.
+        """A function to call before the host reads what its device computes from the messages received so far. It waits
+        for their headers from the senders' hosts, and raises as `check` does.
 
         Args:
-            last: of a session, the number of the job up to which they are meant; None: all.
+            last: in a session, the number of the last job whose messages count; None: all count.
         """
         return partial(self._confirm, self._link.received(last))
 
     def _confirm(self, compare: Callable[[], None]) -> None:
-        if isinstance(self._guard, Guard):
-            self._guard.check()
-        self.watch.raise_failure()
+        if isinstance(self._watchdog, Watchdog):
+            self._watchdog.check()
+        self.monitor.raise_failure()
         try:
             compare()
         except BaseException as error:
@@ -239,18 +240,18 @@ class Distributed:
             raise
 
     def synchronize(self) -> None:
-        """Wait until this rank's device has done what it was told, replays of graphs included: only then is what it
-        computed to be believed.
+        """Wait until this rank's device has done all its work, replays of graphs included. Only then are its results
+        valid.
 
         Raises:
-            RankError: a rank has failed, so that it never will, or that it did not receive what it computed with.
+            RankError: a rank has failed, so that this rank's work never ends, or used messages that never arrived.
             ProgramError: a rank was asked for something else.
         """
-        if isinstance(self._guard, Guard):
-            self.watch.at_sync()
-            event = self._guard.launched(self.watch.here)
+        if isinstance(self._watchdog, Watchdog):
+            self.monitor.move_to_sync()
+            event = self._watchdog.launched(self.monitor.here)
             while event is not None and not event.query():
-                self._guard.check()
+                self._watchdog.check()
                 time.sleep(_PAUSE)
         self.received()()
 
@@ -262,11 +263,11 @@ class Distributed:
         return f"Distributed(device='{self.device}', backend={self.backend!r})"
 
 
-def _place() -> tuple[int, int]:
-    """This process's rank, and of how many.
+def _find_rank() -> tuple[int, int]:
+    """This process's rank, and the number of ranks.
 
     Raises:
-        ProgramError: not under a launcher, or its variables cannot be.
+        ProgramError: not under a launcher, or its variables are wrong.
     """
     found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     if len(found) < 2:
@@ -281,8 +282,8 @@ def _find_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
     """The prefix of the keys of the store that the ranks share, and the store.
 
     Raises:
-        ProgramError: the environment does not say where.
-        RankError: there is none.
+        ProgramError: the environment does not say where it is.
+        RankError: it is not there.
     """
     call = f"Distributed() on rank {rank} of {num_ranks}"
     try:
@@ -303,28 +304,30 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _host() -> int | None:
-    """The rank whose process hosts the store; None: its launcher's."""
+    """The rank whose process hosts the store; None: the launcher's process does."""
     return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
-def _make_guard(end: ProcessEnd, watch: Watch, board: Board) -> Guard | Heart:
-    """What runs beside a rank: for work on a device a guard, which beats too."""
-    return Guard(watch.beside(board), end) if isinstance(end, DeviceEnd) else Heart(watch, board)
+def _make_watchdog(end: ProcessEnd, monitor: Monitor, records: Records) -> Watchdog | Heartbeat:
+    """The thread beside a rank: a watchdog if it works on a device, which beats too; else a heartbeat."""
+    if isinstance(end, DeviceEnd):
+        return Watchdog(monitor.for_thread(records), end).start()
+    return Heartbeat(monitor, records).start()
 
 
-def _shut(end: ProcessEnd, wire: Wire, guard: Guard | Heart, watch: Watch) -> None:
-    """Close the connections; where a guard knows better, in vain, and then it says so."""
-    if isinstance(guard, Guard):
-        with suppress(RankError), guard.during(watch.here):
+def _close_all(end: ProcessEnd, wire: Wire, watchdog: Watchdog | Heartbeat, monitor: Monitor) -> None:
+    """Close the connections. A watchdog ends the call if another rank's failure keeps it from returning."""
+    if isinstance(watchdog, Watchdog):
+        with suppress(RankError), watchdog.during(monitor.here):
             end.close()
     else:
         end.close()
     wire.close()
-    guard.close()
+    watchdog.close()
 
 
 def _check(backend: str, device: torch.device) -> None:
-    """Raise DeviceError unless the back end can serve the device, and the device is there."""
+    """Raise DeviceError unless the device is there and the back end can serve it."""
     call = f"Distributed(backend={backend!r}, device='{device}')"
     if (backend, device.type) not in (("gloo", "cpu"), ("nccl", "cuda"), ("peer", "cuda")):
         seen = f"backend={backend!r} for a device of type {device.type}"
@@ -333,12 +336,12 @@ def _check(backend: str, device: torch.device) -> None:
         raise DeviceError(call, f"{torch.cuda.device_count()} GPUs", "a device for each process of the machine")
 
 
-def _make_end(backend: str, watch: Watch, device: torch.device, network: Network) -> ProcessEnd:
+def _make_end(backend: str, monitor: Monitor, device: torch.device, network: Network) -> ProcessEnd:
     if backend == "gloo":
-        return GlooEnd(watch, network.address)
+        return GlooEnd(monitor, network.address)
     torch.cuda.set_device(device)
     if backend == "nccl":
-        return NcclEnd(watch, device, "lo" if network.one_node else None)
+        return NcclEnd(monitor, device, "lo" if network.one_node else None)
     from weft.transforms.pipelines.transports.peer import PeerEnd  # it imports triton
 
-    return PeerEnd(watch, device, network.address)
+    return PeerEnd(monitor, device, network.address)

@@ -1,5 +1,6 @@
-"""What went wrong on a rank, and how the others find out which one it was."""
+"""Failures: the first thing that went wrong in a run, the rank that is to blame, and the clock that time-outs go by."""
 
+import time
 from collections.abc import Callable, Collection, Sequence
 
 import attrs
@@ -11,15 +12,28 @@ from weft.transforms.pipelines.checker import Machine, takes
 _MOST_SECONDS = 1e6
 
 
+@attrs.frozen
+class Clock:
+    """The clock of a heartbeat, a monitor or a watchdog; a test gives one that it moves itself.
+
+    Args:
+        now: the time in seconds.
+        sleep: waits for some seconds.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
 def check_timeout(call: str, timeout: object) -> None:
-    """Raise ProgramError unless it is a number of seconds."""
+    """Raise ProgramError unless `timeout` is a number of seconds."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _MOST_SECONDS:
         instead = f"timeout=30.0: more than 0, and {_MOST_SECONDS:.0e} at most"
-        raise ProgramError(f"{call}(timeout={timeout!r})", "no number of seconds", instead)
+        raise ProgramError(f"{call}(timeout={timeout!r})", "not a number of seconds", instead)
 
 
 def described(error: BaseException) -> str:
-    """An error in words; one whose own words fail says at least what it is.
+    """An error as text; an error that cannot be printed gives at least its type.
 
     >>> described(ValueError("no such row"))
     'ValueError: no such row'
@@ -35,10 +49,10 @@ class Failure:
     """The first thing that went wrong in a run.
 
     Args:
-        rank: where.
+        rank: the rank that failed.
         instruction: what it was about to do.
         cause: what happened.
-        error: what it raised, where that is at hand.
+        error: what it raised, if this process has it.
     """
 
     rank: int
@@ -47,7 +61,7 @@ class Failure:
     error: BaseException | None = None
 
     def for_rank(self, rank: int, waiting: str) -> RankError:
-        """The error of a rank that this failure keeps waiting."""
+        """The error of a rank that waits at the instruction `waiting` because of this failure."""
         seen = f"rank {self.rank} failed at '{self.instruction}': {self.cause}"
         instead = f"mend what failed on rank {self.rank}; a transport's timeout=... says how long it may keep others"
         return RankError(f"rank {rank}: '{waiting}'", seen, instead, self.rank, self.instruction, self.cause)
@@ -56,14 +70,14 @@ class Failure:
 def blockers(
     programs: Sequence[Program], at: Sequence[int], rank: int, capacity: int, silent: Collection[int] = ()
 ) -> Sequence[int]:
-    """The ranks that must move before one can.
+    """The ranks that must move before a rank can.
 
     Args:
         programs: of all ranks.
-        at: how many of its effects each has performed.
-        rank: the one that waits, or not.
+        at: for each rank, the number of its effects that it has performed.
+        rank: the rank that may have to wait.
         capacity: messages that an edge holds.
-        silent: ranks that have stopped: they wait for nobody, and what they sent last may not have left them.
+        silent: ranks that have stopped: they wait for nobody, and the last message that they sent may not have arrived.
     """
     machine = Machine(programs, capacity)
     machine.place(at)
@@ -76,7 +90,7 @@ def blockers(
 
 
 def culprit(rank: int, waits_for: Callable[[int], Sequence[int]]) -> int:
-    """Whom a rank waits for in the end: along who waits for whom, to one that nothing keeps from going on."""
+    """The rank that `rank` waits for in the end: the first one in the chain of waits that nothing keeps from moving."""
     seen = set[int]()
     while rank not in seen and (others := waits_for(rank)):
         seen.add(rank)

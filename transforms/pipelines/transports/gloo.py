@@ -1,4 +1,4 @@
-"""The end of a rank's edges by gloo, for tensors on the CPU."""
+"""The gloo end: carries tensors on the CPU."""
 
 import contextlib
 from collections import defaultdict, deque
@@ -12,15 +12,15 @@ from torch import Tensor
 from weft.errors import ProgramError, RankError
 from weft.torchdist import gloo_group
 from weft.transforms.pipelines.transports.messages import as_bytes
-from weft.transforms.pipelines.transports.watch import CAPACITY, Watch
+from weft.transforms.pipelines.transports.monitor import CAPACITY, Monitor
 
 
 class GlooEnd:
-    """Sends copies in the background, and receives in order. Each message has a head: its number on the edge, and its
-    tag."""
+    """One rank's ends of the edges by gloo. It sends copies in the background, and receives in order. Each message
+    begins with its number on the edge and its tag."""
 
-    def __init__(self, watch: Watch, address: str) -> None:
-        self.watch = watch
+    def __init__(self, monitor: Monitor, address: str) -> None:
+        self.monitor = monitor
         self._address = address
         self._group: Any = None
         self._under_way: dict[int, deque[tuple[list[Any], Sequence[Tensor]]]] = defaultdict(deque)
@@ -28,8 +28,8 @@ class GlooEnd:
         self._received: dict[int, int] = defaultdict(int)
 
     def connect(self, timeout: float, /) -> None:
-        watch = self.watch
-        self._group = gloo_group("gloo", watch.board.store, watch.rank, watch.num_ranks, timeout, self._address)
+        monitor = self.monitor
+        self._group = gloo_group("gloo", monitor.records.store, monitor.rank, monitor.num_ranks, timeout, self._address)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         if len(self._under_way[peer]) >= self._capacity(peer):
@@ -38,25 +38,25 @@ class GlooEnd:
         try:
             works = [self._group.send([part], peer, 0) for part in parts]
         except RuntimeError as error:
-            raise self.watch.closed(peer, error) from error
+            raise self.monitor.explain_closed(peer, error) from error
         self._sent[peer] += 1
         self._under_way[peer].append((works, parts))
 
     def _capacity(self, peer: int) -> int:
-        """Messages that may be under way to a rank. Of what returns as many as that rank may run ahead of, and one: it
-        may take them in in a later run, and agree with this rank before it does."""
-        return CAPACITY if peer > self.watch.rank else self.watch.num_ranks + CAPACITY
+        """Messages that may be under way to a rank. For outputs that return, that is one more than the rank may run
+        ahead of, since it may receive them in a later run."""
+        return CAPACITY if peer > self.monitor.rank else self.monitor.num_ranks + CAPACITY
 
     def drain(self) -> None:
-        """Nothing to wait for: what is under way are copies."""
+        """Do nothing: copies are under way."""
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
-        head = torch.empty(2, dtype=torch.int64)
-        self._fill(head, peer)
-        number, seen = head.tolist()
+        header = torch.empty(2, dtype=torch.int64)
+        self._fill(header, peer)
+        number, seen = header.tolist()
         if (number, seen) != (self._received[peer], tag):
             raise ProgramError(
-                f"rank {self.watch.rank}: message {self._received[peer]} from rank {peer}, tag {tag:x}",
+                f"rank {self.monitor.rank}: message {self._received[peer]} from rank {peer}, tag {tag:x}",
                 f"message {number}, tag {seen:x}: rank {peer} is in another step or at another micro-batch",
                 "the same batches, in the same order, on every rank",
             )
@@ -70,21 +70,21 @@ class GlooEnd:
         try:
             works = [self._group.recv([part], peer, 0)]
         except RuntimeError as error:
-            raise self.watch.closed(peer, error) from error
+            raise self.monitor.explain_closed(peer, error) from error
         self._wait(works, peer)
 
     def _wait(self, works: Sequence[Any], peer: int) -> None:
         for work in works:
             try:
-                work.wait(timedelta(seconds=self.watch.timeout))
+                work.wait(timedelta(seconds=self.monitor.timeout))
             except RuntimeError as error:
-                raise self.watch.closed(peer, error) from error
+                raise self.monitor.explain_closed(peer, error) from error
 
     def close(self, failed: bool = False) -> None:
-        """Close the connections, once all that was sent has left; at once if this rank failed, so that the others learn
+        """Close the connections after all that was sent has left; at once if this rank failed, so that the others learn
         of it."""
         if not failed:
-            with contextlib.suppress(RankError):  # who waits for it has learned the reason
+            with contextlib.suppress(RankError):  # the receiver learns the reason by itself
                 for peer, under_way in self._under_way.items():
                     self._wait([work for works, _ in under_way for work in works], peer)
         self._under_way.clear()

@@ -1,4 +1,9 @@
-"""`launch`: start a process for each rank, wait for all, and end them all when one fails."""
+"""`launch`: starts a process for each rank, waits for all of them, and ends them when one fails.
+
+It does not use torch's launchers. `torch.distributed.elastic` ends the other ranks at once, so that they cannot say
+whom they waited for; it raises ChildFailedError in place of the rank's own exception, and listens on all interfaces.
+`torch.multiprocessing.start_processes` returns no results, and does not say how a process ended to the other ranks.
+"""
 
 import atexit
 import math
@@ -24,22 +29,22 @@ from tqdm import tqdm
 
 from weft.errors import ProgramError, RankError
 from weft.torchdist import host_store
-from weft.transforms.pipelines.transports.board import Exit, note_exit
 from weft.transforms.pipelines.transports.failures import Failure, check_timeout, described
-from weft.transforms.pipelines.transports.network import LOOPBACK
-from weft.transforms.pipelines.transports.secret import VARIABLE, Secret
+from weft.transforms.pipelines.transports.network import LOOPBACK, SECRET, Secret
+from weft.transforms.pipelines.transports.records import Exit, write_exit
 
 _GRACE = 5.0
-"""Seconds that the other ranks get, beyond the time-out, to end by themselves after one failed."""
-_BLAMED = 2.0
-"""Seconds that a rank gets to end once all others have, and blame it: it may have stalled."""
+"""Seconds beyond the time-out in which the other ranks may end by themselves after one failed."""
+_BLAMED_GRACE = 2.0
+"""Seconds in which a rank may end after all others have ended and blamed it: it may have stalled."""
 _READ = "see what they printed: most likely importing the script failed"
-_GUARDED = 'in a script, call launch under `if __name__ == "__main__":`'
+_NEEDS_GUARD = 'in a script, call launch under `if __name__ == "__main__":`'
 
 
 @attrs.frozen(eq=False)
-class Ended:
-    """How a rank ended: with a result, or an error and its traceback, or its process did without a word (`exit`)."""
+class RankResult:
+    """The end of a rank: a result, or an error and its traceback, or the exit of its process without either
+    (`exit`)."""
 
     result: Any = None
     error: BaseException | None = None
@@ -51,17 +56,17 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     """Call `fn(*args)` in `num_ranks` processes, each a rank with torchrun's variables set, and return their results.
 
     Args:
-        fn: a function of a module (it is pickled by name); it makes its own transport (`Distributed()`).
-        num_ranks: processes to start, on this machine.
+        fn: a function of a module (it is pickled by name), which makes its own transport (`Distributed()`).
+        num_ranks: the number of processes to start, on this machine.
         args: pickled for each.
-        timeout: seconds that ranks get to end by themselves once one of them failed, before they are ended.
+        timeout: seconds in which ranks may end by themselves after one of them failed, before they are ended.
 
     Returns:
-        What `fn` returned on each rank, in order.
+        The result of `fn` on each rank, in order.
 
     Raises:
-        Whatever the first rank that failed raised; RankError for one that exited without a word; ProgramError for what
-        cannot be launched.
+        The exception of the first rank that failed; RankError for a rank that exited without one; ProgramError for a
+        function or arguments that cannot be launched.
 
     In a script, call it under `if __name__ == "__main__":`, as multiprocessing asks.
     """
@@ -79,10 +84,10 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     )
     started: list[tuple[BaseProcess, Connection]] = []
     try:
-        with _named(call), _served(started):
+        with _explain_start_errors(call), _forkserver_running(started):
             for rank in range(num_ranks):
                 started.append(_start(context, _environment(rank, num_ranks, store.port, secret), fn, args))
-        ended = _collect(started, timeout + _GRACE, partial(note_exit, store, secret=secret))
+        ended = _await_results(started, timeout + _GRACE, partial(write_exit, store, secret=secret))
     finally:
         _end([process for process, _ in started])
     return _results(ended, started)
@@ -93,14 +98,14 @@ def _can_be_imported(main: Any) -> bool:
 
 
 @contextmanager
-def _served(started: Sequence[Any]) -> Iterator[None]:
-    """Start the process that ranks are forks of, if it does not run. It and they are deaf to Ctrl-C, which this process
-    hears: it ends them. Where that happens before the first rank has started, the server may still be importing, and
-    would go on for seconds."""
+def _forkserver_running(started: Sequence[Any]) -> Iterator[None]:
+    """Start the process that the ranks are forked from, if it does not run. It and they ignore Ctrl-C; this process
+    gets it and ends them. If that happens before the first rank has started, the server may still be importing, so it
+    is ended too."""
     before = _server_pid()
-    resource_tracker.ensure_running()  # here, for it would unblock the signal
+    resource_tracker.ensure_running()  # here, since it would unblock the signal
     try:
-        with _uninterrupted():
+        with _defer_ctrl_c():
             forkserver.ensure_running()
         yield
     except KeyboardInterrupt:
@@ -111,9 +116,9 @@ def _served(started: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Within, Ctrl-C waits, and processes that are started never hear it: they inherit what this thread blocks. Another
-    thread may get the signal, and Python raises in the main one: there, the handler waits too."""
+def _defer_ctrl_c() -> Iterator[None]:
+    """Within, Ctrl-C waits, and processes that are started never get it: they inherit the signals that this thread
+    blocks. Another thread may get the signal, and Python raises in the main thread: there the handler waits too."""
     handler = signal.getsignal(signal.SIGINT)
     handles = threading.current_thread() is threading.main_thread() and handler is not None
     came: list[Any] = []
@@ -135,8 +140,8 @@ def _server_pid() -> int | None:
 
 
 @contextmanager
-def _named(call: str) -> Iterator[None]:
-    """What a process cannot be started with, in weft's words."""
+def _explain_start_errors(call: str) -> Iterator[None]:
+    """Raise ProgramError for errors of multiprocessing about what it cannot start."""
     try:
         yield
     except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -146,28 +151,29 @@ def _named(call: str) -> Iterator[None]:
         if "bootstrapping" not in str(error):
             raise
         seen = "a rank that imports the script, and comes by the call that started it"
-        raise ProgramError(call, seen, _GUARDED) from None
+        raise ProgramError(call, seen, _NEEDS_GUARD) from None
 
 
 def _start(
     context: Any, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[BaseProcess, Connection]:
-    """A rank's process, and what it will write its result into."""
+    """A rank's process, and the pipe from which its result can be read."""
     ours, theirs = context.Pipe(duplex=False)
     name = f"weft rank {environment['RANK']}"
     process: BaseProcess = context.Process(target=_run_rank, args=(theirs, environment, fn, args), name=name)
     try:
-        with _uninterrupted():  # the server would end with a traceback if it was asked by halves
+        with _defer_ctrl_c():  # an interrupted request would end the server with a traceback
             process.start()
     except BaseException:
-        ours.close()  # a rank that was asked for, and comes later, ends
+        ours.close()  # a rank that starts later ends when its pipe is closed
         raise
     theirs.close()
     return process, ours
 
 
 def _environment(rank: int, num_ranks: int, port: int, secret: Secret) -> dict[str, str]:
-    """torchrun's variables, and the run's secret; the store is hosted here, as its agent does."""
+    """The variables that torchrun sets, and the run's secret. The store is in this process, as it is in torchrun's
+    agent."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -176,20 +182,20 @@ def _environment(rank: int, num_ranks: int, port: int, secret: Secret) -> dict[s
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        VARIABLE: secret.text,
+        SECRET: secret.text,
     }
 
 
 def _run_rank(pipe: Connection, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for a server of ranks that somebody else started
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which outlives a rank that is killed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server may have been started by other code
+    tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore of the system, which a killed rank would leave
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-    if "OMP_NUM_THREADS" not in os.environ:  # ranks that each take all cores keep each other waiting
+    if "OMP_NUM_THREADS" not in os.environ:  # ranks that each take all cores slow each other down
         torch.set_num_threads(max(1, torch.get_num_threads() // int(environment["LOCAL_WORLD_SIZE"])))
     try:
         message = _pickled_result(fn, fn(*args))
-        atexit._run_exitfuncs()  # transports close, once what they sent has left; multiprocessing would not call them
+        atexit._run_exitfuncs()  # transports close after what they sent has left; multiprocessing does not call these
     except SystemExit:
         raise
     except BaseException as error:
@@ -205,7 +211,8 @@ def _send(pipe: Connection, message: bytes) -> None:
 
 
 def _end_with_parent(pipe: Connection) -> None:
-    """A rank does not outlive its launcher, nor its start if that was interrupted: then nobody reads the pipe."""
+    """End this rank when its launcher ends, or when nobody reads the pipe since the start was interrupted. `os._exit`,
+    since only the main thread could end the process in an orderly way, and it may never return to Python."""
     parent = mp.parent_process()
     assert parent is not None, "a rank is started by a process"
     wait([parent.sentinel, pipe])
@@ -214,27 +221,28 @@ def _end_with_parent(pipe: Connection) -> None:
 
 def _pickled_result(fn: Callable[..., Any], result: Any) -> bytes:
     try:
-        return pickle.dumps(Ended(result))
+        return pickle.dumps(RankResult(result))
     except Exception as error:
         call, seen = f"launch({getattr(fn, '__name__', fn)!s:.60}, …)", f"a result that cannot be pickled: {error}"
-        raise ProgramError(call, seen, "return numbers, texts, tensors on the CPU, or what is made of these") from error
+        raise ProgramError(call, seen, "return numbers, texts, tensors on the CPU, or containers of these") from error
 
 
 def _pickled_error(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
     try:
-        message = pickle.dumps(Ended(error=error, text=text))
+        message = pickle.dumps(RankResult(error=error, text=text))
         pickle.loads(message)
-    except Exception:  # an error that cannot travel: its words can
-        return pickle.dumps(Ended(error=RuntimeError(described(error)), text=text))
+    except Exception:  # an error that cannot be pickled: send its text
+        return pickle.dumps(RankResult(error=RuntimeError(described(error)), text=text))
     return message
 
 
-def _collect(
-    started: list[tuple[BaseProcess, Connection]], grace: float, note: Callable[[int, Exit], None]
-) -> dict[int, Ended]:
-    """How each rank ended; after a first failure the others have `grace` seconds. `note` tells all ranks of each."""
-    ended: dict[int, Ended] = {}
+def _await_results(
+    started: list[tuple[BaseProcess, Connection]], grace: float, write_end: Callable[[int, Exit], None]
+) -> dict[int, RankResult]:
+    """The end of each rank; after a first failure the others have `grace` seconds. `write_end` tells all ranks of
+    each."""
+    ended: dict[int, RankResult] = {}
     deadline = math.inf
     pipes = {ours: rank for rank, (_, ours) in enumerate(started)}
     while pipes:
@@ -246,37 +254,38 @@ def _collect(
             assert isinstance(pipe, Connection)
             rank = pipes.pop(pipe)
             ended[rank] = _read(pipe, started[rank][0])
-            note(rank, _exit(ended[rank]))
+            write_end(rank, _exit(ended[rank]))
         if any(found.error or found.exit for found in ended.values()):
             only_blamed = set(pipes.values()) <= {error.rank for error in _rank_errors(ended)}
-            deadline = min(deadline, time.monotonic() + (_BLAMED if only_blamed else grace))
+            deadline = min(deadline, time.monotonic() + (_BLAMED_GRACE if only_blamed else grace))
     return ended
 
 
-def _read(pipe: Connection, process: BaseProcess) -> Ended:
+def _read(pipe: Connection, process: BaseProcess) -> RankResult:
     try:
-        ended: Ended = pickle.loads(pipe.recv_bytes())
+        ended: RankResult = pickle.loads(pipe.recv_bytes())
         return ended
     except EOFError:
         process.join(1.0)
         code = process.exitcode
-        return Ended(exit=signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}")
+        return RankResult(exit=signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}")
 
 
-def _exit(ended: Ended) -> Exit:
-    """What the other ranks are told."""
+def _exit(ended: RankResult) -> Exit:
+    """The end of a rank, as the other ranks are told."""
     if ended.error is not None:
         return Exit(False, f"it raised {described(ended.error)}")
     return Exit(False, ended.exit) if ended.exit else Exit(True, "its function returned")
 
 
-def _rank_errors(ended: dict[int, Ended]) -> list[RankError]:
-    """What ranks say of each other."""
+def _rank_errors(ended: dict[int, RankResult]) -> list[RankError]:
+    """The errors in which ranks blame each other."""
     return [found.error for _, found in sorted(ended.items()) if isinstance(found.error, RankError)]
 
 
-def _results(ended: dict[int, Ended], started: list[tuple[BaseProcess, Connection]]) -> list[Any]:
-    """What all returned, or the error that says most: of a rank that failed itself, then of one that heard of it."""
+def _results(ended: dict[int, RankResult], started: list[tuple[BaseProcess, Connection]]) -> list[Any]:
+    """The results of all ranks; raises the error that says most: that of a rank that failed itself, or of one that was
+    told of a failure."""
     silent = [rank for rank, found in sorted(ended.items()) if found.exit]
     failed = [rank for rank, found in sorted(ended.items()) if found.error is not None]
     if not failed and not silent:
@@ -284,7 +293,9 @@ def _results(ended: dict[int, Ended], started: list[tuple[BaseProcess, Connectio
     if not failed:
         cause = f"its process ended: {ended[silent[0]].exit}"
         if len(silent) == len(started) and {ended[rank].exit for rank in silent} == {"exit code 1"}:
-            raise RankError("launch", f"{cause}, as that of every rank", f"{_READ}; {_GUARDED}", 0, "its part", cause)
+            raise RankError(
+                "launch", f"{cause}, as that of every rank", f"{_READ}; {_NEEDS_GUARD}", 0, "its part", cause
+            )
         raise Failure(silent[0], "its part", cause).for_rank(silent[0], "launch")
     first = min(failed, key=lambda rank: (isinstance(ended[rank].error, RankError), rank))
     error = ended[first].error
@@ -301,7 +312,7 @@ def _end(processes: Sequence[BaseProcess]) -> None:
     for process in filter(_runs, processes):
         process.terminate()
         with suppress(ProcessLookupError):
-            os.kill(cast("int", process.pid), signal.SIGCONT)  # one that was stopped does not hear it otherwise
+            os.kill(cast("int", process.pid), signal.SIGCONT)  # a stopped process does not get SIGTERM before this
     _join(processes, 2.0)
     for process in filter(_runs, processes):
         process.kill()
@@ -313,7 +324,7 @@ def _runs(process: BaseProcess) -> bool:
 
 
 def _join(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """Wait for the end of all, so long at most."""
+    """Wait for the end of all, for at most so many seconds."""
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(end - time.monotonic(), 0))

@@ -1,4 +1,4 @@
-"""The local transport: all ranks in one process and one thread, their effects interleaved."""
+"""The transport `Local`: all ranks in one process and one thread, which performs their effects in turn."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,15 +8,14 @@ import attrs
 from torch import Tensor
 
 from weft.effects import Broadcast, Fence, Recv, Send
-from weft.transforms.pipelines.checker import Edge, Step, puts, takes
-from weft.transforms.pipelines.transports.plan import Plan
-from weft.transforms.pipelines.transports.worker import Worker
+from weft.transforms.pipelines.checker import CheckedPrograms, Edge, Step, puts, takes
+from weft.transforms.pipelines.worker import Worker
 from weft.trees import tree_map
 
 
 @attrs.frozen(eq=False)
 class Queues:
-    """What is on each edge of ranks that share their memory: values are handed over as they are."""
+    """The messages on each edge, between ranks that share their memory: the values themselves."""
 
     num_ranks: int
     waiting: dict[Edge, deque[Any]] = attrs.field(factory=dict)
@@ -26,8 +25,8 @@ class Queues:
 class LocalLink:
     """One rank's ends of the queues.
 
-    A value that is lent must be copied before its sender runs again, which a fence waits for; it is copied when it is
-    received, so that a fence has nothing left to wait for.
+    A lent value must be copied before its sender runs again. It is copied when it is received, so that a fence has
+    nothing left to wait for.
     """
 
     rank: int
@@ -45,12 +44,12 @@ class LocalLink:
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value) if self.lent else value
 
     def fence(self, effect: Fence, /) -> None:
-        pass  # `interleave` lets it through once all was received
+        pass  # `interleave` performs it after all was received
 
 
 @attrs.frozen
 class Local:
-    """All ranks here, one effect after the other, in an order that the programs allow."""
+    """A transport that performs the effects of all ranks one after the other, in an order that the programs allow."""
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
         return range(num_ranks)
@@ -62,10 +61,10 @@ class Local:
         return [value]
 
     def assert_equal(self, subject: str, value: str) -> None:
-        """All ranks are in this process, and say the same."""
+        """Do nothing: one process decides for all ranks."""
 
     def check(self) -> None:
-        """Whoever fails here raises here."""
+        """Do nothing: a rank that fails raises in this thread."""
 
     def received(self, _: int | None = None, /) -> Callable[[], None]:
         return lambda: None
@@ -73,7 +72,7 @@ class Local:
     def mail(self, num_ranks: int, /) -> Queues:
         return Queues(num_ranks)
 
-    def run(self, plan: Plan, workers: Sequence[Worker], mail: Queues, /) -> None:
-        links = [LocalLink(worker.rank, mail, plan.lends) for worker in workers]
-        for step in plan.order:
+    def run(self, checked: CheckedPrograms, workers: Sequence[Worker], mail: Queues, /) -> None:
+        links = [LocalLink(worker.rank, mail, checked.lends) for worker in workers]
+        for step in checked.order:
             workers[step.rank].perform(step.effect, links[step.rank])

@@ -1,4 +1,4 @@
-"""The end of a rank's edges by NCCL, for tensors on GPUs."""
+"""The NCCL end: carries tensors on GPUs."""
 
 import threading
 from collections import deque
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from weft.torchdist import nccl_group
-from weft.transforms.pipelines.transports.messages import Marked, as_bytes
-from weft.transforms.pipelines.transports.watch import Watch
+from weft.transforms.pipelines.transports.messages import DeviceEvent, as_bytes
+from weft.transforms.pipelines.transports.monitor import Monitor
 
 _CLOSING = 2.0
 """Seconds to wait for a communicator to end."""
 
 
 @attrs.frozen(eq=False)
-class Launched:
-    """What the stream got to do, and the sends beside it."""
+class StreamEvent:
+    """An event of the stream, and the sends that run on NCCL's own streams."""
 
     event: torch.cuda.Event
     sends: tuple[Any, ...]
@@ -29,37 +29,39 @@ class Launched:
 
 
 class NcclEnd:
-    """Sends and receives in the order of the stream, on streams of NCCL's own; nothing waits on the host.
+    """One rank's ends of the edges by NCCL, on streams of its own, in the order of the current stream; the host never
+    waits.
 
-    What stages send (up, to the next rank) and what returns (down, from the last) go by different communicators: on
-    one, a receive that was started early would hold up the sends behind it.
+    What stages send (up, to the next rank) and what returns (down, from the last rank) go by different communicators:
+    on a single one, a receive that starts early would block the sends after it.
     """
 
-    def __init__(self, watch: Watch, device: torch.device, interface: str | None) -> None:
-        self.watch = watch
+    def __init__(self, monitor: Monitor, device: torch.device, interface: str | None) -> None:
+        self.monitor = monitor
         self._interface = interface
         self.device = device
         self._groups: dict[str, Any] = {}
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
     def connect(self, timeout: float, /) -> None:
-        """Make the communicator of every pair, all ranks in the same order: the first message of a pair blocks."""
-        watch = self.watch
+        """Make the communicator of every pair, on all ranks in the same order, since the first message of a pair
+        blocks."""
+        monitor = self.monitor
         torch.cuda.set_device(self.device)
         for name in ("up", "down"):
             self._groups[name] = nccl_group(
-                name, watch.board.store, watch.rank, watch.num_ranks, timeout, self._interface
+                name, monitor.records.store, monitor.rank, monitor.num_ranks, timeout, self._interface
             )
-        last, token = watch.num_ranks - 1, torch.zeros(1, dtype=torch.uint8, device=self.device)
+        last, token = monitor.num_ranks - 1, torch.zeros(1, dtype=torch.uint8, device=self.device)
         for source, to in (*((r, r + 1) for r in range(last)), *((last, r) for r in range(last))):
-            if watch.rank == source:
+            if monitor.rank == source:
                 self._group(to).send([token], to, 0).wait()
-            elif watch.rank == to:
+            elif monitor.rank == to:
                 self._group(source, sending=False).recv([token], source, 0).wait()
         torch.cuda.synchronize(self.device)
 
     def _group(self, peer: int, sending: bool = True) -> Any:
-        up = (peer > self.watch.rank) == sending
+        up = (peer > self.monitor.rank) == sending
         return self._groups["up" if up else "down"]
 
     def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
@@ -69,7 +71,7 @@ class NcclEnd:
         for tensor in tensors:
             work = self._group(peer).send([as_bytes(tensor)], peer, 0)
             if capturing:
-                work.wait()  # a graph ends on one stream
+                work.wait()  # a graph must end on the stream on which it began
             else:
                 self._under_way.append((work, tensor))
 
@@ -78,25 +80,25 @@ class NcclEnd:
             self._group(peer, sending=False).recv([as_bytes(tensor)], peer, 0).wait()
 
     def drain(self) -> None:
-        """Make the stream wait for all that is under way: what follows may overwrite it."""
+        """Make the stream wait for all sends under way, so that later work may overwrite what they send."""
         for work, _ in self._under_way:
             work.wait()
 
-    def mark(self) -> Marked | None:
+    def record_event(self) -> DeviceEvent | None:
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event()
         event.record()
-        return Launched(event, tuple(work for work, _ in self._under_way))
+        return StreamEvent(event, tuple(work for work, _ in self._under_way))
 
     def abort(self) -> None:
         _end_all([group.abort for group in list(self._groups.values())])
 
     def close(self, failed: bool = False) -> None:
-        """End the communicators: aborted if a rank failed, so that no kernel waits for it any more.
+        """End the communicators; abort them if a rank failed, so that no kernel waits for it.
 
-        NCCL ends none that a graph still holds: then this returns, and the communicator goes with the graph, or with
-        the process.
+        NCCL does not end a communicator that a graph holds. Then this returns, and the communicator ends with the graph
+        or the process.
         """
         groups = dict(self._groups)
         self._groups.clear()
@@ -105,7 +107,7 @@ class NcclEnd:
 
 
 def _end_all(ends: Sequence[Callable[[], Any]]) -> None:
-    """Call each in a thread, which may have to wait for a graph to go; wait a while for them."""
+    """Call each in a thread, since it may wait for a graph to go, and wait a while for them."""
     threads = [threading.Thread(target=end, name="weft ends NCCL", daemon=True) for end in ends]
     for thread in threads:
         thread.start()

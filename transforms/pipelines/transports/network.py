@@ -1,24 +1,151 @@
-"""Where a run's processes are, and at which address each listens."""
+"""The network of a run: the address at which each process listens, and the secret that only its ranks hold.
 
-from collections.abc import Mapping
+Whatever ranks write for each other carries a tag that only the secret makes. A wrong tag is refused before anything is
+read. Nothing is encrypted.
+"""
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
 
 import attrs
 
 from weft.errors import ProgramError
-from weft.transforms.pipelines.transports.secret import LEAST, OWN, VARIABLE as SECRET, Secret
 
 ADDRESS = "WEFT_ADDRESS"
+SECRET = "WEFT_SECRET"
 LOOPBACK = "127.0.0.1"
+_LEAST = 16
+"""The least number of characters of a secret."""
+_TAG = 16
+"""Bytes of a tag."""
+_EXPORT = "export WEFT_SECRET=$(openssl rand -hex 16), the same on every node"
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that weft uses."""
+
+    def set(self, key: str, value: Any, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: Any, /) -> bytes: ...
+
+
+@attrs.frozen
+class Secret:
+    """The secret of a run: a process that holds it is a rank.
+
+    Args:
+        key: its bytes.
+    """
+
+    key: bytes = attrs.field(repr=False)
+
+    @classmethod
+    def fresh(cls) -> "Secret":
+        """A new secret, from the system's randomness."""
+        return cls(secrets.token_hex(_LEAST).encode())
+
+    @property
+    def text(self) -> str:
+        """The secret as `WEFT_SECRET` holds it."""
+        return self.key.decode()
+
+    def tag(self, *parts: bytes) -> bytes:
+        """The tag of these parts: 16 bytes that only the secret makes."""
+        found = hashlib.blake2b(key=self.key[:64], digest_size=_TAG)
+        for part in parts:
+            found.update(len(part).to_bytes(8, "little"))
+            found.update(part)
+        return found.digest()
+
+    def seal(self, name: str, text: str) -> bytes:
+        """A text for a name, with its tag in front."""
+        return self.tag(name.encode(), text.encode()) + text.encode()
+
+    def open(self, name: str, sealed: bytes) -> str:
+        """The text that was sealed for the name.
+
+        Raises:
+            ValueError: it was not sealed with this secret, or not for this name.
+        """
+        tag, text = sealed[:_TAG], sealed[_TAG:]
+        if not hmac.compare_digest(tag, self.tag(name.encode(), text)):
+            raise ValueError(f"'{name}' holds {len(sealed)} bytes that are not sealed with this run's secret")
+        return text.decode()
+
+    def derived(self, *parts: bytes) -> "Secret":
+        """A secret for one connection."""
+        return Secret(self.tag(b"derived", *parts))
+
+
+@contextmanager
+def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Secret]:
+    """The secret of a run, while its ranks find each other: the given one; or else rank 0 writes a fresh one to a file
+    that only this user can read, and names the file in the store. A stranger may name another file there, but cannot
+    have written it.
+
+    Raises:
+        ProgramError: others may use the folder of such files, or the named file is not in it.
+    """
+    if given is not None:
+        yield given
+        return
+    folder = _private_folder()
+    if rank == 0:
+        secret, name = Secret.fresh(), secrets.token_hex(8)
+        file = folder / name
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            out.write(secret.key)
+        try:
+            store.set("secret", name)
+            yield secret
+        finally:
+            with suppress(FileNotFoundError):
+                file.unlink()
+        return
+    name = bytes(store.get("secret")).decode(errors="replace")
+    try:
+        if not re.fullmatch("[0-9a-f]{16}", name):
+            raise FileNotFoundError(f"a file of 16 hexadecimal digits, not {name!r:.60}")
+        key = (folder / name).read_bytes()
+    except OSError as error:
+        seen = f"no secret that rank 0 left in {folder} ({error})"
+        raise ProgramError(
+            f"Distributed() on rank {rank}", seen, f"all ranks as one user on one machine, or {_EXPORT}"
+        ) from error
+    yield Secret(key)
+
+
+def _private_folder() -> Path:
+    """The folder of secrets, which only this user may read or write."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(base) / f"weft-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ProgramError(
+            "Distributed()", f"{folder}, which others may read or write", f"chmod 700 {folder}, or {_EXPORT}"
+        )
+    return folder
 
 
 @attrs.frozen
 class Network:
-    """Where a run's processes are, by the launcher's variables.
+    """The network of a run, by the launcher's variables.
 
     Args:
-        address: of this machine, where connections of this rank listen.
+        address: the address of this machine at which this rank listens.
         one_node: whether all ranks are on this machine.
-        secret: the run's, where it was given.
+        secret: the run's, if it was given.
     """
 
     address: str
@@ -27,14 +154,15 @@ class Network:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], num_ranks: int) -> "Network":
-        """What the variables say: on one node the loopback address; on several the one that the user named.
+        """The network that the variables describe: on one node the loopback address, on several the one that the user
+        named.
 
         Raises:
-            ProgramError: several nodes, and no address or no secret; or a secret that is easily guessed.
+            ProgramError: several nodes without an address or a secret; or a secret that is easily guessed.
         """
         given, call = environment.get(SECRET), "Distributed()"
-        if given is not None and len(given) < LEAST:
-            raise ProgramError(call, f"{SECRET} of {len(given)} characters", f"at least {LEAST}: {OWN}")
+        if given is not None and len(given) < _LEAST:
+            raise ProgramError(call, f"{SECRET} of {len(given)} characters", f"at least {_LEAST}: {_EXPORT}")
         secret = None if given is None else Secret(given.encode())
         master = environment.get("MASTER_ADDR", LOOPBACK)
         local = environment.get("LOCAL_WORLD_SIZE") == str(num_ranks)
@@ -42,7 +170,7 @@ class Network:
             return cls(LOOPBACK, True, secret)
         seen = f"ranks on several nodes (MASTER_ADDR={master}), and no "
         if secret is None:
-            raise ProgramError(call, seen + SECRET, OWN)
+            raise ProgramError(call, seen + SECRET, _EXPORT)
         if ADDRESS not in environment:
             instead = f"export {ADDRESS}=<the address of this node that the other nodes reach>, on each node"
             raise ProgramError(call, seen + ADDRESS, instead)

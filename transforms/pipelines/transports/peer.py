@@ -1,4 +1,4 @@
-"""The end of a rank's edges in symmetric memory: stores into the neighbour's GPU, and a flag; no multicast."""
+"""The peer end: carries tensors by stores into another GPU's symmetric memory, each with a flag; no multicast."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from weft.ops import peer_packed_triton as packed, peer_triton as bulk
 from weft.ops.kernel_triton import compiling
 from weft.ops.peer_triton import PROGRAMS
 from weft.torchdist import symmetric_memory
-from weft.transforms.pipelines.transports.messages import Marked, as_bytes
-from weft.transforms.pipelines.transports.watch import CAPACITY, Watch
+from weft.transforms.pipelines.transports.messages import DeviceEvent, as_bytes
+from weft.transforms.pipelines.transports.monitor import CAPACITY, Monitor
 
 SLOT_BYTES = 2**24
 """Bytes of a slot; a longer message goes in parts."""
@@ -21,8 +21,9 @@ _COUNTS = PROGRAMS * 8
 
 @attrs.frozen(eq=False)
 class Channel:
-    """One end of an edge: where the receiver's slots and flags are, where the sender's acknowledgements, and how many
-    messages there were. Two of them: for small messages, whose words are flags themselves, and for the others."""
+    """One end of an edge: the receiver's slots and flags, the sender's acknowledgements, and the number of messages so
+    far. Small messages, whose words are their own flags, have slots, acknowledgements and numbers of their own
+    (`packed`)."""
 
     slots: Tensor
     flags: Tensor
@@ -34,19 +35,20 @@ class Channel:
 
 
 class PeerEnd:
-    """Sends with one kernel, and receives with one, in the order of the stream; both may stand in a graph.
+    """One rank's ends of the edges in symmetric memory. A send is one kernel and a receive is one, in the order of the
+    stream; a graph may hold both.
 
-    Each rank's symmetric memory holds, for what comes from below (stages) and from above (what returns), slots and
-    flags; and acknowledgements, for each rank that it sends to.
+    Each rank's symmetric memory holds slots and flags for messages from below (from stages) and from above (outputs
+    that return), and acknowledgements for each rank that it sends to.
     """
 
-    def __init__(self, watch: Watch, device: torch.device, address: str, slot_bytes: int = SLOT_BYTES) -> None:
-        self.watch = watch
+    def __init__(self, monitor: Monitor, device: torch.device, address: str, slot_bytes: int = SLOT_BYTES) -> None:
+        self.monitor = monitor
         self._address = address
         self.device = device
         self.slot_bytes = slot_bytes
-        # What returns, from above, may be taken in in a later run: as many messages as a rank may run ahead of.
-        self._slots = {"below": CAPACITY, "above": watch.num_ranks + CAPACITY}
+        # Outputs return from above, and may be received in a later run: as many messages as a rank may run ahead of.
+        self._slots = {"below": CAPACITY, "above": monitor.num_ranks + CAPACITY}
         self._outbox = (_COUNTS, 8 * packed.PROGRAMS)
         self._abort = torch.zeros(1, dtype=torch.int32, device=device)
         self._aside = torch.cuda.Stream(device)
@@ -55,21 +57,21 @@ class PeerEnd:
         self._recvs: dict[int, Channel] = {}
 
     def connect(self, _: float, /) -> None:
-        watch = self.watch
+        monitor = self.monitor
         torch.cuda.set_device(self.device)
-        nbytes = sum(map(sum, map(self._inbox, self._slots))) + watch.num_ranks * sum(self._outbox)
+        nbytes = sum(map(sum, map(self._inbox, self._slots))) + monitor.num_ranks * sum(self._outbox)
         self._views = symmetric_memory(
-            "peer", watch.board.store, watch.rank, watch.num_ranks, nbytes, self.device, self._address
+            "peer", monitor.records.store, monitor.rank, monitor.num_ranks, nbytes, self.device, self._address
         )
-        for peer in range(watch.num_ranks):
-            if peer != watch.rank:
-                self._sends[peer] = self._channel(watch.rank, peer)
-                self._recvs[peer] = self._channel(peer, watch.rank)
+        for peer in range(monitor.num_ranks):
+            if peer != monitor.rank:
+                self._sends[peer] = self._channel(monitor.rank, peer)
+                self._recvs[peer] = self._channel(peer, monitor.rank)
         self._compile()
 
     def _compile(self) -> None:
-        """Compile the kernels of messages of any number of words, 16 bytes aligned, so that none is when the first is
-        sent. Long ones have two: for multiples of 16 words, and for the rest."""
+        """Compile the kernels for messages of any number of words, aligned to 16 bytes, before the first one is sent.
+        Long messages have two kernels: for multiples of 16 words, and for other numbers."""
         with compiling():
             for peer, words in itertools.product(self._sends, (*packed.LENGTHS, packed.MOST + 1, packed.MOST + 16)):
                 message = torch.empty(words, dtype=torch.int32, device=self.device)
@@ -77,12 +79,13 @@ class PeerEnd:
                 self._take(message, self._recvs[peer])
 
     def _inbox(self, side: str) -> tuple[int, int, int]:
-        """Bytes of the slots, the flags and the slots of small messages from one side."""
+        """Bytes of the slots, of the flags, and of the slots for small messages from one side."""
         slots = self._slots[side]
         return slots * self.slot_bytes, _COUNTS, 8 * slots * packed.MOST
 
     def _channel(self, source: int, to: int) -> Channel:
-        """The edge from one rank to another: a rank has one from below, and one from above."""
+        """The edge from one rank to another; each rank has an inbox for messages from below, and one for those from
+        above."""
         below, above = self._inbox("below"), self._inbox("above")
         inboxes, outbox = sum(below) + sum(above), sum(self._outbox)
         side, count = (below, self._slots["below"]) if source < to else (above, self._slots["above"])
@@ -133,16 +136,16 @@ class PeerEnd:
             bulk.recv(part, source.slots.view(part.dtype), source.flags, source.acks, source.counts, self._abort)
 
     def _parts(self, message: Tensor) -> Sequence[Tensor]:
-        """A message of bytes as words of 4 bytes (of 1, where it is no multiple), in parts that fit a slot: by its size
-        alone, so that both ends do alike."""
+        """A message of bytes as words of 4 bytes (of 1 byte if it is not a multiple of 4), in parts that fit a slot.
+        That depends only on its size, so that both ends agree."""
         words = message.view(torch.int32) if message.numel() % 4 == 0 else message
         most = bulk.capacity(self.slot_bytes, words.dtype)
         return words.split(most) if words.numel() > most else (words,)
 
     def drain(self) -> None:
-        """Nothing to wait for: a send has left its buffer when its kernel ends."""
+        """Do nothing: a send has left its buffer when its kernel ends."""
 
-    def mark(self) -> Marked | None:
+    def record_event(self) -> DeviceEvent | None:
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event()
@@ -150,12 +153,12 @@ class PeerEnd:
         return event
 
     def abort(self) -> None:
-        """End every kernel that waits here, from a stream of its own."""
+        """End every kernel that waits on this rank, by a store from another stream."""
         with torch.cuda.stream(self._aside):
             self._abort.fill_(1)
 
     def close(self, failed: bool = False) -> None:
-        """End what waits, if a rank failed; else wait for what is under way."""
+        """End the kernels that wait if a rank failed; else wait for what is under way."""
         if failed:
             self.abort()
         else:
@@ -163,7 +166,7 @@ class PeerEnd:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of a message, which takes one slot: those of its tensors, one behind the other."""
+    """The bytes of all tensors of a message, in order, since it takes one slot."""
     own = [as_bytes(tensor) for tensor in tensors]
     return own[0] if len(own) == 1 and _is_aligned(own[0]) else torch.cat(own)
 

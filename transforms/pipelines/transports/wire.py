@@ -1,7 +1,6 @@
-"""The wire: a TCP connection between every two ranks, for what their hosts tell each other.
+"""The wire: a TCP connection between every two ranks, by which their hosts send each other bytes.
 
 Both ends of a connection prove that they hold the run's secret, and each frame carries a tag that only they can make.
-What travels is bytes; nothing in them is executed.
 """
 
 import hmac
@@ -17,20 +16,20 @@ from contextlib import suppress
 import attrs
 
 from weft.torchdist import listen
-from weft.transforms.pipelines.transports.secret import Secret
+from weft.transforms.pipelines.transports.network import Secret
 
 _NONCE = 32
 _TAG = 16
 _HELLO = 2.0
-"""Seconds that a stranger has to prove that he is a rank."""
-_MOST_STRANGERS = 64
-"""Connections at a time that have not proved themselves: of more, the oldest is closed."""
+"""Seconds in which a new connection must prove that it is a rank."""
+_MOST_UNPROVEN = 64
+"""The connections that may at one time be unproven; the oldest is closed if there are more."""
 _PAUSE = 0.05
-"""Seconds before another connection is accepted where this process cannot hold one more."""
+"""Seconds before the next connection is accepted after this process could not open one."""
 _LOOK = 0.1
-"""Seconds between two calls of what a wait asks."""
+"""Seconds between two calls of the function that a wait calls."""
 _MOST = 2**31
-"""Bytes of a frame at most."""
+"""The most bytes of a frame."""
 
 
 class RefusedError(ConnectionError):
@@ -38,8 +37,8 @@ class RefusedError(ConnectionError):
 
 
 @attrs.define(eq=False)
-class _Line:
-    """A connection to one rank, after both ends have proved themselves."""
+class _Connection:
+    """A connection to one rank, after both ends have proved that they hold the secret."""
 
     socket: socket.socket
     secret: Secret
@@ -52,21 +51,21 @@ class Wire:
     """One rank's connections to all others.
 
     Args:
-        rank: whose.
-        num_ranks: how many there are.
+        rank: this rank.
+        num_ranks: the number of ranks.
         secret: the run's.
-        address: of this machine, where the others find this rank.
+        address: of this machine, at which the others reach this rank.
     """
 
     def __init__(self, rank: int, num_ranks: int, secret: Secret, address: str) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self._secret = secret
-        self._lines: dict[int, _Line] = {}
+        self._connections: dict[int, _Connection] = {}
         self._arrived = threading.Condition()
         self._refused = 0
-        self._strangers: deque[socket.socket] = deque()
-        self._closed = self._is_deaf = False
+        self._unproven: deque[socket.socket] = deque()
+        self._closed = self._has_stopped_listening = False
         self._listener = listen(address)
         self.port: int = self._listener.getsockname()[1]
         self.address = f"{address} {self.port}"
@@ -77,7 +76,7 @@ class Wire:
 
         Raises:
             RefusedError: it does not hold the same secret.
-            OSError: it is not there.
+            OSError: it cannot be reached.
         """
         host, port = address.rsplit(" ", 1)
         own = socket.create_connection((host, int(port)), timeout)
@@ -95,37 +94,37 @@ class Wire:
         except BaseException:
             own.close()
             raise
-        self._lines[peer] = _line(own, self._secret.derived(*who, theirs, mine))
+        self._connections[peer] = _connection(own, self._secret.derived(*who, theirs, mine))
 
     def await_ranks(self, timeout: float) -> None:
         """Wait until all ranks above this one have connected.
 
         Raises:
-            TimeoutError: one has not.
+            TimeoutError: a rank has not.
         """
         above = range(self.rank + 1, self.num_ranks)
         with self._arrived:
-            if not self._arrived.wait_for(lambda: all(peer in self._lines for peer in above), timeout):
-                missing = [peer for peer in above if peer not in self._lines]
+            if not self._arrived.wait_for(lambda: all(peer in self._connections for peer in above), timeout):
+                missing = [peer for peer in above if peer not in self._connections]
                 refused = f"; {self._refused} connections were refused: another secret" * bool(self._refused)
                 raise TimeoutError(f"no connection from rank {missing[0]} within {timeout:g} s{refused}")
         self._stop_listening()
 
     def _accept(self) -> None:
-        while not self._is_deaf:
+        while not self._has_stopped_listening:
             try:
                 own, _ = self._listener.accept()
                 with self._arrived:
-                    self._strangers.append(own)
-                    oldest = self._strangers.popleft() if len(self._strangers) > _MOST_STRANGERS else None
+                    self._unproven.append(own)
+                    oldest = self._unproven.popleft() if len(self._unproven) > _MOST_UNPROVEN else None
                 if oldest is not None:
-                    _hang_up(oldest)
+                    _close_socket(oldest)
                 threading.Thread(target=self._welcome, args=(own,), daemon=True).start()
-            except (OSError, RuntimeError):  # the listener was closed; or too many files, or threads, are open for now
+            except (OSError, RuntimeError):  # the listener was closed; or too many files or threads are open for now
                 time.sleep(_PAUSE)
 
     def _welcome(self, own: socket.socket) -> None:
-        """Let one connection prove that it is a rank; whatever else it sends, it is closed."""
+        """Keep one connection if it proves that it is a rank; close it if it sends anything else."""
         try:
             end = time.monotonic() + _HELLO
             own.settimeout(_HELLO)
@@ -138,75 +137,79 @@ class Wire:
             if not hmac.compare_digest(tag, self._secret.tag(b"connects", *parts)):
                 raise RefusedError
             with self._arrived:
-                if not self.rank < peer < self.num_ranks or peer in self._lines or self._closed:
+                if not self.rank < peer < self.num_ranks or peer in self._connections or self._closed:
                     raise RefusedError
-                if own not in self._strangers:  # it was sent away as the oldest of too many
+                if own not in self._unproven:  # it was closed as the oldest of too many
                     raise RefusedError
-                self._strangers.remove(own)
+                self._unproven.remove(own)
                 own.sendall(self._secret.tag(b"accepts", *parts))
-                self._lines[peer] = _line(own, self._secret.derived(*parts))
+                self._connections[peer] = _connection(own, self._secret.derived(*parts))
                 self._arrived.notify_all()
         except (OSError, RefusedError):
             self._refused += 1
             own.close()
         finally:
-            with self._arrived, suppress(ValueError):  # it has proved itself, or was sent away
-                self._strangers.remove(own)
+            with self._arrived, suppress(ValueError):  # it has proved itself, or was closed
+                self._unproven.remove(own)
 
     def send(self, peer: int, payload: bytes) -> None:
-        """Send a frame. It waits only where the peer has left megabytes unread.
+        """Send a frame. It waits only if the peer has left megabytes unread.
 
         Raises:
             OSError: the connection is closed.
         """
-        line = self._line(peer)
-        frame = len(payload).to_bytes(4, "little") + _frame_tag(line.secret, self.rank, line.sent, payload) + payload
-        line.sent += 1
-        line.socket.settimeout(None)
-        line.socket.sendall(frame)
+        connection = self._connection(peer)
+        frame = (
+            len(payload).to_bytes(4, "little")
+            + _frame_tag(connection.secret, self.rank, connection.sent, payload)
+            + payload
+        )
+        connection.sent += 1
+        connection.socket.settimeout(None)
+        connection.socket.sendall(frame)
 
-    def recv(self, peer: int, ask: Callable[[], None]) -> bytes:
-        """The next frame that a rank sent.
+    def recv(self, peer: int, look: Callable[[], None]) -> bytes:
+        """The next frame from a rank.
 
         Args:
-            ask: called now and then while there is none; it raises where none will come.
+            look: called now and then while there is none; it raises if none will come.
 
         Raises:
-            ConnectionError: the connection is closed, or carries what the rank did not send.
+            ConnectionError: the connection is closed, or carries bytes that the rank did not send.
         """
-        line, asked = self._line(peer), time.monotonic() + _LOOK
-        while (payload := self._take(line, peer)) is None:
-            if not select.select([line.socket], [], [], max(asked - time.monotonic(), 0))[0]:
-                ask()
-                asked = time.monotonic() + _LOOK
+        connection, next_look = self._connection(peer), time.monotonic() + _LOOK
+        while (payload := self._take(connection, peer)) is None:
+            if not select.select([connection.socket], [], [], max(next_look - time.monotonic(), 0))[0]:
+                look()
+                next_look = time.monotonic() + _LOOK
                 continue
-            self._fill(line, peer)
+            self._fill(connection, peer)
         return payload
 
     def poll(self, peer: int) -> bytes | None:
-        """The next frame that a rank sent; None where there is none yet.
+        """The next frame from a rank; None if there is none yet.
 
         Raises:
             ConnectionError: as `recv`.
         """
-        line = self._line(peer)
-        while (payload := self._take(line, peer)) is None and select.select([line.socket], [], [], 0)[0]:
-            self._fill(line, peer)
+        connection = self._connection(peer)
+        while (payload := self._take(connection, peer)) is None and select.select([connection.socket], [], [], 0)[0]:
+            self._fill(connection, peer)
         return payload
 
-    def _fill(self, line: _Line, peer: int) -> None:
-        if not (more := line.socket.recv(2**16)):
+    def _fill(self, connection: _Connection, peer: int) -> None:
+        if not (more := connection.socket.recv(2**16)):
             raise ConnectionError(f"rank {peer} closed its connection")
-        line.buffer += more
+        connection.buffer += more
 
-    def _line(self, peer: int) -> _Line:
-        if (line := self._lines.get(peer)) is None or self._closed:
+    def _connection(self, peer: int) -> _Connection:
+        if (connection := self._connections.get(peer)) is None or self._closed:
             raise ConnectionError(f"no connection to rank {peer}")
-        return line
+        return connection
 
-    def _take(self, line: _Line, peer: int) -> bytes | None:
-        """The frame that the buffer begins with; None where it is not there as a whole."""
-        buffer = line.buffer
+    def _take(self, connection: _Connection, peer: int) -> bytes | None:
+        """The first frame in the buffer; None if it is not complete."""
+        buffer = connection.buffer
         if len(buffer) < 4 + _TAG:
             return None
         length = int.from_bytes(buffer[:4], "little")
@@ -216,38 +219,38 @@ class Wire:
         if len(buffer) < end:
             return None
         tag, payload = bytes(buffer[4 : 4 + _TAG]), bytes(buffer[4 + _TAG : end])
-        if not hmac.compare_digest(tag, _frame_tag(line.secret, peer, line.received, payload)):
+        if not hmac.compare_digest(tag, _frame_tag(connection.secret, peer, connection.received, payload)):
             raise ConnectionError(f"a frame that rank {peer} did not send")
-        line.received += 1
+        connection.received += 1
         del buffer[:end]
         return payload
 
     def close(self) -> None:
-        """Close all connections; who waits at the other end of one learns of it."""
+        """Close all connections; whoever waits at the other end of one learns of it."""
         with self._arrived:
             self._closed = True
         self._stop_listening()
-        for line in self._lines.values():
-            _hang_up(line.socket)
+        for connection in self._connections.values():
+            _close_socket(connection.socket)
 
     def _stop_listening(self) -> None:
-        self._is_deaf = True
+        self._has_stopped_listening = True
         with suppress(OSError):  # wakes the thread in accept()
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
 
-def _line(own: socket.socket, secret: Secret) -> _Line:
+def _connection(own: socket.socket, secret: Secret) -> _Connection:
     own.settimeout(None)
     own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return _Line(own, secret)
+    return _Connection(own, secret)
 
 
 def _frame_tag(secret: Secret, sender: int, number: int, payload: bytes) -> bytes:
     return secret.tag(sender.to_bytes(4, "little"), number.to_bytes(8, "little"), payload)
 
 
-def _hang_up(own: socket.socket) -> None:
+def _close_socket(own: socket.socket) -> None:
     """Close a connection that another thread may be reading from."""
     with suppress(OSError):
         own.shutdown(socket.SHUT_RDWR)
@@ -255,7 +258,7 @@ def _hang_up(own: socket.socket) -> None:
 
 
 def _read_exactly(own: socket.socket, count: int, end: float | None = None) -> bytes:
-    """So many bytes, by a time of `time.monotonic()`."""
+    """The next `count` bytes; `end`, a time of `time.monotonic()`, is when they must be there."""
     found = b""
     while len(found) < count:
         if end is not None:

@@ -1,4 +1,5 @@
-"""What ranks run in processes of their own, and the pipelines that every transport must run as Local does."""
+"""The functions that ranks run in processes of their own, and the pipelines that every transport must run as Local
+does."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,8 +11,8 @@ from weft.batch import Batch
 from weft.errors import WeftError
 from weft.outputs import IntermediateTensors
 from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.microbatch import scan
 from weft.transforms.pipelines.pipeline import pipeline
-from weft.transforms.pipelines.scan import scan
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed

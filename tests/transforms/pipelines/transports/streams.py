@@ -13,8 +13,8 @@ from torch import Tensor
 from weft.proofs import failures
 from weft.transforms.pipelines.transports import distributed
 from weft.transforms.pipelines.transports.messages import DeviceEnd
+from weft.transforms.pipelines.transports.monitor import Monitor
 from weft.transforms.pipelines.transports.network import Network
-from weft.transforms.pipelines.transports.watch import Watch
 
 
 class Done:
@@ -30,12 +30,12 @@ class Done:
 class StreamEnd:
     """An end over the store, whose host calls return at once, as a GPU's do."""
 
-    def __init__(self, watch: Watch, closing: float) -> None:
-        self.watch, self.closing = watch, closing
-        store: Any = watch.board.store
+    def __init__(self, monitor: Monitor, closing: float) -> None:
+        self.monitor, self.closing = monitor, closing
+        store: Any = monitor.records.store
         self.store = store.clone()
         self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.counts = {way: [0] * watch.num_ranks for way in ("send", "recv")}
+        self.counts = {way: [0] * monitor.num_ranks for way in ("send", "recv")}
         self.aborted = threading.Event()
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -67,10 +67,10 @@ class StreamEnd:
 
     def _key(self, way: str, peer: int) -> str:
         self.counts[way][peer] += 1
-        source, to = (self.watch.rank, peer) if way == "send" else (peer, self.watch.rank)
+        source, to = (self.monitor.rank, peer) if way == "send" else (peer, self.monitor.rank)
         return f"message/{source}/{to}/{self.counts[way][peer]}"
 
-    def mark(self) -> Done:
+    def record_event(self) -> Done:
         done = Done()
         self.tasks.put(done.reached.set)
         return done
@@ -83,7 +83,7 @@ class StreamEnd:
             self.abort()
             time.sleep(self.closing)
             return
-        done = self.mark()
+        done = self.record_event()
         while not done.query():
             time.sleep(0.005)
 
@@ -94,15 +94,15 @@ def run_rank(case: failures.Case, folder: Path) -> None:
 
 
 def run_slowly_closing_rank(case: failures.Case, folder: Path) -> None:
-    """The same, where what failed takes its time to close: others hear of it, and its own guard does."""
+    """The same, where what failed takes its time to close: others hear of it, and its own watchdog does."""
     _on_streams(case, folder, closing=0.5)
 
 
 def use_streams(closing: float = 0.0) -> None:
     """Transports that this process makes from now on have such a device."""
 
-    def make_end(_: str, watch: Watch, device: torch.device, network: Network) -> DeviceEnd:
-        return StreamEnd(watch, closing)
+    def make_end(_: str, monitor: Monitor, device: torch.device, network: Network) -> DeviceEnd:
+        return StreamEnd(monitor, closing)
 
     distributed._make_end = make_end
 

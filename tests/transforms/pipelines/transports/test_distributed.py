@@ -20,7 +20,7 @@ LAW = "processes are local"
 
 
 def part(found: Any, rank: int) -> Any:
-    """What rank `rank` has of the result of a scenario that ran everywhere: its state, and all outputs."""
+    """Rank `rank`'s part of the result of a scenario that ran everywhere: its state, and all outputs."""
     states, outs, *rest = found
     return (type(states)([states[rank]]), outs, *[counts[rank : rank + 1] for counts in rest])
 

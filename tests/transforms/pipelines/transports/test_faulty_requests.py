@@ -45,7 +45,7 @@ def raises(said: Sequence[int]) -> list[int]:
 
 
 def serve(model: Model, transport: Transport | None) -> dict[str, tuple[str, list[int], str]]:
-    """What each request got: its reason, tokens, and error."""
+    """The reason, tokens and error of each request."""
     mute: Any = attrs.evolve(model, tokenizer=Mute(model.tokenizer, 20))  # type: ignore[arg-type]
     engine = Engine(mute, LIMITS, pipeline=2, graph="none", seed=3, transport=transport)
     engine.add([5, 6, 7, 8], GREEDY, max_tokens=20, id="good")

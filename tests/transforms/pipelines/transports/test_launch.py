@@ -212,7 +212,7 @@ def test_what_cannot_be_pickled_is_refused(fn: Any, args: Any) -> None:
 
 @pytest.mark.parametrize("timeout", [0, 1e18, "5"])
 def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
-    with pytest.raises(ProgramError, match=r"launch\(timeout=.*\)\n  saw: no number of seconds"):
+    with pytest.raises(ProgramError, match=r"launch\(timeout=.*\)\n  saw: not a number of seconds"):
         launch(silent, 2, timeout=timeout)
 
 

@@ -1,4 +1,4 @@
-"""What travels between processes: schemas, values however they are stored, and what is refused."""
+"""Messages between processes: schemas, values however they are stored, and what is refused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +10,15 @@ from ranks import advance, scale, told
 from weft.effects import Schema
 from weft.errors import ProgramError
 from weft.proofs.laws import assert_equal
+from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job, make_programs
 from weft.transforms.pipelines.transports.agreement import Agreement
-from weft.transforms.pipelines.transports.board import Position
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.messages import ProcessLink
-from weft.transforms.pipelines.transports.plan import Plan
-from weft.transforms.pipelines.transports.worker import Worker
+from weft.transforms.pipelines.transports.records import Position
+from weft.transforms.pipelines.worker import Worker
 
 
 class Given:
@@ -77,13 +77,13 @@ def test_shapes_that_follow_from_data_are_refused() -> None:
     first, second = launch(shapes_that_follow_from_data, 2)
     assert first == (
         "ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: [2] float32, of shapes [(2,)], where for the same class of "
-        "batch it sent [1] float32, of shapes [(1,)]\n  instead: shapes that follow from the batch's class alone"
+        "batch it sent [1] float32, of shapes [(1,)]\n  instead: shapes that depend on the batch's class only"
     )
     assert "rank 0 failed at 'send to 1 [mb 0]': ProgramError" in second
 
 
 def odd_values() -> dict[str, Any]:
-    """What torch stores in other ways than its bytes in order."""
+    """Tensors that torch does not store as their bytes in order."""
     turned = torch.tensor([1.0 + 2.0j, 3.0 - 4.0j])
     return {
         "one of a stride": torch.arange(6.0)[4::4],
@@ -153,7 +153,7 @@ def test_a_value_that_is_no_tensor_is_not_taken_for_another_one_that_is_equal() 
     assert first == (
         "ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: [0][1] float32, of shapes [(1,)], beside [True], where for "
         "the same class of batch it sent [0][1] float32, of shapes [(1,)], beside [1]\n"
-        "  instead: what is no tensor by the batch's class alone, or else as a tensor"
+        "  instead: values other than tensors that depend on the batch's class only; or tensors in their place"
     )
 
 
@@ -172,7 +172,7 @@ def test_a_transform_of_torch_func_does_not_reach_other_processes() -> None:
 
 
 def leave_a_session() -> tuple[str, str, Any]:
-    """What returns of a session that is not closed must not be taken for what returns of another one."""
+    """An output of a session that is not closed must not be taken for an output of another one."""
     step = pipeline([scale] * 2, advance=advance, transport=Distributed(timeout=5))
     params, state, jobs = [torch.ones(())], [torch.zeros(())], [Job()]
     session = step.session(params, state)
@@ -230,15 +230,15 @@ def test_a_run_waits_for_what_the_one_before_sent_of_buffers_that_it_overwrites(
     programs = make_programs(2, [Job(feeds=False)], buffers=buffers)
     assert "fence" not in str(programs[0])
     end: Any = Draining()
-    watch: Any = SimpleNamespace(rank=0, num_ranks=2, here=Position())
+    monitor: Any = SimpleNamespace(rank=0, num_ranks=2, here=Position())
     wire: Any = None
-    ProcessLink(end, watch, wire, Agreement(0), torch.device("cpu")).begin(Plan(programs, buffers), 1)
+    ProcessLink(end, monitor, wire, Agreement(0), torch.device("cpu")).begin(CheckedPrograms(programs, buffers), 1)
     assert end.drained == drained
 
 
 def test_the_texts_that_ranks_compare_are_those_of_their_plans() -> None:
     made = pipeline([scale] * 2)
-    plan, same = Plan(made.programs(1)), Plan(made.programs(1))
-    assert (plan.digest, plan.text) == (same.digest, same.text)
-    assert plan.text.splitlines()[0].startswith("weft ")
-    assert Plan(made.programs(2)).digest != plan.digest
+    checked, same = CheckedPrograms(made.programs(1)), CheckedPrograms(made.programs(1))
+    assert (checked.digest, checked.text) == (same.digest, same.text)
+    assert checked.text.splitlines()[0].startswith("weft ")
+    assert CheckedPrograms(made.programs(2)).digest != checked.digest

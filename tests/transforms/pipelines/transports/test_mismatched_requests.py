@@ -56,7 +56,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "ignore_eos": (sampled(ignore_eos=True), "ignore_eos=True"),
     "n": (sampled(n=2), "n=2"),
 }
-"""What rank 1 asks for in place of the others, and what its error says of it."""
+"""The request of rank 1 that differs from the others', and the words of its error."""
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "limits": ({"limits": EngineLimits(max_num_reqs=3, max_model_len=32)}, "'max_num_reqs: 3', where rank 0 has '"),

@@ -20,12 +20,11 @@ from weft.stages.model import DEMO
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
-from weft.transforms.pipelines.transports.network import LOOPBACK, Network
-from weft.transforms.pipelines.transports.secret import Secret, shared_secret
+from weft.transforms.pipelines.transports.network import LOOPBACK, Network, Secret, shared_secret
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
 
-UNREAD = ("shared/0", "collected/0/0", "plan/0/0", "layout/0/00", "secret")
+UNREAD = ("shared/0", "collected/0/0", "checked/0/0", "layout/0/00", "secret")
 """Keys that no rank of such a run reads."""
 OVERWRITTEN = ("at/0", "at/1", "device/0", "wire/0")
 """Keys that a rank writes, before or after another one reads them."""
@@ -42,7 +41,7 @@ class Planted:
 
 
 def run_beside_a_stranger(file: str, keys: tuple[str, ...]) -> list[str]:
-    """What a rank says whose store a stranger writes pickles into, before and while it runs."""
+    """The words of a rank whose store gets pickles from a stranger, before and while it runs."""
     torch.set_num_threads(1)
     wait = timedelta(seconds=5)
     store: Any = dist.TCPStore  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What differs between ranks is found with their first message, and named on each of them."""
+"""A difference between ranks is found with their first message, and named on each of them."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Threads: what Local gives, refusals, and failures, which name the rank and leave nothing behind."""
+"""Threads: the results of Local, refusals, and failures, which name the rank and leave nothing behind."""
 
 import gc
 import threading
@@ -15,12 +15,12 @@ from weft.effects import Effect
 from weft.errors import CaptureError, ProgramError, RankError
 from weft.proofs.laws import assert_equal
 from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import Pipelined, pipeline
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.local import Local
-from weft.transforms.pipelines.transports.plan import Plan
 from weft.transforms.pipelines.transports.threads import Threads
-from weft.transforms.pipelines.transports.worker import Link, Worker
+from weft.transforms.pipelines.worker import Link, Worker
 
 LAW = "threads are local"
 
@@ -165,9 +165,9 @@ class FailingThreads:
     def mail(self, num_ranks: int, /) -> Any:
         return self.threads.mail(num_ranks)
 
-    def run(self, plan: Plan, workers: Any, mail: Any, /) -> None:
+    def run(self, checked: CheckedPrograms, workers: Any, mail: Any, /) -> None:
         if self.failed:
-            self.threads.run(plan, workers, mail)
+            self.threads.run(checked, workers, mail)
             return
         self.failed = True
         used = [
@@ -176,7 +176,7 @@ class FailingThreads:
             else worker
             for worker in workers
         ]
-        self.threads.run(plan, used, mail)
+        self.threads.run(checked, used, mail)
 
 
 PLACES = [
@@ -252,7 +252,7 @@ def test_one_device_is_no_list_of_them(devices: Any) -> None:
 @pytest.mark.parametrize("make", [Threads, Distributed])
 @pytest.mark.parametrize("timeout", ["5", -1, 0, True, float("nan"), float("inf"), 10**18, None])
 def test_a_timeout_that_is_none_is_refused(make: Any, timeout: Any) -> None:
-    with pytest.raises(ProgramError, match=rf"{make.__name__}\(timeout={timeout!r}\)\n  saw: no number of seconds"):
+    with pytest.raises(ProgramError, match=rf"{make.__name__}\(timeout={timeout!r}\)\n  saw: not a number of seconds"):
         make(timeout=timeout)
 
 

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 from weft.transforms.pipelines.transports import wire as module
-from weft.transforms.pipelines.transports.network import LOOPBACK
-from weft.transforms.pipelines.transports.secret import Secret
+from weft.transforms.pipelines.transports.network import LOOPBACK, Secret
 from weft.transforms.pipelines.transports.wire import RefusedError, Wire
 
 SECRET = Secret.fresh()
 
 
 def nobody() -> None:
-    """What a wait asks of nobody."""
+    """A `look` that does nothing."""
 
 
 def wires(num_ranks: int, secrets: list[Secret] | None = None) -> list[Wire]:
@@ -91,7 +90,7 @@ def test_a_listener_that_does_not_hold_the_secret_is_refused() -> None:
         one.close()
 
 
-def test_strangers_keep_no_rank_from_connecting() -> None:
+def test_unproven_keep_no_rank_from_connecting() -> None:
     """Some say nothing, some talk nonsense, some repeat what a rank of another run said."""
     zero, one = wires(2)
     strangers = [socket.create_connection((LOOPBACK, zero.port)) for _ in range(8)]
@@ -148,8 +147,8 @@ def test_whoever_proves_nothing_is_sent_away_in_time_however_slowly_he_speaks(mo
     zero.close()
 
 
-def test_of_too_many_strangers_the_oldest_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_STRANGERS", 4)
+def test_of_too_many_unproven_the_oldest_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_UNPROVEN", 4)
     zero, one = wires(2)
     strangers = [socket.create_connection((LOOPBACK, zero.port)) for _ in range(5)]
     strangers[0].settimeout(5)
@@ -164,7 +163,7 @@ def test_of_too_many_strangers_the_oldest_is_sent_away(monkeypatch: pytest.Monke
 
 def test_a_frame_that_the_rank_did_not_send_is_refused(pair: list[Wire]) -> None:
     zero, one = pair
-    line: Any = zero._lines[1]
+    line: Any = zero._connections[1]
     line.socket.sendall((6).to_bytes(4, "little") + bytes(16) + b"forged")
     with pytest.raises(ConnectionError, match="a frame that rank 0 did not send"):
         one.recv(0, nobody)
@@ -173,7 +172,7 @@ def test_a_frame_that_the_rank_did_not_send_is_refused(pair: list[Wire]) -> None
 def test_a_frame_that_is_repeated_is_refused(pair: list[Wire]) -> None:
     zero, one = pair
     zero.send(1, b"once")
-    line: Any = zero._lines[1]
+    line: Any = zero._connections[1]
     line.sent = 0
     zero.send(1, b"once")
     assert one.recv(0, nobody) == b"once"

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from weft.alike import alike
 from weft.errors import ProgramError
 from weft.outputs import IntermediateTensors
-from weft.transforms.pipelines.transports.plain import dumps, loads
+from weft.transforms.pipelines.transports.json_values import dumps, loads
 
 
 class Color(enum.Enum):

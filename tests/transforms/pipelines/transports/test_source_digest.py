@@ -1,9 +1,11 @@
-"""Fingerprints of stages: what changes them, what does not, and that they are the same in every process."""
+"""Digests of stages' sources: changes that they see, changes that they ignore, and that all processes find the same."""
 
 import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,14 +13,14 @@ import pytest
 import torch
 
 from weft.transforms.graphs.graphify import graphify
-from weft.transforms.pipelines.transports.fingerprint import fingerprint
+from weft.transforms.pipelines.transports.agreement import source_digest
 
 WIDTH = 4
 depth = 4
 
 
 def of(fn: Callable[..., Any]) -> str:
-    return fingerprint("stage 0", fn).split()[-1]
+    return source_digest("stage 0", fn).split()[-1]
 
 
 def closing_over(value: Any) -> Callable[..., Any]:
@@ -27,7 +29,7 @@ def closing_over(value: Any) -> Callable[..., Any]:
 
 @attrs.frozen
 class Config:
-    """What stages close over."""
+    """A configuration that stages close over."""
 
     width: int
     sizes: tuple[int, ...] = ()
@@ -85,7 +87,7 @@ DIFFERENT: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
 
 
 @pytest.mark.parametrize("pair", DIFFERENT, ids=range(len(DIFFERENT)))
-def test_what_stages_do_changes_it(pair: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
+def test_a_difference_in_source_or_values_changes_it(pair: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
     one, other = pair
     assert of(one) == of(one) != of(other)
 
@@ -98,7 +100,7 @@ SAME: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
 
 
 @pytest.mark.parametrize("pair", SAME, ids=range(len(SAME)))
-def test_what_may_differ_from_rank_to_rank_does_not(pair: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
+def test_values_that_may_differ_from_rank_to_rank_do_not(pair: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
     assert of(pair[0]) == of(pair[1])
 
 
@@ -111,6 +113,17 @@ def test_constants_of_a_module_count_and_its_variables_do_not(monkeypatch: pytes
     assert of(stage) == before
     monkeypatch.setitem(globals(), "WIDTH", 5)
     assert of(stage) != before
+
+
+def test_a_module_that_a_stage_uses_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in (("one", "x + 1"), ("two", "x - 1")):
+        (tmp_path / f"helpers_{name}.py").write_text(f"def help(x):\n    return {text}\n")
+        namespace: dict[str, Any] = {"helpers": import_module(f"helpers_{name}")}
+        exec("def stage(x):\n    return helpers.help(x)", namespace)
+        found.append(of(namespace["stage"]))
+    assert found[0] != found[1]
 
 
 def test_functions_that_call_each_other_have_one() -> None:
@@ -130,9 +143,9 @@ def test_a_cell_that_is_not_filled_yet_is_passed_over() -> None:
 
 _PROGRAM = """
 from weft.stages.config import parse_config
-from weft.transforms.pipelines.transports.fingerprint import fingerprint
-print(fingerprint("stage 0", lambda x: x in {"a", "b", "c", "d"} or x in ("a", {"e": {"f", "g"}})))
-print(fingerprint("advance", parse_config))
+from weft.transforms.pipelines.transports.agreement import source_digest
+print(source_digest("stage 0", lambda x: x in {"a", "b", "c", "d"} or x in ("a", {"e": {"f", "g"}})))
+print(source_digest("advance", parse_config))
 """
 
 

@@ -1,4 +1,4 @@
-"""What `pipeline` and `compose` refuse, and how."""
+"""The arguments that `pipeline` and `compose` refuse, and their errors."""
 
 from collections.abc import Callable
 from typing import Any

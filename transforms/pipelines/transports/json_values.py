@@ -1,8 +1,8 @@
-"""Plain values as JSON and back: what ranks tell each other in place of pickles.
+"""Values as JSON, by which ranks exchange them without pickle.
 
-A value is numbers, texts, bytes, torch's names (dtypes, devices), and containers of these: tuples, lists, dicts, sets,
-named tuples, enums, attrs classes and dataclasses, pytree nodes. A class travels by its name, and is found among those
-that the receiver has already loaded: nothing is imported, and nothing but such classes is called.
+A value is a number, a text, bytes, a dtype or a device of torch, or a container of these: a tuple, list, dict, set,
+named tuple, enum, attrs class, dataclass or pytree node. A class travels by its name, and is looked up among the
+classes that the receiver has already loaded: nothing is imported, and only such classes are called.
 """
 
 import base64
@@ -24,10 +24,10 @@ _JSON = (bool, str, type(None))
 
 
 def dumps(value: Any, call: str) -> bytes:
-    """A plain value as bytes.
+    """A value as bytes.
 
     Raises:
-        ProgramError: it is none; `call` is how the error names what was done with it.
+        ProgramError: JSON cannot hold it; `call` is the call that the error names.
 
     >>> loads(dumps((1, 2.5, {"a": torch.float16}), "f(x)"))
     (1, 2.5, {'a': torch.float16})
@@ -36,10 +36,10 @@ def dumps(value: Any, call: str) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """The value of which `dumps` made these bytes.
+    """The value that `dumps` made into these bytes.
 
     Raises:
-        ValueError: it made none such, or this process has not loaded a class in it.
+        ValueError: `dumps` cannot have made them, or this process has not loaded a class in them.
     """
     return _decoded(json.loads(data))
 
@@ -86,7 +86,7 @@ def _encoded_object(value: Any, kind: type, call: str) -> Any:
 
 
 def _fields(kind: type) -> dict[str, str] | None:
-    """The arguments that make an attrs class or a dataclass, and the fields that hold them; None for other classes."""
+    """The arguments of an attrs class or a dataclass, and the fields that hold them; None for other classes."""
     if attrs.has(kind):
         return {str(field.alias): field.name for field in attrs.fields(kind) if field.init}
     return {f.name: f.name for f in dataclasses.fields(kind) if f.init} if dataclasses.is_dataclass(kind) else None
@@ -96,12 +96,12 @@ def _decoded(data: Any) -> Any:
     if not isinstance(data, list):
         return data
     if not data or data[0] not in _DECODERS:
-        raise ValueError(f"no plain value: {data!s:.60}")
+        raise ValueError(f"not a value that was sent: {data!s:.60}")
     return _DECODERS[data[0]](*data[1:])
 
 
 def _find_class(name: str) -> Any:
-    """A class of a module that is loaded, by `module:qualname`."""
+    """The class with the name `module:qualname`, if its module is loaded."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -118,7 +118,7 @@ def _class(name: str, fits: Callable[[Any], Any]) -> Any:
 
 def _node(name: str, context: Any, *children: Any) -> Any:
     found = pytree_node(_class(name, lambda kind: pytree_node(kind) is not None))
-    assert found is not None, "it was asked for"
+    assert found is not None, "`_class` has looked it up"
     return found.unflatten_fn([_decoded(child) for child in children], _decoded(context))
 
 

@@ -1,4 +1,4 @@
-"""A worker: one rank under way. It performs the effects of its program, whatever carries its messages."""
+"""The worker: performs one rank's effects in order. A transport's `Link` executes the sends and receives among them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -12,21 +12,22 @@ from weft.donation import clone
 from weft.effects import Broadcast, Effect, Fence, Recv, Run, Schema, Send
 from weft.errors import ProgramError
 from weft.torchapi import storage_id
-from weft.transforms.pipelines.measure import measuring
+from weft.transforms.pipelines.timeline import measuring
 from weft.trees import tree_leaves, tree_map
 
 
 class Link(Protocol):
-    """One rank's ends of the edges: it starts to send, waits to receive, and waits until what it sent has left."""
+    """One rank's ends of the edges, which a transport makes: it sends, receives, and waits until what it sent has
+    left."""
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
-        """Start to send `value` where `effect` says."""
+        """Start to send `value` to the rank that `effect` names (all ranks for a broadcast)."""
 
     def recv(self, effect: Recv | Broadcast) -> Any:
-        """The value sent from where `effect` says. It is the receiver's: nothing overwrites it."""
+        """The value from the rank that `effect` names. It belongs to the receiver: nothing overwrites it."""
 
     def fence(self, effect: Fence, /) -> None:
-        """Return when all that was sent of the micro-batch has left its buffer."""
+        """Return when everything that was sent for the micro-batch has left its buffer."""
 
 
 @attrs.define(eq=False)
@@ -34,16 +35,16 @@ class Worker:
     """One rank of a run.
 
     Args:
-        rank: which.
-        stage, params, state: its own; the state is the next one after each `run`.
-        advance: what `run advance` calls.
+        rank: the rank.
+        stage, params, state: the rank's own; `run` replaces the state by the next one.
+        advance: the function that `run advance` calls.
         batches: the micro-batches.
-        keeps: whether what its stage makes is copied, for it is lent and stays here to the end.
-        shares: whether what its stage makes is copied where it shares memory with the state, which is written in place.
-        inputs: what it received and has not yet run, by micro-batch.
-        results: what its stage made, by micro-batch.
-        outputs: what the last one made.
-        first: the number, over all runs that this one goes on from, of its micro-batch 0.
+        copies_results: whether results of the stage are copied, since they are lent and stay here to the end.
+        copies_shared: whether results that share memory with the state are copied, since it is written in place.
+        inputs: received values that the stage has not yet run on, by micro-batch.
+        results: the results of the stage, by micro-batch.
+        outputs: the outputs of the last stage, by micro-batch.
+        first: the number of micro-batch 0 over all runs that this one goes on from.
     """
 
     rank: int
@@ -52,15 +53,15 @@ class Worker:
     state: Any
     advance: Callable[..., Any] | None
     batches: Sequence[Any]
-    keeps: bool = False
-    shares: bool = False
+    copies_results: bool = False
+    copies_shared: bool = False
     inputs: dict[int, Any] = attrs.field(factory=dict)
     results: dict[int, Any] = attrs.field(factory=dict)
     outputs: dict[int, Any] = attrs.field(factory=dict)
     first: int = 0
 
-    def forget(self, count: int) -> None:
-        """The first micro-batches are over: number those behind them from 0."""
+    def drop_finished(self, count: int) -> None:
+        """Drop the first `count` micro-batches, which are over, and number the others from 0."""
         for held in (self.inputs, self.results, self.outputs):
             for mb in sorted(held):
                 value = held.pop(mb)
@@ -68,7 +69,7 @@ class Worker:
                     held[mb - count] = value
 
     def perform(self, effect: Effect, link: Link) -> None:
-        """Do what the next effect of the program says."""
+        """Perform the next effect of the program."""
         recorder = measuring()
         with nullcontext() if recorder is None else recorder.span(self.rank, effect):
             self._perform(effect, link)
@@ -83,7 +84,7 @@ class Worker:
                 x = self.inputs.pop(mb, None)
                 made = call_stage(self.rank, self.stage, self.params, self.state, self.batches[mb], x)
                 self.state = made[0]
-                self.results[mb] = clone(made[1]) if self.keeps else self._apart(made[1])
+                self.results[mb] = clone(made[1]) if self.copies_results else self._unshared(made[1])
             case Send(_, _, schema):
                 match_schema(self.rank, effect, schema, self.results[mb])
                 link.send(effect, self.results.pop(mb))
@@ -98,9 +99,9 @@ class Worker:
             case Fence():
                 link.fence(effect)
 
-    def _apart(self, made: Any) -> Any:
-        """What the stage made, apart from the state's memory: the next micro-batch may overwrite that."""
-        if not self.shares:
+    def _unshared(self, made: Any) -> Any:
+        """The result without memory of the state, which the next micro-batch may overwrite."""
+        if not self.copies_shared:
             return made
         tensors = {id(leaf): storage_of(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)}
         shared = set(tensors.values()) & {storage_of(x) for x in tree_leaves(self.state) if isinstance(x, Tensor)}
@@ -111,13 +112,13 @@ class Worker:
 
 
 def put_batches(workers: Sequence[Worker], batches: Sequence[Any], later: Sequence[Any], first: int = 0) -> None:
-    """Give workers the micro-batches of a run: to those behind the first stage `later`, what `after_first` leaves."""
+    """Give workers the micro-batches of a run; after the first stage they get `later`, made by `after_first`."""
     for worker in workers:
         worker.batches, worker.first = (later if worker.rank else batches), first
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """An identity of its memory; None where a transform of torch.func stands before it."""
+    """The identity of a tensor's memory; None inside a torch.func transform, which hides it."""
     try:
         return storage_id(tensor)
     except (NotImplementedError, RuntimeError):
@@ -125,7 +126,7 @@ def storage_of(tensor: Tensor) -> int | None:
 
 
 def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, batch: Any, x: Any) -> tuple[Any, Any]:
-    """The stage's `(state, y)`; an error from inside it gets a note that says which stage it was."""
+    """The stage's `(state, y)`; an error from inside gets a note that names the stage."""
     try:
         made = stage(params, state, batch, x)
     except Exception as error:
@@ -140,7 +141,7 @@ def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, b
 
 
 def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any, out: Any) -> Any:
-    """The stage's next state; an error from inside it gets a note that says of which stage the state was."""
+    """The stage's next state; an error from inside gets a note that names the stage whose state it was."""
     try:
         return advance(state, batch, out)
     except Exception as error:
@@ -151,11 +152,11 @@ def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any
 
 
 def of_length(made: Any) -> str:
-    """How long a tuple is, in words; empty for anything else."""
+    """The length of a tuple, as text; empty for anything else."""
     return f" of {len(made)}" if isinstance(made, tuple) else ""
 
 
 def match_schema(rank: int, effect: Effect, schema: Schema | None, value: Any) -> None:
-    """Raise ProgramError unless the value that travels is of the schema declared for its edge."""
+    """Raise ProgramError unless a sent or received value has the schema that was declared for its edge."""
     if schema is not None and (seen := Schema.of(value)) != schema:
         raise ProgramError(f"rank {rank}: '{effect}'", f"a value of schema {seen}", f"return {schema} from the stage")

@@ -1,4 +1,4 @@
-"""What one rank's program says by itself: planted faults are refused, buffers included."""
+"""The checks of one rank's program by itself: planted faults are refused, buffers included."""
 
 import pytest
 from planting import FED, SCHEMA, Fault, before, planted, position, program, refused, replaced, swapped, without

@@ -1,4 +1,4 @@
-"""What `pipeline`, `compose` and their steps refuse before anything runs: the call, what was seen, what to pass."""
+"""Checks of the arguments of `pipeline`, `compose` and their steps, before anything runs."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ _SIGNATURE = "(params, state, batch, x) -> (state, y)"
 
 
 def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
-    """The stages as a tuple, each of them a function."""
+    """The stages as a tuple of functions. Raises ProgramError for anything else."""
     call = f"{transform}({getattr(stages, '__name__', stages)!s:.80})"
     if callable(stages):
         raise ProgramError(call, "one function", f"a list of stages: {transform}([stage])")
@@ -43,7 +43,7 @@ def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function takes so many arguments by position, for all that Python knows of it."""
+    """Whether a function takes so many arguments by position, as far as its signature is known."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -56,19 +56,19 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def check_step(call: str, step: Callable[..., Any]) -> None:
-    """Raise ProgramError for a function that takes no three arguments, as a step does."""
+    """Raise ProgramError for a function that does not take the three arguments of a step."""
     if not _takes(step, 3):
         seen = f"{getattr(step, '__name__', step)!s:.60}{inspect.signature(step)}"
         raise ProgramError(call, seen, "a step (params, state, batch) -> (state, out)")
 
 
 def is_number(value: Any, least: int) -> bool:
-    """Whether it is a whole number, and not too small."""
+    """Whether a value is an int of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any) -> None:
-    """Raise ProgramError for what `pipeline` cannot take besides its stages."""
+    """Raise ProgramError for an argument that `pipeline` cannot take, other than its stages."""
     call = f"pipeline(<{num_stages} stages>, "
     if not is_number(microbatches, least=1):
         raise ProgramError(f"{call}microbatches={microbatches!r})", "no number of parts", "an int >= 1")
@@ -86,7 +86,7 @@ def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any,
 
 
 def wrong_transport(transport: Any) -> tuple[str, str] | None:
-    """What is seen where a transport should be, and what to pass; None where it is one, or None."""
+    """The `seen` and `instead` of an error about a value that is not a transport; None for a transport or None."""
     if isinstance(transport, type):
         return f"transport={transport.__name__}, the class", f"one of it: {transport.__name__}()"
     if transport is not None and not hasattr(transport, "ranks"):
@@ -97,8 +97,8 @@ def wrong_transport(transport: Any) -> tuple[str, str] | None:
 def check_entries(
     transform: str, num_stages: int, ranks: Sequence[int], params: Sequence[Any], state: Sequence[Any]
 ) -> None:
-    """Raise ProgramError unless `params` and `state` have an entry for each stage that runs here, and no state is
-    donated: before the first stage takes the first state."""
+    """Raise ProgramError unless `params` and `state` have an entry for each stage that runs here, and no state was
+    donated already."""
     call = f"{transform}(<{num_stages} stages>)(params, state, batch)"
     instead = "pass a tuple or list with one entry a stage"
     if len(ranks) < num_stages:
@@ -115,8 +115,8 @@ def check_entries(
 
 
 def refuse_transform(transport: Transport) -> None:
-    """Raise ProgramError inside a torch.func transform whose levels the transport's ranks would not see: derivatives
-    would be zero, and nobody would say so."""
+    """Raise ProgramError inside a torch.func transform that the transport's ranks would not see: derivatives would be
+    zero without a word."""
     if not isinstance(transport, Local) and in_functorch_transform():
         raise ProgramError(
             f"pipeline(..., transport={transport!r}) inside a torch.func transform",

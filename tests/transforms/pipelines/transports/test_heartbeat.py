@@ -1,4 +1,4 @@
-"""The guard of a device, with fakes for the events and for what carries messages: no GPU."""
+"""The watchdog of a device, with fakes for the events and for what carries messages: no GPU."""
 
 import threading
 import time
@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from clocks import FakeTime
 from ranks import scale
 
 from weft.errors import RankError
+from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
-from weft.transforms.pipelines.transports.board import START, Board, Exit, Position, note_exit
-from weft.transforms.pipelines.transports.failures import Failure
-from weft.transforms.pipelines.transports.guard import Guard
-from weft.transforms.pipelines.transports.plan import Plan
-from weft.transforms.pipelines.transports.secret import Secret
-from weft.transforms.pipelines.transports.watch import SYNC, Watch
+from weft.transforms.pipelines.transports.failures import Clock, Failure
+from weft.transforms.pipelines.transports.heartbeat import Watchdog
+from weft.transforms.pipelines.transports.monitor import SYNC, Monitor
+from weft.transforms.pipelines.transports.network import Secret
+from weft.transforms.pipelines.transports.records import START, Exit, Position, Records, write_exit
 
 SECRET = Secret.fresh()
-PLAN = Plan(pipeline([scale] * 2).programs(1))
+PROGRAMS = CheckedPrograms(pipeline([scale] * 2).programs(1))
 
 
 class Event:
@@ -43,7 +44,7 @@ class Device:
         self.aborted = threading.Event()
         self.pending: list[Event] = []
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         self.pending.append(Event())
         return self.pending[-1]
 
@@ -60,35 +61,63 @@ class Device:
 
 
 class Run:
-    """Two ranks of a step, their devices, and the guard of each."""
+    """Two ranks of a step, their devices, and the watchdog of each, which looks while the run's time passes.
 
-    def __init__(self, timeout: float = 0.3, grace: float = 0.3, deaf: bool = False) -> None:
+    Args:
+        threads: whether the watchdogs are threads, by the real clock.
+    """
+
+    def __init__(self, timeout: float = 0.3, grace: float = 0.3, deaf: bool = False, threads: bool = False) -> None:
         self.store = dist.HashStore()
+        self.time = FakeTime()
         self.ended: list[RankError] = []
         self.devices = [Device(deaf) for _ in range(2)]
-        self.watches = [Watch(Board(self.store, rank, self.store, SECRET), 2, timeout) for rank in range(2)]
-        for watch in self.watches:
-            watch.begin(PLAN)
-        self.guards = [
-            Guard(watch.beside(watch.board), device, poll=0.01, grace=grace, last=self.ended.append)
-            for watch, device in zip(self.watches, self.devices, strict=True)
+        clock = Clock() if threads else self.time.clock
+        records = [Records(self.store, rank, self.store, SECRET) for rank in range(2)]
+        self.monitors = [Monitor(own, 2, timeout, clock) for own in records]
+        for monitor in self.monitors:
+            monitor.begin(PROGRAMS)
+        self.watchdogs = [
+            Watchdog(monitor.for_thread(monitor.records), device, poll=0.01, grace=grace, last_resort=self.ended.append)
+            for monitor, device in zip(self.monitors, self.devices, strict=True)
         ]
+        self.looking = [0, 1]
+        if threads:
+            for watchdog in self.watchdogs:
+                watchdog.start()
+        else:
+            self.time.meanwhile.append(self.look)
+
+    def look(self) -> None:
+        """The watchdogs look once, as long as they know of no failure."""
+        for rank in self.looking:
+            if self.watchdogs[rank].error is None:
+                self.watchdogs[rank].look()
 
     def launch(self, rank: int, index: int) -> Event:
-        """The rank's host goes on to the effect after, its device gets one to do."""
-        watch, effects = self.watches[rank], PLAN.programs[rank].effects
-        watch.at(index, effects[index])
-        event = self.guards[rank].launched(watch.here)
-        watch.at(index + 1, effects[index + 1] if index + 1 < len(effects) else "its end")
+        """The rank's host goes on to the effect after; its device gets one to do."""
+        monitor, effects = self.monitors[rank], PROGRAMS.programs[rank].effects
+        monitor.move_to(index, effects[index])
+        event = self.watchdogs[rank].launched(monitor.here)
+        monitor.move_to(index + 1, effects[index + 1] if index + 1 < len(effects) else "its end")
         assert isinstance(event, Event)
         return event
+
+    def error_of(self, rank: int) -> RankError:
+        """The error that a rank's watchdog comes to know."""
+        while self.watchdogs[rank].error is None:
+            assert self.time.now < 5.0, "the watchdog finds nothing"
+            self.time.sleep(0.02)
+        with pytest.raises(RankError) as error:
+            self.watchdogs[rank].check()
+        return error.value
 
     def close(self) -> None:
         for device in self.devices:
             for event in device.pending:
                 event.broken, event.done = None, True
-        for guard in self.guards:
-            guard.close()
+        for watchdog in self.watchdogs:
+            watchdog.close()
 
 
 @pytest.fixture
@@ -104,26 +133,15 @@ def runs() -> Iterator[Callable[..., Run]]:
         run.close()
 
 
-def error_of(guard: Guard, seconds: float = 5.0) -> RankError:
-    """What the guard comes to say."""
-    end = time.monotonic() + seconds
-    while guard.error is None:
-        assert time.monotonic() < end, "the guard says nothing"
-        time.sleep(0.005)
-    with pytest.raises(RankError) as error:
-        guard.check()
-    return error.value
-
-
-def test_what_is_done_in_time_is_no_failure(runs: Callable[..., Run]) -> None:
+def test_work_that_is_done_in_time_is_not_a_failure(runs: Callable[..., Run]) -> None:
     run = runs(timeout=0.6)
     for index in (0, 1):
         event = run.launch(0, index)
-        time.sleep(0.4)
+        run.time.run(0.4)
         event.done = True
-    time.sleep(0.7)
-    for guard in run.guards:
-        guard.check()
+    run.time.run(0.7)
+    for watchdog in run.watchdogs:
+        watchdog.check()
     assert not any(device.aborted.is_set() for device in run.devices)
 
 
@@ -134,31 +152,32 @@ def test_a_kernel_that_never_ends_is_blamed_on_its_rank_by_both(runs: Callable[.
     run.launch(0, 1)
     run.launch(1, 0)
     run.launch(1, 1)
-    for rank, (guard, waiting) in enumerate(zip(run.guards, ("run stage 0", "recv from 0"), strict=True)):
-        error = error_of(guard)
+    for rank, waiting in enumerate(("run stage 0", "recv from 0")):
+        error = run.error_of(rank)
         assert (error.rank, error.instruction) == (0, "run stage 0 [mb 0]")
         assert error.cause == "no progress for 0.3 s"
         assert error.call == f"rank {rank}: '{waiting} [mb 0]'"
         assert run.devices[rank].aborted.wait(1)
+    assert 0.3 <= run.time.now < 0.4
     assert run.ended == []
 
 
 def test_a_host_that_stalls_is_blamed_though_its_device_is_idle(runs: Callable[..., Run]) -> None:
     run = runs()
-    run.watches[0].at(0, PLAN.programs[0].effects[0])
+    run.monitors[0].move_to(0, PROGRAMS.programs[0].effects[0])
     run.launch(1, 0)
-    error = error_of(run.guards[1])
+    error = run.error_of(1)
     assert (error.rank, error.instruction) == (0, "run stage 0 [mb 0]")
-    assert (error_of(run.guards[0]).rank, run.ended) == (0, [])  # it hears of itself
+    assert (run.error_of(0).rank, run.ended) == (0, [])  # it hears of itself
 
 
-def test_a_rank_whose_guard_is_gone_is_blamed_where_its_host_was(runs: Callable[..., Run]) -> None:
+def test_a_rank_whose_watchdog_is_gone_is_blamed_where_its_host_was(runs: Callable[..., Run]) -> None:
     run = runs(timeout=0.8)
     run.launch(0, 0)  # the device is in its stage, the host about to send
-    time.sleep(0.1)
-    run.guards[0]._closed.set()  # as if its process had been killed
+    run.time.run(0.1)
+    run.looking.remove(0)  # as if its process had been killed
     run.launch(1, 0)
-    error = error_of(run.guards[1])
+    error = run.error_of(1)
     assert (error.rank, error.instruction) == (0, "send to 1 [mb 0]")
     assert error.cause == "no progress for 0.8 s: its process ended, or was stopped"
 
@@ -168,20 +187,20 @@ def test_of_replays_the_rank_that_waits_less_often_for_its_device_is_blamed(runs
     run = runs()
     for rank, times in ((0, 1), (1, 2)):
         for count in range(times):
-            run.watches[rank].at_sync()
-            event = run.guards[rank].launched(run.watches[rank].here)
+            run.monitors[rank].move_to_sync()
+            event = run.watchdogs[rank].launched(run.monitors[rank].here)
             assert isinstance(event, Event)
             event.done = count == 0
-    for guard in run.guards:
-        error = error_of(guard)
+    for rank in range(2):
+        error = run.error_of(rank)
         assert (error.rank, error.instruction) == (0, SYNC)
 
 
 def test_a_failure_that_is_written_down_is_heard_at_once(runs: Callable[..., Run]) -> None:
     run = runs(timeout=60)
     run.launch(1, 0)
-    run.watches[0].board.post(Failure(0, "run stage 0 [mb 0]", "ValueError: no"))
-    error = error_of(run.guards[1])
+    run.monitors[0].records.write_failure(Failure(0, "run stage 0 [mb 0]", "ValueError: no"))
+    error = run.error_of(1)
     assert str(error).startswith(
         "rank 1: 'recv from 0 [mb 0]'\n  saw: rank 0 failed at 'run stage 0 [mb 0]': ValueError: no"
     )
@@ -190,27 +209,27 @@ def test_a_failure_that_is_written_down_is_heard_at_once(runs: Callable[..., Run
 
 def test_an_end_that_the_launcher_saw_is_heard_at_once(runs: Callable[..., Run]) -> None:
     run = runs(timeout=60)
-    run.watches[0].at(0, PLAN.programs[0].effects[0])
+    run.monitors[0].move_to(0, PROGRAMS.programs[0].effects[0])
     run.launch(1, 0)
-    note_exit(run.store, 1, Exit(True, "its function returned"), secret=SECRET)  # which is no failure
-    time.sleep(0.1)
-    run.guards[1].check()
-    note_exit(run.store, 0, Exit(False, "SIGKILL"), secret=SECRET)
-    error = error_of(run.guards[1])
+    write_exit(run.store, 1, Exit(True, "its function returned"), secret=SECRET)  # which is no failure
+    run.time.run(0.1)
+    run.watchdogs[1].check()
+    write_exit(run.store, 0, Exit(False, "SIGKILL"), secret=SECRET)
+    error = run.error_of(1)
     assert (error.rank, error.instruction, error.cause) == (0, "run stage 0 [mb 0]", "its process ended: SIGKILL")
 
 
 def test_a_device_that_fails_itself_is_named(runs: Callable[..., Run]) -> None:
     run = runs(timeout=60)
     run.launch(0, 0).broken = "CUDA error: an illegal memory access was encountered\nand more"
-    for guard in run.guards:
-        error = error_of(guard)
+    for rank in range(2):
+        error = run.error_of(rank)
         assert (error.rank, error.instruction) == (0, "run stage 0 [mb 0]")
         assert error.cause == "its device failed: CUDA error: an illegal memory access was encountered"
 
 
 def test_a_host_that_does_not_ask_is_ended_with_the_named_error(runs: Callable[..., Run]) -> None:
-    run = runs(timeout=0.2, grace=0.1)
+    run = runs(timeout=0.2, grace=0.1, threads=True)
     run.launch(1, 0)
     end = time.monotonic() + 5
     while not run.ended and time.monotonic() < end:
@@ -219,11 +238,11 @@ def test_a_host_that_does_not_ask_is_ended_with_the_named_error(runs: Callable[.
 
 
 def test_a_host_that_failed_itself_is_not_ended(runs: Callable[..., Run]) -> None:
-    run = runs(timeout=60, grace=0.1)
+    run = runs(timeout=60, grace=0.1, threads=True)
     run.launch(0, 0)
     mine = ValueError("mine")
-    assert run.guards[0].stand_down(mine) is mine
-    run.watches[0].fail(mine)
+    assert run.watchdogs[0].stand_down(mine) is mine
+    run.monitors[0].fail(mine)
     time.sleep(0.4)
     assert run.ended == []
 
@@ -231,27 +250,28 @@ def test_a_host_that_failed_itself_is_not_ended(runs: Callable[..., Run]) -> Non
 def test_what_a_host_raises_for_an_abort_is_explained(runs: Callable[..., Run]) -> None:
     run = runs(timeout=60)
     run.launch(1, 0)
-    run.watches[0].board.post(Failure(0, "run stage 0 [mb 0]", "ValueError: no"))
-    error_of(run.guards[1])
+    run.monitors[0].records.write_failure(Failure(0, "run stage 0 [mb 0]", "ValueError: no"))
+    run.error_of(1)
     aborted = RuntimeError("NCCL communicator was aborted")
-    reason = run.guards[1].stand_down(aborted)
+    reason = run.watchdogs[1].stand_down(aborted)
     assert isinstance(reason, RankError)
     assert reason.cause == "ValueError: no"
 
 
 def test_a_call_that_does_not_return_is_watched(runs: Callable[..., Run]) -> None:
     run = runs(timeout=0.2)
-    with pytest.raises(RankError) as error, run.guards[1].during(Position(instruction="connect")):
-        assert run.devices[1].aborted.wait(5)
+    with pytest.raises(RankError) as error, run.watchdogs[1].during(Position(instruction="connect")):
+        run.time.run(0.3)
+    assert run.devices[1].aborted.wait(5)
     assert error.value.call == "rank 1: 'connect'"
 
 
 def test_a_device_that_hangs_to_the_end_ends_the_process(runs: Callable[..., Run]) -> None:
     run = runs(timeout=0.2, deaf=True)
     run.launch(1, 0)
-    error = error_of(run.guards[1])
+    error = run.error_of(1)
     assert run.ended == []
-    run.guards[1].close()
+    run.watchdogs[1].close()
     assert run.ended == [error]
 
 
@@ -265,6 +285,6 @@ def test_a_board_that_is_gone_is_an_error_too(runs: Callable[..., Run], monkeypa
     class Gone:
         set = get = check = compare_set = gone
 
-    run.guards[1].watch.board = Board(Gone(), 1, Gone(), SECRET)
-    error = error_of(run.guards[1])
+    run.watchdogs[1].monitor.records = Records(Gone(), 1, Gone(), SECRET)
+    error = run.error_of(1)
     assert "the launcher, which hosts the store of the run, has ended (Connection reset by peer)" in str(error)

@@ -1,0 +1,34 @@
+"""A clock that a test moves: heartbeats, monitors and watchdogs go by it without threads, and without waiting."""
+
+from collections.abc import Callable
+
+from weft.transforms.pipelines.transports.failures import Clock
+
+
+class FakeTime:
+    """The time of a test.
+
+    Args:
+        tick: seconds that pass at each look at the clock.
+    """
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now = 0.0
+        self.meanwhile: list[Callable[[], object]] = []
+        self._tick = tick
+        self.clock = Clock(self._look, self.sleep)
+
+    def _look(self) -> float:
+        self.now += self._tick
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let some time pass, in which others do what they do `meanwhile`."""
+        self.now += seconds
+        for call in self.meanwhile:
+            call()
+
+    def run(self, seconds: float, step: float = 0.05) -> None:
+        """Let some time pass in steps."""
+        for _ in range(round(seconds / step)):
+            self.sleep(step)

@@ -1,0 +1,292 @@
+"""Records and the monitor: what ranks write, and whom a rank blames, without processes and by a fake clock."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from clocks import FakeTime
+from hypothesis import given, strategies as st
+from ranks import advance, scale
+
+from weft.errors import ProgramError, RankError
+from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.pipeline import pipeline
+from weft.transforms.pipelines.transports import monitor as monitor_module
+from weft.transforms.pipelines.transports.failures import Clock, Failure
+from weft.transforms.pipelines.transports.heartbeat import Heartbeat
+from weft.transforms.pipelines.transports.monitor import BEGIN, Monitor, connect_together, rendezvous
+from weft.transforms.pipelines.transports.network import Secret
+from weft.transforms.pipelines.transports.records import Exit, Liveness, Position, Records, write_exit
+
+SECRET = Secret.fresh()
+
+
+def make_programs_of(num_ranks: int, microbatches: int = 1) -> CheckedPrograms:
+    made = pipeline([scale] * num_ranks, microbatches=microbatches, advance=advance)
+    return CheckedPrograms(made.programs(microbatches))
+
+
+def monitors(num_ranks: int, timeout: float = 0.2, clock: Clock | None = None) -> list[Monitor]:
+    store = dist.HashStore()
+    return [Monitor(Records(store, rank, store, SECRET), num_ranks, timeout, clock) for rank in range(num_ranks)]
+
+
+def together(*calls: Any) -> list[Any]:
+    """The results or errors of calls, each in a thread."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            found[index] = calls[index]()
+        except (RankError, ProgramError) as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_a_record_of_another_transport_of_the_run_is_none_of_this_one() -> None:
+    store = dist.HashStore()
+    first, second = (dist.PrefixStore(f"weft/0/{number}", store) for number in range(2))
+    own = [Records(own, 0, store, SECRET, prefix=f"weft/0/{number}") for number, own in enumerate((first, second))]
+    own[0].write_failure(Failure(1, "recv", "long ago"))
+    assert str(own[0].failure()) == str(Failure(1, "recv", "long ago"))
+    second.set("failure", first.get("failure"))
+    with pytest.raises(RankError, match=r"'weft/0/1/failure' holds .* not sealed with this run's secret"):
+        own[1].failure()
+
+
+@given(st.builds(Position, st.integers(0, 9), st.text("abc-", min_size=1), st.integers(0, 9), st.text()))
+def test_positions_print_and_parse(position: Position) -> None:
+    assert Position.parse(str(position)) == position
+
+
+def beating(monitors: list[Monitor], time: FakeTime) -> list[Heartbeat]:
+    """The heartbeats of processes that run while time passes."""
+    found = [Heartbeat(monitor, monitor.records) for monitor in monitors]
+    time.meanwhile += [heartbeat.beat for heartbeat in found]
+    return found
+
+
+def test_the_first_failure_is_believed() -> None:
+    one, two = monitors(2)
+    assert (one.records.failure(), one.records.exit(1)) == (None, None)
+    first = Failure(1, "run stage 1 [mb 0]", "ValueError: no\nand more")
+    assert two.records.write_failure(first).cause == first.cause
+    assert one.write_failure(Failure(0, "its end", "later")).rank == 1
+    with pytest.raises(RankError, match="rank 1 failed at 'run stage 1"):
+        one.raise_failure()
+    with pytest.raises(RankError, match="rank 0: 'the next step'"):
+        one.begin(make_programs_of(2))
+
+
+def test_a_failure_is_written_with_its_place_and_one_that_was_heard_as_it_was() -> None:
+    one, two = monitors(2)
+    one.move_to(3, "send to 1 [mb 0]")
+    one.fail(ValueError("no"))
+    found = two.records.failure()
+    assert found is not None
+    assert (found.rank, found.instruction, found.cause) == (0, "send to 1 [mb 0]", "ValueError: no")
+    one, two = monitors(2)
+    one.fail(Failure(1, "its end", "cut off").for_rank(0, "recv"))
+    found = two.records.failure()
+    assert found is not None
+    assert (found.rank, found.instruction, found.cause) == (1, "its end", "cut off")
+
+
+def test_ranks_that_stand_in_the_way_are_followed_to_the_one_that_does_not_move() -> None:
+    checked, three = make_programs_of(3), monitors(3)
+    together(*(lambda monitor=monitor: monitor.begin(checked) for monitor in three))
+    for monitor, index in zip(three, (0, 0, 0), strict=True):
+        monitor.move_to(index, checked.programs[monitor.rank].effects[index])
+    error = three[2].explain(1, "no progress")
+    assert (error.rank, error.instruction, error.cause) == (0, "run stage 0 [mb 0]", "no progress")
+
+
+def test_a_rank_that_is_steps_behind_is_followed_by_the_plan_of_its_step() -> None:
+    """Rank 0 is in a second checked; rank 2 waits in the first step for rank 1's message."""
+    first, second, three = make_programs_of(3), make_programs_of(3, microbatches=2), monitors(3)
+    together(*(lambda monitor=monitor: monitor.begin(first) for monitor in three))
+    three[2].move_to(0, first.programs[2].effects[0])
+    three[1].move_to(2, first.programs[1].effects[2])  # it has run, and is to send
+    three[0].here = Position(2, second.digest, 0, BEGIN)
+    three[0].records.write_position(three[0].here)
+    for peer in (1, 2):
+        assert three[0]._find_stalled(peer, "no progress").rank == 1
+    found = three[0]._find_stalled(2, "no progress")
+    assert found.instruction == "send to 2 [mb 0]"
+
+
+def test_a_rank_that_stopped_is_blamed_for_a_message_that_had_not_left_it() -> None:
+    """Rank 0 has sent, as far as is written; rank 1 waits for the message."""
+    time = FakeTime()
+    checked, three = make_programs_of(3), monitors(3, 1, time.clock)
+    for monitor, index in zip(three, (2, 0, 0), strict=True):
+        monitor.begin(checked)
+        monitor.move_to(index, checked.programs[monitor.rank].effects[index])
+    stopped = beating(three, time)[0]
+    time.run(0.3)
+    time.meanwhile.remove(stopped.beat)
+    time.run(1.0)  # rank 2's host waits, which its heartbeat sees
+    error = three[2].explain(1, "no progress")
+    assert (error.rank, error.instruction) == (0, "broadcast from 2 [mb 0]")
+    assert error.cause == "no progress: its process ended, or was stopped"
+
+
+def test_a_rank_that_runs_and_comes_late_to_its_first_step_is_waited_for() -> None:
+    time = FakeTime()
+    checked, (one, two) = make_programs_of(2), monitors(2, 0.4, time.clock)
+    beating([one, two], time)
+
+    def come_late() -> None:
+        if time.now >= 1.5 and not two.here.step:
+            two.begin(checked)
+            two.records.write_position(two.here)
+            two.records.write("begun/1", "")
+
+    time.meanwhile.append(come_late)
+    one.begin(checked)
+    one.await_first_step()
+    assert 1.5 <= time.now < 1.7
+    with pytest.raises(RankError) as error:
+        one.wait("late", 1)
+    assert error.value.cause == "no progress for 0.4 s"  # from then on it is timed
+
+
+def test_a_rank_that_stops_before_its_first_step_is_named_in_time() -> None:
+    time = FakeTime()
+    one, two = monitors(2, 0.8, time.clock)
+    heartbeat = beating([one, two], time)[1]
+    time.meanwhile.append(lambda: heartbeat.beat in time.meanwhile[:2] and time.now > 1.0 and time.meanwhile.pop(1))
+    with pytest.raises(RankError) as error:
+        one.await_first_step()
+    assert (error.value.rank, error.value.instruction) == (1, "its start")
+    assert error.value.cause == "no progress for 1.6 s: its process ended, or was stopped"
+    assert 1.6 <= time.now < 2.2
+
+
+def test_a_start_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "_STARTING", 0.5)
+    time = FakeTime()
+    one, two = monitors(2, 0.4, time.clock)
+    beating([one, two], time)
+    with pytest.raises(RankError) as error:
+        one.await_first_step()
+    assert (error.value.rank, error.value.instruction) == (1, "its start")
+    assert error.value.cause == "no progress for 0.8 s"
+
+
+def test_ranks_that_wait_for_each_other_before_their_first_step_are_not_starting() -> None:
+    time = FakeTime()
+    one, two, three = monitors(3, 0.4, time.clock)
+    beating([one, two, three], time)
+    errors: list[RankError] = []
+    with one.waiting_for(1) as look_for_two, two.waiting_for(0) as look_for_one:
+        while len(errors) < 2:
+            time.sleep(0.05)
+            for look in (look_for_two, look_for_one):
+                try:
+                    look()
+                except RankError as error:
+                    errors.append(error)
+    with pytest.raises(RankError) as last:
+        three.wait("a text that rank 1 never writes", 1)
+    errors.append(last.value)
+    assert {error.instruction for error in errors} <= {"wait for rank 0", "wait for rank 1"}
+    assert {error.cause for error in errors} == {"no progress for 0.4 s"}
+
+
+def test_a_rank_that_waits_in_vain_says_so_within_its_time() -> None:
+    time = FakeTime()
+    one, two = monitors(2, 0.5, time.clock)
+    two.begin(make_programs_of(2))
+    two.move_to(0, "run stage 1 [mb 0]")
+    beating([one, two], time)
+    with pytest.raises(RankError, match="rank 1 failed at 'run stage 1"):
+        one.wait("a message", 1)
+    assert 0.5 <= time.now < 0.7
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    one, two, _ = monitors(3, clock=FakeTime().clock)
+    two.records.write_position(two.here)
+    for monitor in (one, two):
+        with pytest.raises(RankError) as error:
+            rendezvous(monitor, 0.2)
+        assert (error.value.rank, error.value.cause) == (2, "no progress for 0.2 s")
+
+
+def test_a_rank_whose_process_ended_is_named_at_once() -> None:
+    one = monitors(2, timeout=60)[0]
+    write_exit(one.records.exits, 1, Exit(False, "exit code 3"), secret=SECRET)
+    with pytest.raises(RankError) as error:
+        rendezvous(one, 60)
+    assert (error.value.rank, error.value.cause) == (1, "its process ended: exit code 3")
+
+
+def test_ranks_connect_and_say_so() -> None:
+    called: list[int] = []
+    assert together(*(lambda w=w: connect_together(w, lambda: called.append(w.rank), 5) for w in monitors(2))) == [
+        None,
+        None,
+    ]
+    assert sorted(called) == [0, 1]
+
+
+def for_ever() -> None:
+    threading.Event().wait()
+
+
+def test_a_rank_that_cannot_connect_is_named_by_all() -> None:
+    def refuses() -> None:
+        raise RuntimeError("no such interface\nand more")
+
+    one, two = monitors(2)
+    errors = together(lambda: connect_together(one, for_ever, 5), lambda: connect_together(two, refuses, 5))
+    for error in errors:
+        assert (error.rank, error.instruction, error.cause) == (1, "connect", "RuntimeError: no such interface")
+
+
+def test_a_rank_that_stops_while_it_connects_is_named() -> None:
+    one, two = monitors(2, clock=FakeTime(tick=0.05).clock)
+    two.move_to(0, "connect")
+    two.records.write_beat(3, None)
+    with pytest.raises(RankError) as error:
+        connect_together(one, for_ever, 0.8)
+    assert (error.value.rank, error.value.instruction) == (1, "connect")
+    assert error.value.cause == "TimeoutError: no progress for 0.8 s"
+
+
+def test_a_rank_whose_heartbeat_changes_is_alive() -> None:
+    one, two = monitors(2)
+    pulse = Liveness(Clock())
+    for count in range(3):
+        two.records.write_beat(count, Position() if count else None)
+        pulse.observe(one.records, [0, 1])
+    assert pulse.silent(60) == []
+    assert pulse.silent(-1) == [1]  # rank 0 has never beaten
+    heard = one.records.beat(1)
+    assert heard is not None
+    assert (heard.count, heard.position, one.records.beat(0)) == (2, Position(), None)
+
+
+@pytest.mark.parametrize(("host", "name"), [(None, "the launcher"), (0, "rank 0")])
+def test_a_store_that_is_gone_is_an_error_that_says_whose_it_was(host: int | None, name: str) -> None:
+    class Gone:
+        def gone(self, *_: Any) -> Any:
+            raise RuntimeError("Connection reset by peer\nand more")
+
+        set = get = check = compare_set = gone
+
+    monitor = Monitor(Records(Gone(), 1, Gone(), SECRET, host), 2, 0.2)
+    for ask in (lambda: monitor.move_to(0, "x"), lambda: monitor.wait("x", 0)):
+        with pytest.raises(RankError) as error:
+            ask()
+        assert error.value.rank == host
+        assert f"{name}, which hosts the store of the run, has ended (Connection reset by peer)" in str(error.value)
+    assert "has ended" in str(monitor.explain(0, "no progress"))

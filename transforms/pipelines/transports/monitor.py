@@ -1,0 +1,353 @@
+"""The monitor: a rank's view of the others. It ends a wait with an error that names the rank to blame.
+
+`rendezvous` and `connect_together` are the waits before the first step: all ranks come, and then all connect.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import attrs
+
+from weft.errors import ProgramError, RankError
+from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.transforms.pipelines.transports.agreement import SAME
+from weft.transforms.pipelines.transports.failures import Clock, Failure, blockers, culprit, described
+from weft.transforms.pipelines.transports.records import START, Liveness, Position, Records
+
+CAPACITY = 2
+"""Messages that an edge between processes holds; a sender waits if there are more."""
+BEGIN = "its first instruction"
+"""The instruction of a rank that begins a step."""
+SYNC = "synchronize"
+"""The instruction of a host that waits for its device, which may first replay steps that write no records."""
+END = "its end"
+"""The instruction of a rank after a step."""
+CONNECT = "connect"
+"""The instruction of a rank that connects to the others."""
+_WAITS = "wait for rank "
+"""The instruction of a rank that needs another one before its first step; the number follows."""
+_POLL = 0.1
+"""The longest pause in seconds between two looks at the records."""
+_STARTING = 1800.0
+"""Seconds that a rank whose process runs may take to come to its first step: it loads, compiles and captures. torch's
+process groups wait as long."""
+_SILENT = 1.0
+"""Seconds without a heartbeat after which a process counts as ended or stopped; fewer if the time-out is short."""
+_GRACE = 3.0
+"""Seconds in which a rank whose connections closed may write why: it may itself have waited in vain."""
+_MAX_PROGRAMS = 16
+"""The programs that are kept to say who waits for whom. A rank that keeps others waiting is only a few steps back."""
+_CONNECT_POLL = 0.025
+"""Seconds between two looks at the records while ranks connect."""
+_CONNECT_SILENT = 0.5
+"""Seconds without a heartbeat after which a rank counts as stopped while ranks connect."""
+
+
+class Monitor:
+    """A rank's view of the others.
+
+    Args:
+        records: shared by all ranks of the run.
+        num_ranks: the number of ranks.
+        timeout: seconds that a rank may keep another one waiting.
+        clock: the clock of the time-outs.
+    """
+
+    def __init__(self, records: Records, num_ranks: int, timeout: float, clock: Clock | None = None) -> None:
+        self.records = records
+        self.rank = records.rank
+        self.num_ranks = num_ranks
+        self.timeout = timeout
+        self.clock = clock or Clock()
+        self.failure: Failure | None = None
+        self.here = Position()
+        self.liveness = Liveness(self.clock)
+        self._programs: dict[str, CheckedPrograms] = {}
+
+    def for_thread(self, records: Records) -> "Monitor":
+        """The view of the same rank for another thread, which reads records by a connection of its own."""
+        other = Monitor(records, self.num_ranks, self.timeout, self.clock)
+        other.liveness, other._programs = self.liveness, self._programs
+        return other
+
+    def begin(self, checked: CheckedPrograms) -> None:
+        """Begin a step.
+
+        Raises:
+            RankError: a rank failed before.
+        """
+        if self.failure is not None:
+            raise self.failure.for_rank(self.rank, "the next step")
+        self.here = Position(self.here.step + 1, checked.digest, 0, BEGIN)
+        self._programs.pop(checked.digest, None)
+        self._programs[checked.digest] = checked
+        if len(self._programs) > _MAX_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+
+    def move_to(self, index: int, instruction: object) -> None:
+        """Write what this rank is about to do."""
+        self.here = attrs.evolve(self.here, index=index, instruction=str(instruction))
+        self.records.write_position(self.here)
+
+    def move_to_sync(self) -> None:
+        """Write that this rank waits for its device, and how many times it has done so since its last step."""
+        self.move_to(self.here.index + 1 if self.here.instruction == SYNC else 0, SYNC)
+
+    def await_first_step(self) -> None:
+        """Wait until all ranks have begun their first step. From then on, the time-out holds for every wait.
+
+        Raises:
+            RankError: a rank does not come to its first step.
+        """
+        self.records.write_position(self.here)
+        self.records.write(f"begun/{self.rank}", "")
+        for peer in range(self.num_ranks):
+            self.wait(f"begun/{peer}", peer)
+
+    def wait(self, key: str, peer: int, timeout: float | None = None) -> str:
+        """The text that `peer` writes under a key.
+
+        Raises:
+            RankError: it does not come.
+        """
+        pause = _POLL / 64
+        with self._waiting(peer, self.timeout if timeout is None else timeout) as check:
+            while True:
+                failure = self.records.failure()
+                if self.records.has(key):  # asked after the failure: what a rank wrote before it failed counts
+                    return self.records.read(key)
+                if failure is not None:
+                    self.failure = failure
+                    raise failure.for_rank(self.rank, self.here.instruction)
+                check()
+                if self.records.exit(peer) and not self.records.has(key):
+                    raise self.explain(peer, "its process ended", closed=True)
+                self.clock.sleep(pause)
+                pause = min(2 * pause, _POLL)
+
+    @contextmanager
+    def waiting_for(self, peer: int) -> Iterator[Callable[[], None]]:
+        """Within, this rank waits for a message of `peer`. Yields a function to call now and then, which raises if no
+        message will come: RankError, or ProgramError if `peer` performs the same step by other programs."""
+        was_elsewhere = False
+
+        def look() -> None:
+            nonlocal was_elsewhere
+            self.raise_failure()
+            check()
+            if self.records.exit(peer):
+                raise self.explain(peer, "its process ended", closed=True)
+            theirs = self.records.position(peer)
+            is_elsewhere = theirs.step == self.here.step and theirs.digest != self.here.digest
+            if is_elsewhere and was_elsewhere:  # by now a message that says more would have come
+                raise ProgramError(
+                    f"step {self.here.step} of rank {self.rank}: '{self.here.instruction}'",
+                    f"rank {peer} is at '{theirs.instruction}' of another program",
+                    SAME,
+                )
+            was_elsewhere = is_elsewhere
+
+        with self._waiting(peer, self.timeout) as check:
+            yield look
+
+    @contextmanager
+    def _waiting(self, peer: int, limit: float) -> Iterator[Callable[[], None]]:
+        """Within, this rank waits for `peer`. Yields a function to call now and then. It raises RankError after `limit`
+        seconds; if the rank to blame runs and has not come to its first step, only after `_STARTING` seconds."""
+        start, told = self.clock.now(), False
+        end = start + limit
+
+        def check() -> None:
+            nonlocal end, told
+            if self.here.instruction == START and not told:
+                self.records.write_position(attrs.evolve(self.here, instruction=f"{_WAITS}{peer}"))
+                told = True
+            now = self.clock.now()
+            if now > end - 2 * self._silence:
+                self.liveness.observe(self.records, range(self.num_ranks))
+            if now > end:
+                if end - start >= _STARTING or not self._is_starting(peer):
+                    raise self.explain(peer, f"no progress for {end - start:g} s")
+                end += limit
+
+        yield check
+        if told:
+            self.records.write_position(self.here)
+
+    @property
+    def _silence(self) -> float:
+        return min(_SILENT, self.timeout / 4)
+
+    def _is_starting(self, peer: int) -> bool:
+        """Whether the rank that `peer` waits for in the end runs, and has not come to its first step."""
+        silent = self.liveness.silent(self._silence)
+        rank = culprit(peer, lambda waiting: self._blockers(waiting, silent))
+        runs = self.records.beat(rank) is not None and rank not in silent
+        return runs and self.records.position(rank).instruction == START
+
+    def fail(self, error: BaseException) -> None:
+        """Write for the others that this rank failed, and where; the failure that was written first is believed."""
+        if isinstance(error, RankError) and error.rank is not None:
+            failure = Failure(error.rank, error.instruction, error.cause)
+        else:
+            failure = Failure(self.rank, self.here.instruction, described(error))
+        self.write_failure(failure)
+
+    def write_failure(self, failure: Failure) -> Failure:
+        """Write a failure; returns the failure that was written first, which all believe."""
+        try:
+            self.failure = self.records.write_failure(failure)
+        except RankError:  # the store is gone, which the others see as well
+            self.failure = failure
+        return self.failure
+
+    def raise_failure(self) -> None:
+        """Raise RankError if some rank wrote that it failed."""
+        failure = self.records.failure()
+        if failure is not None:
+            self.failure = failure
+            raise failure.for_rank(self.rank, self.here.instruction)
+
+    def explain(
+        self,
+        peer: int,
+        cause: str,
+        *,
+        closed: bool = False,
+        waiting: str | None = None,
+    ) -> RankError:
+        """The error of this rank after it waited in vain.
+
+        Args:
+            peer: the rank that it waited for; itself, if it waited for its device.
+            cause: what it saw.
+            closed: whether that was the end of `peer`, which then is to blame unless it soon writes who else is.
+            waiting: what this rank was about to do; None: what it last wrote.
+        """
+        waits = self.here.instruction if waiting is None else waiting
+        try:
+            found = self.find_gone([peer], Failure(peer, "", cause)) if closed else self._find_stalled(peer, cause)
+        except RankError as error:
+            return error
+        return self.write_failure(found).for_rank(self.rank, waits)
+
+    def find_gone(self, peers: Sequence[int], otherwise: Failure) -> Failure:
+        """The failure of one of `peers`, which have gone: what was written about it, or how its process ended."""
+        end = self.clock.now() + _GRACE
+        while self.clock.now() < end:
+            if (failure := self.records.failure()) is not None:
+                return failure
+            for peer in peers:
+                if (ended := self.records.exit(peer)) is not None:
+                    return Failure(peer, self.records.position(peer).instruction, f"its process ended: {ended.text}")
+            self.clock.sleep(_POLL / 4)
+        return attrs.evolve(otherwise, instruction=self.records.position(otherwise.rank).instruction)
+
+    def _find_stalled(self, peer: int, cause: str) -> Failure:
+        """The failure of the rank that `peer` waits for in the end, unless one was written."""
+        silent = self.liveness.silent(self._silence)
+        if (failure := self.records.failure()) is not None:
+            return failure
+        rank = culprit(peer, lambda waiting: self._blockers(waiting, silent))
+        if (ended := self.records.exit(rank)) is not None:
+            cause = f"its process ended: {ended.text}"
+        elif rank in silent:
+            cause = f"{cause}: its process ended, or was stopped"
+        alive = ended is None and rank not in silent
+        where = self.records.device_position(rank) if alive else self.records.position(rank)
+        return Failure(rank, where.instruction, cause)
+
+    def _blockers(self, rank: int, silent: Collection[int]) -> Sequence[int]:
+        """The ranks that must move before a rank can, as far as its programs are known here."""
+        places = [self.records.device_position(r) for r in range(self.num_ranks)]
+        here = places[rank]
+        if here.instruction.startswith(_WAITS):
+            return [int(here.instruction.removeprefix(_WAITS))]
+        if here.instruction == SYNC:
+            behind = [r for r, place in enumerate(places) if _reached(place) < _reached(here)]
+            return sorted(behind, key=lambda r: _reached(places[r]))
+        if (checked := self._programs.get(here.digest)) is None:
+            return ()
+        counts = [len(program.effects) for program in checked.programs]
+        ahead = [place.step - here.step for place in places]
+        at = [
+            0 if a < 0 else count if a > 0 or place.instruction == SYNC else min(place.index, count)
+            for a, place, count in zip(ahead, places, counts, strict=True)
+        ]
+        return blockers(checked.programs, at, rank, CAPACITY, silent)
+
+    def explain_closed(self, peer: int, error: BaseException) -> RankError:
+        """The error of this rank after its wait on a connection to `peer` ended in `error`."""
+        text = str(error).splitlines()[0]
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return self.explain(peer, f"no progress for {self.timeout:g} s")
+        return self.explain(peer, f"its process ended, or was cut off ({text:.120})", closed=True)
+
+
+def _reached(place: Position) -> tuple[int, int]:
+    """The progress of a rank: its steps, and its waits for its device since the last one."""
+    return place.step, place.index + 1 if place.instruction == SYNC else 0
+
+
+def rendezvous(monitor: Monitor, timeout: float) -> None:
+    """Wait until all ranks are there.
+
+    Raises:
+        RankError: a rank does not come.
+    """
+    monitor.records.write_position(monitor.here)
+    for peer in range(monitor.num_ranks):
+        monitor.wait(f"at/{peer}", peer, timeout)
+
+
+def connect_together(monitor: Monitor, connect: Callable[[], None], timeout: float) -> None:
+    """Call a function that all ranks call together. It runs in a thread, since it may not return if a rank has gone.
+
+    Raises:
+        RankError: a rank has gone or does not come, or the function raised.
+    """
+    monitor.move_to(0, CONNECT)
+    errors: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    threading.Thread(target=lambda: errors.put(_attempt(connect)), name=CONNECT, daemon=True).start()
+    clock, liveness, others = monitor.clock, Liveness(monitor.clock), _others(monitor)
+    end = clock.now() + timeout
+    while True:
+        liveness.observe(monitor.records, others)
+        try:
+            error = errors.get(timeout=_CONNECT_POLL)
+        except queue.Empty:
+            monitor.raise_failure()
+            if clock.now() < end and not any(monitor.records.exit(peer) for peer in others):
+                continue
+            error = TimeoutError(f"no progress for {timeout:g} s")
+        if error is not None:
+            raise _not_connected(monitor, error, liveness.silent(_CONNECT_SILENT)) from error
+        monitor.move_to(0, START)
+        return
+
+
+def _attempt(fn: Callable[[], None]) -> Exception | None:
+    """The exception that `fn()` raises."""
+    try:
+        fn()
+    except Exception as error:
+        return error
+    return None
+
+
+def _others(monitor: Monitor) -> list[int]:
+    return [peer for peer in range(monitor.num_ranks) if peer != monitor.rank]
+
+
+def _not_connected(monitor: Monitor, error: Exception, silent: Collection[int]) -> RankError:
+    """The error of a rank that could not connect. It blames a rank that has gone or stopped, or else this one."""
+    records, cause = monitor.records, f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
+    try:
+        stopped = [peer for peer in silent if records.position(peer).instruction in (START, CONNECT)]
+        rank = stopped[0] if stopped else monitor.rank
+        found = monitor.find_gone(_others(monitor), Failure(rank, records.position(rank).instruction, cause))
+    except RankError as gone:
+        return gone
+    return monitor.write_failure(found).for_rank(monitor.rank, CONNECT)

@@ -1,0 +1,189 @@
+"""Records: what each rank's process writes for the others, in a store that all can reach.
+
+Each rank writes what it is about to do before it does it, and the first rank that fails writes why. A launcher writes
+how a process ended. A rank that waits in vain reads all three.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import attrs
+
+from weft.errors import RankError
+from weft.transforms.pipelines.transports.failures import Clock, Failure
+from weft.transforms.pipelines.transports.network import SECRET, Secret, Store
+
+T = TypeVar("T")
+
+START = "its start"
+"""The instruction of a rank before its first step."""
+
+
+@attrs.frozen
+class Position:
+    """The place of a rank: its step, the digest of that step's programs, the effects performed, and the next one."""
+
+    step: int = 0
+    digest: str = "-"
+    index: int = 0
+    instruction: str = START
+
+    def __str__(self) -> str:
+        return f"{self.step} {self.digest} {self.index} {self.instruction}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Position":
+        """The inverse of `str`."""
+        step, digest, index, instruction = text.split(" ", 3)
+        return cls(int(step), digest, int(index), instruction)
+
+
+@attrs.frozen
+class Exit:
+    """The end of a process, as its launcher saw it: clean (with a result) or not."""
+
+    clean: bool
+    text: str
+
+
+@attrs.frozen
+class Beat:
+    """A rank's last heartbeat: its number, and what the rank's device is about to do (None: nothing)."""
+
+    count: int
+    position: Position | None
+
+
+@attrs.frozen(eq=False)
+class Records:
+    """One rank's access to the records of all.
+
+    Args:
+        store: shared by all ranks of a transport.
+        rank: the rank that writes here.
+        exits: the store in which a launcher writes.
+        secret: the run's; every record is sealed with it.
+        host: the rank whose process hosts the store; None: a launcher's process does.
+        prefix: of the store's keys. A record that was sealed under another prefix is not a record of this transport.
+
+    Every method raises RankError if the store is gone, or holds a record that no rank of the run wrote.
+    """
+
+    store: Store
+    rank: int
+    exits: Store
+    secret: Secret
+    host: int | None = None
+    prefix: str = ""
+
+    def has(self, key: str) -> bool:
+        """Whether something was written under a key."""
+        return self._ask(lambda: self.store.check([key]))
+
+    def read(self, key: str) -> str:
+        """The text under a key, which must be there."""
+        return self._open(self._name(key), self._ask(lambda: self.store.get(key)))
+
+    def write(self, key: str, text: str) -> None:
+        """Write a text under a key."""
+        self._ask(lambda: self.store.set(key, self.secret.seal(self._name(key), text)))
+
+    def _name(self, key: str) -> str:
+        return f"{self.prefix}/{key}"
+
+    def write_position(self, position: Position) -> None:
+        """Write where this rank is."""
+        self.write(f"at/{self.rank}", str(position))
+
+    def position(self, rank: int) -> Position:
+        """The place that a rank last wrote."""
+        key = f"at/{rank}"
+        return Position.parse(self.read(key)) if self.has(key) else Position()
+
+    def write_beat(self, count: int, position: Position | None) -> None:
+        """Write a heartbeat of this rank."""
+        self.write(f"device/{self.rank}", f"{count}|{position or ''}")
+
+    def beat(self, rank: int) -> Beat | None:
+        """A rank's last heartbeat; None if it has not had one."""
+        key = f"device/{rank}"
+        if not self.has(key):
+            return None
+        count, _, text = self.read(key).partition("|")
+        return Beat(int(count), Position.parse(text) if text else None)
+
+    def device_position(self, rank: int) -> Position:
+        """The place of a rank's device, which is at the rank's own place or before it."""
+        beat = self.beat(rank)
+        return self.position(rank) if beat is None or beat.position is None else beat.position
+
+    def write_failure(self, failure: Failure) -> Failure:
+        """Write a failure, unless there is one; returns the failure that was written first, which all believe."""
+        record = json.dumps([failure.rank, failure.instruction, failure.cause])
+        name = self._name("failure")
+        sealed = self.secret.seal(name, record)
+        found = self._ask(lambda: self.store.compare_set("failure", "", sealed))
+        return Failure(*json.loads(self._open(name, found)))
+
+    def failure(self) -> Failure | None:
+        """The failure that was written."""
+        return Failure(*json.loads(self.read("failure"))) if self.has("failure") else None
+
+    def exit(self, rank: int) -> Exit | None:
+        """The end of a rank's process, if its launcher saw it."""
+        key = _exit_key(rank)
+        if not self._ask(lambda: self.exits.check([key])):
+            return None
+        return Exit(*json.loads(self._open(key, self._ask(lambda: self.exits.get(key)))))
+
+    def _open(self, key: str, sealed: bytes) -> str:
+        try:
+            return self.secret.open(key, bytes(sealed))
+        except ValueError as error:
+            instead = f"the same {SECRET} for all processes of the run, and nobody else who writes to its store"
+            raise RankError(f"rank {self.rank}", f"{error}", instead, None, "its part of the run", f"{error}") from None
+
+    def _ask(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except RuntimeError as error:
+            host = "the launcher" if self.host is None else f"rank {self.host}"
+            cause = f"{host}, which hosts the store of the run, has ended ({str(error).splitlines()[0]:.80})"
+            instead = "look there for the reason"
+            raise RankError(f"rank {self.rank}", cause, instead, self.host, "its part of the run", cause) from error
+
+
+class Liveness:
+    """The time since each rank's heartbeat last changed, as this process observed it.
+
+    Args:
+        clock: whose time counts.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last: dict[int, tuple[Beat | None, float, float]] = {}
+
+    def observe(self, records: Records, ranks: Iterable[int]) -> None:
+        """Read the heartbeats of some ranks. The first call only starts to count."""
+        now = self._clock.now()
+        for rank in ranks:
+            beat = records.beat(rank)
+            known = self._last.get(rank)
+            self._last[rank] = (beat, now if known is None or known[0] != beat else known[1], now)
+
+    def silent(self, seconds: float) -> list[int]:
+        """The ranks without a new heartbeat for so long; a rank that never had one does not count."""
+        seen = list(self._last.items())  # another thread may observe
+        return [rank for rank, (beat, since, last) in seen if beat is not None and last - since > seconds]
+
+
+def write_exit(store: Store, rank: int, ended: Exit, *, secret: Secret) -> None:
+    """Write how a process ended, as its launcher, for all transports that it used."""
+    key = _exit_key(rank)
+    store.set(key, secret.seal(key, json.dumps([ended.clean, ended.text])))
+
+
+def _exit_key(rank: int) -> str:
+    return f"weft/ended/{rank}"
