@@ -1,5 +1,5 @@
 """The engine as a state machine: in every graph mode and split, whatever requests arrive, are aborted or preempted,
-each completion is what its request gets alone; a greedy one is transformers'. The test counts that all this happened."""
+each completion is what its request gets alone; a greedy one is transformers'. And all this did happen."""
 
 import functools
 import itertools

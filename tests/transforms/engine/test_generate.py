@@ -64,7 +64,7 @@ def cases(draw: st.DrawFn, architecture: str) -> Case:
 @given(data=st.data())
 @settings(max_examples=26)
 def test_any_configuration_is_equal_to_transformers(architecture: str, data: st.DataObject) -> None:
-    """A random model, saved and loaded: logits, greedy tokens, logprobs, finish reasons, each pipeline size in its mode.
+    """A random model, saved and loaded: logits, greedy tokens, logprobs, finish reasons, one mode per pipeline size.
 
     Where transformers' own two best logits lie within twice the tolerance, either may win by right: such an example
     is given up (`assume`), so what this says holds for arg maxes that are no near ties.
