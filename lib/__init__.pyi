@@ -14,8 +14,8 @@ from .stages.model import Model as Model, load as load
 from .state import State as State, admit as admit, advance as advance
 from .transforms.engine.engine import Engine as Engine
 from .transforms.engine.generate import Completion as Completion, generate as generate
+from .transforms.engine.inputs import EmbedsPrompt as EmbedsPrompt
 from .transforms.engine.outputs import RequestOutput as RequestOutput
-from .transforms.engine.prompts import EmbedsPrompt as EmbedsPrompt
 from .transforms.engine.setup import EngineLimits as EngineLimits
 from .transforms.engine.speculation import Speculation as Speculation
 from .transforms.graphs.calls.borrowing import check_borrowed as check_borrowed

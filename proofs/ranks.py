@@ -28,7 +28,7 @@ from weft.proofs.laws.engine.serving import spanned
 from weft.proofs.serving import serve
 from weft.proofs.strategies.traces import Trace, traces
 from weft.state import advance
-from weft.transforms.engine.steppers import Stepped, Streamed
+from weft.transforms.engine.step import PipelineExecutor, StepExecutor
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder
@@ -79,16 +79,16 @@ def draw_traces(count: int, min_layers: int) -> list[Trace]:
 
 def make_run(
     trace: Trace, variant: str, num_stages: int, transport: Transport, device: torch.device | str
-) -> Streamed | Stepped:
+) -> PipelineExecutor | StepExecutor:
     """What does the trace's work, for the ranks that run here."""
     here = transport.ranks(num_stages)
     params = tuple(trace.params(num_stages, device)[rank] for rank in here)
     state = tuple(trace.state(num_stages, device)[rank] for rank in here)
     if variant != "whole step":
-        return Streamed(spanned(trace, num_stages, variant, transport), params, state, device)
+        return PipelineExecutor(spanned(trace, num_stages, variant, transport), params, state, device)
     ladder = make_ladder("full", Limits(trace.budget.cohort_size, trace.budget.max_num_tokens))
     step = pipeline(trace.stages(num_stages), advance=advance, transport=transport)
-    return Stepped(graphify(step, ladder=ladder, collectives=True), params, state, device)
+    return StepExecutor(graphify(step, ladder=ladder, collectives=True), params, state, device)
 
 
 def check_trace(trace: Trace, variant: str, transport: Distributed, row: Row) -> None:
@@ -112,9 +112,9 @@ def check_trace(trace: Trace, variant: str, transport: Distributed, row: Row) ->
     row.captures += count_captures(spread)
 
 
-def count_captures(run: Streamed | Stepped) -> int:
+def count_captures(run: PipelineExecutor | StepExecutor) -> int:
     """The graphs that this rank captured."""
-    steps: list[Any] = [run.step] if isinstance(run, Stepped) else [*run.pipelined.stages]
+    steps: list[Any] = [run.step] if isinstance(run, StepExecutor) else [*run.pipelined.stages]
     for index, step in enumerate(steps):
         while not isinstance(step, Graphified) and hasattr(step, "__wrapped__"):
             step = step.__wrapped__

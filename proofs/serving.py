@@ -7,11 +7,9 @@ import attrs
 
 from weft.outputs import Output
 from weft.proofs.strategies.traces import Trace
-from weft.transforms.engine.host import HostState
-from weft.transforms.engine.requests import Running
+from weft.transforms.engine.requests import HostState, RequestState
 from weft.transforms.engine.scheduler import add, finish, observe, schedule
-from weft.transforms.engine.steppers import Done
-from weft.transforms.engine.work import Work
+from weft.transforms.engine.step import FinishedWork, Work
 
 _VOCABULARY = 11
 """Tokens that are made up; every model that is drawn has as many."""
@@ -20,10 +18,10 @@ _VOCABULARY = 11
 class Run(Protocol):
     """What does work, in order: a stepper, or what stands for one."""
 
-    def __call__(self, works: Sequence[Work]) -> Sequence[Done]:
+    def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
         """Launch works; what is done by now."""
 
-    def flush(self) -> Sequence[Done]:
+    def flush(self) -> Sequence[FinishedWork]:
         """What is still under way, done."""
 
 
@@ -32,8 +30,8 @@ class Window:
     """Some ticks' work, what was done by their end, the requests that got tokens, and whether nothing is under way."""
 
     works: tuple[Work, ...]
-    done: tuple[Done, ...]
-    got: tuple[Running, ...]
+    done: tuple[FinishedWork, ...]
+    got: tuple[RequestState, ...]
     settled: bool
 
 
@@ -59,13 +57,13 @@ def serve(trace: Trace, run: Run) -> Iterator[Window]:
         yield Window((), tuple(rest), got, True)
 
 
-def _observed(host: HostState, done: Sequence[Done]) -> tuple[HostState, tuple[Running, ...]]:
-    got: dict[Running, None] = {}
+def _observed(host: HostState, done: Sequence[FinishedWork]) -> tuple[HostState, tuple[RequestState, ...]]:
+    got: dict[RequestState, None] = {}
     for work, out in done:
         if work.feeds:
             assert out is not None, "what samples returns"
             host, some = observe(host, work.job, said(out))
-            got |= dict.fromkeys(running for _, running, _ in some)
+            got |= dict.fromkeys(req for _, req, _ in some)
     return host, tuple(got)
 
 

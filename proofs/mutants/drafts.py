@@ -15,12 +15,11 @@ from weft.proofs.suite import find
 from weft.sampling_table import SamplingTable
 from weft.stages.verification import count_right
 from weft.state import State, _advance_verified
-from weft.transforms.engine.decodes import _need
-from weft.transforms.engine.host import HostState
-from weft.transforms.engine.requests import Running
+from weft.transforms.engine.requests import HostState, RequestState
+from weft.transforms.engine.scheduler import _pages_needed
 
 _DECODER, _VERIFICATION, _STATE = "weft.stages.decoder", "weft.stages.verification", "weft.state"
-_DRAFTING, _DECODES = "weft.stages.drafting", "weft.transforms.engine.decodes"
+_DRAFTING, _SCHEDULER = "weft.stages.drafting", "weft.transforms.engine.scheduler"
 _REQUESTS = "weft.transforms.engine.requests"
 
 
@@ -66,9 +65,9 @@ def _first_stages_move_by_one(state: State, batch: Batch, out: Output, num_token
     return _advance_verified(state, batch, out, num_tokens.clamp(max=1) if alone else num_tokens)
 
 
-def _pages_of_one_token(host: HostState, running: Running, query_len: int) -> int:
+def _pages_of_one_token(host: HostState, req: RequestState, query_len: int) -> int:
     """The pages of a step are those of its last token: for the drafts behind it there may be none."""
-    return _need(host, running, 1)
+    return _pages_needed(host, req, 1)
 
 
 @contextmanager
@@ -90,6 +89,6 @@ DRAFTS = (
         replace(_STATE, "_advance_verified", _first_stages_move_by_one),
     ),
     Mutant("requests with penalties draft", _LOOKUP, _penalised_too),
-    Mutant("drafts have no pages", _LOOKUP, replace(_DECODES, "_need", _pages_of_one_token)),
+    Mutant("drafts have no pages", _LOOKUP, replace(_SCHEDULER, "_pages_needed", _pages_of_one_token)),
     Mutant("a model's drafts are not verified", _MODEL, replace(_VERIFICATION, "count_right", _all_right)),
 )

@@ -19,7 +19,8 @@ from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.stages.states import empty_states
 from weft.state import State, admit
-from weft.transforms.engine.prompts import Given, place_embeds, place_positions, read_given
+from weft.transforms.engine.inputs import batch_embeds, batch_positions, read_extras
+from weft.transforms.engine.requests import PromptExtras
 from weft.trees import tree_map
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
@@ -118,7 +119,7 @@ class Scenario:
     seed: int
     loras: tuple[int, ...] = ()
     adapters: tuple[int, ...] = ()
-    given: tuple[Given, ...] = ()
+    given: tuple[PromptExtras, ...] = ()
 
     def __repr__(self) -> str:
         steps = [[(m.row, m.prompt_tokens) for m in step] for step in self.moves]
@@ -151,8 +152,8 @@ class Scenario:
                     rows,
                     tokens,
                     samples=samples,
-                    inputs_embeds=place_embeds(given, starts, tokens, device) if given else None,
-                    positions=place_positions(given, starts, tokens, device) if given else None,
+                    inputs_embeds=batch_embeds(given, starts, tokens, device) if given else None,
+                    positions=batch_positions(given, starts, tokens, device) if given else None,
                     device=device,
                 )
             )
@@ -253,5 +254,5 @@ def scenarios(
         draw(st.integers(0, 999)),
         tuple(draw(st.integers(0, 2)) for _ in moves) if loras else (),
         draw(slots(len(prompts))),
-        tuple(map(read_given, own)),
+        tuple(map(read_extras, own)),
     )

@@ -13,7 +13,7 @@ from weft.ops.logits import pack_bits
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engines import VOCABULARY, small_adapters, small_model, small_speculation
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.inputs import EmbedsPrompt
 from weft.transforms.engine.setup import EngineLimits
 
 ENDS = (3, 7)

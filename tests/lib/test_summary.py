@@ -17,7 +17,7 @@ from weft.torchapi import pytree
 from weft.transforms import Limits, make_runner, make_state
 from weft.trees import tree_flatten, tree_unflatten
 
-WITHOUT = {"Carried", "Quantized", "PlacedWork"}
+WITHOUT = {"Carried", "Quantized", "DeviceWork"}
 """Pytrees that print as attrs writes them: what a user's transform carries, and two that nobody outside sees."""
 
 

@@ -331,7 +331,7 @@ def test_an_engine_keeps_no_record(models: dict[str, tuple[Model, Any]]) -> None
     engine.add(PROMPTS[0], max_tokens=4)
     list(engine)
     assert engine.graphs[0].cache_info().replays
-    assert not any(x.requires_grad for x in tree_leaves(engine._stepper.state))
+    assert not any(x.requires_grad for x in tree_leaves(engine._executor.state))
 
 
 def test_what_has_no_gradient_says_so(models: dict[str, tuple[Model, Any]]) -> None:

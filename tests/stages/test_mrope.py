@@ -24,7 +24,7 @@ from weft.stages.mrope import mrope_position_delta
 from weft.stages.params import slice_params
 from weft.state import State, advance
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.prompts import EmbedsPrompt
+from weft.transforms.engine.inputs import EmbedsPrompt
 from weft.transforms.engine.runner import SPLIT_AT, make_runner, make_state
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation

@@ -14,9 +14,8 @@ from torch import Tensor
 import weft
 from weft.transforms.engine import engine as engine_module
 from weft.transforms.engine.generate import Completion
-from weft.transforms.engine.setup import make_stepper
-from weft.transforms.engine.steppers import Stepper
-from weft.transforms.engine.work import Work
+from weft.transforms.engine.setup import make_executor
+from weft.transforms.engine.step import Executor, Work
 
 # By name: a package that shows the function `generate` would hide the module of that name.
 generate_module = import_module("weft.transforms.engine.generate")
@@ -115,14 +114,14 @@ class Seen:
     completions: list[Completion]
     logits: list[Tensor]
     works: list[Work]
-    stepper: Stepper
+    executor: Executor
 
 
 @attrs.define(eq=False)
 class Keeping:
-    """A stepper that keeps what it did."""
+    """An executor that keeps what it did."""
 
-    inner: Stepper
+    inner: Executor
     steps: list[tuple[Work, Any]] = attrs.field(factory=list)
 
     @property
@@ -137,8 +136,8 @@ class Keeping:
         self.inner.capture()
 
     @property
-    def num_under_way(self) -> int:
-        return self.inner.num_under_way
+    def num_running(self) -> int:
+        return self.inner.num_running
 
     def __call__(self, works: Sequence[Work]) -> Any:
         return self._kept(self.inner(works))
@@ -159,11 +158,11 @@ def complete(model: weft.Model, prompts: Sequence[Any], *, budget: int = 2048, *
     kept: list[Keeping] = []
 
     def keeping_logits(*args: Any, **kwargs: Any) -> Keeping:
-        kept.append(Keeping(make_stepper(*args, **kwargs, keep_logits=True)))
+        kept.append(Keeping(make_executor(*args, **kwargs, keep_logits=True)))
         return kept[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "make_stepper", keeping_logits)
+        patch.setattr(engine_module, "make_executor", keeping_logits)
         patch.setattr(generate_module, "MAX_NUM_TOKENS", budget)
         completions = weft.generate(model, prompts, **options)
     logits: list[list[Tensor]] = [[] for _ in prompts]

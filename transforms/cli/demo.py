@@ -22,7 +22,7 @@ from weft.stages.model import DEMO, Model, load
 from weft.stages.params import num_bytes
 from weft.state import State
 from weft.transforms.cli.shared import console, printable, table
-from weft.transforms.engine.intake import encode_prompt
+from weft.transforms.engine.inputs import encode_prompt
 from weft.transforms.engine.runner import Runner, make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 from weft.trees import leaves_with_names

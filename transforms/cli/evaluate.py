@@ -20,8 +20,8 @@ from weft.transforms.cli.ranks import Here, Place, check_stages, in_ranks
 from weft.transforms.cli.shared import console, table
 from weft.transforms.cli.sources import Source
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.outputs import CompletionState
 from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.engine.tracking import Track
 
 _MAX_CONTEXT = 4096
 _MAX_FILE = 2**26
@@ -248,7 +248,7 @@ def _score(here: Here, options: EvalOptions, model: Model, graph: str, tasks: Se
     questions = [(task.text, task.answer) for task in tasks if task.answer is not None]
     parts = [[engine.add(part, scored, max_tokens=1) for part in windows(model.encode(text), most)] for text in texts]
     asked = [engine.add(prompt, greedy, max_tokens=_num_tokens(model, answer)) for prompt, answer in questions]
-    tracks: dict[str, Track] = {output.id: output.track for output in engine}
+    tracks: dict[str, CompletionState] = {output.id: output.track for output in engine}
     answers = [tracks[name].text for name in asked]
     modes = engine.stats().modes
     return Score(

@@ -1,18 +1,19 @@
-"""The engine, the outermost transform: continuous batching turns a step over batches into a function over requests.
+"""The engine: continuous batching, which turns a step over batches into a function over requests.
 
-`Engine` drives it; the pieces are functions over values: a `HostState` that requests `add` to, that `schedule` takes a
-step's work from, that `observe`s what the step drew, that `finish`es requests, and that changed parameters `outdate`.
+`Engine` drives it. Its parts are functions over a `HostState`: `add` puts a request into the queue, `schedule` decides
+the next step's `Work`, `observe` reads the tokens that it sampled, `finish` ends a request, and `outdate` notes that
+the parameters have changed. A request's way: `inputs.py` checks it, `scheduler.py` admits it and gives it pages
+(`pages.py`), `step.py` runs it, `results.py` copies its tokens to the host, and `outputs.py` turns them into text.
 """
 
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.host import Budget, HostState
 from weft.transforms.engine.outputs import RequestOutput
-from weft.transforms.engine.requests import Request
+from weft.transforms.engine.requests import Budget, HostState, Request
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.stats import Stats
-from weft.transforms.engine.work import Work
+from weft.transforms.engine.step import Work
 
 __all__ = [
     "Budget",

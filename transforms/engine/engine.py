@@ -1,4 +1,4 @@
-"""`Engine`: requests in, tokens out. Device work is pure steps, host work a pure scheduler; this drives the two."""
+"""`Engine`: requests in, tokens out. The driver loop: schedule on the host, run on the device, read later."""
 
 import itertools
 import secrets
@@ -9,37 +9,32 @@ from typing import Any
 import attrs
 
 from weft.arguments import names_arguments
-from weft.errors import EngineError, RequestError, WeftError
+from weft.errors import EngineError, RequestError
 from weft.foreign import ENGINE, for_add
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
-from weft.transforms.engine.faults import Whole
-from weft.transforms.engine.host import HostState
-from weft.transforms.engine.intake import Intake
+from weft.transforms.engine.faults import StepGuard
+from weft.transforms.engine.inputs import EmbedsPrompt, RequestBuilder
 from weft.transforms.engine.masks import Mask
-from weft.transforms.engine.outputs import RequestOutput, joined
-from weft.transforms.engine.prompts import EmbedsPrompt
-from weft.transforms.engine.reading import Reading, Told
-from weft.transforms.engine.requests import Request, sample_seeds
-from weft.transforms.engine.samples import Samples
+from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined
+from weft.transforms.engine.requests import HostState, Request, RequestState, sample_seeds
+from weft.transforms.engine.results import PendingResults, StepResult
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
 from weft.transforms.engine.setup import (
     EngineLimits,
-    Resolved,
+    Params,
+    ResolvedLimits,
     assert_same_engines,
     check_engine,
     check_options,
     engine_ladder,
-    make_stepper,
+    make_executor,
     make_weights,
 )
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.stats import Counts, Stats
-from weft.transforms.engine.steppers import Done, Stepper
-from weft.transforms.engine.streaming import Streams
-from weft.transforms.engine.weights import Params
-from weft.transforms.engine.work import Work
+from weft.transforms.engine.step import Executor, FinishedWork, Work
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
@@ -47,24 +42,24 @@ from weft.transforms.pipelines.transports.local import Local
 
 @names_arguments(**ENGINE)
 class Engine:
-    """Continuous batching of a model: requests come and go at any time, and share every step.
+    """Continuous batching of a model: requests arrive and end at any time, and share every step.
 
     Args:
-        model: from `weft.load`; of a pipeline over processes this rank's stage (`weft.load(..., stage=...)`).
-        limits: rows, tokens a step, pages. None: what fits.
-        pipeline: stages that the layers are split into.
+        model: from `weft.load`; with a pipeline over processes, this rank's stage (`weft.load(..., stage=...)`).
+        limits: rows, tokens per step, pages. None: what fits in memory.
+        pipeline: the number of stages that the layers are split into.
         graph: one of `weft.transforms.MODES`.
         transport: where the stages run; None: in this process. Every rank makes the same calls.
-        run_ahead: steps that are launched before the tokens of the first of them are read: the host's work is hidden
-            behind the device's. What was sampled past an end is dropped.
-        num_logprobs: the most that a request may ask for.
-        seed: of requests that bring none; None: a fresh one.
+        run_ahead: steps to launch before the tokens of the first of them are read, so that the host works while the
+            device does. Tokens sampled after a request's end are dropped.
+        num_logprobs: the most logprobs that a request may ask for.
+        seed: for requests without one; None: a fresh one.
         backend: of graphify.
         adapters: LoRA adapters by name (`weft.load_adapter`), for requests to choose from.
-        speculation: how tokens are drafted, to be verified several a step; None: they are not.
+        speculation: how drafts are made, so that a step verifies several tokens; None: no drafts.
 
     Raises:
-        RequestError: an argument that makes no engine, or limits that leave no room for a request.
+        RequestError: an invalid argument, or limits that leave no room for a request.
 
     >>> from weft.stages.model import DEMO, load
     >>> engine = Engine(load(DEMO, "cpu"), graph="none")
@@ -101,35 +96,35 @@ class Engine:
         named = dict(adapters or {})
         self._weights = make_weights(model, pipeline, self.transport, named, speculation)
 
-        def stepper(limits: Resolved) -> Stepper:
+        def executor(limits: ResolvedLimits) -> Executor:
             ladder = engine_ladder(graph, limits.budget, len(named))
             own = self._weights, limits, pipeline, ladder, self.transport
-            return make_stepper(*own, num_logprobs=num_logprobs, backend=backend)
+            return make_executor(*own, num_logprobs=num_logprobs, backend=backend)
 
-        self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport, speculation, stepper)
+        self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport, speculation, executor)
         budget = self.limits.budget
-        given = self.transport.share(secrets.randbits(62)) if seed is None else seed
-        self._intake = Intake(model, num_logprobs, given, {name: slot for slot, name in enumerate(named)})
+        own_seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
+        self._builder = RequestBuilder(model, num_logprobs, own_seed, {name: slot for slot, name in enumerate(named)})
         self._host = HostState.empty(budget, self.limits.num_pages, self.limits.page_size)
-        self._stepper = stepper(self.limits)
+        self._executor = executor(self.limits)
+        self._outputs = OutputProcessor(model.tokenizer, model.config.vocab_size)
         self._counts = Counts(engine_ladder(graph, budget, len(named)))
-        self._samples = Samples(model.tokenizer, model.config.vocab_size)
-        self._pending: deque[Reading] = deque()
+        self._pending: deque[PendingResults] = deque()
         self._failed: list[RequestOutput] = []
-        self._count = 0
-        self._whole = Whole("engine.step()")
-        self._spread = len(self.transport.ranks(pipeline)) < pipeline
-        self._streams = Streams(self, self._spread)
-        self._check = self.transport.check if self._spread else None
-        self._assert_equal = self.transport.assert_equal if self._spread else None
+        self._num_added = 0
+        self._guard = StepGuard("engine.step()")
+        self._is_distributed = len(self.transport.ranks(pipeline)) < pipeline
+        self._streams = Streams(self, self._is_distributed)
+        self._check = self.transport.check if self._is_distributed else None
+        self._assert_equal = self.transport.assert_equal if self._is_distributed else None
         if self._assert_equal is not None:
-            options = {"graph": graph, "num_logprobs": num_logprobs, "seed": given}
+            options = {"graph": graph, "num_logprobs": num_logprobs, "seed": own_seed}
             assert_same_engines(self._assert_equal, model, self.limits, options, named)
 
     def __repr__(self) -> str:
-        """What it serves, and how far it is."""
-        name, graphs = self.model.config.architecture, len(self._stepper.graphs)
-        ended = "; ended by what a step raised" * self._whole.is_broken
+        """The model, and the number of graphs and requests."""
+        name, graphs = self.model.config.architecture, len(self._executor.graphs)
+        ended = "; ended by what a step raised" * self._guard.is_broken
         return f"<Engine of {name}; graphified steps here: {graphs}; requests under way: {self.num_unfinished}{ended}>"
 
     @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
@@ -144,59 +139,67 @@ class Engine:
         adapter: str | None = None,
         mask: Mask | None = None,
     ) -> str:
-        """A request arrives; its tokens come with the next `step()`s.
+        """Add a request; the next `step()`s return its tokens.
 
         Args:
             prompt: a string or token ids; or, with embeddings and positions of its own, a `weft.EmbedsPrompt`, the same
-                on every rank, bit for bit: those of the first stage compute with it, all name pages by it.
-            sampling: how its tokens are chosen, and what ends it; None: greedy. With `n` > 1 it has so many
-                completions, which share the pages of the prompt.
-            max_tokens: tokens to generate at most; the model's own limit on positions may end it sooner.
-            id: a name that no request under way has; None: one is made.
+                on every rank, bit for bit: the first stage computes with it, and all ranks hash pages with it.
+            sampling: how its tokens are chosen, and what ends it; None: greedy. With `n` > 1 it has `n` completions,
+                which share the pages of the prompt.
+            max_tokens: the most tokens to generate; the model's own limit on positions may end it sooner.
+            id: a name that no request has that has not ended; None: the engine makes one.
             priority: FIFO within a priority; lower numbers first. While enough requests of lower numbers keep coming,
                 one of a higher number gets no turn.
             adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
-            mask: a function of the tokens that it has said, called before each of its tokens, that returns those that
-                may be next, such as a grammar's (`weft.transforms.engine.masks.Mask`); None: any. What it says next
-                waits until what it said has been read, so that such a request does not run ahead, and has no drafts.
-                If the function raises, or allows nothing, the request ends with an error, and no other one does.
+            mask: a function, such as a grammar's, that is called before each token with the tokens generated so far and
+                returns those that may be next (`weft.transforms.engine.masks.Mask`); None: any token. Each token waits
+                until the one before has been read, so such a request does not run ahead, and has no drafts. If the
+                function raises or allows nothing, this request alone ends with an error.
 
         Returns:
             The id.
 
         Raises:
-            RequestError: it could never be served. Nothing else is touched.
+            RequestError: it could never be served. Other requests go on.
             EngineError: an earlier step raised, Ctrl-C among others.
         """
-        self._whole.check("engine.add(...)")
-        name = self._free_name() if id is None else id
-        request = self._intake.request(
-            self._count, name, prompt, sampling, max_tokens=max_tokens, priority=priority, adapter=adapter, mask=mask
+        self._guard.check("engine.add(...)")
+        name = self._new_name() if id is None else id
+        request = self._builder.build(
+            self._num_added,
+            name,
+            prompt,
+            sampling,
+            max_tokens=max_tokens,
+            priority=priority,
+            adapter=adapter,
+            mask=mask,
         )
         names = [name, *(f"{name}[{index}]" for index in range(1, request.sampling.n))]
-        if name in self._samples or any(self._host.find(each) for each in names):
+        if name in self._outputs or any(self._host.find(each) for each in names):
             call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
             raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
         if self._assert_equal is not None:
             self._assert_equal("the request", f"{request}, n={request.sampling.n}")
         first_job = self._host.num_jobs
-        self._samples.add(name, self._add_to_host(names, request), first_job, mask)
-        self._count += 1
+        self._outputs.add(name, self._add_completions(names, request), first_job, mask)
+        self._num_added += 1
         return name
 
-    def _free_name(self) -> str:
-        names = (f"request {index}" for index in itertools.count(self._count))
-        return next(name for name in names if name not in self._samples and not self._host.find(name))
+    def _new_name(self) -> str:
+        names = (f"request {index}" for index in itertools.count(self._num_added))
+        return next(name for name in names if name not in self._outputs and not self._host.find(name))
 
-    def _add_to_host(self, names: Sequence[str], first: Request) -> list[Request]:
-        """The completions of a request: the first leads, the others wait for the pages of its prompt."""
+    def _add_completions(self, names: Sequence[str], first: Request) -> list[Request]:
+        """Add a request's completions to the scheduler: all but the first wait for the pages of their prompt."""
         requests, budget = [first], self.limits.budget
         self._host = add(self._host, first, budget)
         seeds = sample_seeds(first.sampling.seed or 0, len(names))
         for name, seed in zip(names[1:], seeds[1:], strict=True):
             requests.append(attrs.evolve(first, id=name, sampling=attrs.evolve(first.sampling, seed=seed)))
-            untold = attrs.evolve(requests[-1].sampling, prompt_logprobs=None)
-            self._host = add(self._host, attrs.evolve(requests[-1], sampling=untold), budget, behind=first.id)
+            without_prompt_logprobs = attrs.evolve(requests[-1].sampling, prompt_logprobs=None)
+            scheduled = attrs.evolve(requests[-1], sampling=without_prompt_logprobs)
+            self._host = add(self._host, scheduled, budget, behind=first.id)
         return requests
 
     def abort(self, id: str) -> list[RequestOutput]:
@@ -206,134 +209,19 @@ class Engine:
             The last output of each.
 
         Raises:
-            RequestError: no request of that id is under way.
+            RequestError: there is no such request, or it has ended.
         """
-        if not isinstance(id, str) or id not in self._samples:
+        if not isinstance(id, str) or id not in self._outputs:
             call = f"engine.abort({id!r})"
             raise RequestError(call, "no request of that id that has not ended", "an id that add() returned")
         if self._assert_equal is not None:
             self._assert_equal("the abort", repr(id))
-        names = self._samples.names(id)
+        names = self._outputs.names(id)
         for name in names:
             self._host = finish(self._host, name, "abort")
-        outputs = [self._end(name, "abort", []) for name in names]
-        self._streams.tell(outputs)
+        outputs = [self._counted(self._outputs.end(name, "abort", [])) for name in names]
+        self._streams.publish(outputs)
         return outputs
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests under way."""
-        return len(self._samples)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is left, and no step whose tokens were not read."""
-        return not (len(self._samples) or self._pending or self._failed or self._stepper.num_under_way)
-
-    def is_under_way(self, id: str) -> bool:
-        """Whether the request of that id has not ended."""
-        return id in self._samples
-
-    @property
-    def graphs(self) -> Sequence[Graphified[..., Any]]:
-        """What was graphified and runs in this process, for its `memory_analysis()`; nothing in mode none."""
-        return self._stepper.graphs
-
-    def warm_up(self) -> Stats:
-        """Capture all graphs of the ladder, largest first, with a progress bar on a terminal; without it they are
-        captured when they are first needed. On a GPU their kernels are compiled before, several at once. They run on
-        padding, in rows and pages that no request has. Steps with masks, embeddings or logprobs of prompts have graphs
-        of their own, which are captured when one is first needed.
-
-        A server that is to answer evenly calls `gc.collect()` and `gc.freeze()` after it: a full collection looks
-        through all objects of torch and of the model, which takes 0.1 s, in the midst of a step.
-
-        Returns:
-            The engine's counts: how many graphs it holds now.
-        """
-        self._stepper.capture()
-        return self.stats()
-
-    def update(self, params: Params | None = None, *, adapters: Mapping[str, Adapter] | None = None) -> None:
-        """Change the parameters: no page of the KV cache that was computed with the old ones is read again. Requests
-        under way go on from what they have said, with pages that are computed anew; graphs are not captured again.
-
-        The tensors are those of `engine.model`, written in place. A change in place that is not announced, as an
-        optimizer's, is found out before the next step where torch counts it. It counts operators, and neither what is
-        done to a tensor's `.data`, nor `fused=True` optimizers, nor what an array, a kernel of one's own or another
-        process writes, nor tensors made in inference mode: then say `engine.update()`. With stages in other processes,
-        say it of every change, on every rank.
-
-        Args:
-            params: as a model of `weft.load` has them; or tensors by transformers' names, such as a `state_dict()`:
-                those that it does not name stay, and another stage's are skipped; where every rank is given all of
-                them, 4 values of each are compared between ranks. None: they were changed in place.
-            adapters: new ones by the names of the engine's own, of no larger rank.
-
-        Raises:
-            RequestError: parameters or adapters that do not fit; nothing is changed.
-
-        >>> from weft.stages.model import DEMO, load
-        >>> engine = Engine(load(DEMO, "cpu"), graph="none")
-        >>> engine.update({"model.norm.weight": 1.01 * engine.model.params.norm})
-        """
-        call = f"engine.update({'' if params is None else 'params'})"
-        pairs = [] if params is None else self._weights.pairs(call, params)
-        if adapters is not None:
-            self._weights.check_adapters(call, adapters)
-        if self._assert_equal is not None:
-            said = {name: own.weights for name, own in sorted((adapters or {}).items())}
-            self._assert_equal("the update", f"{call} of {self._weights.digest(params)}, adapters={said}")
-        with self._whole:
-            self._outdate()
-            self._weights.write(pairs, adapters or {})
-
-    def _outdate(self) -> None:
-        self._weights.look()
-        self._keep(self._stepper.flush())
-        self._host = outdate(self._host)
-
-    def stats(self) -> Stats:
-        """What the engine has done so far, and what it holds."""
-        return self._counts.stats(self._host, self._stepper.graphs)
-
-    def step(self) -> list[RequestOutput]:
-        """Launch work as far ahead as is allowed, and read the oldest.
-
-        Returns:
-            What requests got; empty where nothing was to be read.
-
-        Raises:
-            EngineError: an earlier step raised, Ctrl-C among others, and what it did is not known. Whatever a step
-                raises.
-        """
-        self.launch()
-        with self._whole:
-            failed, self._failed = self._failed, []
-            return [*failed, *(self._read(self._pending.popleft()) if self._pending else [])]
-
-    def launch(self) -> None:
-        """Start work as far ahead as is allowed, or as there is any."""
-        changed = self._weights.are_changed
-        if changed and self._spread:
-            seen = "parameters that were changed in place, of which other ranks do not know"
-            raise EngineError("engine.step()", seen, "engine.update() behind the change, on every rank")
-        with self._whole:
-            if changed:
-                self._outdate()
-            while len(self._pending) <= self.run_ahead:
-                if not self._launch():
-                    self._keep(self._stepper.flush())
-                    return
-
-    def is_ready(self) -> bool:
-        """Whether `step()` would not wait for the device."""
-        return not self._pending or self._pending[0].is_ready()
-
-    def __iter__(self) -> Iterator[RequestOutput]:
-        """Step until no request is left."""
-        while not self.is_idle:
-            yield from self.step()
 
     @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
     def stream(
@@ -347,17 +235,18 @@ class Engine:
         adapter: str | None = None,
         mask: Mask | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one request as an async iterator; any number of them run on one event loop, and share every
-        step. A consumer that goes away (`aclose()`, `break`, a cancelled task) aborts its request.
+        """The outputs of one request as an async iterator. Any number of streams share one event loop and every step. A
+        consumer that stops (`aclose()`, `break`, a cancelled task) aborts its request.
 
-        The engine is stepped by the loop: between two waits for the device; call neither `step()` nor iterate beside
-        it. All stages must run in this process.
+        A task of the event loop steps the engine: do not call `step()` or iterate over the engine meanwhile. All stages
+        must run in this process.
 
         Args:
             prompt, sampling, max_tokens, id, priority, adapter, mask: as `add` takes them.
 
         Raises:
-            RequestError: with the first output, what `add` raises; ProgramError: stages in other processes.
+            RequestError: what `add` raises, when the first output is awaited.
+            ProgramError: stages run in other processes.
 
         >>> import asyncio
         >>> from weft.stages.model import DEMO, load
@@ -373,63 +262,174 @@ class Engine:
             prompt, sampling, max_tokens=max_tokens, id=id, priority=priority, adapter=adapter, mask=mask
         )
 
-    def _launch(self) -> bool:
-        """Schedule a step of every cohort, and start it; False where there is nothing to do."""
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._outputs)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left, and no step whose tokens were not read."""
+        return not (len(self._outputs) or self._pending or self._failed or self._executor.num_running)
+
+    def is_under_way(self, id: str) -> bool:
+        """Whether the request of that id has not ended."""
+        return id in self._outputs
+
+    def is_ready(self) -> bool:
+        """Whether `step()` would not wait for the device."""
+        return not self._pending or self._pending[0].is_ready()
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """Step until no request is left."""
+        while not self.is_idle:
+            yield from self.step()
+
+    def step(self) -> list[RequestOutput]:
+        """Launch work as far ahead as is allowed, and read the oldest.
+
+        Returns:
+            One output for each completion that got tokens or ended; empty if there was nothing to read.
+
+        Raises:
+            EngineError: an earlier step was interrupted by an error or Ctrl-C, and what it did is not known.
+            BaseException: whatever a step raises.
+        """
+        self.launch()
+        with self._guard:
+            failed, self._failed = self._failed, []
+            return [*failed, *(self._read(self._pending.popleft()) if self._pending else [])]
+
+    def launch(self) -> None:
+        """Launch work as far ahead as is allowed, or as there is any."""
+        changed = self._weights.are_changed
+        if changed and self._is_distributed:
+            seen = "parameters that were changed in place, of which other ranks do not know"
+            raise EngineError("engine.step()", seen, "engine.update() after the change, on every rank")
+        with self._guard:
+            if changed:
+                self._outdate()
+            while len(self._pending) <= self.run_ahead:
+                if not self._launch_step():
+                    self._copy_results(self._executor.flush())
+                    return
+
+    def _launch_step(self) -> bool:
+        """Schedule a step of every cohort, and launch it; False if there is nothing to do."""
         works: list[Work] = []
         for _ in range(self.limits.budget.num_cohorts):
             self._host, more = schedule(self._host, self.limits.budget)
-            works += map(self._masked, more)
+            works += map(self._apply_masks, more)
         if works:
             if self._assert_equal is not None:
                 for work in works:
                     self._assert_equal("the work", work.summary)
-            self._keep(self._stepper(works))
+            self._copy_results(self._executor(works))
             for work in works:
                 self._counts.add(work)
         return bool(works)
 
-    def _masked(self, work: Work) -> Work:
-        """Work, with what its requests may say next; a request whose mask fails ends, and what is said for it is
-        dropped."""
-        work, failed = self._samples.masked(work)
+    def _apply_masks(self, work: Work) -> Work:
+        """The work with its requests' masks. A request whose mask fails ends, and what is sampled for it is dropped."""
+        work, failed = self._outputs.apply_masks(work)
         for name, error in failed.items():
-            if self._host.find(name) is not None:  # which its mask may have aborted
+            if self._host.find(name) is not None:  # its mask may have aborted it
                 self._host = finish(self._host, name, "error")
-                self._failed.append(self._end(name, "error", [], error))
+                self._failed.append(self._counted(self._outputs.end(name, "error", [], error)))
         return work
 
-    def _keep(self, done: Sequence[Done]) -> None:
-        if done:
-            self._pending.append(Reading(done, self._stepper.received(done)))
+    def _copy_results(self, finished: Sequence[FinishedWork]) -> None:
+        """Start to copy the results of finished work to the host."""
+        if finished:
+            self._pending.append(PendingResults(finished, self._executor.received(finished)))
 
-    def _read(self, reading: Reading) -> list[RequestOutput]:
+    def _read(self, pending: PendingResults) -> list[RequestOutput]:
+        """Wait for results, and hand each request its tokens."""
         outputs: dict[str, RequestOutput] = {}
-        for work, told in reading.wait(self._check):
-            if told is None or not work.feeds:
+        for work, result in pending.wait(self._check):
+            if result is None or not work.feeds:
                 continue
             if work.targets:
-                self._samples.take_prompts(work, told)
-            self._host, got = observe(self._host, work.job, told.token_ids, told.faults)
-            self._counts.read(told)
-            for row, running, count in got:
-                name = running.request.id
-                found = self._take(name, running.reason, told, row, count)
-                before = outputs.get(name)
-                outputs[name] = found if before is None else joined(before, found)
+                self._outputs.append_prompt_logprobs(work, result)
+            self._host, got = observe(self._host, work.job, result.token_ids, result.faults)
+            self._counts.read(result)
+            for row, req, count in got:
+                output, before = self._append(req, result, row, count), outputs.get(req.request.id)
+                outputs[req.request.id] = output if before is None else joined(before, output)
         return list(outputs.values())
 
-    def _take(self, name: str, reason: str, told: Told, row: int, count: int) -> RequestOutput:
-        """What a request got in a row of a step, the first `count` tokens, which end it if it has a reason; so do an
-        error, or a stop text, with the tokens up to there."""
-        own, tokens, error = self._samples.take(name, told, row, count)
-        if own and not reason:
-            self._host = finish(self._host, name, own)
-        if reason == "error" and not own:
-            error = self._samples.fault(name, told.faults[row])
-        reason = own or reason
-        return self._end(name, reason, tokens, error) if reason else self._samples.output(name, tokens)
+    def _append(self, req: RequestState, result: StepResult, row: int, count: int) -> RequestOutput:
+        """Append tokens to a completion, and end its request if its text ends it."""
+        output = self._outputs.append(req.request.id, result, row, count, req.reason)
+        if output.finish_reason is not None and not req.reason:
+            self._host = finish(self._host, req.request.id, output.finish_reason)
+        return self._counted(output)
 
-    def _end(self, name: str, reason: str, tokens: list[int], error: WeftError | None = None) -> RequestOutput:
-        output = self._samples.end(name, reason, tokens, error)
-        self._counts.ended[output.track.reason] += 1
+    def _counted(self, output: RequestOutput) -> RequestOutput:
+        if output.finish_reason is not None:
+            self._counts.ended[output.finish_reason] += 1
         return output
+
+    def update(self, params: Params | None = None, *, adapters: Mapping[str, Adapter] | None = None) -> None:
+        """Change the parameters. Pages of the KV cache that were computed with the old ones are not read again:
+        unfinished requests keep their tokens, and their pages are computed anew. Graphs are not captured again.
+
+        The new values are written into the tensors of `engine.model`. If you change those tensors in place yourself, as
+        an optimizer does, the next step notices, as far as torch counts changes. It counts operators. It does not count
+        changes to a tensor's `.data`, `fused=True` optimizers, writes by an array, your own kernel or another process,
+        or tensors made in inference mode: then call `engine.update()`. With stages in other processes, call it after
+        every change, on every rank.
+
+        Args:
+            params: parameters as in a model of `weft.load`; or tensors by transformers' names, such as a
+                `state_dict()`: parameters that it does not name stay, and those of other stages are skipped. If every
+                rank is given all of them, 4 values of each are compared between ranks. None: they were changed in
+                place.
+            adapters: new adapters under names that the engine was made with, of no larger rank.
+
+        Raises:
+            RequestError: parameters or adapters that do not fit; nothing is changed.
+
+        >>> from weft.stages.model import DEMO, load
+        >>> engine = Engine(load(DEMO, "cpu"), graph="none")
+        >>> engine.update({"model.norm.weight": 1.01 * engine.model.params.norm})
+        """
+        call = f"engine.update({'' if params is None else 'params'})"
+        pairs = [] if params is None else self._weights.pairs(call, params)
+        if adapters is not None:
+            self._weights.check_adapters(call, adapters)
+        if self._assert_equal is not None:
+            given = {name: own.weights for name, own in sorted((adapters or {}).items())}
+            self._assert_equal("the update", f"{call} of {self._weights.digest(params)}, adapters={given}")
+        with self._guard:
+            self._outdate()
+            self._weights.write(pairs, adapters or {})
+
+    def _outdate(self) -> None:
+        self._weights.mark_seen()
+        self._copy_results(self._executor.flush())
+        self._host = outdate(self._host)
+
+    def warm_up(self) -> Stats:
+        """Capture all graphs of the ladder, largest first, with a progress bar on a terminal. Without it, each graph is
+        captured when it is first needed. On a GPU the kernels are compiled first, several at once. Captures run on
+        padding, in rows and pages that no request has. Steps with masks, embeddings or prompt logprobs have graphs of
+        their own, which are captured when they are first needed.
+
+        For even latency, call `gc.collect()` and `gc.freeze()` afterwards: a full collection looks through all objects
+        of torch and of the model, which takes 0.1 s, in the middle of a step.
+
+        Returns:
+            The engine's counts, the number of captured graphs among them.
+        """
+        self._executor.capture()
+        return self.stats()
+
+    @property
+    def graphs(self) -> Sequence[Graphified[..., Any]]:
+        """The graphified functions that run in this process, for their `memory_analysis()`; empty in mode none."""
+        return self._executor.graphs
+
+    def stats(self) -> Stats:
+        """What the engine has done so far, and what it holds."""
+        return self._counts.stats(self._host, self._executor.graphs)

@@ -1,5 +1,5 @@
-"""Faults: what a user's code raises for one request, or logits that leave it no token, ends that request alone; what
-raises in a step itself ends the engine."""
+"""Faults: user code that raises for one request, or logits without a possible token, end that request alone; an error
+in a step itself ends the engine."""
 
 import math
 import traceback
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from weft.errors import EngineError, LogitsError, RequestError, WeftError
 
 
-class Whole:
-    """A context that is whole, or never entered again: what raises within leaves the host and the device at odds. It is
-    not entered within itself either.
+class StepGuard:
+    """A context that cannot be entered again once something was raised in it, because the host and the device may
+    disagree from then on. It cannot be entered while it is entered, either.
 
     Args:
-        call: what runs in it, for errors.
+        call: the call that it guards, for errors.
     """
 
     def __init__(self, call: str) -> None:
@@ -29,11 +29,11 @@ class Whole:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it will not be entered again."""
+        """Whether something was raised in it."""
         return bool(self._broken)
 
     def check(self, call: str) -> None:
-        """Raise EngineError where it is broken; `call` is what was to be done."""
+        """Raise EngineError if it is broken; `call` is the user's call."""
         if self._broken:
             seen = f"an earlier step that raised {self._broken}; how far its requests came is not known"
             raise EngineError(call, seen, "another weft.Engine(...), and its requests again")
@@ -45,14 +45,14 @@ class Whole:
 
 
 def blame(error: BaseException, call: str, instead: str) -> RequestError:
-    """What was raised on behalf of one request, as the error of that request; a RequestError stays.
+    """Turn what user code raised for a request into that request's error; a RequestError stays as it is.
 
     Args:
         call, instead: of that error.
 
     Raises:
-        BaseException: it is no error of a request, but an interrupt or the like. A panic of a Rust extension is one,
-            though it is no Exception.
+        BaseException: the error itself, if it is an interrupt or the like. A panic of a Rust extension is not an
+            `Exception`, but counts as an error of the request.
     """
     if isinstance(error, RequestError):
         return error
@@ -65,7 +65,7 @@ def blame(error: BaseException, call: str, instead: str) -> RequestError:
 
 @contextmanager
 def blamed(call: str, instead: str) -> Iterator[None]:
-    """What is raised inside is the error of one request, as `blame` makes it."""
+    """A context in which whatever is raised becomes the error of one request (`blame`)."""
     try:
         yield
     except BaseException as error:
@@ -80,22 +80,22 @@ def is_fault(logprob: float) -> bool:
 
 
 def find_faults(logprobs: Sequence[Sequence[float]]) -> dict[int, int]:
-    """The rows in which there is a fault, and the place of the first one in each."""
+    """The rows with a fault, and the index of the first one in each."""
     faulty = (row for row, own in enumerate(logprobs) if any(map(is_fault, own)))
     return {row: next(i for i, x in enumerate(logprobs[row]) if is_fault(x)) for row in faulty}
 
 
-def fault_of(id: str, logprob: float, num_tokens: int) -> WeftError:
-    """The error of a request whose next token has no logprob.
+def fault_error(id: str, logprob: float, num_tokens: int) -> WeftError:
+    """The error of a request for which no token was drawn.
 
     Args:
         id: of the request.
-        logprob: that was returned in its place.
-        num_tokens: before it, those of the prompt included.
+        logprob: the one in the place of the token's.
+        num_tokens: tokens before it, the prompt included.
     """
     call = f"request {id!r}"
     if math.isnan(logprob):
         instead = "look for weights that are not finite, or for an overflow of the dtype"
-        return LogitsError(call, f"logits that are NaN behind {num_tokens} tokens", instead)
-    seen = f"no token that can be drawn behind {num_tokens} tokens: those that the request allows have logits of -inf"
+        return LogitsError(call, f"logits that are NaN after {num_tokens} tokens", instead)
+    seen = f"no token that can be drawn after {num_tokens} tokens: those that the request allows have logits of -inf"
     return RequestError(call, seen, "allow another token, or look at the model's logits")

@@ -1,4 +1,4 @@
-"""`generate`: prompts in, completions out, by an engine of their own."""
+"""`generate`: prompts in, completions out, with an engine of its own."""
 
 from collections.abc import Iterator, Sequence
 from math import exp, inf
@@ -15,9 +15,8 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.intake import check_sampling, encode_prompt, is_count
+from weft.transforms.engine.inputs import EmbedsPrompt, check_sampling, encode_prompt, is_count
 from weft.transforms.engine.outputs import RequestOutput
-from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.setup import EngineLimits, check_engine
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.pipelines.argument_checks import wrong_transport
@@ -25,9 +24,9 @@ from weft.transforms.pipelines.transports import Transport
 
 _MAX_TEMPERATURE = 1e38  # of float32
 MAX_NUM_REQS = 256
-"""Completions under way at once, at most; more of them wait."""
+"""The most completions that run at once; others wait."""
 MAX_NUM_TOKENS = 2048
-"""Tokens of a step at most; longer prompts go in chunks."""
+"""The most tokens per step; longer prompts go in chunks."""
 
 
 @attrs.frozen
@@ -37,13 +36,13 @@ class Completion:
     Args:
         text: the tokens as text, without special tokens; None where the checkpoint has no tokenizer.
         token_ids: the tokens, the end-of-sequence token included.
-        logprobs: for each, the natural logarithm of the model's probability of it, before temperature and all else.
+        logprobs: for each token, the natural logarithm of the model's probability, before temperature and all else.
         finish_reason: `stop` (a token or a text that ends it), `length` (`max_tokens`, or the model's own limit), or
             `error`.
-        top_logprobs: for each, those of the likeliest tokens; None unless `SamplingParams.logprobs` asks for them.
-        prompt_logprobs: of each token of the prompt but the first; None unless `SamplingParams.prompt_logprobs` asks.
-        prompt_top_logprobs: those of the likeliest tokens in their place.
-        error: with the reason `error`, what went wrong behind these tokens, such as logits that are NaN.
+        top_logprobs: for each token, the logprobs of the likeliest ones; None unless `SamplingParams.logprobs` asks.
+        prompt_logprobs: for each token of the prompt but the first; None unless `SamplingParams.prompt_logprobs` asks.
+        prompt_top_logprobs: for each of those, the logprobs of the likeliest tokens.
+        error: with the reason `error`, what went wrong after these tokens, such as logits that are NaN.
     """
 
     text: str | None
@@ -63,7 +62,7 @@ class Completion:
         return titled(text(what), written, bars(shown))
 
     def _tokens(self) -> Iterator[tuple[int, float]]:
-        """Tokens and logprobs; of one that is no number, that of a token that cannot be."""
+        """Tokens and logprobs; NaN counts as probability 0."""
         for token, logprob in zip(self.token_ids, self.logprobs, strict=False):
             yield token, logprob if logprob <= 0 else -inf
 
@@ -124,26 +123,26 @@ def generate(
     Args:
         model: from `weft.load`.
         prompts: strings, lists of token ids, or `weft.EmbedsPrompt`s, of any lengths.
-        max_tokens: tokens to generate for each at most; the model's own limit on positions may end one sooner.
+        max_tokens: the most tokens to generate for each; the model's own limit on positions may end one sooner.
         temperature: 0 is greedy; short for `sampling=SamplingParams(temperature=...)`.
-        seed: of all random choices: with it and its place in the list, a prompt's completion is the same in any
-            company, split and graph mode, up to rounding of the logits. None: a fresh one.
-        sampling: how tokens are chosen and what ends a completion, of all prompts or one a prompt. A seed in it is that
-            prompt's, whatever its place.
-        pipeline: stages that the layers are split into.
+        seed: of all random choices. The seed and a prompt's place in the list fix its completion, whatever the other
+            prompts, the split and the graph mode are, up to rounding of the logits. None: a fresh one.
+        sampling: how tokens are chosen and what ends a completion, for all prompts or one per prompt. If it has a seed,
+            that one holds for the prompt, whatever its place.
+        pipeline: the number of stages that the layers are split into.
         graph: one of `weft.transforms.MODES`.
-        adapter: a LoRA from `weft.load_adapter`, of all prompts or one a prompt; None: the model alone.
-        speculation: how tokens are drafted, to be verified several a step; no token changes. None: they are not.
+        adapter: a LoRA from `weft.load_adapter`, for all prompts or one per prompt; None: the model alone.
+        speculation: how drafts are made, so that a step verifies several tokens; no token changes. None: no drafts.
         transport: where the stages run; None: in this process. Every rank makes the same call, and returns the same.
         progress: show a progress bar.
-        stream: return the outputs as they come (`RequestOutput`, whose `id` is the prompt's place in the list, as a
-            string), instead of the completions at the end.
+        stream: return an iterator of outputs as they come (`RequestOutput`, whose `id` is the prompt's place in the
+            list, as a string) instead of the completions at the end.
 
     Returns:
-        One completion a prompt, in order; of a prompt with `SamplingParams(n=...)` so many in a row.
+        One completion per prompt, in order; `n` in a row for a prompt with `SamplingParams(n=...)`.
 
     Raises:
-        RequestError: a prompt or an argument that cannot be served, more stages than layers among them.
+        RequestError: a prompt or an argument that cannot be served, such as more stages than layers.
 
     >>> from weft.stages.model import DEMO, load
     >>> model = load(DEMO, "cpu")
@@ -171,7 +170,7 @@ def generate(
     params = _sampling_of_each(call, model, temperature, sampling, len(encoded))
     adapters = _adapter_of_each(call, adapter, len(encoded))
     once = {id(each): each for each in adapters if each is not None}
-    named = {f"adapter {place}": each for place, each in enumerate(once.values())}  # alike on every rank
+    named = {f"adapter {place}": each for place, each in enumerate(once.values())}  # the same names on every rank
     names = dict(zip(once, named, strict=True))
     limits = _limits(model, encoded, params, max_tokens, pipeline)
     engine = Engine(
@@ -195,7 +194,7 @@ def generate(
 
 
 def _shown(engine: Engine, total: int, progress: bool) -> Iterator[RequestOutput]:
-    """The outputs of an engine, counted by a progress bar."""
+    """The outputs of an engine, with a progress bar."""
     with tqdm(total=total, desc="generate", unit="token", disable=not progress) as bar:
         for output in engine:
             bar.update(len(output.token_ids))
@@ -203,17 +202,17 @@ def _shown(engine: Engine, total: int, progress: bool) -> Iterator[RequestOutput
 
 
 def _completion(output: RequestOutput) -> Completion:
-    track = output.track
-    asked = track.request.sampling
-    told = asked.prompt_logprobs is not None
+    state = output.track
+    sampling = state.request.sampling
+    with_prompt = sampling.prompt_logprobs is not None
     return Completion(
-        track.text if track.tokenizer is not None else None,
-        track.token_ids,
-        track.logprobs,
-        track.reason,
-        None if asked.logprobs is None else track.top_logprobs,
-        track.prompt_logprobs if told else None,
-        track.prompt_top_logprobs if told else None,
+        state.text if state.tokenizer is not None else None,
+        state.token_ids,
+        state.logprobs,
+        state.reason,
+        None if sampling.logprobs is None else state.top_logprobs,
+        state.prompt_logprobs if with_prompt else None,
+        state.prompt_top_logprobs if with_prompt else None,
         output.error,
     )
 
@@ -225,7 +224,7 @@ def _limits(
     max_tokens: int,
     stages: int,
 ) -> EngineLimits:
-    """Rows and pages for all, as far as there is room."""
+    """Limits with rows for all completions, up to `MAX_NUM_REQS`."""
     rows = min(sum(each.n for each in params), MAX_NUM_REQS)
     longest = min(max(map(len, prompts)) + max_tokens, model.config.max_position_embeddings)
     tokens = max(MAX_NUM_TOKENS, -(-rows // stages))

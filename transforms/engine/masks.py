@@ -1,5 +1,5 @@
-"""Masks: a function of the user's says, before each token of a request, which ones it may be: a grammar, a schema, a
-list of names."""
+"""Masks: the user's function that says, before each token of a request, which tokens are allowed: a grammar, a schema,
+a list of names."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -15,58 +15,59 @@ from weft.sampling import SamplingParams
 from weft.transforms.engine.faults import blamed
 
 Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
-"""From the tokens that a request has said to those that may be next: their ids; or a bit for each token of the
-vocabulary, [ceil(vocab_size / 32)] int32, the lowest first, as XGrammar fills it; None: any.
+"""Takes the tokens that a request has generated; returns the ids that may be next; or a bit for each token of the
+vocabulary, [ceil(vocab_size / 32)] int32, the lowest bit first, as XGrammar fills it; or None: any token.
 
-On every rank that has a stage it is called alike, and must say the same."""
+Every rank that has a stage calls it for the same tokens, and must get the same answer."""
 
-_MOST_TIMES = 16
-"""Ids that a mask may give, for each that there is."""
+_MAX_REPEATS = 16
+"""A mask may give so many times as many ids as there are tokens."""
 
 
 @attrs.frozen(eq=False)
-class Masked:
-    """A mask, and the tokens that the sampling parameters of its request leave.
+class RequestMask:
+    """A mask, and the tokens that its request's sampling parameters allow.
 
     Args:
         mask: of the request.
-        left: their bits.
-        left_early: the same, without those that end the request, for its first `min_tokens`.
+        allowed: the bits of the allowed tokens.
+        allowed_early: the same without the tokens that end the request, for its first `min_tokens`.
         min_tokens: of the request.
     """
 
     mask: Mask
-    left: Tensor
-    left_early: Tensor
+    allowed: Tensor
+    allowed_early: Tensor
     min_tokens: int
 
     @classmethod
-    def of(cls, mask: Mask, params: SamplingParams, vocab_size: int) -> "Masked":
-        """A mask beside parameters as `SamplingParams.for_request` makes them."""
-        left = _all(vocab_size) & ~pack_bits(params.bad_token_ids, vocab_size)
+    def of(cls, mask: Mask, params: SamplingParams, vocab_size: int) -> "RequestMask":
+        """A mask with its request's parameters, which `SamplingParams.for_request` made."""
+        allowed = _all(vocab_size) & ~pack_bits(params.bad_token_ids, vocab_size)
         if params.allowed_token_ids is not None:
-            left = left & pack_bits(params.allowed_token_ids, vocab_size)
-        return cls(mask, left, left & ~pack_bits(params.stop_token_ids, vocab_size), params.min_tokens)
+            allowed = allowed & pack_bits(params.allowed_token_ids, vocab_size)
+        return cls(mask, allowed, allowed & ~pack_bits(params.stop_token_ids, vocab_size), params.min_tokens)
 
-    def left_behind(self, num_said: int) -> Tensor:
-        """The tokens that the parameters leave behind so many."""
-        return self.left_early if num_said < self.min_tokens else self.left
+    def allowed_after(self, num_generated: int) -> Tensor:
+        """The tokens that the parameters allow after so many."""
+        return self.allowed_early if num_generated < self.min_tokens else self.allowed
 
 
-def read_mask(id: str, masked: Masked, said: Sequence[int], vocab_size: int) -> bytes | None:
-    """The bits of what a request's mask lets it say next, as bytes; None: anything.
+def compute_mask(id: str, own: RequestMask, token_ids: Sequence[int], vocab_size: int) -> bytes | None:
+    """The bits of the tokens that a request's mask allows next, as bytes; None: any token.
 
     Args:
         id: of the request, for errors.
-        said: its tokens so far, without its prompt.
+        own: its mask.
+        token_ids: the tokens that it has generated.
 
     Raises:
-        RequestError: the function raised, what it returned allows no token or is no mask, or the request's parameters
-            bar every token that it allows.
+        RequestError: the function raised; or it returned something that is not a mask, or allows no token; or the
+            request's parameters bar every token that it allows.
     """
-    call, words = f"mask of request {id!r}, behind {len(said)} tokens", -(-vocab_size // 32)
+    call, words = f"mask of request {id!r}, after {len(token_ids)} tokens", -(-vocab_size // 32)
     with blamed(call, "a function from tokens to the ids of those that may be next, which raises nothing"):
-        found = masked.mask(list(said))
+        found = own.mask(list(token_ids))
         if found is None:
             return None
         bits = found if isinstance(found, Tensor) else pack_bits(_ids(found, vocab_size), vocab_size)
@@ -78,7 +79,7 @@ def read_mask(id: str, masked: Masked, said: Sequence[int], vocab_size: int) -> 
         if not allowed.any():
             instead = "at least one: the end-of-sequence token ends a request"
             raise RequestError(call, "no token that is allowed", instead)
-        if not (allowed & masked.left_behind(len(said))).any():
+        if not (allowed & own.allowed_after(len(token_ids))).any():
             seen = "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
             raise RequestError(call, seen, "at least one that they leave; a request that may end has min_tokens=0")
         return bits.numpy().tobytes()
@@ -86,10 +87,10 @@ def read_mask(id: str, masked: Masked, said: Sequence[int], vocab_size: int) -> 
 
 def _ids(found: Any, vocab_size: int) -> set[int]:
     ids: set[int] = set()
-    for count, token in enumerate(found):  # one after the other: an iterator may have no end
+    for count, token in enumerate(found):  # one after the other: an iterator may be endless
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise ValueError(f"{token!r} is no token id from 0 to {vocab_size - 1}")
-        if count == _MOST_TIMES * vocab_size:
+            raise ValueError(f"{token!r} is not a token id from 0 to {vocab_size - 1}")
+        if count == _MAX_REPEATS * vocab_size:
             raise ValueError(f"more than {count} ids, where there are {vocab_size}")
         ids.add(token)
     return ids
@@ -97,7 +98,7 @@ def _ids(found: Any, vocab_size: int) -> set[int]:
 
 @functools.cache
 def _all(vocab_size: int) -> Tensor:
-    """The bits of all tokens: what stands behind the last one counts as nothing."""
+    """The bits of all tokens; bits past the last token are 0."""
     whole = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)
     if rest := vocab_size % 32:
         whole[-1] = (1 << rest) - 1
@@ -105,7 +106,7 @@ def _all(vocab_size: int) -> Tensor:
 
 
 def stack_masks(masks: Sequence[bytes | None]) -> Tensor:
-    """`Batch.token_mask` [num_reqs, ceil(vocab_size / 32)] int32 of several requests, of which some have one."""
+    """`Batch.token_mask` [num_reqs, ceil(vocab_size / 32)] int32 from a batch's masks, not all of them None."""
     size = max(len(mask) for mask in masks if mask is not None)
     rows = b"".join(b"\xff" * size if mask is None else mask for mask in masks)
     return torch.frombuffer(bytearray(rows), dtype=torch.int32).view(len(masks), -1)

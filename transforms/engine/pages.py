@@ -1,4 +1,8 @@
-"""Who holds which page of the KV cache: reference counts, and pages found again by what is in them."""
+"""Pages of the KV cache: reference counts, and a prefix cache that finds pages by their content.
+
+Eviction: a full, published page that no request holds stays in the prefix cache. `Pages.allocate` evicts such a page
+only when no empty page is left, the least recently used first.
+"""
 
 import hashlib
 from collections import OrderedDict
@@ -13,135 +17,139 @@ from weft.errors import RequestError
 class Pages:
     """The pages of a KV cache.
 
-    A page that nobody holds is free. A full one whose tokens are known keeps its content until it is needed for
-    something else, the longest unused first; a request that begins with the same tokens shares it. One that a prompt
-    fills in part is copied by whoever has the same prompt, while it is held.
+    A page that no request holds is free. A free page is empty or evictable: an evictable one is published under the
+    hash of its content, and a request that begins with the same tokens shares it. A page that a prompt fills in part
+    can be looked up as long as a request holds it; whoever finds it copies it, because its owner goes on writing.
 
     Args:
-        num_pages: in all, on each stage.
-        page_size: tokens a page.
+        num_pages: the total, on each stage.
+        page_size: tokens per page.
     """
 
     num_pages: int
     page_size: int
-    _count: list[int] = attrs.field(init=False)
-    _blank: list[int] = attrs.field(init=False)
-    _kept: OrderedDict[int, None] = attrs.field(init=False, factory=OrderedDict)
+    _refcounts: list[int] = attrs.field(init=False)
+    _empty: list[int] = attrs.field(init=False)
+    _evictable: OrderedDict[int, None] = attrs.field(init=False, factory=OrderedDict)
     _hash_of: dict[int, bytes] = attrs.field(init=False, factory=dict)
     _page_of: dict[bytes, int] = attrs.field(init=False, factory=dict)
-    _part_of: dict[int, bytes] = attrs.field(init=False, factory=dict)
-    _page_of_part: dict[bytes, int] = attrs.field(init=False, factory=dict)
+    _partial_hash_of: dict[int, bytes] = attrs.field(init=False, factory=dict)
+    _page_of_partial: dict[bytes, int] = attrs.field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self._count = [0] * self.num_pages
-        self._blank = list(range(self.num_pages - 1, -1, -1))
+        self._refcounts = [0] * self.num_pages
+        self._empty = list(range(self.num_pages - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
-        return len(self._blank) + len(self._kept)
+        """Pages that no request holds."""
+        return len(self._empty) + len(self._evictable)
 
     @property
     def num_held(self) -> int:
-        """Pages that somebody holds."""
+        """Pages that at least one request holds."""
         return self.num_pages - self.num_free
 
     @property
-    def num_kept(self) -> int:
-        """Of those, the pages that would be found again."""
-        return len(self._kept)
+    def num_evictable(self) -> int:
+        """Free pages whose content can still be looked up."""
+        return len(self._evictable)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that so many tokens fill."""
+        """Number of pages that `num_tokens` tokens need."""
         return -(-num_tokens // self.page_size)
 
-    def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The longest run of pages, from the first on, with these contents."""
+    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
+        """The published pages with these content hashes, up to the first hash that is missing."""
         found = []
-        for name in hashes:
-            if (page := self._page_of.get(name)) is None:
+        for content_hash in hashes:
+            if (page := self._page_of.get(content_hash)) is None:
                 break
             found.append(page)
         return found
 
-    def find_part(self, name: bytes) -> int | None:
-        """A page that begins with this content, to be copied while its owner goes on writing behind it."""
-        return self._page_of_part.get(name)
+    def lookup_partial(self, content_hash: bytes) -> int | None:
+        """A held page that begins with this content. Copy it: its owner goes on writing after that content."""
+        return self._page_of_partial.get(content_hash)
 
     def count_free(self, shared: Sequence[int]) -> int:
-        """Pages that can be taken once `shared` are held."""
-        return self.num_free - sum(self._count[page] == 0 for page in shared)
+        """Number of pages that can be allocated once `shared` are held."""
+        return self.num_free - sum(self._refcounts[page] == 0 for page in shared)
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Hold pages that were found."""
+    def acquire(self, pages: Iterable[int]) -> None:
+        """Hold pages that a lookup returned."""
         for page in pages:
-            if self._count[page] == 0:
-                del self._kept[page]
-            self._count[page] += 1
+            if self._refcounts[page] == 0:
+                del self._evictable[page]
+            self._refcounts[page] += 1
 
-    def take(self, count: int) -> list[int]:
-        """Hold `count` free pages.
+    def allocate(self, count: int) -> list[int]:
+        """Hold `count` free pages: empty ones first, then evicted ones.
 
         Raises:
-            RequestError: there are not so many.
+            RequestError: fewer pages are free.
         """
         if count > self.num_free:
-            call = f"pages.take({count})"
+            call = f"pages.allocate({count})"
             raise RequestError(call, f"{self.num_free} free pages of {self.num_pages}", "ask num_free first")
-        taken = []
+        allocated = []
         for _ in range(count):
-            page = self._blank.pop() if self._blank else self._forget_oldest()
-            self._count[page] = 1
-            taken.append(page)
-        return taken
+            page = self._empty.pop() if self._empty else self._evict_oldest()
+            self._refcounts[page] = 1
+            allocated.append(page)
+        return allocated
 
-    def _forget_oldest(self) -> int:
-        page, _ = self._kept.popitem(last=False)
+    def _evict_oldest(self) -> int:
+        """Drop the least recently used page from the prefix cache."""
+        page, _ = self._evictable.popitem(last=False)
         del self._page_of[self._hash_of.pop(page)]
         return page
 
-    def keep(self, page: int, name: bytes) -> None:
-        """From now on a held page is found by its content. (Another one with the same content is found instead.)"""
-        if name not in self._page_of and page not in self._hash_of:
-            self._page_of[name] = page
-            self._hash_of[page] = name
+    def publish(self, page: int, content_hash: bytes) -> None:
+        """Let a full, held page be looked up by its content. If another page has the same content, that one stays the
+        published one."""
+        if content_hash not in self._page_of and page not in self._hash_of:
+            self._page_of[content_hash] = page
+            self._hash_of[page] = content_hash
 
-    def keep_part(self, page: int, name: bytes) -> None:
-        """As long as a page is held, what it begins with is found by its content."""
-        if name not in self._page_of_part and page not in self._part_of:
-            self._page_of_part[name] = page
-            self._part_of[page] = name
+    def publish_partial(self, page: int, content_hash: bytes) -> None:
+        """Let the beginning of a held page be looked up by its content, as long as the page is held."""
+        if content_hash not in self._page_of_partial and page not in self._partial_hash_of:
+            self._page_of_partial[content_hash] = page
+            self._partial_hash_of[page] = content_hash
 
-    def forget(self, pages: Iterable[int]) -> None:
-        """Find held pages by their content no more."""
+    def unpublish(self, pages: Iterable[int]) -> None:
+        """Remove held pages from the prefix cache."""
         for page in pages:
-            self._forget_part(page)
-            if (name := self._hash_of.pop(page, None)) is not None:
-                del self._page_of[name]
+            self._unpublish_partial(page)
+            if (content_hash := self._hash_of.pop(page, None)) is not None:
+                del self._page_of[content_hash]
 
-    def _forget_part(self, page: int) -> None:
-        if (name := self._part_of.pop(page, None)) is not None:
-            del self._page_of_part[name]
+    def _unpublish_partial(self, page: int) -> None:
+        if (content_hash := self._partial_hash_of.pop(page, None)) is not None:
+            del self._page_of_partial[content_hash]
 
     def release(self, pages: Sequence[int]) -> None:
-        """Hold pages no more; the last of a request is the first to be forgotten, as the others serve more prompts."""
+        """Stop holding a request's pages. The last ones become the first to be evicted, because the first pages of a
+        prompt are a prefix of more prompts."""
         for page in reversed(pages):
-            self._count[page] -= 1
-            if self._count[page] == 0:
-                self._forget_part(page)
+            self._refcounts[page] -= 1
+            if self._refcounts[page] == 0:
+                self._unpublish_partial(page)
                 if page in self._hash_of:
-                    self._kept[page] = None
+                    self._evictable[page] = None
                 else:
-                    self._blank.append(page)
+                    self._empty.append(page)
 
 
 def hash_page(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of a page's content: its tokens, and the name of the page before, so that equal names are equal
+    """The content hash of a page: a hash of its tokens and of the hash before it, so that equal hashes mean equal
     prefixes.
 
     Args:
-        before: of the page before, or of the first page what all content depends on (an adapter); and what else this
-            page's depends on: embeddings, and positions (`weft.transforms.engine.prompts.Given`).
+        before: the hash of the page before; for the first page, what all content depends on (adapter, parameters). It
+            ends with what else this page depends on: embeddings and positions
+            (`weft.transforms.engine.requests.PromptExtras`).
     """
     text = b",".join(b"%d" % token for token in token_ids)
     return hashlib.blake2b(before + b"|" + text, digest_size=16).digest()

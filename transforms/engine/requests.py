@@ -1,29 +1,65 @@
-"""Requests: what was asked, and how far each has come."""
+"""Requests, the state of each request, and the host's books: the requests that wait or run, their rows and pages."""
 
+import bisect
 import hashlib
+import operator
+from collections.abc import Sequence
 
 import attrs
+from torch import Tensor
 
+from weft.errors import RequestError
 from weft.ops.logits import PENALTIES
 from weft.sampling import SamplingParams
 from weft.sampling_table import features
-from weft.transforms.engine.pages import hash_page
-from weft.transforms.engine.prompts import Given
+from weft.transforms.engine.pages import Pages, hash_page
+
+
+@attrs.frozen
+class PromptExtras:
+    """A prompt's embeddings and positions, which token ids do not tell. Equal when their contents are equal.
+
+    Args:
+        inputs_embeds, positions: as in `weft.EmbedsPrompt`; the positions are on the host.
+        delta: position minus index, for each token after the prompt.
+        contents: for each token of the prompt, what its keys and values depend on besides its id: the digest of its
+            embedding, and its positions where they differ from its index. Empty for a plain text token.
+    """
+
+    inputs_embeds: Tensor | None = attrs.field(eq=False, repr=False)
+    positions: Tensor | None = attrs.field(eq=False, repr=False)
+    delta: int
+    contents: tuple[bytes, ...] = attrs.field(repr=False)
+
+    def content(self, start: int, stop: int) -> bytes:
+        """What the keys and values of the request's tokens `start:stop` depend on besides their ids."""
+        texts = ((index, self._content_of(index)) for index in range(start, stop))
+        return b"".join(b";%d:%s" % (index - start, text) for index, text in texts if text)
+
+    def _content_of(self, index: int) -> bytes:
+        if index < len(self.contents):
+            return self.contents[index]
+        return position_content(index, [index + self.delta] * 3)
+
+
+def position_content(index: int, positions: Sequence[int]) -> bytes:
+    """A token's three positions as text; empty where each is the token's index, as for plain text."""
+    return b"" if list(positions) == [index] * 3 else b"@%d/%d/%d" % tuple(positions)
 
 
 @attrs.frozen
 class Request:
-    """A prompt to go on from.
+    """A prompt to continue.
 
     Args:
         id: a name, unique among the requests that have not ended.
         prompt: token ids, at least one; EMBEDDED (-2) where `given` has an embedding.
-        max_tokens: tokens to generate at most.
-        sampling: how its tokens are chosen, and all that end it (`SamplingParams.for_request`).
+        max_tokens: the most tokens to generate.
+        sampling: how its tokens are chosen and what ends it (`SamplingParams.for_request`).
         priority: FIFO within a priority; lower numbers first, and higher ones may get no turn.
         adapter: the slot of its LoRA adapter; -1: none.
-        given: what its prompt has beside token ids; None: nothing.
-        is_masked: whether what it may say next depends on what it has said, so that this must have been read.
+        given: the prompt's embeddings and positions; None: the prompt is token ids alone.
+        is_masked: whether its next token depends on a mask of all earlier ones, so that the host must have read them.
     """
 
     id: str
@@ -32,11 +68,11 @@ class Request:
     sampling: SamplingParams
     priority: int = 0
     adapter: int = -1
-    given: Given | None = None
+    given: PromptExtras | None = None
     is_masked: bool = False
 
     def __str__(self) -> str:
-        """What ranks must say alike of it, in a line."""
+        """One line, which must be equal on all ranks."""
         contents = b"" if self.given is None else self.given.content(0, len(self.prompt))
         digest = hashlib.blake2b(repr(self.prompt).encode() + contents, digest_size=6).hexdigest()
         more = f", adapter {self.adapter}" * (self.adapter >= 0) + ", masked" * self.is_masked
@@ -47,30 +83,32 @@ class Request:
 
 
 @attrs.define(eq=False)
-class Running:
-    """A request under way, as the host knows it: some steps behind the device, whose tokens it does not know; where
-    there are drafts, nor how many: until it reads them its counts are bounds.
+class RequestState:
+    """A request that has not ended, as the host knows it.
+
+    The host runs some steps ahead of the tokens that it has read. It does not know the tokens of those steps, nor,
+    with drafts, how many there are: until it reads them, its counts are upper bounds.
 
     Args:
-        request: what was asked.
+        request: what the user asked for.
         arrival: its place in the order of arrival.
-        version: of the parameters that compute its pages.
+        version: the version of the parameters that compute its pages.
         tokens: the prompt and the tokens read so far.
-        row: its row of the state; -1: it waits.
-        cohort: who it is stepped with.
-        pages: of the KV cache, in order.
-        hashes: the names of its full pages of known tokens.
-        kept: its pages that are found by their content.
-        filled: tokens of those that it began with that are in the cache, with the steps under way.
-        num_unread: steps that sample for it, and that the host has not read.
-        most_unread: tokens that they sample at most.
-        on_device: whether the state holds the token it goes on from.
+        row: its row of the device state; -1: it waits.
+        cohort: the group of requests that it is stepped with.
+        pages: its pages of the KV cache, in order.
+        page_hashes: the content hashes of its full pages of known tokens.
+        num_published: its leading pages that are published in the prefix cache.
+        num_prefilled: tokens, of those it began with, that are in the cache once the launched steps are done.
+        num_unread: launched steps that sample for it and that the host has not read.
+        max_unread: the most tokens that those steps sample.
+        on_device: whether the device state holds the token that it continues from.
         last_job: the last job that samples for it.
-        reason: why it ended: `stop`, `length`, `abort` or `error`.
-        leader: a request with the same prompt, for whose pages it waits.
-        followers: those that wait for its own.
-        drafts: whether several of its tokens may be sampled in a step.
-        limit: tokens that it has at most, those of its prompt included.
+        reason: why it ended: `stop`, `length`, `abort` or `error`; empty: it has not.
+        leader: a request with the same prompt, whose pages it waits for.
+        followers: the requests that wait for its pages.
+        can_draft: whether a step may sample several of its tokens.
+        max_len: the most tokens that it can have, its prompt included.
     """
 
     request: Request
@@ -80,93 +118,251 @@ class Running:
     row: int = -1
     cohort: int = -1
     pages: list[int] = attrs.field(factory=list)
-    hashes: list[bytes] = attrs.field(factory=list)
-    kept: int = 0
-    filled: int = 0
+    page_hashes: list[bytes] = attrs.field(factory=list)
+    num_published: int = 0
+    num_prefilled: int = 0
     num_unread: int = 0
-    most_unread: int = 0
+    max_unread: int = 0
     on_device: bool = False
     last_job: int | None = None
     reason: str = ""
-    leader: "Running | None" = attrs.field(default=None, repr=False)
-    followers: list["Running"] = attrs.field(factory=list, repr=False)
-    drafts: bool = attrs.field(init=False)
-    limit: int = attrs.field(init=False)
+    leader: "RequestState | None" = attrs.field(default=None, repr=False)
+    followers: list["RequestState"] = attrs.field(factory=list, repr=False)
+    can_draft: bool = attrs.field(init=False)
+    max_len: int = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.limit = len(self.request.prompt) + self.request.max_tokens
-        # Each token changes the penalties of the next, or its mask, so that several cannot be drawn at once.
-        self.drafts = not (features(self.request.sampling) & PENALTIES or self.request.is_masked)
+        self.max_len = len(self.request.prompt) + self.request.max_tokens
+        # Each token changes the penalties or the mask of the next one, so a step cannot sample several.
+        self.can_draft = not (features(self.request.sampling) & PENALTIES or self.request.is_masked)
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Whose turn it is: the least."""
+    def turn(self) -> tuple[int, int]:
+        """Sort key of the scheduling order: FIFO within a priority; lower numbers first."""
         return self.request.priority, self.arrival
 
     @property
     def length(self) -> int:
-        """Its tokens, with those under way, at most."""
-        return min(len(self.tokens) + self.most_unread, self.limit)
+        """Upper bound of its tokens once the launched steps are done."""
+        return min(len(self.tokens) + self.max_unread, self.max_len)
 
     @property
-    def computed(self) -> int:
-        """Tokens in the cache, with the steps under way, at most: behind its prompt all but the last."""
-        return self.length - 1 if self.on_device else self.filled
+    def num_computed(self) -> int:
+        """Upper bound of its tokens in the cache once the launched steps are done: all but the last one, after the
+        prompt."""
+        return self.length - 1 if self.on_device else self.num_prefilled
 
     @property
     def num_left(self) -> int:
-        """Tokens that are still to be sampled behind the steps under way, at most."""
-        return self.limit - len(self.tokens) - self.num_unread
+        """Upper bound of the tokens still to be sampled after the launched steps."""
+        return self.max_len - len(self.tokens) - self.num_unread
 
     @property
     def is_full(self) -> bool:
-        """Whether all its tokens are sampled, or will be."""
-        return len(self.tokens) + self.num_unread >= self.limit
+        """Whether all of its tokens are sampled once the launched steps are done."""
+        return len(self.tokens) + self.num_unread >= self.max_len
 
     @property
-    def most_useful(self) -> int:
-        """Tokens that a step could sample for it."""
-        return self.num_left if self.drafts else 1
+    def max_useful(self) -> int:
+        """The most tokens that its next step could sample."""
+        return self.num_left if self.can_draft else 1
 
-    def most(self, query_len: int) -> int:
-        """Tokens that a step over so many, drafts included, samples for it at most."""
-        return query_len if self.drafts else 1
+    def max_sampled(self, query_len: int) -> int:
+        """The most tokens that a step over `query_len` tokens, drafts included, samples for it."""
+        return query_len if self.can_draft else 1
 
-    def name_pages(self, page_size: int) -> None:
-        """Give names to the pages that known tokens have filled."""
-        for index in range(len(self.hashes), len(self.tokens) // page_size):
-            self.hashes.append(self._name_page(index, page_size))
+    def hash_pages(self, page_size: int) -> None:
+        """Hash the pages that known tokens fill."""
+        for index in range(len(self.page_hashes), len(self.tokens) // page_size):
+            self.page_hashes.append(self._hash_page(index, page_size))
 
-    def name_part(self, page_size: int) -> bytes | None:
-        """The name of what its tokens, all of them known, leave in a page that they do not fill; None where that is
-        not worth a copy: its last token is computed anyway."""
+    def hash_partial_page(self, page_size: int) -> bytes | None:
+        """The content hash of its last page, which its tokens, all of them known, do not fill; None where a copy is not
+        worth it, because the last token is computed anyway."""
         full = len(self.tokens) // page_size
         if len(self.tokens) - full * page_size < 2:
             return None
-        self.name_pages(page_size)
-        return self._name_page(full, page_size)
+        self.hash_pages(page_size)
+        return self._hash_page(full, page_size)
 
-    def _name_page(self, index: int, page_size: int) -> bytes:
-        """The name of a page, whose tokens are known as far as it is filled, and so are the names before it."""
+    def _hash_page(self, index: int, page_size: int) -> bytes:
+        """The content hash of a page whose tokens, and the hashes before it, are known."""
         start, request = index * page_size, self.request
         tokens = self.tokens[start : start + page_size]
-        before = self.hashes[index - 1] if index else salt(request.adapter, self.version)
+        before = self.page_hashes[index - 1] if index else salt(request.adapter, self.version)
         more = b"" if request.given is None else request.given.content(start, start + len(tokens))
         return hash_page(before + more, tokens)
 
 
 def salt(adapter: int, version: int) -> bytes:
-    """The beginning of every page's name: keys and values of equal tokens differ by the slot of the adapter that
-    computes them (-1: none), and by the version of the parameters."""
+    """The salt of every page's content hash: keys and values of equal tokens differ by the slot of the adapter that
+    computes them (-1: none) and by the version of the parameters."""
     return b"version %d adapter %d" % (version, adapter)
 
 
 def sample_seeds(seed: int, n: int) -> list[int]:
-    """A seed for each of the `n` completions of a request; the first has the request's own."""
+    """A seed for each of the `n` completions of a request; the first one is the request's own."""
     return [seed, *(request_seed(seed, index) for index in range(1, n))]
 
 
 def request_seed(seed: int, index: int) -> int:
-    """The seed of request `index` of a run."""
+    """The seed of request `index` of an engine with this seed."""
     digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+@attrs.frozen
+class Budget:
+    """The limits that the scheduler keeps.
+
+    Args:
+        max_num_reqs: rows of the device state, one for each running request.
+        max_num_tokens: tokens of a batch, at least one for each request of a cohort.
+        max_pages: pages of a request: the width of the block table.
+        num_cohorts: groups of requests that are stepped in turn; as many keep a pipeline of as many stages busy. Each
+            has at most its share of the rows.
+        mixed: whether a batch may hold decodes and prompts; if not, prompts get batches of their own, and decodes stay
+            uniform.
+        query_lens: tokens per request that a uniform decode may have, drafts included: 1, and others.
+
+    Raises:
+        RequestError: numbers that leave no room for a request.
+    """
+
+    max_num_reqs: int
+    max_num_tokens: int
+    max_pages: int
+    num_cohorts: int = 1
+    mixed: bool = False
+    query_lens: tuple[int, ...] = (1,)
+
+    def __attrs_post_init__(self) -> None:
+        least = min(self.max_num_reqs, self.max_pages, self.num_cohorts, *self.query_lens)
+        if 1 not in self.query_lens:
+            raise RequestError(str(self), f"query_lens={self.query_lens}", "1 among them: not every step has drafts")
+        if least < 1 or self.max_num_tokens < self.cohort_size:
+            instead = f"numbers >= 1, and at least {max(self.cohort_size, 1)} tokens"
+            raise RequestError(str(self), "no room for a step of all requests", instead)
+
+    @property
+    def cohort_size(self) -> int:
+        """The most requests of a cohort."""
+        return -(-self.max_num_reqs // max(self.num_cohorts, 1))
+
+
+@attrs.define(eq=False)
+class HostState:
+    """The host's books, from which the scheduler decides each step.
+
+    Args:
+        pages: the pages of the KV cache.
+        free_rows: rows that no request has.
+        requests: all requests that have not ended, by id: waiting, running, or following another one.
+        waiting: requests without a row, in scheduling order.
+        running: requests with a row, by id.
+        cohorts: the running requests of each cohort, in scheduling order.
+        unread: for each job whose tokens the host has not read, the requests that sample: place in the batch, request,
+            and the most tokens it samples.
+        row_jobs: the last job that returns something for a row.
+        num_ticks, num_jobs, num_arrivals, num_preempted: counts so far.
+        num_found: tokens that were in the prefix cache when a request was admitted.
+        version: the number of times that the parameters have changed.
+    """
+
+    pages: Pages
+    free_rows: list[int]
+    cohorts: tuple[list[RequestState], ...]
+    requests: dict[str, RequestState] = attrs.field(factory=dict)
+    waiting: list[RequestState] = attrs.field(factory=list)
+    running: dict[str, RequestState] = attrs.field(factory=dict)
+    unread: dict[int, tuple[tuple[int, RequestState, int], ...]] = attrs.field(factory=dict)
+    row_jobs: dict[int, int] = attrs.field(factory=dict)
+    num_ticks: int = 0
+    num_jobs: int = 0
+    num_arrivals: int = 0
+    num_preempted: int = 0
+    num_found: int = 0
+    version: int = 0
+
+    @classmethod
+    def empty(cls, budget: Budget, num_pages: int, page_size: int) -> "HostState":
+        """A state without requests."""
+        cohorts = tuple(list[RequestState]() for _ in range(budget.num_cohorts))
+        return cls(Pages(num_pages, page_size), list(range(budget.max_num_reqs - 1, -1, -1)), cohorts)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+        return not self.requests
+
+    def find(self, request_id: str) -> RequestState | None:
+        """The request of that id that has not ended."""
+        return self.requests.get(request_id)
+
+
+turn = operator.attrgetter("turn")
+"""The sort key of requests in scheduling order."""
+
+
+def enqueue(host: HostState, req: RequestState) -> None:
+    """Put a request into the waiting queue."""
+    bisect.insort(host.waiting, req, key=turn)
+
+
+def publish_pages(host: HostState, req: RequestState) -> None:
+    """Publish a request's full, computed pages to the prefix cache."""
+    if len(req.tokens) < (req.num_published + 1) * host.pages.page_size:
+        return  # as after most tokens: no new page is full
+    req.hash_pages(host.pages.page_size)
+    full = min(len(req.tokens), req.num_computed) // host.pages.page_size
+    for index in range(req.num_published, full):
+        host.pages.publish(req.pages[index], req.page_hashes[index])
+    req.num_published = max(req.num_published, full)
+
+
+def publish_prompt(host: HostState, req: RequestState) -> None:
+    """Once all known tokens of a request are in the cache, publish its partial last page, and requeue its followers."""
+    if req.num_computed < len(req.tokens):
+        return
+    if (content_hash := req.hash_partial_page(host.pages.page_size)) is not None:
+        host.pages.publish_partial(req.pages[len(req.page_hashes)], content_hash)
+    requeue_followers(host, req)
+
+
+def requeue_followers(host: HostState, leader: RequestState) -> None:
+    """Requeue the requests that were waiting for this request's pages."""
+    for req in leader.followers:
+        req.leader = None
+        enqueue(host, req)
+    leader.followers = []
+
+
+def preempt(host: HostState, req: RequestState) -> None:
+    """Take a request's row and pages; it waits, to begin again with the tokens that it has."""
+    free(host, req)
+    enqueue(host, req)
+    host.num_preempted += 1
+
+
+def end(host: HostState, req: RequestState, reason: str) -> None:
+    """End a request, whether it runs, waits or follows; tokens of launched steps are dropped when they are read."""
+    del host.requests[req.request.id]
+    if req.row >= 0:
+        free(host, req)
+    elif req.leader is not None:
+        req.leader.followers.remove(req)
+    else:
+        del host.waiting[bisect.bisect_left(host.waiting, turn(req), key=turn)]
+    requeue_followers(host, req)
+    req.reason = reason
+
+
+def free(host: HostState, req: RequestState) -> None:
+    """Take a request's row and pages."""
+    del host.running[req.request.id]
+    cohort = host.cohorts[req.cohort]
+    del cohort[bisect.bisect_left(cohort, turn(req), key=turn)]
+    host.pages.release(req.pages)
+    host.free_rows.append(req.row)
+    req.row = req.cohort = -1
+    req.pages, req.num_prefilled, req.num_published, req.on_device = [], 0, 0, False

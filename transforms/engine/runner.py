@@ -1,4 +1,4 @@
-"""A model as one step, for experiments without an engine: its stages composed, graphified, spanned; and a state."""
+"""`make_runner`: a model as one step for experiments without an engine, its stages composed, graphified or spanned."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,20 +28,20 @@ from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 
 PAGE_SIZE = 16
-"""Tokens a page."""
+"""Tokens per page."""
 SPLIT_AT = ("weft::paged_attention",)
-"""Where a decoder is cut into pieces."""
+"""The operators at which piecewise graphs cut a decoder."""
 
 
 @attrs.frozen(eq=False, repr=False)
 class Runner:
-    """A model made ready to step: the step, its parameters a stage, and how to make its state.
+    """A model ready to step; `make_state` makes its state.
 
     Args:
         step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage that runs here.
-        params: one entry for each of these.
-        stages: the plain stages that the step is composed of, all of them.
-        layouts: which layers each stage owns that runs here.
+        params: that tuple of parameters.
+        stages: all plain stages that the step is composed of.
+        layouts: the layers of each stage that runs here.
         graphs: the graphified functions inside the step, for their `cache_info()`.
     """
 
@@ -74,21 +74,21 @@ def make_runner(
     num_logprobs: int = 0,
     transport: Transport | None = None,
 ) -> Runner:
-    """Compose the model's stages into a step: `graphify(compose(...))` on one stage, `pipeline(map(graphify, stages))`
-    on more.
+    """Compose the model's stages into a step: `graphify(compose(...))` for one stage, `pipeline(map(graphify, stages))`
+    for more.
 
     Args:
         model: the checkpoint.
-        limits: what a batch can be; bounds the ladder.
-        num_stages: pipeline stages; a batch is cut into as many micro-batches.
+        limits: the bounds of a batch, and so of the ladder.
+        num_stages: the number of pipeline stages; a batch is cut into as many micro-batches.
         mode: a graph mode (`weft.transforms.graphs.ladder.MODES`).
         backend: of graphify.
         keep_logits: whether outputs hold logits.
-        num_logprobs: of how many of the likeliest tokens outputs hold the logprobs.
+        num_logprobs: the number of likeliest tokens whose logprobs outputs hold.
         transport: of the pipeline; None: `Local()`.
 
     Raises:
-        ProgramError: more stages than layers, or a model that is another part than runs here.
+        ProgramError: more stages than layers, or a model that is not the part that runs here.
         DescriptorError: an unknown mode.
     """
     ladder = make_ladder(mode, limits)
@@ -111,18 +111,18 @@ def make_runner(
         whole = graph_step(compose(stages, advance=advance), ladder, backend)
         return Runner(whole, params, stages, layouts, (whole,) if len(ladder) else ())
     spanned = [graph_step(stage, ladder, backend) for stage in stages]
-    step = pipeline(spanned, microbatches=num_stages, advance=advance, schema=_travels(model), transport=transport)
+    step = pipeline(spanned, microbatches=num_stages, advance=advance, schema=_edge_schema(model), transport=transport)
     return Runner(step, params, stages, layouts, tuple(spanned) if len(ladder) else ())
 
 
 def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
-    """A decoder's step or stage graphified, in pieces around its attention where the ladder asks for them; as it is
-    where the ladder is empty."""
+    """Graphify a decoder's step or stage, in pieces around its attention where the ladder asks for them. With an empty
+    ladder, return it as it is."""
     return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
 
 
-def _travels(model: Model) -> Schema:
-    """What one stage sends to the next."""
+def _edge_schema(model: Model) -> Schema:
+    """The schema of what one stage sends to the next."""
     hidden = TensorSchema("hidden_states", ("num_tokens", model.config.hidden_size), model.dtype)
     has_mrope = model.config.rope.mrope_section is not None
     return Schema((hidden, *((TensorSchema("positions", ("num_tokens", 3), torch.int64),) if has_mrope else ())))
@@ -136,18 +136,18 @@ def make_state(
     prompts: Sequence[Sequence[int]] | None = None,
     mrope_position_deltas: Sequence[int] | None = None,
 ) -> tuple[State, ...]:
-    """Each stage's state with one request a length admitted, in rows 0, 1, ...; pages enough for each to grow to its
-    length.
+    """Make each stage's state, with one admitted request per length, in rows 0, 1, ..., and enough pages for each
+    request to grow to its length.
 
     Args:
         model: the checkpoint.
-        layouts: of the stages, as `Runner.layouts`.
+        layouts: the stages' layers, as in `Runner.layouts`.
         lengths: the most tokens that each request will hold.
-        sampling, prompts, mrope_position_deltas: one a request, as `weft.state.admit` takes them. None: greedy; prompts
-            that no penalty counts; 0.
+        sampling, prompts, mrope_position_deltas: one per request, as `weft.state.admit` takes them. None: greedy;
+            empty prompts, so that penalties count none of their tokens; 0.
 
     Raises:
-        RequestError: lengths that no requests have.
+        RequestError: lengths that are not a list of integers >= 1.
     """
     if not isinstance(lengths, Sequence) or not lengths or not all(isinstance(n, int) and n >= 1 for n in lengths):
         seen = f"lengths={lengths!r:.60}"
@@ -155,9 +155,8 @@ def make_state(
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
-    asked = [SamplingParams(temperature=0.0)] * len(lengths) if sampling is None else sampling
-
-    said = prompts or [()] * len(lengths)
+    params = [SamplingParams(temperature=0.0)] * len(lengths) if sampling is None else sampling
+    prompts = prompts or [()] * len(lengths)
     states = empty_states(
         model.config,
         layouts,
@@ -170,5 +169,5 @@ def make_state(
     )
     rows = range(len(lengths))
     return tuple(
-        admit(empty, rows, pages, asked, said, mrope_position_deltas=mrope_position_deltas) for empty in states
+        admit(empty, rows, pages, params, prompts, mrope_position_deltas=mrope_position_deltas) for empty in states
     )

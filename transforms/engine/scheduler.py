@@ -1,33 +1,42 @@
-"""The scheduler: what every step does, decided on the host, some steps ahead of what the device has said.
+"""The scheduler: decides on the host what every step computes, some steps ahead of the tokens that it has read.
 
-Pure, in the sense of `State`: each function takes the host's state and returns the next one, which owns what the old
-one held. What comes out is a function of what went in alone: ranks that see the same requests and the same tokens, at
-the same places, decide the same.
+Each function takes the host's state and returns the next one, which owns what the old one held. The result depends on
+the arguments alone: ranks that see the same requests and read the same tokens between the same calls decide the same.
 """
 
+import bisect
 from collections.abc import Container, Iterable, Sequence
 
 import attrs
 
 from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
-from weft.transforms.engine.admission import take_prompts
-from weft.transforms.engine.decodes import take_decodes
-from weft.transforms.engine.host import Budget, HostState, end, keep_pages, lead, preempt, wait
-from weft.transforms.engine.prompts import Given
-from weft.transforms.engine.requests import Request, Running
-from weft.transforms.engine.work import Edits, Work
+from weft.transforms.engine.pages import Pages
+from weft.transforms.engine.requests import (
+    Budget,
+    HostState,
+    PromptExtras,
+    Request,
+    RequestState,
+    end,
+    enqueue,
+    preempt,
+    publish_pages,
+    publish_prompt,
+    turn,
+)
+from weft.transforms.engine.step import Admission, Edits, Growth, Work
 
 
 def add(host: HostState, request: Request, budget: Budget, behind: str | None = None) -> HostState:
-    """A request arrives.
+    """Put a request into the waiting queue.
 
     Args:
-        host: taken.
-        request: what is asked.
-        budget: what there is to give.
-        behind: the id of a request under way with the same prompt: this one waits until that prompt is in the cache,
-            and shares its pages.
+        host: donated.
+        request: what the user asked for.
+        budget: the scheduler's limits.
+        behind: the id of a request that has not ended and has the same prompt: this one waits until that prompt is in
+            the cache, and shares its pages.
 
     Raises:
         RequestError: its id is taken, or it could never be served.
@@ -47,24 +56,24 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
             seen = f"a prompt of {len(request.prompt)} tokens, and {request.max_tokens} to generate; {what} "
             seen += f"{most * size}, by EngineLimits.{limit}"
             raise RequestError(call, seen, f"a shorter prompt, fewer max_tokens, or a greater {limit}")
-    running = Running(request, host.num_arrivals, host.version, [*request.prompt])
+    req = RequestState(request, host.num_arrivals, host.version, [*request.prompt])
     leader = None if behind is None else host.find(behind)
-    host.requests[request.id] = running
+    host.requests[request.id] = req
     host.num_arrivals += 1
-    if leader is None or leader.computed >= len(request.prompt):
-        wait(host, running)
+    if leader is None or leader.num_computed >= len(request.prompt):
+        enqueue(host, req)
     else:
-        leader.followers.append(running)
-        running.leader = leader
+        leader.followers.append(req)
+        req.leader = leader
     return host
 
 
 def finish(host: HostState, request_id: str, reason: str) -> HostState:
-    """End a request; what is under way for it is dropped when it is read.
+    """End a request; tokens of steps already launched are dropped when they are read.
 
     Args:
-        host: taken.
-        request_id: of a request that has not ended.
+        host: donated.
+        request_id: the id of a request that has not ended.
         reason: `abort`, `stop`, or `error`.
 
     Raises:
@@ -79,152 +88,297 @@ def finish(host: HostState, request_id: str, reason: str) -> HostState:
 
 
 def outdate(host: HostState) -> HostState:
-    """The parameters have changed: no page that was computed before is read again. Requests that have pages begin anew
-    with the tokens that they have, those of steps under way included.
+    """Note that the parameters have changed: no page computed before is read again. Running requests begin again with
+    the tokens that they have, those of launched steps included.
 
     Args:
-        host: taken.
+        host: donated.
     """
     host.version += 1
-    for running in list(host.running.values()):
-        preempt(host, running)
-    for running in host.requests.values():
-        running.version, running.hashes = host.version, []
+    for req in list(host.running.values()):
+        preempt(host, req)
+    for req in host.requests.values():
+        req.version, req.page_hashes = host.version, []
     return host
 
 
 def observe(
     host: HostState, job: int, token_ids: Sequence[Sequence[int]], faults: Container[int] = ()
-) -> tuple[HostState, list[tuple[int, Running, int]]]:
-    """Read what a job sampled; jobs are read in order.
+) -> tuple[HostState, list[tuple[int, RequestState, int]]]:
+    """Read the tokens that a job sampled; jobs are read in order.
 
     Args:
-        host: taken.
+        host: donated.
         job: its number.
-        token_ids: of each row of its batch, those that are its next ones.
-        faults: the rows in which no token could be drawn behind these: their requests end with the reason `error`, and
-            what they computed is found by no other one.
+        token_ids: the new tokens of each row of its batch.
+        faults: the rows in which no token could be drawn after these: their requests end with the reason `error`, and
+            the pages they computed leave the prefix cache.
 
     Returns:
-        The host's state, and the requests that got tokens or ended, each with its place in the batch and how many it
-        got: none behind its end. Those that ended have a `reason`.
+        The host's state, and the requests that got tokens or ended: place in the batch, request, and number of tokens,
+        none of them after its end. A request that ended has a `reason`.
     """
     got = []
-    for index, running, most in host.unread.pop(job):
-        running.num_unread -= 1
-        running.most_unread -= most
-        if running.reason:
-            continue  # it ended before: these tokens were sampled ahead of knowing
-        count = _read(host, running, token_ids[index])
-        if index in faults and not running.reason:
-            host.pages.forget(running.pages)
-            end(host, running, "error")
-        if count or running.reason:
-            got.append((index, running, count))
+    for index, req, most in host.unread.pop(job):
+        req.num_unread -= 1
+        req.max_unread -= most
+        if req.reason:
+            continue  # it has ended, and these tokens were sampled before the host knew
+        count = _append_tokens(host, req, token_ids[index])
+        if index in faults and not req.reason:
+            host.pages.unpublish(req.pages)
+            end(host, req, "error")
+        if count or req.reason:
+            got.append((index, req, count))
     return host, got
 
 
-def _read(host: HostState, running: Running, token_ids: Sequence[int]) -> int:
-    """A request gets tokens; returns how many, up to one that ends it."""
+def _append_tokens(host: HostState, req: RequestState, token_ids: Sequence[int]) -> int:
+    """Append tokens up to one that ends the request; returns how many."""
     for count, token in enumerate(token_ids, 1):
-        running.tokens.append(token)
-        stops = token in running.request.sampling.stop_token_ids
-        if stops or len(running.tokens) == running.limit:
-            keep_pages(host, running)
-            end(host, running, "stop" if stops else "length")
+        req.tokens.append(token)
+        stops = token in req.request.sampling.stop_token_ids
+        if stops or len(req.tokens) == req.max_len:
+            publish_pages(host, req)
+            end(host, req, "stop" if stops else "length")
             return count
-    keep_pages(host, running)
+    publish_pages(host, req)
     return len(token_ids)
 
 
 def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ...]]:
-    """The next steps: of the next cohort, its decodes, and as many tokens of prompts as the budget allows.
+    """Schedule the next cohort's steps: its decodes, and as many prompt tokens as the budget allows.
 
     FIFO within a priority; lower numbers first, so that a request of a higher number may wait without a bound. When
-    pages run out, the last in that order gives up its own, and begins anew later: its tokens are computed again, and
-    none is sampled twice. A decode that shares a batch with prompts has no drafts.
+    pages run out, the last request in that order is preempted: it gives up its pages and begins again later. Its tokens
+    are computed again, and none is sampled twice. A decode that shares a batch with prompts has no drafts.
 
     Args:
-        host: taken.
-        budget: what there is to give.
+        host: donated.
+        budget: the scheduler's limits.
 
     Returns:
         The host's state, and the work: none, one step, or two (decodes and prompts apart).
     """
     cohort = host.num_ticks % budget.num_cohorts
     host.num_ticks += 1
-    query_len, decodes, grown = take_decodes(host, budget, cohort)
+    query_len, decodes, growths = _schedule_decodes(host, budget, cohort)
     room = budget.max_num_tokens - (len(decodes) if budget.mixed else 0)
-    chunks, edits = take_prompts(host, budget, cohort, room)
+    chunks, edits = _schedule_prefills(host, budget, cohort, room)
     works = []
     if decodes and (not chunks or not budget.mixed):
-        works.append(_work(host, Edits(growths=grown), [(r, 0) for r in decodes], query_len))
-        decodes, grown = [], ()
+        works.append(_make_work(host, Edits(growths=growths), [(req, 0) for req in decodes], query_len))
+        decodes, growths = [], ()
     if chunks:
-        works.append(_work(host, attrs.evolve(edits, growths=grown), [*((r, 0) for r in decodes), *chunks]))
-    for running, _ in chunks:
-        keep_pages(host, running)
-        lead(host, running)
+        scheduled = [*((req, 0) for req in decodes), *chunks]
+        works.append(_make_work(host, attrs.evolve(edits, growths=growths), scheduled))
+    for req, _ in chunks:
+        publish_pages(host, req)
+        publish_prompt(host, req)
     return host, tuple(works)
 
 
-def _work(host: HostState, edits: Edits, parts: Sequence[tuple[Running, int]], query_len: int = 1) -> Work:
-    """A step: of each request so many tokens of its prompt, or 0: the one sampled last, and drafts."""
-    job, uniform = host.num_jobs, not any(count for _, count in parts)
+def _schedule_decodes(
+    host: HostState, budget: Budget, cohort: int
+) -> tuple[int, list[RequestState], tuple[Growth, ...]]:
+    """The tokens per request of a cohort's next decode, its requests, and the pages they get."""
+    ready = [
+        req
+        for req in host.cohorts[cohort]
+        if req.on_device and not req.is_full and not (req.num_unread and req.request.is_masked)
+    ]
+    query_len = choose_query_len(host, budget, ready)
+    decodes, growths = [], []
+    for req in ready:
+        if req.row < 0:
+            continue  # preempted for one of the others
+        if need := _pages_needed(host, req, query_len):
+            if not _preempt_for(host, req, need):
+                continue
+            growths.append(Growth(req.row, len(req.pages), tuple(more := host.pages.allocate(need))))
+            req.pages += more
+        decodes.append(req)
+    return query_len, decodes, tuple(growths)
+
+
+def choose_query_len(host: HostState, budget: Budget, ready: Sequence[RequestState]) -> int:
+    """The tokens per request of a decode, drafts included: the smallest captured length that some request has use for,
+    or the next smaller one for which the step has room and pages are free, since nobody is preempted for drafts. It is
+    1 if any request has a mask, which is known for its next token alone."""
+    if max(budget.query_lens) == 1 or any(req.request.is_masked for req in ready):
+        return 1
+    useful = max((req.max_useful for req in ready), default=1)
+    wanted = min((n for n in budget.query_lens if n >= useful), default=max(budget.query_lens))
+    for query_len in sorted(budget.query_lens, reverse=True):
+        fits = 1 < query_len <= wanted and query_len * len(ready) <= budget.max_num_tokens
+        if fits and sum(_pages_needed(host, req, query_len) for req in ready) <= host.pages.num_free:
+            return query_len
+    return 1
+
+
+def _pages_needed(host: HostState, req: RequestState, query_len: int) -> int:
+    """Pages that a request lacks for a step of `query_len` tokens, however many drafts of the launched steps are
+    accepted. Its very last token is never read, and needs no slot."""
+    reach, page_size = min(req.num_computed + query_len, req.max_len - 1), host.pages.page_size
+    has = len(req.pages)
+    return host.pages.pages_for(reach) - has if reach > has * page_size else 0
+
+
+def _preempt_for(host: HostState, req: RequestState, count: int) -> bool:
+    """Preempt requests, the last in scheduling order first, until `count` pages are free; False if `req` itself had to
+    go."""
+    while host.pages.num_free < count:
+        last = max(host.running.values(), key=turn)
+        preempt(host, last)
+        if last is req:
+            return False
+    return True
+
+
+def _schedule_prefills(
+    host: HostState, budget: Budget, cohort: int, room: int
+) -> tuple[list[tuple[RequestState, int]], Edits]:
+    """Chunks of prompts, of `room` tokens at most: first of admitted requests, then of requests admitted here."""
+    chunks: list[tuple[RequestState, int]] = []
+    copies: list[tuple[int, int]] = []
+    admissions: list[Admission] = []
+    members = host.cohorts[cohort]
+    for req in members:
+        if not req.on_device and req.num_prefilled < req.length:
+            room = _schedule_chunk(req, room, chunks)
+    share = -(-(len(host.running) + len(host.waiting)) // budget.num_cohorts)
+    while room and host.waiting and host.free_rows and len(members) < min(share, budget.cohort_size):
+        head = host.waiting[0]
+        if head.num_unread or not _allocate_pages(host, head, copies):
+            break
+        _admit(host, head, cohort, admissions)
+        room = _schedule_chunk(head, room, chunks)
+    host.pages.release([source for source, _ in copies])
+    return chunks, Edits(tuple(copies), tuple(admissions))
+
+
+def _schedule_chunk(req: RequestState, room: int, chunks: list[tuple[RequestState, int]]) -> int:
+    count = min(room, req.length - req.num_prefilled)
+    if count:
+        chunks.append((req, count))
+    return room - count
+
+
+def _allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, int]]) -> bool:
+    """Give a request the pages of its tokens, cached ones first; False if too few are free.
+
+    At least its last token is computed: if all of its pages are cached, the last one is copied, to be written on.
+    """
+    pages, length = host.pages, req.length
+    shared, source = _lookup_prefix(pages, req)
+    held = [*shared, *([] if source is None else [source])]
+    need = pages.pages_for(length) - len(shared)
+    if need > pages.count_free(held):
+        return False
+    pages.acquire(held)
+    req.pages = [*shared, *pages.allocate(need)]
+    req.num_prefilled = len(shared) * pages.page_size
+    if source is not None:
+        copies.append((source, req.pages[len(shared)]))
+        req.num_prefilled = length - 1
+    host.num_found += req.num_prefilled
+    return True
+
+
+def _lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | None]:
+    """The cached pages of a request's tokens to share, and the one after them to copy."""
+    req.hash_pages(pages.page_size)
+    if req.request.sampling.prompt_logprobs is not None:  # its logprobs need every token of the prompt computed
+        return [], None
+    shared = pages.lookup(req.page_hashes)
+    if len(shared) * pages.page_size == req.length:
+        return shared[:-1], shared[-1]
+    content_hash = req.hash_partial_page(pages.page_size) if len(shared) == len(req.page_hashes) else None
+    return shared, None if content_hash is None else pages.lookup_partial(content_hash)
+
+
+def _admit(host: HostState, req: RequestState, cohort: int, admissions: list[Admission]) -> None:
+    """Give the first waiting request a row and a place in a cohort."""
+    del host.waiting[0]
+    req.row, req.cohort = host.free_rows.pop(), cohort
+    req.last_job = host.row_jobs.get(req.row)
+    host.running[req.request.id] = req
+    bisect.insort(host.cohorts[cohort], req, key=turn)
+    request = req.request
+    admissions.append(
+        Admission(
+            req.row,
+            tuple(req.pages),
+            req.num_prefilled,
+            request.sampling,
+            request.prompt,
+            tuple(req.tokens[len(request.prompt) :]),
+            request.adapter,
+            req.max_len,
+            0 if request.given is None else request.given.delta,
+        )
+    )
+
+
+def _make_work(
+    host: HostState, edits: Edits, scheduled: Sequence[tuple[RequestState, int]], query_len: int = 1
+) -> Work:
+    """A step over these requests, each with its number of prompt tokens, or 0: its last token, and drafts."""
+    job, uniform = host.num_jobs, not any(count for _, count in scheduled)
     host.num_jobs += 1
-    starts = tuple([running.computed for running, _ in parts])
-    ends = [start + (count or 1) for start, (_, count) in zip(starts, parts, strict=True)]
+    starts = tuple([req.num_computed for req, _ in scheduled])
+    ends = [start + (count or 1) for start, (_, count) in zip(starts, scheduled, strict=True)]
     work = Work(
         job,
         edits,
-        tuple([running.request.id for running, _ in parts]),
-        tuple([running.row for running, _ in parts]),
-        () if uniform else tuple([_next_tokens(running, count) for running, count in parts]),
-        tuple([end == running.length for end, (running, _) in zip(ends, parts, strict=True)]),
-        max([r.last_job for r, _ in parts if r.last_job is not None], default=None),
-        _targets(parts),
+        tuple([req.request.id for req, _ in scheduled]),
+        tuple([req.row for req, _ in scheduled]),
+        () if uniform else tuple([_next_tokens(req, count) for req, count in scheduled]),
+        tuple([end == req.length for end, (req, _) in zip(ends, scheduled, strict=True)]),
+        max([req.last_job for req, _ in scheduled if req.last_job is not None], default=None),
+        _targets(scheduled),
         starts,
-        count_adapters([running.request.adapter for running, _ in parts]),
+        count_adapters([req.request.adapter for req, _ in scheduled]),
         query_len,
-        () if uniform else _given(parts),
+        () if uniform else _extras(scheduled),
     )
     unread, feeds = [], work.feeds
-    for index, ((running, count), sampled) in enumerate(zip(parts, work.samples, strict=True)):
-        running.filled += count
+    for index, ((req, count), sampled) in enumerate(zip(scheduled, work.samples, strict=True)):
+        req.num_prefilled += count
         if sampled:
-            most = running.most(query_len)
-            unread.append((index, running, most))
-            running.on_device = True
-            running.num_unread += 1
-            running.most_unread += most
+            most = req.max_sampled(query_len)
+            unread.append((index, req, most))
+            req.on_device = True
+            req.num_unread += 1
+            req.max_unread += most
         if feeds:
-            running.last_job = host.row_jobs[running.row] = job
+            req.last_job = host.row_jobs[req.row] = job
     if feeds:
         host.unread[job] = tuple(unread)
     return work
 
 
 def count_adapters(slots: Iterable[int]) -> int:
-    """How many different adapters there are; -1 is none."""
+    """The number of different adapters; -1 is none."""
     return len({*slots} - {-1})
 
 
-def _targets(parts: Sequence[tuple[Running, int]]) -> tuple[tuple[int, ...], ...]:
-    if all(running.request.sampling.prompt_logprobs is None for running, _ in parts):
+def _targets(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[tuple[int, ...], ...]:
+    if all(req.request.sampling.prompt_logprobs is None for req, _ in scheduled):
         return ()
-    found = []
-    for running, count in parts:
-        start, length = running.computed + 1, max(count, 1)
-        told = running.request.sampling.prompt_logprobs is not None  # another's prompt may hold what is no token
-        own = running.request.prompt[start : start + length] if told else ()
-        found.append((*own, *[0] * (length - len(own))))
-    return tuple(found)
+    targets = []
+    for req, count in scheduled:
+        start, length = req.num_computed + 1, max(count, 1)
+        wants = req.request.sampling.prompt_logprobs is not None  # another prompt may hold EMBEDDED, which is no token
+        own = req.request.prompt[start : start + length] if wants else ()
+        targets.append((*own, *[0] * (length - len(own))))
+    return tuple(targets)
 
 
-def _given(parts: Sequence[tuple[Running, int]]) -> tuple[Given | None, ...]:
-    found = tuple([running.request.given if count else None for running, count in parts])
-    return () if found.count(None) == len(found) else found
+def _extras(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[PromptExtras | None, ...]:
+    extras = tuple([req.request.given if count else None for req, count in scheduled])
+    return () if extras.count(None) == len(extras) else extras
 
 
-def _next_tokens(running: Running, count: int) -> tuple[int, ...]:
-    return tuple(running.tokens[running.computed : running.computed + count]) if count else (LAST_TOKEN,)
+def _next_tokens(req: RequestState, count: int) -> tuple[int, ...]:
+    return tuple(req.tokens[req.num_computed : req.num_computed + count]) if count else (LAST_TOKEN,)

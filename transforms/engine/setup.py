@@ -1,6 +1,6 @@
-"""What an engine is made of: its limits, resolved against a model and a device; its steps; the checks of requests."""
+"""Setup: what `Engine.__init__` assembles from a model: limits, parameters, states and an executor; and its checks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,57 +13,60 @@ from weft.effects import Schema
 from weft.errors import RequestError
 from weft.foreign import LIMITS
 from weft.outputs import IntermediateTensors
-from weft.stages.adapters import Adapter
+from weft.stages.adapters import Adapter, check_slot, write_slot
+from weft.stages.checkpoint import list_some, places, tensor_shapes
 from weft.stages.decoder import decoder_stage
-from weft.stages.layout import StageLayout
+from weft.stages.digest import digest_params
+from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model, stage_params
+from weft.stages.params import DecoderParams
 from weft.stages.split import split_model
 from weft.stages.states import empty_states
 from weft.state import State, advance
-from weft.transforms.engine.host import Budget
-from weft.transforms.engine.intake import is_count
+from weft.torchapi import changes_of
+from weft.transforms.engine.inputs import is_count
+from weft.transforms.engine.requests import Budget
 from weft.transforms.engine.runner import graph_step
 from weft.transforms.engine.speculation import Speculation
-from weft.transforms.engine.steppers import Stepped, Stepper, Streamed
-from weft.transforms.engine.weights import Weights
-from weft.transforms.engine.work import advance_work, edited
+from weft.transforms.engine.step import Executor, PipelineExecutor, StepExecutor, advance_work, with_edits
 from weft.transforms.graphs.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
 from weft.transforms.pipelines.argument_checks import wrong_transport
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.transports import Transport
-from weft.trees import tree_leaves, tree_map
+from weft.trees import leaves_with_names, tree_leaves, tree_map
 
 _MEMORY_SHARE = 0.85
-"""Of a GPU's free memory, for the KV cache and graphs; temporaries get the rest."""
-_PLENTY = 0.25
-"""Of that memory: graphs are not estimated beside a cache of less, which leaves them most of it."""
-_MARGIN = 1.25
-"""Of the graphs' estimate, which is interpolated: with a draft model, whose classes differ in more than their size,
-graphs were found to take up to a fifth more."""
+"""The share of a GPU's free memory for the KV cache and graphs; temporaries get the rest."""
+_SMALL_CACHE_SHARE = 0.25
+"""A KV cache that takes a smaller share of the free memory leaves room for any graphs: they are not estimated."""
+_GRAPHS_MARGIN = 1.25
+"""Factor on the estimate of the graphs' memory, which is interpolated: with a draft model, whose classes differ in more
+than their size, graphs were found to take up to a fifth more."""
 _CPU_BYTES = 2**30
-"""Of the KV cache on a CPU, at most."""
+"""The most that the KV cache takes on a CPU."""
 _MAX_CONTEXT = 4096
 
 
 @names_arguments(**LIMITS)
 @attrs.frozen(kw_only=True)
 class EngineLimits:
-    """What an engine holds at most.
+    """The most that an engine holds.
 
     Args:
-        max_num_reqs: requests under way at once.
-        max_num_tokens: tokens of a step.
-        max_model_len: tokens of a request, those to generate included, up to the end of their last page; None: what the
-            model has positions for, at most 4,096.
-        page_size: tokens a page.
-        num_pages: of the KV cache; None: what memory there is beside the graphs, which are estimated where it is short
-            (`Graphified.memory_estimate`), and no more than all rows could fill.
-        num_cohorts: groups of requests that are stepped in turn; None: one a stage.
-        mixed: whether decodes share a step with prompts, where there are some to be read: what bounds either then
-            bounds both, once. Without it they take turns, and decodes stay uniform: the best for those that decode.
+        max_num_reqs: requests that run at once.
+        max_num_tokens: tokens per step.
+        max_model_len: tokens per request, those to generate included, rounded up to whole pages; None: the model's
+            number of positions, at most 4,096.
+        page_size: tokens per page.
+        num_pages: pages of the KV cache; None: as many as fit into memory beside the graphs, whose memory is estimated
+            where it is short (`Graphified.memory_estimate`), and no more than all rows could fill.
+        num_cohorts: groups of requests that are stepped in turn; None: one per stage.
+        mixed: whether decodes share steps with prompts: a step that is bound by compute for one and by memory for the
+            other does both at once. Without it they take turns, and decodes stay uniform, which is best for requests
+            that decode.
 
     Raises:
-        RequestError: a number that is none, or below 1.
+        RequestError: not an integer, or less than 1.
     """
 
     max_num_reqs: int = 64
@@ -90,12 +93,12 @@ class EngineLimits:
         num_stages: int,
         transport: Transport,
         speculation: Speculation | None = None,
-        stepper: Callable[["Resolved"], Stepper] | None = None,
-    ) -> "Resolved":
-        """These, for a model on its device; the same on every rank.
+        executor: Callable[["ResolvedLimits"], Executor] | None = None,
+    ) -> "ResolvedLimits":
+        """These limits for a model on its device; the same on every rank.
 
         Args:
-            stepper: makes what would step under such limits, whose graphs' memory pages leave alone; None: nothing.
+            executor: makes an executor under given limits; pages leave room for its graphs. None: there are no graphs.
 
         Raises:
             RequestError: no room for a request.
@@ -109,20 +112,20 @@ class EngineLimits:
             raise RequestError("weft.EngineLimits(...)", seen, f"max_num_tokens={least} or more, or fewer requests")
         budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, cohorts, self.mixed, lens)
         most = max_pages * self.max_num_reqs
-        small = Resolved(budget, 1, self.page_size, speculation)
+        small = ResolvedLimits(budget, 1, self.page_size, speculation)
         if self.num_pages is not None:
             return attrs.evolve(small, num_pages=transport.share(self.num_pages))
         every = split_model(model.config, num_stages)
         here = [every[rank] for rank in transport.ranks(num_stages)]
         drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
         page = _page_bytes(model, here, self.page_size) + drafts
-        fitting = _fitting_pages(model.device, page, most, lambda: _bytes_beside(stepper and stepper(small)))
+        fitting = _fitting_pages(model.device, page, most, lambda: _reserved_bytes(executor and executor(small)))
         return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
 
 
 @attrs.frozen
-class Resolved:
-    """Limits in numbers."""
+class ResolvedLimits:
+    """Limits with all numbers known."""
 
     budget: Budget
     num_pages: int
@@ -131,7 +134,8 @@ class Resolved:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What all ranks must say alike: the draft model is the first rank's, and the others know its configuration."""
+        """The options that must be equal on all ranks. Only the first rank has the draft model; the others have its
+        configuration."""
         budget, own = attrs.asdict(self.budget, recurse=False), self.speculation
         drafts = None if own is None else (own.num_tokens, own.ngram, getattr(own.model, "config", own.model))
         return {**budget, "num_pages": self.num_pages, "page_size": self.page_size, "speculation": drafts}
@@ -143,40 +147,143 @@ def _page_bytes(model: Model, here: Sequence[StageLayout], page_size: int) -> in
     return 2 * layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
 
 
-def _fitting_pages(device: torch.device, page: int, most: int, beside: Callable[[], int]) -> int:
-    """Pages of so many bytes that there is memory for, and for what is `beside` them; at least one."""
+def _fitting_pages(device: torch.device, page_bytes: int, most: int, reserved: Callable[[], int]) -> int:
+    """The number of pages that fit into memory beside the `reserved` bytes, at least 1."""
     free = free_bytes(device)
     if free is None:
-        return max(1, _CPU_BYTES // page)
-    if page * most <= _PLENTY * free:
+        return max(1, _CPU_BYTES // page_bytes)
+    if page_bytes * most <= _SMALL_CACHE_SHARE * free:
         return most
-    reserved = beside()
-    return max(1, int(_MEMORY_SHARE * (free_bytes(device) or 0) - reserved) // page)
+    num_bytes = reserved()  # which allocates, so the free memory is asked for afterwards
+    return max(1, int(_MEMORY_SHARE * (free_bytes(device) or 0) - num_bytes) // page_bytes)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """The memory of a GPU that nobody has; None of a CPU, of whose an engine takes a fixed part."""
+    """The free memory of a GPU; None for a CPU, of whose memory an engine takes a fixed amount."""
     if device.type == "cpu":
         return None
-    torch.cuda.empty_cache()  # what dropped tensors and graphs had
+    torch.cuda.empty_cache()  # give back the memory of dropped tensors and graphs
     return torch.cuda.mem_get_info(device)[0]
 
 
-def _bytes_beside(stepper: Stepper | None) -> int:
-    """What a stepper takes beside pages: its tables, and its graphs once they are captured."""
-    if stepper is None:
+def _reserved_bytes(executor: Executor | None) -> int:
+    """The memory that an executor takes beside pages: its tables, and its graphs once they are captured."""
+    if executor is None:
         return 0
-    tables = sum(x.nbytes for x in tree_leaves(stepper.state) if isinstance(x, Tensor))
-    return tables + int(_MARGIN * sum(estimate.total_bytes for estimate in stepper.memory_estimates()))
+    tables = sum(x.nbytes for x in tree_leaves(executor.state) if isinstance(x, Tensor))
+    return tables + int(_GRAPHS_MARGIN * sum(estimate.total_bytes for estimate in executor.memory_estimates()))
+
+
+Params = DecoderParams | Mapping[str, Tensor]
+"""Parameters as `weft.load` returns them in a model; or tensors by transformers' names, as in a `state_dict()`."""
+
+
+@attrs.define(eq=False)
+class Weights:
+    """The parameters of an engine, which its steps read and never change.
+
+    Args:
+        model: the model, whose tensors the stages share.
+        stages: the layers and the parameters, with slots for adapters, of each stage that runs here.
+        drafts: the parameters of a draft model, or None.
+        slots: the adapters' slots, by name.
+    """
+
+    model: Model
+    stages: Sequence[tuple[StageLayout, DecoderParams]]
+    drafts: Any
+    slots: Mapping[str, int]
+    _tracked: tuple[Tensor, ...] = attrs.field(init=False, repr=False)
+    _seen: int = attrs.field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        leaves = tree_leaves(([params for _, params in self.stages], self.drafts))
+        self._tracked = tuple(x for x in leaves if isinstance(x, Tensor) and not x.is_inference())
+        self.mark_seen()
+
+    def mark_seen(self) -> None:
+        """Take the tensors' present values as known."""
+        self._seen = changes_of(self._tracked)
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether a tensor was changed in place since `mark_seen`, as far as torch counts it (`changes_of`)."""
+        return changes_of(self._tracked) != self._seen
+
+    def pairs(self, call: str, given: Any) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of one of the engine's tensors and the given tensor that replaces it.
+
+        Raises:
+            RequestError: not parameters, or those of another model.
+        """
+        if isinstance(given, DecoderParams):
+            own, other = ([pair for pair in leaves_with_names(p) if isinstance(pair[1], Tensor)]
+                          for p in (self.model.params, given))  # fmt: skip
+            if [name for name, _ in own] != [name for name, _ in other]:
+                raise RequestError(call, "parameters of another structure", f"those of {self.model!r}")
+            return [_fitting(call, name, x, y) for (name, x), (_, y) in zip(own, other, strict=True)]
+        if not isinstance(given, Mapping) or not all(isinstance(x, Tensor) for x in given.values()):
+            instead = "params of a weft.load(...), a state_dict() by transformers' names, or None: changed in place"
+            raise RequestError(call, f"params is {kind_of(given)}", instead)
+        here = places(self.model.params, self.model.config, self.model.layout)
+        (whole,) = split_layers(self.model.config.num_layers, 1)
+        known = {*here, *tensor_shapes(self.model.config, whole)}
+        if extra := [str(name) for name in given if name not in known]:
+            instead = f"names as {next(iter(here))!r}, of the model's own architecture"
+            raise RequestError(call, f"{list_some(extra)}, which the model does not have", instead)
+        return [_fitting(call, name, here[name], x) for name, x in given.items() if name in here]
+
+    def digest(self, given: Any) -> str:
+        """One line about given parameters, to be equal on all ranks: a digest, if they are the whole model's."""
+        if given is None:
+            return "what was changed in place"
+        (whole,) = split_layers(self.model.config.num_layers, 1)
+        if not isinstance(given, Mapping) or not given.keys() >= tensor_shapes(self.model.config, whole).keys():
+            return "a part of the model"
+        return digest_params([given[name] for name in sorted(given)])
+
+    def check_adapters(self, call: str, adapters: Any) -> None:
+        """Check new adapters against the engine's slots.
+
+        Raises:
+            RequestError: an adapter that the engine does not have, or that does not fit its slots.
+        """
+        if not isinstance(adapters, Mapping) or not all(isinstance(each, Adapter) for each in adapters.values()):
+            raise RequestError(call, f"adapters={adapters!r:.200}", "{name: weft.load_adapter(model, folder)}, or None")
+        if unknown := [name for name in adapters if name not in self.slots]:
+            known = ", ".join(map(repr, self.slots)) or "none"
+            raise RequestError(call, f"an adapter {unknown[0]!r}", f"one that the engine was made with: {known}")
+        for layout, params in self.stages:
+            for name, adapter in adapters.items():
+                check_slot(params, self.model.config, layout, self.slots[name], adapter)
+
+    def write(self, pairs: Iterable[tuple[Tensor, Tensor]], adapters: Mapping[str, Adapter]) -> None:
+        """Write each second tensor of checked pairs over the first, and checked adapters into their slots."""
+        with torch.inference_mode():  # elsewhere, tensors that were made in it cannot be written
+            for own, new in pairs:
+                own.copy_(new)
+            for layout, params in self.stages:
+                for name, adapter in adapters.items():
+                    write_slot(params, self.model.config, layout, self.slots[name], adapter)
+        self.mark_seen()
+
+
+def _fitting(call: str, name: str, own: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    """Check that two tensors have one shape, and, if one is in FP8, whose scales are other tensors, one dtype."""
+    scaled = torch.float8_e4m3fn in (own.dtype, given.dtype) or not given.is_floating_point()
+    if own.shape != given.shape or (scaled and own.dtype != given.dtype):
+        seen = f"{name} {list(given.shape)}, {given.dtype}"
+        raise RequestError(call, seen, f"{list(own.shape)}, {own.dtype}")
+    return own, given.detach()
 
 
 def engine_ladder(graph: str, budget: Budget, num_adapters: int) -> Ladder[BatchDescriptor]:
-    """The classes of an engine, of one cohort's steps."""
+    """The classes of a cohort's steps that may be captured."""
     loras = lora_rungs(min(num_adapters, budget.cohort_size))
     return make_ladder(graph, Limits(budget.cohort_size, budget.max_num_tokens, budget.query_lens, loras))
 
 
-def make_states(model: Model, layouts: Sequence[StageLayout], limits: Resolved) -> tuple[State, ...]:
+def make_states(model: Model, layouts: Sequence[StageLayout], limits: ResolvedLimits) -> tuple[State, ...]:
     """An empty state for each stage that runs here."""
     speculation = limits.speculation
     spare = 0 if speculation is None else speculation.spare_pages(limits.page_size)
@@ -200,7 +307,7 @@ def make_weights(
     adapters: Mapping[str, Adapter],
     speculation: Speculation | None,
 ) -> Weights:
-    """The parameters of the stages that run here, with the adapters in slots, in this order."""
+    """The parameters of the stages that run here, with the adapters in slots, in their order."""
     every = split_model(model.config, num_stages)
     layouts = [every[rank] for rank in transport.ranks(num_stages)]
     params = stage_params(model, layouts, [*adapters.values()])
@@ -212,20 +319,20 @@ def make_weights(
 def assert_same_engines(
     assert_equal: Callable[[str, str], None],
     model: Model,
-    limits: Resolved,
+    limits: ResolvedLimits,
     options: Mapping[str, Any],
     adapters: Mapping[str, Adapter],
 ) -> None:
-    """Note what all ranks must say alike of their engines."""
-    said = {**model.facts, **limits.options, **options}
-    said |= {f"adapter {name!r}": own.weights for name, own in adapters.items()}
-    for subject, value in said.items():
+    """Compare the engines of all ranks."""
+    facts = {**model.facts, **limits.options, **options}
+    facts |= {f"adapter {name!r}": own.weights for name, own in adapters.items()}
+    for subject, value in facts.items():
         assert_equal(subject, str(value))
 
 
-def make_stepper(
+def make_executor(
     weights: Weights,
-    limits: Resolved,
+    limits: ResolvedLimits,
     num_stages: int,
     ladder: Ladder[BatchDescriptor],
     transport: Transport,
@@ -233,11 +340,11 @@ def make_stepper(
     num_logprobs: int = 0,
     keep_logits: bool = False,
     backend: str | None = None,
-) -> Stepper:
-    """What does an engine's work: of one stage, its step as one graph; of more, a pipeline of graphified stages.
+) -> Executor:
+    """An executor for an engine's work: one graphified step for one stage, a pipeline of graphified stages for more.
 
     Args:
-        ladder: the classes that are captured; an empty one: everything runs eagerly.
+        ladder: the classes to capture; if it is empty, everything runs eagerly.
         keep_logits: whether outputs hold logits.
     """
     model, speculation = weights.model, limits.speculation
@@ -251,24 +358,24 @@ def make_stepper(
     if speculation is not None:
         stages = speculation.stages(stages)
         params = ((params[0], weights.drafts), *params[1:]) if layouts[0].first else params
-    params = tree_map(_constant, params)
+    params = tree_map(_detached, params)
     if num_stages == 1:
-        return Stepped(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
+        return StepExecutor(graph_step(compose(stages, advance=advance), ladder, backend), params, state, model.device)
     x = _example(model, drafts)
     spanned = [graph_step(stage, ladder, backend) for stage in stages]
-    step = pipeline([edited(s) for s in spanned], advance=advance_work, schema=Schema.of(x), transport=transport)
+    step = pipeline([with_edits(s) for s in spanned], advance=advance_work, schema=Schema.of(x), transport=transport)
     here = transport.ranks(num_stages)
     graphs = [(spanned[rank], x if rank else None) for rank in here] if len(ladder) else []
-    return Streamed(step, params, state, model.device, graphs)
+    return PipelineExecutor(step, params, state, model.device, graphs)
 
 
-def _constant(leaf: Any) -> Any:
-    """A parameter that is not being trained: an engine's steps would keep all that backward() could ask for."""
+def _detached(leaf: Any) -> Any:
+    """A parameter without a gradient, so that the steps keep nothing for backward()."""
     return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def _example(model: Model, drafts: int) -> IntermediateTensors:
-    """What one stage sends to the next, of one token."""
+    """What one stage sends to the next, for one token."""
     ids = torch.zeros(1, dtype=torch.int64, device=model.device)
     hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     has_mrope = model.config.rope.mrope_section is not None
@@ -276,10 +383,10 @@ def _example(model: Model, drafts: int) -> IntermediateTensors:
 
 
 def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | None, transport: Any) -> None:
-    """Refuse an engine that cannot be.
+    """Check the arguments that `Engine` and `generate` share.
 
     Raises:
-        RequestError: no model, an unknown mode, more stages than layers, a seed that is no whole number, or no
+        RequestError: not a model, an unknown mode, more stages than layers, a seed that is not an integer, or not a
             transport.
     """
     if (wrong := wrong_transport(transport)) is not None:
@@ -299,10 +406,10 @@ def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | Non
 def check_options(
     call: str, model: Model, limits: Any, run_ahead: Any, num_logprobs: Any, adapters: Any, speculation: Any
 ) -> None:
-    """Refuse options of an engine that are none.
+    """Check the other arguments of `Engine`.
 
     Raises:
-        RequestError: it is so.
+        RequestError: one of them is of the wrong type or out of range.
     """
     if not (is_count(run_ahead) or (run_ahead == 0 and isinstance(run_ahead, int))):
         raise RequestError(call, f"run_ahead={run_ahead!r}", "a whole number of steps, or 0")

@@ -1,4 +1,4 @@
-"""`Speculation`: how an engine drafts tokens that its steps verify; and what stages and states are with it."""
+"""Speculative decoding: the user's choice of a drafter (`Speculation`), and stages and states that draft."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,21 +18,22 @@ from weft.state import State
 
 @attrs.frozen
 class Speculation:
-    """Draft tokens, and verify them with the model in one step. No token changes, greedy or drawn: only how many steps
-    they take.
+    """Draft tokens, and verify them with the model in one step. The tokens stay the same, greedy or sampled; only the
+    number of steps changes.
 
-    Requests with penalties (repetition, presence, frequency) have no drafts, for each of their tokens changes what the
-    next is drawn from; neither have requests in a step that reads prompts too.
+    Requests with penalties (repetition, presence, frequency) have no drafts, because each of their tokens changes the
+    distribution of the next. Neither have requests in a step that also computes prompts.
 
     Args:
-        num_tokens: drafts of a step at most; steps of half as many, and of none, have graphs of their own.
-        ngram: draft by prompt lookup: what followed the last n tokens where they stood before, for n from the second
-            number down to the first. None, with a model: by that alone.
-        model: draft with a smaller model, from `weft.load`, of the same vocabulary, on the device of the first stage;
+        num_tokens: the most drafts per request and step; steps with half as many, and with none, have graphs of their
+            own.
+        ngram: draft by prompt lookup: propose what followed the last n tokens where they occurred before, for n from
+            the second number down to the first. None: (1, 3), or, with a model, no lookup.
+        model: draft with a smaller model from `weft.load`, with the same vocabulary, on the device of the first stage;
             on a rank without that stage its configuration is enough.
 
     Raises:
-        RequestError: no number of tokens, n-grams that are none, or two ways to draft.
+        RequestError: an invalid number of tokens, an invalid range of n, or two ways to draft.
 
     >>> Speculation(num_tokens=4).query_lens
     (1, 3, 5)
@@ -44,8 +45,8 @@ class Speculation:
 
     def __attrs_post_init__(self) -> None:
         call = f"weft.Speculation(num_tokens={self.num_tokens!r}, ngram={self.ngram!r}, model={self.model!r})"
-        if not _is_count(self.num_tokens) or self.num_tokens > _MOST_TOKENS:
-            raise RequestError(call, f"num_tokens={self.num_tokens!r}", f"a whole number from 1 to {_MOST_TOKENS}")
+        if not _is_count(self.num_tokens) or self.num_tokens > _MAX_NUM_TOKENS:
+            raise RequestError(call, f"num_tokens={self.num_tokens!r}", f"a whole number from 1 to {_MAX_NUM_TOKENS}")
         if self.ngram is not None and self.model is not None:
             raise RequestError(call, "two ways to draft", "ngram=..., or model=...")
         if self.model is not None and not isinstance(self.model, Model | ModelConfig):
@@ -55,36 +56,36 @@ class Speculation:
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """Tokens of a request in a step: the last one, and none of the drafts, half of them, or all."""
+        """Tokens per request in a step: the last one, with no drafts, half of them, or all."""
         return tuple(sorted({1, 1 + self.num_tokens // 2, 1 + self.num_tokens}))
 
     @property
     def drafter(self) -> Drafter:
-        """What finds the drafts."""
+        """The function that makes the drafts."""
         if self.config is not None:
             return model_drafter(self.num_tokens, self.config)
         return ngram_drafter(self.num_tokens, *(self.ngram or _NGRAM))
 
     @property
     def params(self) -> Any:
-        """The drafter's."""
+        """The drafter's parameters."""
         return self.model.params if isinstance(self.model, Model) else None
 
     @property
     def config(self) -> ModelConfig | None:
-        """Of the draft model."""
+        """The draft model's configuration."""
         return self.model.config if isinstance(self.model, Model) else self.model
 
     def check(self, call: str, model: Model, first: bool) -> None:
-        """Refuse a draft model that cannot draft for another.
+        """Check the draft model against the engine's.
 
         Args:
-            call: for the error.
-            model: of the engine.
-            first: whether the first stage runs here, and so the draft model.
+            call: the user's call, for the error.
+            model: the engine's.
+            first: whether the first stage, and so the draft model, runs here.
 
         Raises:
-            RequestError: another vocabulary, or, of the first stage, another device or a part of a model.
+            RequestError: another vocabulary; or, where the first stage runs, another device or only a part of a model.
         """
         if self.config is None:
             return
@@ -97,11 +98,11 @@ class Speculation:
             raise RequestError(call, f"the draft model {own!r} beside {model!r}", instead)
 
     def stages(self, stages: Sequence[Any]) -> list[Any]:
-        """The stages, of which the first one drafts."""
+        """The same stages with a first one that drafts."""
         return [drafted(stages[0], self.drafter), *stages[1:]]
 
     def states(self, states: Sequence[State], layouts: Sequence[StageLayout]) -> tuple[State, ...]:
-        """Empty states of these stages that can draft, if their block tables have `spare_pages`."""
+        """The same empty states with room for drafts; their block tables must have `spare_pages`."""
         return tuple(self._state(state, layout.first) for state, layout in zip(states, layouts, strict=True))
 
     def _state(self, state: State, first: bool) -> State:
@@ -118,11 +119,11 @@ class Speculation:
         return attrs.evolve(state, drafting=drafting)
 
     def spare_pages(self, page_size: int) -> int:
-        """Pages of a block table that no request has: drafts behind a request's last token would be in them."""
+        """Columns of the block table that no request has pages for: drafts after a request's last token go there."""
         return -(-self.num_tokens // page_size)
 
     def page_bytes(self, page_size: int) -> int:
-        """Of a page of the draft model's cache, in all its layers."""
+        """Bytes of one page of the draft model's cache, over all its layers."""
         if not isinstance(self.model, Model):
             return 0
         config = self.model.config
@@ -131,8 +132,8 @@ class Speculation:
 
 
 _NGRAM = (1, 3)
-_MOST_TOKENS = 1024
-"""Of a step's drafts: its classes and buffers have room for them, one request's beside the other's."""
+_MAX_NUM_TOKENS = 1024
+"""Limit of `num_tokens`: the classes and buffers of a step have room for the drafts of all requests."""
 
 
 def _is_count(value: Any) -> bool:

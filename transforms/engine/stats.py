@@ -1,4 +1,4 @@
-"""What an engine has done, and what it holds now."""
+"""Statistics of an engine: what it has done, and what it holds now."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from weft.descriptor import BatchDescriptor
-from weft.transforms.engine.host import HostState
-from weft.transforms.engine.reading import Told
-from weft.transforms.engine.work import Work
+from weft.transforms.engine.requests import HostState
+from weft.transforms.engine.results import StepResult
+from weft.transforms.engine.step import Work
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.ladder import Ladder
@@ -19,18 +19,19 @@ class Stats:
     """An engine's counts, at one moment.
 
     Args:
-        running, waiting: requests with a row of the state, and without; each of a prompt's completions is one.
-        pages_held, pages_kept, pages_free: pages of the KV cache that requests hold; that nobody holds, but whose
-            content would be found again; and all that nobody holds.
-        prefix_tokens: tokens of prompts that were found in the cache, and not computed.
-        preempted: requests that gave up their pages to others, and began anew.
+        running, waiting: requests with and without a row of the state; each completion of a prompt counts.
+        pages_held, pages_kept, pages_free: pages of the KV cache that requests hold; free pages that are still in the
+            prefix cache; all free pages.
+        prefix_tokens: tokens of prompts that were found in the prefix cache, and not computed.
+        preempted: how often a request gave up its pages to others, to begin again later.
         ended: requests that have ended, by reason.
-        steps: by kind: `decode`, `prompts`, or `mixed`.
-        modes: the same steps by how they were dispatched: `full`, `piecewise` or `none`.
-        tokens: that steps computed.
-        padding: those that graphs computed besides, because they have fixed sizes.
-        drafted, accepted: drafts that were verified, and those that were right, as far as steps were read.
-        captures, replays, eager: of graphs, those of all stages that run here; and calls that ran without one.
+        steps: steps by kind: `decode`, `prompts`, or `mixed`.
+        modes: the same steps by the mode they were dispatched to: `full`, `piecewise` or `none`.
+        tokens: tokens that steps computed.
+        padding: tokens that graphs computed in addition, because their sizes are fixed.
+        drafted, accepted: drafts that were verified, and those that were accepted, in the steps read so far.
+        captures, replays, eager: captures and replays of graphs in all stages that run here, and calls without a
+            graph.
         graphs: graphs held, by mode.
     """
 
@@ -55,21 +56,21 @@ class Stats:
 
     @property
     def padding_share(self) -> float:
-        """Of all tokens that were computed."""
+        """Padding as a share of all computed tokens."""
         return self.padding / max(self.tokens + self.padding, 1)
 
     @property
     def acceptance(self) -> float:
-        """Of all drafts, the share that was right."""
+        """Accepted drafts as a share of all drafts."""
         return self.accepted / max(self.drafted, 1)
 
 
 @attrs.define
 class Counts:
-    """Counts as they grow.
+    """The counters behind `Stats`.
 
     Args:
-        ladder: what steps are dispatched by.
+        ladder: the one that steps are dispatched by.
     """
 
     ladder: Ladder[BatchDescriptor]
@@ -83,7 +84,7 @@ class Counts:
     _dispatched: dict[BatchDescriptor, tuple[str, int]] = attrs.field(factory=dict)
 
     def add(self, work: Work) -> None:
-        """A step was launched."""
+        """Count a launched step."""
         own = work.descriptor
         mode, size = self._dispatched.get(own) or self._dispatch(own)
         self.steps[work.kind] += 1
@@ -91,10 +92,10 @@ class Counts:
         self.tokens += own.num_tokens
         self.padding += size - own.num_tokens
 
-    def read(self, told: Told) -> None:
-        """A step was read."""
-        self.drafted += told.num_drafts
-        self.accepted += sum(len(ids) - 1 for ids in told.token_ids if ids)
+    def read(self, result: StepResult) -> None:
+        """Count a step's result."""
+        self.drafted += result.num_drafts
+        self.accepted += sum(len(ids) - 1 for ids in result.token_ids if ids)
 
     def _dispatch(self, own: BatchDescriptor) -> tuple[str, int]:
         decision = dispatch(own, self.ladder)
@@ -103,14 +104,14 @@ class Counts:
         return decision.mode, size
 
     def stats(self, host: HostState, graphs: Sequence[Graphified[..., object]]) -> Stats:
-        """All there is to tell."""
+        """A snapshot, with what the host and the graphs hold."""
         infos = [graph.cache_info() for graph in graphs]
         pages, running = host.pages, len(host.running)
         return Stats(
             running=running,
             waiting=len(host.requests) - running,
             pages_held=pages.num_held,
-            pages_kept=pages.num_kept,
+            pages_kept=pages.num_evictable,
             pages_free=pages.num_free,
             prefix_tokens=host.num_found,
             preempted=host.num_preempted,

@@ -11,9 +11,9 @@ from weft.proofs.strategies.engines import Half, Load, small_adapters, small_mod
 from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.masks import Mask
+from weft.transforms.engine.outputs import CompletionState
 from weft.transforms.engine.requests import sample_seeds
 from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.engine.tracking import Track
 
 Said = Mapping[tuple[int, int], tuple[list[int], str]]
 """The tokens of each call's completions, and why they ended."""
@@ -52,7 +52,7 @@ def run_ahead_is_none(load: Load) -> None:
 
 def run(load: Load, engine: Engine, before: Callable[[int], None] = lambda step: None) -> Said:
     """Let everything come, and go, and end; `before` each step something else may happen."""
-    tracks: dict[tuple[int, int], Track] = {}
+    tracks: dict[tuple[int, int], CompletionState] = {}
     last = max(call.step for call in load.calls)
     step = 0
     while step <= last or engine.num_unfinished:

@@ -5,10 +5,9 @@ import itertools
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import happen, read_made_up
 from weft.proofs.strategies.traces import Trace
-from weft.transforms.engine.host import HostState
-from weft.transforms.engine.requests import Running
+from weft.transforms.engine.requests import HostState, RequestState
 from weft.transforms.engine.scheduler import schedule
-from weft.transforms.engine.work import Work
+from weft.transforms.engine.step import Work
 
 
 def served_in_turn(trace: Trace) -> None:
@@ -26,7 +25,7 @@ def served_in_turn(trace: Trace) -> None:
         if tick > most:
             raise LawViolation(f"L18 everything ends: {sorted(host.requests)} are left after {most} steps")
         before = list(host.waiting)
-        first = min(host.running.values(), key=lambda r: r.key, default=None)
+        first = min(host.running.values(), key=lambda r: r.turn, default=None)
         due = first is not None and first.cohort == tick % trace.budget.num_cohorts and not first.is_full
         host, works = schedule(host, trace.budget)
         _check_order(before, host)
@@ -38,9 +37,9 @@ def served_in_turn(trace: Trace) -> None:
             unread = []
 
 
-def _check_order(before: list[Running], host: HostState) -> None:
-    begun = [running for running in before if running.row >= 0]
-    for running in before:
-        late = next((other for other in begun if running.row < 0 and other.key > running.key), None)
+def _check_order(before: list[RequestState], host: HostState) -> None:
+    begun = [req for req in before if req.row >= 0]
+    for req in before:
+        late = next((other for other in begun if req.row < 0 and other.turn > req.turn), None)
         if late is not None:
-            raise LawViolation(f"L18 in turn: {late.request.id} begins before {running.request.id}, which waits")
+            raise LawViolation(f"L18 in turn: {late.request.id} begins before {req.request.id}, which waits")

@@ -9,9 +9,9 @@ from weft.batch import LAST_TOKEN
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import happen, read_made_up
 from weft.proofs.strategies.traces import Trace
-from weft.transforms.engine.host import HostState
+from weft.transforms.engine.requests import HostState
 from weft.transforms.engine.scheduler import outdate, schedule
-from weft.transforms.engine.work import Work
+from weft.transforms.engine.step import Work
 
 Content = tuple[int | None, ...] | None
 """What a slot of a page was computed for: all tokens up to it; None in it: one that the host does not know."""

@@ -12,10 +12,8 @@ from weft.proofs.serving import Window, serve
 from weft.proofs.strategies.traces import Trace
 from weft.stages.states import empty_states
 from weft.state import State, admit, advance
-from weft.transforms.engine.prompts import Given
-from weft.transforms.engine.requests import Request
-from weft.transforms.engine.steppers import Done, Streamed
-from weft.transforms.engine.work import Work, advance_work, edited
+from weft.transforms.engine.requests import PromptExtras, Request
+from weft.transforms.engine.step import FinishedWork, PipelineExecutor, Work, advance_work, with_edits
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.pipelines.pipeline import Pipelined, compose, pipeline
@@ -40,7 +38,7 @@ def spanned(
         ladder = make_ladder(mode, limits)
         split_at = ("weft::paged_attention",)
         stages = [graphify(stage, ladder=ladder, split_at=split_at, backend=backend) for stage in stages]
-    return pipeline([edited(stage) for stage in stages], advance=advance_work, transport=transport)
+    return pipeline([with_edits(stage) for stage in stages], advance=advance_work, transport=transport)
 
 
 def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") -> None:
@@ -56,7 +54,7 @@ def speculation_changes_nothing(trace: Trace, num_stages: int, mode: str, device
 
 
 def _serve(law: str, trace: Trace, num_stages: int, mode: str, device: str) -> None:
-    run = Streamed(
+    run = PipelineExecutor(
         spanned(trace, num_stages, mode), trace.params(num_stages, device), trace.state(num_stages, device), device
     )
     windows: list[Window] = []
@@ -71,7 +69,9 @@ def _serve(law: str, trace: Trace, num_stages: int, mode: str, device: str) -> N
 
 def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
     """L11: ranks that schedule each for itself, and see the same tokens, decide the same: the same work, as data."""
-    first = _First(Streamed(spanned(trace, 1, "none"), trace.params(1, device), trace.state(1, device), device), [], [])
+    first = _First(
+        PipelineExecutor(spanned(trace, 1, "none"), trace.params(1, device), trace.state(1, device), device), [], []
+    )
     ranks = [serve(trace, first), *(serve(trace, _Other(first)) for _ in range(num_ranks - 1))]
     for windows in zip_longest(*ranks):
         if len({window is None for window in windows}) > 1:
@@ -82,16 +82,16 @@ def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
 class _First:
     """The rank that computes, and what its last call and its last flush gave."""
 
-    run: Streamed
+    run: PipelineExecutor
     works: Sequence[Work] = ()
-    done: Sequence[Done] = ()
-    flushed: Sequence[Done] = ()
+    done: Sequence[FinishedWork] = ()
+    flushed: Sequence[FinishedWork] = ()
 
-    def __call__(self, works: Sequence[Work]) -> Sequence[Done]:
+    def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
         self.works, self.done = works, self.run(works)
         return self.done
 
-    def flush(self) -> Sequence[Done]:
+    def flush(self) -> Sequence[FinishedWork]:
         self.flushed = self.run.flush()
         return self.flushed
 
@@ -102,13 +102,13 @@ class _Other:
 
     first: _First
 
-    def __call__(self, works: Sequence[Work]) -> Sequence[Done]:
+    def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
         if list(works) != list(self.first.works):
             theirs = [str(work) for work in self.first.works]
             raise LawViolation(f"L11 hosts agree: one does {[str(work) for work in works]}, another {theirs}")
         return self.first.done
 
-    def flush(self) -> Sequence[Done]:
+    def flush(self) -> Sequence[FinishedWork]:
         return self.first.flushed
 
 
@@ -134,7 +134,7 @@ def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
     state: tuple[State, ...] = (
         admit(empty, [0], [range(most)], [sampling], [request.prompt], adapters=[request.adapter]),
     )
-    given = request.given or Given(None, None, 0, ())
+    given = request.given or PromptExtras(None, None, 0, ())
     batch = Batch.ragged(
         [0], [request.prompt], inputs_embeds=given.inputs_embeds, positions=given.positions, num_active_loras=loras,
         device=device,

@@ -70,7 +70,7 @@ def _drawn_by_now(load: Load, engine: Engine) -> dict[tuple[int, int], tuple[int
         for sample, name in enumerate(names):
             if (running := engine._host.find(name)) is not None:
                 count = len(running.tokens) - len(call.prompt)
-                found[index, sample] = count, count + running.most_unread
+                found[index, sample] = count, count + running.max_unread
     return found
 
 

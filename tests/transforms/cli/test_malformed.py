@@ -168,7 +168,7 @@ def test_logits_that_are_no_numbers_end_one_completion(sound: Path, tmp_path: Pa
     first, second = (json.loads(line, parse_constant=no_constant) for line in out.splitlines())
     assert (code, first["finish_reason"], first["error"]) == (1, "length", None)
     assert (second["finish_reason"], set(second["logprobs"]) <= {None}) == ("error", True)
-    assert second["error"].startswith("request '1'\n  saw: logits that are NaN behind 2 tokens\n  instead: look for")
+    assert second["error"].startswith("request '1'\n  saw: logits that are NaN after 2 tokens\n  instead: look for")
     assert err == f"error: {second['error']}\n"
     code, out, err = run(*argv, "--prompt-ids", "1,7")
     assert (code, ", error\n" in out, err.startswith("error: request '0'")) == (1, True, True)
@@ -220,7 +220,7 @@ def damage(kind: str, folder: Path) -> tuple[str, ...]:
     [
         ("deep", 2, "config.json is not JSON: it is nested too deeply"),
         ("endless", 2, "adapter_config.json names no module of the model that can be adapted"),
-        ("NaN", 1, "logits that are NaN behind 9 tokens"),
+        ("NaN", 1, "logits that are NaN after 9 tokens"),
     ],
 )
 def test_in_a_process_of_its_own(kind: str, code: int, said: str, sound: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Text as it comes: no part of a character, nothing taken back, and no error, whatever tokens are said."""
+"""Text of a completion, token by token: never part of a character, nothing taken back, no error for any tokens."""
 
 from itertools import pairwise
 
@@ -7,16 +7,15 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from weft.sampling import SamplingParams
-from weft.transforms.engine.detokenizing import Detokenizer, special_ids
-from weft.transforms.engine.reading import Told
+from weft.transforms.engine.outputs import CompletionState, Detokenizer, special_ids
 from weft.transforms.engine.requests import Request
-from weft.transforms.engine.tracking import Track
+from weft.transforms.engine.results import StepResult
 
 TEXTS = ("สวัสดีครับ ผม", "👩‍👩‍👧‍👦👍🏽", "the thé naïve", " a  b\n", "☂")
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2's, Llama 3's and Qwen's: merges of bytes, across the borders of characters."""
+    """Like GPT-2's, Llama 3's and Qwen's: merges of bytes, across the borders of characters."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -27,7 +26,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's and Gemma's: characters, and bytes for those that have no token."""
+    """Like Llama 2's and Gemma's: characters, and bytes for characters without a token."""
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "the", "a", "é", "▁é", "👍", "▁▁"]
     made = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, [], byte_fallback=True, unk_token="<unk>"))
     made.add_special_tokens(["<unk>", AddedToken("</s>", special=True)])
@@ -37,7 +36,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As BERT's, whose decoder takes a space away before a comma."""
+    """Like BERT's, whose decoder removes the space before a comma."""
     names = ["[UNK]", "the", "##re", ".", ",", "'", "s", "do", "n", "'t", "##é", "👍"]
     made = Tokenizer(models.WordPiece({name: id for id, name in enumerate(names)}, unk_token="[UNK]"))
     made.decoder = decoders.WordPiece()
@@ -48,12 +47,12 @@ KINDS = {"byte level": byte_level(), "byte fallback": byte_fallback(), "word pie
 
 
 def said(tokenizer: Tokenizer, token_ids: list[int], stop: tuple[str, ...] = (), min_tokens: int = 0) -> list[str]:
-    """What is shown after each token, and at the end."""
+    """The text shown after each token, and at the end."""
     params = SamplingParams(stop=stop, min_tokens=min_tokens)
-    track = Track(Request("a", (1,), len(token_ids), params), tokenizer, special_ids(tokenizer))
+    track = CompletionState(Request("a", (1,), len(token_ids), params), tokenizer, special_ids(tokenizer))
     shown = [""]
     for token in token_ids:
-        stopped = track.take(Told([[token]], [[0.0]], [], [], []), 0)
+        stopped = track.append(StepResult([[token]], [[0.0]], [], [], []), 0)
         shown.append(track.text)
         if stopped:
             break
@@ -65,8 +64,8 @@ def said(tokenizer: Tokenizer, token_ids: list[int], stop: tuple[str, ...] = (),
 @given(st.data())
 @settings(max_examples=300)
 def test_whatever_is_said_is_shown_and_nothing_taken_back(kind: str, data: st.DataObject) -> None:
-    """Random tokens: half-characters, bytes that are none, special tokens, tokens that do not exist. (With bytes that
-    are none, the DecodeStream of the tokenizers library raises.)"""
+    """Random tokens: parts of characters, invalid bytes, special tokens, tokens that do not exist. (With invalid bytes,
+    `tokenizers.decoders.DecodeStream` raises.)"""
     tokenizer = KINDS[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 1), min_size=1, max_size=30))
     shown = said(tokenizer, ids)
@@ -88,7 +87,7 @@ def test_characters_are_shown_whole(kind: str, text: str, more: str) -> None:
 
 
 def test_bytes_that_are_no_character_and_special_tokens_cost_no_more_the_more_there_are() -> None:
-    """A model that repeats such a token must not hold up the others: each was decoded with all that came before."""
+    """A model that repeats such a token must not slow down others, as decoding all earlier tokens again would."""
     for kind, token in (("byte level", "Ģ"), ("byte fallback", "<0x80>"), ("byte fallback", "</s>")):
         tokenizer = KINDS[kind]
         id = tokenizer.token_to_id(token)

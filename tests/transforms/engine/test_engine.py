@@ -1,4 +1,4 @@
-"""The engine as a whole: every completion as alone, nothing left, and errors for the request alone that has them."""
+"""The whole engine: each completion is what it is alone, nothing is left at the end, an error ends one request."""
 
 import asyncio
 import gc
@@ -16,10 +16,9 @@ from weft.proofs.strategies.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.engine.outputs import CompletionState, RequestOutput
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
-from weft.transforms.engine.tracking import Track
 from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_leaves
@@ -27,7 +26,7 @@ from weft.trees import tree_leaves
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=16)
 
 
-def ended(engine: Engine) -> dict[str, Track]:
+def ended(engine: Engine) -> dict[str, CompletionState]:
     return {output.id: output.track for output in engine if output.finish_reason is not None}
 
 
@@ -77,7 +76,7 @@ def test_what_cannot_be_served_is_refused_and_the_others_go_on(case: str) -> Non
 
 @pytest.mark.parametrize(("pipeline", "run_ahead"), [(1, 0), (1, 2), (3, 1)])
 def test_logits_that_are_nan_are_an_error_of_their_request_alone(pipeline: int, run_ahead: int) -> None:
-    """A token whose embedding is NaN; what it left in the cache is found by nobody."""
+    """A token's embedding is NaN; no other request finds the pages computed with it."""
     model = small_model()
     assert model.params.embed_tokens is not None
     embed = model.params.embed_tokens.clone()
@@ -91,7 +90,7 @@ def test_logits_that_are_nan_are_an_error_of_their_request_alone(pipeline: int, 
     outputs = {output.id: output for output in engine if output.finish_reason is not None}
     assert outputs["bad"].finish_reason == "error"
     assert isinstance(outputs["bad"].error, LogitsError)
-    assert outputs["bad"].error.seen == "logits that are NaN behind 5 tokens"
+    assert outputs["bad"].error.seen == "logits that are NaN after 5 tokens"
     for name in ("good", "other"):
         assert outputs[name].error is None
         assert outputs[name].track.token_ids == alone(tuple(prompts[name]), bars_of(outputs[name]), 5)[0]
@@ -119,7 +118,7 @@ def test_an_abort_ends_all_completions_and_frees_their_pages() -> None:
 
 @pytest.mark.slow
 def test_two_thousand_requests_leave_nothing_behind() -> None:
-    """No page, no tensor and no graph more at the end than after the first hundred."""
+    """There are as many pages, tensors and graphs at the end as after the first hundred requests."""
     engine = Engine(small_model(), SMALL, graph="full", run_ahead=1, num_logprobs=1)
     seen = {}
     for index in range(2000):
@@ -138,7 +137,7 @@ def test_two_thousand_requests_leave_nothing_behind() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "pipeline"), [("full", 1), ("full_and_piecewise", 2)])
 def test_adapters_and_drafts_leave_nothing_behind(mode: str, pipeline: int) -> None:
-    """The same of requests that have adapters, drafts and stop tokens."""
+    """The same, for requests with adapters, drafts and stop tokens."""
     adapters, settings = small_adapters(), {"num_logprobs": 1, "speculation": Speculation(2)}
     engine = Engine(small_model(), SMALL, pipeline=pipeline, graph=mode, adapters=adapters, **settings)
     engine.warm_up()
@@ -159,21 +158,29 @@ def test_adapters_and_drafts_leave_nothing_behind(mode: str, pipeline: int) -> N
 
 
 def held(engine: Engine) -> dict[str, Any]:
-    """All that could pile up."""
+    """The sizes of everything that could grow."""
     gc.collect()
     found = gc.get_objects()
     stats, host = engine.stats(), engine._host
     batches = [x for x in found if isinstance(x, Batch)]
     placed = {id(x) for x in tree_leaves(batches)}
-    samples = engine._samples
-    tables = (host.requests, host.waiting, host.running, host.unread, samples._found, samples._names, engine._pending)
+    processor = engine._outputs
+    tables = (
+        host.requests,
+        host.waiting,
+        host.running,
+        host.unread,
+        processor._open,
+        processor._names,
+        engine._pending,
+    )
     return {
         "batches": len(batches),
         "tensors": sum(isinstance(x, torch.Tensor) and id(x) not in placed for x in found),
         "pages": (stats.pages_held, stats.pages_free),
         "graphs": (stats.captures, stats.graphs),
         "tables": sum(map(len, tables)),
-        "requests": sum(isinstance(x, Track | RequestOutput) for x in found),
+        "requests": sum(isinstance(x, CompletionState | RequestOutput) for x in found),
     }
 
 
@@ -227,7 +234,7 @@ def test_threads_say_what_one_thread_says(mode: str) -> None:
 
 
 async def read(engine: Engine, prompt: Any, count: int | None = None, **options: Any) -> list[RequestOutput]:
-    """The outputs of a stream, or the first of them: then the consumer goes away."""
+    """The outputs of a stream; or the first few, after which the consumer stops."""
     outputs: list[RequestOutput] = []
     stream = engine.stream(prompt, **options)
     async for output in stream:
@@ -280,7 +287,7 @@ def test_what_a_step_raises_all_who_listen_raise(monkeypatch: pytest.MonkeyPatch
     def broken(works: Any) -> Any:
         raise MemoryError("no more")
 
-    monkeypatch.setattr(engine, "_stepper", broken)
+    monkeypatch.setattr(engine, "_executor", broken)
 
     async def both() -> list[Any]:
         streams = (read(engine, [index], max_tokens=2) for index in range(2))
@@ -292,7 +299,7 @@ def test_what_a_step_raises_all_who_listen_raise(monkeypatch: pytest.MonkeyPatch
 
 
 class _Elsewhere(Threads):
-    """As a rank of a pipeline over processes sees it: one stage runs here."""
+    """A transport of a pipeline over processes, as one rank sees it: one stage runs here."""
 
     def ranks(self, num_ranks: int) -> range:
         return range(min(num_ranks, 1))

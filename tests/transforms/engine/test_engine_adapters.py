@@ -1,4 +1,4 @@
-"""`Engine(adapters=...)`: each request's tokens are those of `peft` with its adapter, whoever it is served with."""
+"""`Engine(adapters=...)`: each request's tokens are those of `peft` with its adapter, in any company."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def randomize(model: Any, part: str, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model, and below it its adapters."""
+    """A folder with a small model, and its adapters in subfolders."""
     sizes = {
         "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "head_dim": 8,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": None,
@@ -78,7 +78,7 @@ def adapters(model: Model, folder: Path) -> dict[str, Adapter]:
 
 
 def serve(engine: Engine, names: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """The tokens of requests that are all there from the beginning."""
+    """The tokens of requests that are all added at the beginning."""
     ids = [engine.add(p, max_tokens=MAX_TOKENS, adapter=n) for n, p in zip(names, prompts, strict=True)]
     tokens: dict[str, list[int]] = {name: [] for name in ids}
     for output in engine:
@@ -91,7 +91,7 @@ def serve(engine: Engine, names: Any, prompts: list[list[int]]) -> list[list[int
 def test_tokens_are_those_of_peft(
     model: Model, adapters: dict[str, Adapter], expected: list[list[int]], pipeline: int, mode: str
 ) -> None:
-    """Prompts of 2 to 8 tokens in chunks of at most 4, in four rows: three adapters and none come and go together."""
+    """Prompts of 2 to 8 tokens in chunks of at most 4, in four rows, with three adapters and without one, all mixed."""
     limits = EngineLimits(max_num_reqs=4, max_num_tokens=4, max_model_len=32, page_size=4, mixed=pipeline == 2)
     engine = Engine(model, limits, pipeline=pipeline, graph=mode, adapters=adapters)
     assert serve(engine, NAMES, PROMPTS) == expected
@@ -107,7 +107,7 @@ def test_pages_are_shared_by_requests_of_one_adapter_alone(
     alone = [serve(Engine(model, limits, graph="none", adapters=adapters), [n], [prompt])[0] for n in ("all", None)]
     assert [served[0], served[1], served[3], served[4]] == [*alone, *alone]
     assert served[0] != served[1] != served[2] != served[0]
-    # The first three compute 7 tokens of the prompt, the others the last one, behind three shared pages.
+    # The first three compute 7 tokens of the prompt, the others the last one, after three shared pages.
     assert engine.stats().tokens == 3 * 7 + 2 * 1 + 5 * (MAX_TOKENS - 1)
 
 
@@ -147,7 +147,7 @@ def test_generate_refuses_what_is_no_adapter(model: Model, wrong: Any) -> None:
 def test_a_row_goes_to_a_request_of_another_adapter(
     model: Model, adapters: dict[str, Adapter], expected: list[list[int]]
 ) -> None:
-    """One row: what was placed on the device for its decodes is not taken for another number of adapters."""
+    """With one row: a decode's cached batch is not reused for another number of adapters."""
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=16, max_model_len=32, page_size=4)
     engine = Engine(model, limits, graph="none", adapters=adapters)
     assert serve(engine, NAMES, PROMPTS) == expected

@@ -1,5 +1,5 @@
-"""The engine as a state machine: whatever comes, is aborted and makes room, in every graph mode and split, each
-completion is what its request gets alone: of a greedy one, from transformers. And all of it did happen."""
+"""The engine as a state machine: in every graph mode and split, whatever requests arrive, are aborted or preempted,
+each completion is what its request gets alone; a greedy one is transformers'. And all this did happen."""
 
 import functools
 import itertools
@@ -23,16 +23,16 @@ from weft.stages.adapters import Adapter, adaptable
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.requests import Running, sample_seeds
+from weft.transforms.engine.outputs import CompletionState
+from weft.transforms.engine.requests import RequestState, sample_seeds
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
-from weft.transforms.engine.tracking import Track
 from weft.transforms.graphs.ladder import MODES
 
 EXAMPLES = {mode: 40 if mode == "none" else 7 for mode in MODES}
 """Traces of each mode in each of three splits; Hypothesis runs about as many again that it does not count."""
 MOST = 7
-"""Tokens that a request generates at most."""
+"""The most tokens that a request generates."""
 PROMPTS = (
     (1, 2, 3, 4, 1, 2, 3, 4, 5), (1, 2, 3, 4, 1, 2, 3, 4), (1, 2, 3, 4, 1, 2), (1, 2, 3, 4), (7,), (9, 8, 7, 6, 5, 4),
 )  # fmt: skip
@@ -55,14 +55,14 @@ MASKS = (None, None, None, Half(0), Half(1))
 """Each leaves a token that all of `PARAMS` allow."""
 WAYS = (None, None, Drafts(3, "itself"), Drafts(2, "another"), Drafts(3, (1, 3)))
 SEEDS = st.integers(0, 2**32 - 1)
-"""Of what is drawn at random: Hypothesis' own draws of many small things are alike too often."""
+"""The number of random seeds to draw from: Hypothesis repeats small values too often."""
 REACHED: Counter[str] = Counter()
-"""In how many traces each of these happened."""
+"""The number of traces in which each of these happened."""
 
 
 @functools.cache
 def theirs() -> Any:
-    """A small model of transformers', whose weights are large, so that differences show."""
+    """A small transformers model with large weights, so that differences show."""
     sizes = {
         "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 24,
@@ -101,7 +101,7 @@ def speculation(drafts: Drafts) -> Speculation:
 
 @functools.cache
 def expected(prompt: tuple[int, ...], which: int, sample: int, adapter: str | None, mask: Half | None) -> list[int]:
-    """All the tokens of a completion: of a greedy one of the model alone, as transformers says."""
+    """All tokens of a completion; for a greedy one of the plain model, transformers' own."""
     params = PARAMS[which]
     if params.temperature == 0 and adapter is None:
         return by_transformers(prompt, params, mask)
@@ -132,7 +132,7 @@ def by_transformers(prompt: tuple[int, ...], params: SamplingParams, mask: Half 
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests come, several at once, and are aborted, between the steps of an engine of any limits."""
+    """Requests are added, several at once, and aborted between the steps of an engine with any limits."""
 
     graph, stages = "none", 1
 
@@ -159,7 +159,7 @@ class EngineMachine(RuleBasedStateMachine):
             speculation=None if drafts is None else speculation(drafts),
         )
         self.asked: dict[str, tuple[tuple[int, ...], int, int, str | None, Half | None]] = {}
-        self.tracks: dict[tuple[str, int], Track] = {}
+        self.tracks: dict[tuple[str, int], CompletionState] = {}
         self.told: Counter[tuple[str, int]] = Counter()
         self.seen: set[str] = set()
         self.masked_rows: set[int] = set()
@@ -191,7 +191,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._take(self.engine.step())
         self._look([one for one in self.engine._host.running.values() if one.on_device])
 
-    def _look(self, decoding: list[Running]) -> None:
+    def _look(self, decoding: list[RequestState]) -> None:
         masked = [one for one in decoding if one.request.is_masked]
         happens = {
             "several decode": len(decoding) > 1,
@@ -228,7 +228,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert self.told[name, sample] == len(self.tracks[name, sample].token_ids), "each was told once"
         self._count()
 
-    def _compare(self, track: Track, tokens: list[int], most: int) -> None:
+    def _compare(self, track: CompletionState, tokens: list[int], most: int) -> None:
         whole, params = tokens[:most], track.request.sampling
         if track.reason == "abort":
             assert track.token_ids == whole[: len(track.token_ids)]
@@ -269,11 +269,11 @@ LEAST = {
     "a mask beside none": 40, "several masks": 25, "no mask in a row that had one": 8, "masks and preemption": 15,
     "masks and drafts": 15,
 }  # fmt: skip
-"""About a third of what most runs reach: what is drawn differs from run to run."""
+"""About a third of what most runs reach, because draws differ from run to run."""
 
 
 def test_all_of_it_did_happen() -> None:
-    """In how many traces at least; a state machine whose requests do not meet shows nothing."""
+    """The least number of traces for each; a state machine whose requests do not meet proves nothing."""
     if REACHED["ways"] < 3 * len(MODES):
         pytest.skip("of a part of the modes and splits")
     assert {name: REACHED[name] for name, least in LEAST.items() if REACHED[name] < least} == {}

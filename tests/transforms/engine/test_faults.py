@@ -1,4 +1,4 @@
-"""One fault ends one request: what goes wrong with a request is refused by `add`, or ends it alone, with its reason."""
+"""One fault ends one request: `add` refuses it, or it ends alone, with its reason."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.faults import blamed
 from weft.transforms.engine.generate import generate
+from weft.transforms.engine.inputs import EmbedsPrompt
 from weft.transforms.engine.outputs import RequestOutput
-from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
 
@@ -34,7 +34,7 @@ def ended(engine: Engine) -> dict[str, RequestOutput]:
 
 
 def assert_others_go_on(engine: Engine, outputs: dict[str, RequestOutput]) -> None:
-    """`good`, beside the odd one, and one that comes later say what they say alone; and nothing is left."""
+    """`good`, beside the odd request, and a later request generate what they generate alone; and nothing is left."""
     prompts = {"good": (3, 4), "late": (5, 6, 7)}
     engine.add(prompts["late"], max_tokens=5, id="late")
     outputs |= ended(engine)
@@ -63,7 +63,7 @@ def test_parameters_that_leave_no_token_with_the_models_ends_are_refused() -> No
 
 
 def test_what_cannot_be_written_in_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the step that admits a request would raise, `add` raises."""
+    """`add` raises whatever the step that admits the request would raise."""
     engine = Engine(small_model(), SMALL, graph="none")
     engine.add([3, 4], max_tokens=5, id="good")
     with monkeypatch.context() as patched:
@@ -85,7 +85,7 @@ def test_embeddings_that_cannot_be_read_are_refused(embeds: torch.Tensor) -> Non
 
 
 def test_an_end_beyond_the_vocabulary_ends_nothing_and_says_so() -> None:
-    """As in a generation_config.json whose ids are those of a larger tokenizer."""
+    """A generation_config.json may have the ids of a larger tokenizer."""
     with pytest.warns(UserWarning, match=r"its eos_token_id names \[99\], beyond its 12 tokens, which ends nothing"):
         engine = Engine(with_ends(99, 5), SMALL, graph="none")
     engine.add([3, 4], GREEDY, max_tokens=5, id="good")
@@ -124,7 +124,7 @@ MASKED: dict[str, tuple[Callable[[Sequence[int]], Any], SamplingParams, int]] = 
 def test_a_mask_that_shares_no_token_with_the_parameters_ends_its_request(
     case: str, pipeline: int, graph: str, speculation: Speculation | None
 ) -> None:
-    """A grammar that has come to its end under `min_tokens`: it allows what ends the request alone."""
+    """A grammar that is complete before `min_tokens`: it allows only the token that ends the request."""
     mask, params, count = MASKED[case]
     engine = Engine(with_ends(3), SMALL, pipeline=pipeline, graph=graph, speculation=speculation)
     engine.add([1, 2], params, max_tokens=6, id="odd", mask=mask)
@@ -133,7 +133,7 @@ def test_a_mask_that_shares_no_token_with_the_parameters_ends_its_request(
     odd = outputs["odd"]
     assert (odd.finish_reason, len(odd.track.token_ids), odd.track.reason) == ("error", count, "error")
     assert isinstance(odd.error, RequestError)
-    assert odd.error.call == f"mask of request 'odd', behind {count} tokens"
+    assert odd.error.call == f"mask of request 'odd', after {count} tokens"
     assert (
         odd.error.seen == "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
     )
@@ -144,7 +144,7 @@ def test_a_mask_that_shares_no_token_with_the_parameters_ends_its_request(
 def test_a_token_that_the_device_alone_knows_to_be_barred_is_not_said(
     pipeline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its logits are -inf where the request allows it: the token that the kernel names has no logprob."""
+    """The logits of all allowed tokens are -inf: the token that the kernel returns has no logprob."""
 
     def bars_all_but_5(config: Any, params: Any, hidden: torch.Tensor) -> torch.Tensor:
         logits = head(config, params, hidden)
@@ -158,13 +158,13 @@ def test_a_token_that_the_device_alone_knows_to_be_barred_is_not_said(
     odd = outputs["odd"]
     assert (odd.token_ids, odd.track.token_ids, odd.track.logprobs, odd.finish_reason) == ([], [], [], "error")
     assert isinstance(odd.error, RequestError)
-    assert odd.error.seen.startswith("no token that can be drawn behind 2 tokens")
+    assert odd.error.seen.startswith("no token that can be drawn after 2 tokens")
     assert outputs["good"].track.token_ids == [5, 5, 5]
     assert engine.stats().pages_held == 0
 
 
 def test_a_prompt_with_embeddings_beside_one_whose_logprobs_are_told_breaks_no_step() -> None:
-    """Their steps look up the next token of each prompt, and an embedding has no id."""
+    """Prompt logprobs look up the next token of the prompt, and an embedding has no id."""
     engine = Engine(small_model(), SMALL, graph="none", num_logprobs=1)
     engine.add([3, 4], attrs.evolve(GREEDY, prompt_logprobs=1), max_tokens=5, id="good")
     embeds = EmbedsPrompt([1, EMBEDDED, EMBEDDED], torch.ones(3, 8))
@@ -214,7 +214,7 @@ def test_a_token_that_cannot_be_decoded_ends_its_request(
 
 
 def test_an_abort_of_what_cannot_be_decoded_is_an_error_and_breaks_nothing() -> None:
-    """A decoder that takes back what it had shown: only the whole fails."""
+    """A decoder that fails on the whole text alone, at the end."""
     tokenizer = Undecodable(99, ValueError("too long"))
     engine = Engine(attrs.evolve(small_model(), tokenizer=tokenizer), SMALL, graph="none")
     engine.add([1, 2], GREEDY, max_tokens=9, id="odd")

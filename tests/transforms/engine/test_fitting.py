@@ -1,4 +1,4 @@
-"""Pages and graphs fit in the memory that there is: what the graphs will take is kept free of pages."""
+"""Pages and graphs fit into memory: pages leave room for the graphs that will be captured."""
 
 import warnings
 from collections.abc import Callable
@@ -24,7 +24,7 @@ MOST = 8 * 500
 
 
 class Memory:
-    """A GPU's report: so much is free, however often it is asked."""
+    """A GPU that reports the same amount of free memory each time."""
 
     def __init__(self, free: int) -> None:
         self.free, self.asked = free, 0
@@ -45,21 +45,23 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Memory]:
 
 
 def long_model() -> Model:
-    """One whose requests may be long, so that pages are most of what there is."""
+    """An engine whose requests may be long, so that pages take most of the memory."""
     model = small_model()
     return attrs.evolve(model, config=attrs.evolve(model.config, max_position_embeddings=2000))
 
 
 def page_bytes(engine: Engine) -> int:
-    """Of all stages, and of a draft model."""
-    states = engine._stepper.state
+    """The bytes of the pages of all stages and of the draft model."""
+    states = engine._executor.state
     caches = [state.kv_pages for state in states]
     caches += [state.drafting.kv_pages for state in states if state.drafting and state.drafting.kv_pages is not None]
     return sum(cache.nbytes for cache in caches)
 
 
 def table_bytes(engine: Engine) -> int:
-    return sum(x.nbytes for x in tree_leaves(engine._stepper.state) if isinstance(x, torch.Tensor)) - page_bytes(engine)
+    return sum(x.nbytes for x in tree_leaves(engine._executor.state) if isinstance(x, torch.Tensor)) - page_bytes(
+        engine
+    )
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -74,8 +76,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pages_and_graphs_fit(way: str, memory: Callable[[int], Memory]) -> None:
-    """Of memory that would hold fewer pages than could be used: the graphs, once captured, are within it, and what is
-    left over is less than two pages and two fifths of the graphs."""
+    """Memory holds fewer pages than could be used: the graphs, once captured, fit beside them, and less than two pages
+    and two fifths of the graphs' memory is left over."""
     sized = Engine(long_model(), LIMITS, **WAYS[way])
     sized.warm_up()
     graphs = sum(graph.memory_analysis().total_bytes for graph in sized.graphs)
@@ -124,7 +126,7 @@ def test_a_cpu_gives_a_fixed_part() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", ["full", "full_and_piecewise"])
 def test_on_a_gpu_whose_memory_is_short_no_graph_is_left_out(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch may take 2 GiB more and no byte else: pages fill what graphs leave, every class is captured, the longest
+    """torch may take 2 GiB more and nothing beyond: pages fill what graphs leave, every class is captured, the longest
     prompts are served, and some memory is left for temporaries. Other tests keep the rest of the GPU."""
     model = weft.load(DEMO, "cuda")
     torch.cuda.empty_cache()

@@ -64,7 +64,7 @@ def cases(draw: st.DrawFn, architecture: str) -> Case:
 @given(data=st.data())
 @settings(max_examples=26)
 def test_any_configuration_is_equal_to_transformers(architecture: str, data: st.DataObject) -> None:
-    """Drawn, saved, loaded: logits, greedy tokens, logprobs and finish reasons, each pipeline size in another mode.
+    """A random model, saved and loaded: logits, greedy tokens, logprobs, finish reasons, one mode per pipeline size.
 
     Where transformers' own two best logits lie within twice the tolerance, either may win by right: such an example
     is given up (`assume`), so what this says holds for arg maxes that are no near ties.
@@ -105,7 +105,7 @@ class Pair:
 
 @pytest.fixture(scope="module", params=CHOSEN, ids=lambda case: str(case.architecture))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A model that has learned to stop: a token that it says to prompt 1, and not to all, ends a completion."""
+    """A model with an end-of-sequence token that it generates for prompt 1, and not for all prompts."""
     case: Case = request.param
     model, folder = case.build(), tmp_path_factory.mktemp("pair")
     without_end = complete_theirs(model, case.prompts(), case.max_tokens)
@@ -128,14 +128,14 @@ def test_every_split_and_mode_is_equal_to_transformers(pair: Pair, pipeline: int
 
 
 def test_prompts_alone_are_equal_to_transformers(pair: Pair) -> None:
-    """One prompt a call, in both libraries: no padding on either side."""
+    """One prompt per call, in both libraries: neither pads."""
     for prompt in pair.case.prompts():
         assert_equal_to_theirs(complete(pair.ours, [prompt], max_tokens=6), complete_theirs(pair.theirs, [prompt], 6))
 
 
 @pytest.mark.parametrize("end", [None, "int", "list"])
 def test_the_end_is_the_generation_configs(pair: Pair, end: str | None, tmp_path: Path) -> None:
-    """With no end all completions are full; with one, and with several, ours stop where theirs do, end included."""
+    """Without an end-of-sequence token all completions are full; with one or several, ours stop where theirs do."""
     second = pair.expected[0].token_ids[1]
     model = pair.case.build()
     model.generation_config.eos_token_id = {None: None, "int": second, "list": [second, 39, 0]}[end]

@@ -1,4 +1,4 @@
-"""Bad input to `weft.generate`: what each error says, and that it harms no model."""
+"""Bad input to `weft.generate`: the text of each error, and that the model is unharmed."""
 
 from collections import UserDict
 from typing import Any
@@ -16,7 +16,7 @@ from weft.stages.model import Model
 
 @pytest.fixture(scope="module")
 def usual(demo: Model) -> tuple[list[weft.Completion], Any]:
-    """What the demo says, and its weights, before anything went wrong."""
+    """The demo's completion and its weights before any error."""
     return weft.generate(demo, ["The function"], max_tokens=2), clone(demo.params)
 
 
@@ -109,7 +109,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "text"), WRONG_TYPES, ids=[str(changes) for changes, _ in WRONG_TYPES])
 def test_arguments_of_a_wrong_type_or_size_are_named(changes: dict[str, Any], text: str, demo: Model) -> None:
-    """Never cut to what fits, and never an error from somewhere below."""
+    """A prompt that is too long is neither cut nor left to fail further down."""
     options: dict[str, Any] = {"prompts": ["An"], "max_tokens": 1, "temperature": 1.0, "graph": "none", **changes}
     with pytest.raises(WeftError, match=text):
         weft.generate(demo, **options)

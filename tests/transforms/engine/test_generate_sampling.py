@@ -1,4 +1,4 @@
-"""`generate` with `SamplingParams`: against transformers' own loop, alone and in company, in every way to run it."""
+"""`generate` with `SamplingParams`: against transformers' own loop, alone and in batches, in every split and mode."""
 
 from typing import Any
 
@@ -120,7 +120,7 @@ def test_a_stop_token_ends_a_request_and_eos_can_be_ignored(demo: Model) -> None
 
 
 def test_logprobs_of_the_likeliest(demo: Model) -> None:
-    """Each request gets as many as it asks for; greedy, the first is the chosen one."""
+    """Each request gets as many as it asks for; in a greedy one, the first is the chosen token."""
     asked = [SamplingParams(temperature=0.0, logprobs=3), SamplingParams(temperature=0.0), MIXED[0]]
     first, second, _ = complete(demo, [*asked[:2], SamplingParams(seed=1, logprobs=0)])
     assert second.top_logprobs is None
@@ -149,7 +149,7 @@ def test_logprobs_of_the_prompt_are_those_of_transformers(demo: Model, theirs: A
 
 @pytest.mark.parametrize("options", [{}, {"pipeline": 3}, {"graph": "full_and_piecewise", "pipeline": 2}], ids=str)
 def test_completions_of_one_prompt_each_have_a_seed_of_their_own(demo: Model, options: dict[str, Any]) -> None:
-    """Two prompts, five completions of the first: each what it is alone, with its seed."""
+    """Two prompts, five completions of the first: each is what it is alone, with its seed."""
     params = SamplingParams(temperature=1.0, seed=5, n=5, prompt_logprobs=0, logprobs=1)
     *several, last = complete(demo, [params, MIXED[0]], PROMPTS[:2], **options)
     assert last.token_ids == complete(demo, MIXED[0], PROMPTS[1:2])[0].token_ids

@@ -1,4 +1,4 @@
-"""On a model that no token stops: graphs replay by count, and a seed fixes each token."""
+"""On a model without a stop token: graphs replay the expected number of times, and a seed fixes each token."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +38,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> weft.Model:
     [
         # One prefill of more tokens than requests, eagerly; then five decodes of five requests.
         (1, "full", [5, 1, 1, 1, 1], CacheInfo(captures=1, replays=5, eager=1, currsize=1)),
-        # A prefill of a token a request has a graph too, and not that of a decode.
+        # A prefill with one token per request has a graph too, which is not the decode's.
         (1, "full", [1, 1, 1, 1, 1], CacheInfo(captures=2, replays=6, eager=0, currsize=2)),
         (1, "full_decode_only", [1, 1, 1, 1, 1], CacheInfo(captures=1, replays=5, eager=1, currsize=1)),
         # Requests end at 32 positions: decodes of 4, 3 (padded to 4), 3, 2, 2.
@@ -60,10 +60,10 @@ def test_graphs_really_replay(
     expected: CacheInfo | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Captures and replays by count, and the stages' Python runs for captures and eager calls only."""
+    """Captures and replays are counted; the stages' Python code runs for captures and eager calls only."""
     runs = _counted(monkeypatch)
     seen = complete(endless, [[7] * n for n in lengths], max_tokens=6, pipeline=pipeline, graph=mode)
-    graphs = seen.stepper.graphs
+    graphs = seen.executor.graphs
     assert len(graphs) == (0 if expected is None else pipeline)
     assert [graph.cache_info() for graph in graphs] == [expected] * len(graphs)
     microbatches = 6 * pipeline * min(pipeline, len(lengths))
@@ -123,7 +123,7 @@ def prompt_lists(draw: st.DrawFn) -> list[list[int]]:
 def test_a_seed_fixes_the_tokens_in_any_split_mode_and_company(
     endless: weft.Model, prompts: list[list[int]], seed: int, temperature: float, shift: int
 ) -> None:
-    """Whatever runs request i, and whoever stands behind it, its stream is that of the seed and i."""
+    """The seed and the index i fix the random numbers of request i, however it runs and whatever follows it."""
     options: dict[str, Any] = {"max_tokens": 6, "temperature": temperature}
     expected = tokens_of(weft.generate(endless, prompts, seed=seed, graph="none", **options))
     for pipeline in PIPELINES:
@@ -149,7 +149,7 @@ def test_the_order_in_a_batch_and_the_row_change_no_token(
 
 
 def test_each_token_is_drawn_with_its_requests_seed_and_its_own_position(endless: weft.Model) -> None:
-    """`sample` on the logits that were kept, for the seed of the row and the position of the token before."""
+    """`sample` on the recorded logits, with the row's seed and the position of the token before."""
     prompts = [[1, 2, 3], [4], [5] * 17]
     seen = complete(endless, prompts, max_tokens=6, temperature=1.0, seed=40)
     seeds = [request_seed(40, index) for index in range(3)]

@@ -1,4 +1,4 @@
-"""What users ask of an engine that it cannot be, or do: an error that names it, and nothing touched."""
+"""Invalid arguments of an engine: an error names the argument, and nothing else changes."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Masks: a request says only what its function allows, as transformers' `prefix_allowed_tokens_fn`; others do not
-notice."""
+"""Masks: a request generates only tokens that its function allows, like transformers' `prefix_allowed_tokens_fn`; other
+requests do not notice."""
 
 import itertools
 import random
@@ -17,7 +17,7 @@ from weft.ops.logits import pack_bits
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import Masked, read_mask
+from weft.transforms.engine.masks import RequestMask, compute_mask
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
@@ -28,12 +28,12 @@ LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=40, page_
 
 
 def allowed(said: Sequence[int]) -> list[int]:
-    """A few tokens, others behind each beginning."""
+    """A few tokens, different ones after each prefix."""
     return sorted(random.Random(str(list(said))).sample(range(3, VOCABULARY), 5))
 
 
 def as_bits(said: Sequence[int]) -> torch.Tensor | None:
-    """The same as bits; and anything behind seven tokens."""
+    """The same as bits; and any token after seven tokens."""
     return None if len(said) == 7 else pack_bits(allowed(said), VOCABULARY)
 
 
@@ -111,10 +111,12 @@ def raises(said: Sequence[int]) -> list[int]:
 WRONG: dict[str, tuple[Any, int, str]] = {
     "it raises": (raises, 2, "KeyError: 'no such rule'"),
     "it allows nothing": (lambda said: [], 0, "no token that is allowed"),
-    "only what stands behind the vocabulary": (
+    "only bits past the vocabulary": (
         lambda said: torch.tensor([0, 0, -8], dtype=torch.int32), 0, "no token that is allowed"
     ),
-    "no token of the model's": (lambda said: [VOCABULARY], 0, f"ValueError: {VOCABULARY} is no token id from 0 to 66"),
+    "no token of the model's": (
+        lambda said: [VOCABULARY], 0, f"ValueError: {VOCABULARY} is not a token id from 0 to 66"
+    ),
     "another shape": (lambda said: torch.zeros(2, dtype=torch.int32), 0, "a tensor torch.int32 [2]"),
     "another dtype": (lambda said: torch.zeros(3), 0, "a tensor torch.float32 [3]"),
     "ids without an end": (lambda said: itertools.cycle([5]), 0, "ValueError: more than 1072 ids, where there are 67"),
@@ -134,7 +136,7 @@ def test_a_mask_that_fails_ends_its_request_alone(model: Model, theirs: Any, cas
     wrong = outputs["wrong", 0]
     assert (wrong.finish_reason, len(wrong.track.token_ids)) == ("error", count)
     assert isinstance(wrong.error, RequestError)
-    assert wrong.error.call == f"mask of request 'wrong', behind {count} tokens"
+    assert wrong.error.call == f"mask of request 'wrong', after {count} tokens"
     assert wrong.error.seen == seen
     assert outputs["other", 0].track.token_ids == by_transformers(theirs, PROMPTS[1], masked=False)
     assert outputs["masked", 0].track.token_ids == by_transformers(theirs, PROMPTS[2], masked=True)
@@ -151,10 +153,10 @@ def test_what_is_no_function_is_refused(model: Model) -> None:
 
 def test_nothing_is_asked_where_nothing_is_to_be_said() -> None:
     for found, bits in ((None, None), ((0, 33), bytes([1, 0, 0, 0, 2, 0, 0, 0]))):
-        masked = Masked.of(lambda said, found=found: found, SamplingParams(), 40)  # type: ignore[misc]
-        assert read_mask("a", masked, [], 40) == bits
+        masked = RequestMask.of(lambda said, found=found: found, SamplingParams(), 40)  # type: ignore[misc]
+        assert compute_mask("a", masked, [], 40) == bits
 
 
 def test_an_iterator_without_an_end_is_read_up_to_what_is_no_token() -> None:
-    with pytest.raises(RequestError, match="saw: ValueError: 40 is no token id from 0 to 39"):
-        read_mask("a", Masked.of(lambda said: itertools.count(), SamplingParams(), 40), [], 40)
+    with pytest.raises(RequestError, match="saw: ValueError: 40 is not a token id from 0 to 39"):
+        compute_mask("a", RequestMask.of(lambda said: itertools.count(), SamplingParams(), 40), [], 40)

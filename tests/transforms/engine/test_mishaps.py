@@ -1,4 +1,4 @@
-"""What goes wrong midway, and what a user does at a bad moment."""
+"""Errors in the middle of a step, and user calls at a bad moment."""
 
 import asyncio
 from typing import Any
@@ -12,28 +12,27 @@ from weft.proofs.strategies.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.engine.outputs import CompletionState, RequestOutput
 from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.engine.tracking import Track
 
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=16)
 
 
-def ended(engine: Engine) -> dict[str, Track]:
+def ended(engine: Engine) -> dict[str, CompletionState]:
     return {output.id: output.track for output in engine if output.finish_reason is not None}
 
 
 @pytest.mark.parametrize("error", [MemoryError("no more"), KeyboardInterrupt()], ids=["memory", "interrupt"])
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_after_a_step_that_raised_no_other_is_taken(error: BaseException, pipeline: int) -> None:
-    """What it had done is not known: going on would lose a token, and wait for it for ever."""
+    """How far the step came is not known: going on would lose a token, and wait for it forever."""
     engine = Engine(small_model(), SMALL, pipeline=pipeline, graph="none")
     engine.add([1, 2], max_tokens=5, id="a")
     engine.step()
-    do, engine._stepper = engine._stepper, _Raises(error)  # type: ignore[assignment]
+    do, engine._executor = engine._executor, _Raises(error)  # type: ignore[assignment]
     with pytest.raises(type(error)):
         list(engine)
-    engine._stepper = do
+    engine._executor = do
     for _ in range(2):
         with pytest.raises(EngineError, match=f"an earlier step that raised {type(error).__name__}") as seen:
             engine.step()
@@ -46,7 +45,7 @@ def test_after_a_step_that_raised_no_other_is_taken(error: BaseException, pipeli
 
 
 class _Raises:
-    num_under_way = 0
+    num_running = 0
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -78,7 +77,7 @@ def test_an_abort_ends_the_stream_of_its_request() -> None:
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_a_name_that_is_used_again_gets_nothing_of_what_was_under_way(pipeline: int) -> None:
-    """The logprobs of the first one's prompt were on their way when it was aborted."""
+    """The first request is aborted while the logprobs of its prompt are on their way."""
     asked = SamplingParams(temperature=0.0, prompt_logprobs=0)
     prompt = [5, 4, 3, 2, 1]
     fresh = Engine(small_model(), SMALL, graph="none")
@@ -94,7 +93,7 @@ def test_a_name_that_is_used_again_gets_nothing_of_what_was_under_way(pipeline: 
 
 
 def test_a_stream_with_a_stop_text_and_min_tokens_is_its_text() -> None:
-    """What was said before it may end is not taken back when it ends."""
+    """Text shown before the request may end is not taken back when it ends."""
     model = weft.load(DEMO, "cpu", "float32")
     greedy = SamplingParams(temperature=0.0)
     [whole] = weft.generate(model, ["The function returns"], max_tokens=40, graph="none")

@@ -1,4 +1,4 @@
-"""Pages against a model that holds every page's owners in a list."""
+"""`Pages` against a model that lists the holders of every page."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from weft.transforms.engine.pages import Pages, hash_page
 
 
 class PagesMachine(RuleBasedStateMachine):
-    """Holders take, share, name and release pages in any order; the model knows each page's holders and names."""
+    """Holders allocate, acquire, publish and release pages in any order; the model knows each page's holders."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pages = Pages(6, 2)
         self.holders: list[list[int]] = []
-        self.names: dict[bytes, int] = {}  # of pages whose content is kept
+        self.names: dict[bytes, int] = {}  # published pages
         self.parts: dict[bytes, int] = {}
 
     def count(self, page: int) -> int:
@@ -28,13 +28,13 @@ class PagesMachine(RuleBasedStateMachine):
         free = [page for page in range(6) if not self.count(page)]
         if count > len(free):
             with pytest.raises(RequestError, match="ask num_free first"):
-                self.pages.take(count)
+                self.pages.allocate(count)
             return
-        taken = self.pages.take(count)
+        taken = self.pages.allocate(count)
         assert len(set(taken)) == count
         assert set(taken) <= set(free)
         blank = set(free) - set(self.names.values())
-        assert len(blank - set(taken)) == 0 or not set(taken) & set(self.names.values()), "blank pages go first"
+        assert len(blank - set(taken)) == 0 or not set(taken) & set(self.names.values()), "empty pages go first"
         self.names = {name: page for name, page in self.names.items() if page not in taken}
         self.holders.append(taken)
 
@@ -43,18 +43,18 @@ class PagesMachine(RuleBasedStateMachine):
     def name(self, data: st.DataObject, name: bytes, part: bool) -> None:
         page = data.draw(st.sampled_from([page for pages in self.holders for page in pages]))
         known = self.parts if part else self.names
-        (self.pages.keep_part if part else self.pages.keep)(page, name)
+        (self.pages.publish_partial if part else self.pages.publish)(page, name)
         if name not in known and page not in known.values():
             known[name] = page
 
     @rule(names=st.lists(st.sampled_from((b"a", b"b", b"c")), max_size=3, unique=True))
     def share(self, names: list[bytes]) -> None:
-        found = self.pages.find(names)
+        found = self.pages.lookup(names)
         assert found == [self.names[name] for name in names[: len(found)]]
         assert len(found) == len(names) or names[len(found)] not in self.names
         free = sum(not self.count(page) for page in range(6))
         assert self.pages.count_free(found) == free - sum(not self.count(page) for page in found)
-        self.pages.share(found)
+        self.pages.acquire(found)
         self.holders.append(found)
 
     @precondition(lambda self: self.holders)
@@ -62,7 +62,7 @@ class PagesMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject, broken: bool) -> None:
         gone = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         if broken:
-            self.pages.forget(gone)
+            self.pages.unpublish(gone)
             self.names = {name: page for name, page in self.names.items() if page not in gone}
             self.parts = {name: page for name, page in self.parts.items() if page not in gone}
         self.pages.release(gone)
@@ -73,10 +73,10 @@ class PagesMachine(RuleBasedStateMachine):
         held = {page for pages in self.holders for page in pages}
         assert self.pages.num_held == len(held)
         assert self.pages.num_free == 6 - len(held)
-        assert self.pages.num_kept == len(set(self.names.values()) - held)
+        assert self.pages.num_evictable == len(set(self.names.values()) - held)
         for name in (b"a", b"b", b"c"):
-            assert self.pages.find([name]) == ([self.names[name]] if name in self.names else [])
-            assert self.pages.find_part(name) == self.parts.get(name)
+            assert self.pages.lookup([name]) == ([self.names[name]] if name in self.names else [])
+            assert self.pages.lookup_partial(name) == self.parts.get(name)
 
     def teardown(self) -> None:
         for pages in self.holders:
@@ -88,18 +88,18 @@ TestPages: Any = PagesMachine.TestCase
 TestPages.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def test_the_longest_unused_content_is_forgotten_first_and_the_end_of_a_request_before_its_beginning() -> None:
+def test_the_least_recently_used_page_is_evicted_first_and_the_end_of_a_request_before_its_beginning() -> None:
     pages = Pages(4, 1)
-    first, second = pages.take(2), pages.take(2)
+    first, second = pages.allocate(2), pages.allocate(2)
     for page, name in zip([*first, *second], (b"0", b"1", b"2", b"3"), strict=True):
-        pages.keep(page, name)
+        pages.publish(page, name)
     pages.release(first)
     pages.release(second)
-    assert pages.take(1) == [first[1]]
-    assert pages.find([b"0", b"1"]) == [first[0]]
+    assert pages.allocate(1) == [first[1]]
+    assert pages.lookup([b"0", b"1"]) == [first[0]]
 
 
-def test_equal_names_are_equal_prefixes() -> None:
+def test_equal_hashes_mean_equal_prefixes() -> None:
     whole = hash_page(hash_page(b"", [1, 2]), [3, 4])
     assert whole == hash_page(hash_page(b"", (1, 2)), (3, 4))
     others = [hash_page(b"", [3, 4]), hash_page(hash_page(b"", [2, 1]), [3, 4]), hash_page(b"", [1, 2, 3, 4])]

@@ -1,4 +1,4 @@
-"""Prompts with embeddings and positions in an engine: pages shared by content, and what cannot be served."""
+"""Prompts with embeddings and positions: pages are shared by content, and invalid prompts are refused."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from weft.proofs.strategies.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.prompts import EmbedsPrompt, read_given
+from weft.transforms.engine.inputs import EmbedsPrompt, read_extras
 from weft.transforms.engine.requests import Request
 from weft.transforms.engine.scheduler import add, schedule
 from weft.transforms.engine.setup import EngineLimits
@@ -49,7 +49,7 @@ def served(engine: Engine, prompt: Any, sampling: SamplingParams | None = None, 
 
 
 def test_pages_are_shared_by_content(model: Model) -> None:
-    """An image is found again by those who have that one at that place; the text before it by all."""
+    """Prompts with the same image in the same place share its pages; all share those of the text before it."""
     engine = Engine(model, LIMITS, graph="none")
     alone = {seed: served(Engine(model, LIMITS, graph="none"), image(seed)) for seed in (0, 1)}
     assert alone[0] != alone[1]
@@ -64,7 +64,7 @@ def test_pages_are_shared_by_content(model: Model) -> None:
 
 
 def test_what_was_generated_is_found_where_it_stands(model: Model) -> None:
-    """The next turn's prompt says the positions that the last one's tokens had."""
+    """The next turn's prompt gives the tokens of the last turn the positions that they had."""
     engine = Engine(model, LIMITS, graph="none")
     (tokens,) = served(engine, image(), max_tokens=5)
     ids = [*IDS, *tokens, 3]
@@ -81,7 +81,7 @@ def test_what_was_generated_is_found_where_it_stands(model: Model) -> None:
 
 @pytest.mark.parametrize("graph", ["none", "full_and_piecewise"])
 def test_completions_preemption_and_penalties(model: Model, graph: str) -> None:
-    """Several completions of a prompt, of engines whose pages are scarce or not; an image's tokens are not counted."""
+    """Several completions of a prompt, with few pages and with many; penalties do not count an image's tokens."""
     asked = SamplingParams(temperature=1.0, seed=7, n=3, repetition_penalty=1.3, frequency_penalty=0.2)
     plenty, scarce = Engine(model, LIMITS, graph=graph), Engine(model, attrs.evolve(LIMITS, num_pages=8), graph=graph)
     expected = served(plenty, image(), asked, max_tokens=10)
@@ -91,7 +91,7 @@ def test_completions_preemption_and_penalties(model: Model, graph: str) -> None:
 
 
 def test_embeddings_alone_and_their_copies(model: Model) -> None:
-    """A prompt of nothing but embeddings; who changes them later changes nothing."""
+    """A prompt of embeddings alone; changing the tensor later has no effect."""
     known = model.params.embed_tokens
     assert known is not None
     ids = [1, 5, 9, 2, 7]
@@ -104,10 +104,10 @@ def test_embeddings_alone_and_their_copies(model: Model) -> None:
     assert [completion.token_ids] == expected
 
 
-def test_ranks_behind_the_first_place_neither(model: Model) -> None:
+def test_ranks_after_the_first_get_neither(model: Model) -> None:
     budget = LIMITS.resolve(model, 2, Threads()).budget
     host = Engine(model, LIMITS, pipeline=2)._host
-    given = read_given(image())
+    given = read_extras(image())
     asked = SamplingParams(temperature=0.0).for_request((), 0)
     _, (work,) = schedule(add(host, Request("a", tuple(IDS), 3, asked, given=given), budget), budget)
     first, later = work.place("cpu").batch, work.place("cpu", first=False).batch
@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "[3, 12] int64: get_rope_index(...)[0][:, 0]",
     ),
     "before the start": ({"positions": POSITIONS - 1}, "a position -1", "positions from 0 to 2147483647"),
-    "far behind the end": (
+    "far past the end": (
         {"positions": POSITIONS + 2**62}, f"a position {2**62}", "positions from 0 to 2147483647"
     ),
     "a token that is none": ({"token_ids": [*IDS[:-1], 99]}, "the prompt holds 99", "token ids are ints"),

@@ -1,4 +1,4 @@
-"""The host alone, in any order of calls: who holds what is always right, and nothing is left at the end."""
+"""The scheduler without a device, called in any order: its books are always right, and nothing is left at the end."""
 
 from collections import Counter
 from typing import Any
@@ -11,14 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
-from weft.transforms.engine.host import Budget, HostState
-from weft.transforms.engine.requests import Request, Running
+from weft.transforms.engine.requests import Budget, HostState, Request, RequestState
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
-from weft.transforms.engine.work import Work
+from weft.transforms.engine.step import Work
 
 STOP = 3
 WRONG = -9
-"""What a draft that was wrong leaves in a page."""
+"""The content of a slot that a rejected draft wrote."""
 GREEDY = SamplingParams(temperature=0.0, seed=0, stop_token_ids=[STOP])
 
 
@@ -31,7 +30,7 @@ def request(
 
 
 class HostMachine(RuleBasedStateMachine):
-    """Requests come, follow, are aborted; steps are scheduled, and read later, in order.
+    """Requests are added, follow others, are aborted; steps are scheduled, and read later, in order.
 
     The model is a device that knows what is in each page, and that looks at every step. It knows the tokens that it
     samples before the host does, and how many: some drafts are right, and some are not.
@@ -119,20 +118,20 @@ class HostMachine(RuleBasedStateMachine):
     def read(self) -> None:
         work, sampled = self.unread.pop(0)
         self.host, got = observe(self.host, work.job, sampled)
-        for place, running, count in got:
-            name, tokens = running.request.id, sampled[place]
+        for place, req, count in got:
+            name, tokens = req.request.id, sampled[place]
             assert name not in self.ended, "what has ended gets nothing"
             assert (work.requests[place], work.samples[place]) == (name, True)
             self.said[name] += tokens[:count]
-            assert STOP not in tokens[: count - 1], "nothing behind an end"
-            assert running.reason or count == len(tokens)
-            if running.reason:
-                assert (running.reason == "stop") == (tokens[count - 1] == STOP)
-                assert running.reason == "stop" or len(self.said[name]) == self.asked[name].max_tokens
-                self.ended[name] = running.reason
+            assert STOP not in tokens[: count - 1], "nothing after an end"
+            assert req.reason or count == len(tokens)
+            if req.reason:
+                assert (req.reason == "stop") == (tokens[count - 1] == STOP)
+                assert req.reason == "stop" or len(self.said[name]) == self.asked[name].max_tokens
+                self.ended[name] = req.reason
 
     def check(self, work: Work, cohort: int) -> None:
-        """As a device would, edit the tables."""
+        """Edit the tables, as a device would."""
         assert work.num_tokens <= self.budget.max_num_tokens
         assert len(work.rows) == len(set(work.rows)) <= self.budget.cohort_size
         assert all(self.host.requests[name].cohort == cohort for name in work.requests), "of those under way"
@@ -175,26 +174,26 @@ class HostMachine(RuleBasedStateMachine):
         if not hasattr(self, "host"):
             return
         host = self.host
-        held = Counter(page for running in host.running.values() for page in running.pages)
-        assert {page: held[page] for page in range(host.pages.num_pages)} == dict(enumerate(host.pages._count))
-        rows = [running.row for running in host.running.values()]
+        held = Counter(page for req in host.running.values() for page in req.pages)
+        assert {page: held[page] for page in range(host.pages.num_pages)} == dict(enumerate(host.pages._refcounts))
+        rows = [req.row for req in host.running.values()]
         assert sorted([*rows, *host.free_rows]) == list(range(self.budget.max_num_reqs)), "no row twice, none lost"
-        following = [f for running in host.requests.values() for f in running.followers]
-        everyone: list[Running] = [*host.running.values(), *host.waiting, *following]
+        following = [f for req in host.requests.values() for f in req.followers]
+        everyone: list[RequestState] = [*host.running.values(), *host.waiting, *following]
         assert (
             sorted(r.request.id for r in everyone) == sorted(host.requests) == sorted(set(self.asked) - set(self.ended))
         )
         assert sorted(map(id, host.running.values())) == sorted(id(r) for mine in host.cohorts for r in mine)
-        assert all(mine == sorted(mine, key=lambda r: r.key) for mine in (*host.cohorts, host.waiting))
+        assert all(mine == sorted(mine, key=lambda r: r.turn) for mine in (*host.cohorts, host.waiting))
         assert all(len(mine) <= self.budget.cohort_size for mine in host.cohorts)
-        for running in host.requests.values():
-            assert running.tokens == [*running.request.prompt, *self.said[running.request.id]]
-            assert running.computed <= len(running.pages) * 2 <= running.limit + 1
-            assert running.num_unread or not running.most_unread
-            if running.on_device:
-                place = self.places[running.row]
-                assert place <= running.computed, "a bound"
-                assert running.num_unread or place == running.computed, "which is the truth once all is read"
+        for req in host.requests.values():
+            assert req.tokens == [*req.request.prompt, *self.said[req.request.id]]
+            assert req.num_computed <= len(req.pages) * 2 <= req.max_len + 1
+            assert req.num_unread or not req.max_unread
+            if req.on_device:
+                place = self.places[req.row]
+                assert place <= req.num_computed, "a bound"
+                assert req.num_unread or place == req.num_computed, "which is the truth once all is read"
 
     def teardown(self) -> None:
         if not hasattr(self, "host"):

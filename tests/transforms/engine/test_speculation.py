@@ -1,4 +1,4 @@
-"""`Engine(speculation=...)`: the tokens, logprobs and ends of an engine without it, in fewer steps."""
+"""`Engine(speculation=...)`: the same tokens, logprobs and ends as without it, in fewer steps."""
 
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,12 @@ from weft.proofs.strategies.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.stages.verification import read_at
-from weft.transforms.engine.decodes import choose_query_len
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.host import Budget, HostState
-from weft.transforms.engine.requests import Request
-from weft.transforms.engine.scheduler import add, observe, schedule
+from weft.transforms.engine.outputs import CompletionState
+from weft.transforms.engine.requests import Budget, HostState, Request
+from weft.transforms.engine.scheduler import add, choose_query_len, observe, schedule
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.engine.speculation import Speculation
-from weft.transforms.engine.tracking import Track
 from weft.transforms.graphs.ladder import MODES
 
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=20, max_model_len=24, page_size=4, num_pages=24)
@@ -31,7 +29,7 @@ ITSELF = Speculation(4, model=small_model())
 WAYS = {"lookup": Speculation(3), "itself": ITSELF, "another": Speculation(2, model=small_model(1))}
 
 
-def served(speculation: Speculation | None, **options: Any) -> tuple[dict[tuple[str, int], Track], Engine]:
+def served(speculation: Speculation | None, **options: Any) -> tuple[dict[tuple[str, int], CompletionState], Engine]:
     """Requests of all kinds."""
     limits = options.pop("limits", SMALL)
     engine = Engine(small_model(), limits, num_logprobs=2, seed=0, speculation=speculation, **options)
@@ -58,14 +56,14 @@ def served(speculation: Speculation | None, **options: Any) -> tuple[dict[tuple[
 
 
 @pytest.fixture(scope="module")
-def plain() -> dict[tuple[str, int], Track]:
+def plain() -> dict[tuple[str, int], CompletionState]:
     return served(None, graph="none")[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("pipeline", "graph", "run_ahead"), [(1, "none", 0), (1, "full", 2), (3, "piecewise", 1)])
 def test_tokens_logprobs_and_ends_are_the_same(
-    way: str, pipeline: int, graph: str, run_ahead: int, plain: dict[tuple[str, int], Track]
+    way: str, pipeline: int, graph: str, run_ahead: int, plain: dict[tuple[str, int], CompletionState]
 ) -> None:
     tracks, engine = served(WAYS[way], pipeline=pipeline, graph=graph, run_ahead=run_ahead)
     assert engine.stats().accepted > 0
@@ -79,7 +77,7 @@ def test_tokens_logprobs_and_ends_are_the_same(
 
 
 def with_nan(model: Model, name: str, token: int | slice) -> Model:
-    """A row, or all rows, of its embeddings or of its head are NaN."""
+    """The draft model: one row, or all rows, of its embeddings or its head are NaN."""
     weights = getattr(model.params, name).clone()
     weights[token] = torch.nan
     return attrs.evolve(model, params=attrs.evolve(model.params, **{name: weights}))
@@ -100,11 +98,11 @@ def test_a_draft_model_whose_logits_are_nan_drafts_nothing(graph: str, name: str
     assert told[0] == told[1]
     assert {reason for _, reason in told[0].values()} == {"length"}
     stats = engine.stats()
-    assert (stats.drafted == 0) == (token != 5), "behind another token its logits are numbers"
+    assert (stats.drafted == 0) == (token != 5), "after another token its logits are finite"
 
 
 def test_what_is_not_drafted_is_a_token_that_was_read_before() -> None:
-    """Not the first of the vocabulary, whose embedding may be NaN."""
+    """A slot without a draft does not hold the first token of the vocabulary, whose embedding may be NaN."""
     model, bars = with_nan(small_model(), "embed_tokens", 0), SamplingParams(temperature=0.0, bad_token_ids=[0])
     engine = Engine(model, SMALL, graph="full", speculation=Speculation(3))
     for seed in range(3):
@@ -115,7 +113,7 @@ def test_what_is_not_drafted_is_a_token_that_was_read_before() -> None:
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("graph", ["none", "full", "full_and_piecewise"])
 def test_a_model_that_drafts_for_itself_is_always_right(mixed: bool, graph: str) -> None:
-    """Its cache holds all that was read, whatever steps came between: prompts, decodes without drafts, right drafts."""
+    """The draft model's cache holds all tokens, after steps of prompts, decodes without drafts, and right drafts."""
     engine = Engine(
         small_model(), attrs.evolve(SMALL, mixed=mixed), graph=graph, run_ahead=0, seed=0, speculation=ITSELF
     )
@@ -207,7 +205,7 @@ def test_the_distribution_is_the_model_s(way: str) -> None:
 
 
 def _probabilities(model: Model, prompts: list[list[int]]) -> torch.Tensor:
-    """Of each token behind each prompt, at the temperature of the test."""
+    """The model's probabilities of each token after each prompt, at the temperature of the test."""
     params = SamplingParams(temperature=0.0, logprobs=12)
     made = weft.generate(model, prompts, max_tokens=1, graph="none", sampling=params)
     logprobs = torch.tensor(
@@ -267,7 +265,7 @@ def test_a_draft_model_that_is_not_here_is_refused() -> None:
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_with_a_mask_no_draft_holds(query_len: int) -> None:
-    """What a grammar allows behind a draft depends on the draft, and the mask is made before there is one."""
+    """A mask for the token after a draft would depend on the draft, and masks are computed before drafts."""
     allowed = pack_bits([7], 12).expand(2, -1).contiguous()
     ragged = attrs.evolve(Batch.ragged([0, 1], [[1, 2], [LAST_TOKEN]]), token_mask=allowed)
     assert read_at(ragged, 2).tolist() == [[1], [2]]
@@ -275,7 +273,7 @@ def test_with_a_mask_no_draft_holds(query_len: int) -> None:
     for index in range(2):
         engine.add([1, 2, index], max_tokens=9)
     engine.step()
-    stepper: Any = engine._stepper
+    stepper: Any = engine._executor
     before = [state.positions.clone() for state in stepper.state]
     batch = attrs.evolve(Batch.decode([0, 1], query_len=query_len), token_mask=allowed)
     state, out = stepper.step(stepper.params, stepper.state, batch)

@@ -34,7 +34,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def own_copy(model: Model) -> Model:
-    """A model that others do not share."""
+    """A fresh model, not shared with other tests."""
     return attrs.evolve(model, params=tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, model.params))
 
 
@@ -78,7 +78,7 @@ CHANGES = (announced, in_place_and_said, in_place_and_not_said)
 def test_what_comes_later_is_what_a_fresh_engine_says(
     way: dict[str, Any], change: Callable[[Engine, DecoderParams], None]
 ) -> None:
-    """Of a prompt that is in the cache, computed with the old parameters; and no graph is captured again."""
+    """A prompt is in the cache, computed with the old parameters; and no graph is captured again."""
     old, new = small_model(), small_model(1)
     expected = tokens_of(engine_of(new, way))
     engine = engine_of(own_copy(old), way)
@@ -101,13 +101,13 @@ def test_what_comes_later_is_what_a_fresh_engine_says(
 def test_what_is_under_way_goes_on_as_the_new_parameters_would(
     way: dict[str, Any], change: Callable[[Engine, DecoderParams], None], steps: int
 ) -> None:
-    """From what it had said by then, steps that were under way included: of their pages none is read again."""
+    """Requests go on from their tokens, those of launched steps included; none of their pages is read again."""
     engine = engine_of(own_copy(small_model()), way)
     for index, prompt in enumerate(PROMPTS):
         engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=8, id=str(index))
     for _ in range(steps):
         engine.step()
-    launched = {name: len(running.tokens) + running.most_unread for name, running in engine._host.requests.items()}
+    launched = {name: len(running.tokens) + running.max_unread for name, running in engine._host.requests.items()}
     change(engine, small_model(1).params)
     tracks = {output.id: output.track for output in engine}
     fresh = engine_of(small_model(1), {"graph": "none"})
@@ -171,7 +171,7 @@ def test_a_draft_model_that_changes_changes_no_token() -> None:
 
 
 class _Elsewhere(Threads):
-    """As a rank of a pipeline over processes sees it: one stage runs here."""
+    """A transport of a pipeline over processes, as one rank sees it: one stage runs here."""
 
     def ranks(self, num_ranks: int) -> range:
         return range(min(num_ranks, 1))

@@ -1,0 +1,313 @@
+"""Inputs: users' prompts, checked, as requests; and the embeddings and positions that prompts bring, as tensors of a
+batch."""
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.arguments import kind_of
+from weft.batch import EMBEDDED, IN_ORDER
+from weft.errors import RequestError
+from weft.placing import place
+from weft.sampling import SamplingParams
+from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
+from weft.stages.model import Model
+from weft.stages.mrope import mrope_position_delta
+from weft.summary import Summarized
+from weft.transforms.engine.faults import blamed
+from weft.transforms.engine.requests import PromptExtras, Request, position_content, request_seed
+
+_MAX_POSITION = 2**31
+"""Limit of a prompt's positions; those after the prompt, counted on from its largest one, are int64."""
+
+
+@attrs.frozen(eq=False, repr=False)
+class EmbedsPrompt(Summarized):
+    """A prompt with embeddings in place of some tokens, such as those of an image, or of all tokens.
+
+    Args:
+        token_ids: one id per token; `weft.EMBEDDED` (-2) where the token's embedding is in `inputs_embeds`. None: that
+            is so for all tokens.
+        inputs_embeds: [n, hidden_size] in the model's dtype, on any device; rows of other tokens are not read.
+        positions: [3, n] int64, for a model with mRoPE: each token's place in time, height and width, from
+            transformers' `get_rope_index`. None: the positions of text.
+
+    >>> from weft.stages.model import DEMO, load
+    >>> from weft.transforms.engine.generate import generate
+    >>> model = load(DEMO, "cpu")
+    >>> ids = model.encode("The function returns")
+    >>> prompt = EmbedsPrompt([EMBEDDED, *ids[1:]], model.params.embed_tokens[ids])
+    >>> one, other = generate(model, [prompt, ids], max_tokens=4)
+    >>> one.token_ids == other.token_ids
+    True
+    """
+
+    token_ids: Sequence[int] | None = None
+    inputs_embeds: Tensor | None = None
+    positions: Tensor | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("inputs_embeds", "positions"):
+            if not isinstance(value := getattr(self, name), Tensor | None):
+                seen = f"{name} is {kind_of(value)}"
+                raise RequestError("weft.EmbedsPrompt(...)", seen, f"{name}=torch.as_tensor(...)")
+        if self.token_ids is None and self.inputs_embeds is None:
+            call, instead = "weft.EmbedsPrompt(...)", "EmbedsPrompt(token_ids, inputs_embeds), or embeddings alone"
+            raise RequestError(call, "neither token_ids nor inputs_embeds", instead)
+
+    @property
+    def ids(self) -> list[int]:
+        """One token id, or EMBEDDED, per token."""
+        if self.token_ids is not None:
+            return list(self.token_ids)
+        assert self.inputs_embeds is not None, "checked where it was made"
+        return [EMBEDDED] * len(self.inputs_embeds)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def check(self, call: str, model: Model) -> None:
+        """Check the prompt against the model.
+
+        Raises:
+            RequestError: the parts do not fit the model or each other.
+        """
+        ids, hidden = self.ids, model.config.hidden_size
+        _check_embeds(call, self.inputs_embeds, EMBEDDED in ids, (len(ids), hidden), model.dtype)
+        if self.positions is None:
+            return
+        if model.config.rope.mrope_section is None:
+            seen = f"positions, and {model!r}, which has no mRoPE"
+            raise RequestError(call, seen, "EmbedsPrompt(token_ids, inputs_embeds): a token stands where it is read")
+        if self.positions.shape != (3, len(ids)) or self.positions.dtype != torch.int64:
+            seen = f"positions of shape {list(self.positions.shape)}, {self.positions.dtype}, for {len(ids)} tokens"
+            raise RequestError(call, seen, f"[3, {len(ids)}] int64: get_rope_index(...)[0][:, 0]")
+        if outside := [x for x in (int(self.positions.min()), int(self.positions.max())) if not 0 <= x < _MAX_POSITION]:
+            raise RequestError(call, f"a position {outside[0]}", f"positions from 0 to {_MAX_POSITION - 1}")
+
+
+def _check_embeds(call: str, given: Any, needed: bool, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if given is None and needed:
+        raise RequestError(call, "a token that is EMBEDDED (-2), and no inputs_embeds", f"inputs_embeds {list(shape)}")
+    if given is not None and (tuple(given.shape) != shape or given.dtype != dtype):
+        seen = f"inputs_embeds of shape {list(given.shape)}, {given.dtype}, for {shape[0]} tokens"
+        raise RequestError(call, seen, f"a row for each of the prompt's tokens: {list(shape)}, {dtype}")
+
+
+def read_extras(prompt: EmbedsPrompt) -> PromptExtras:
+    """A prompt's embeddings and positions, and their digests. Copies both, so that the user may change them later, and
+    reads both on the host."""
+    embeds, positions, ids = prompt.inputs_embeds, prompt.positions, prompt.ids
+    embeds = None if embeds is None or EMBEDDED not in ids else embeds.detach().clone()
+    positions = None if positions is None else positions.cpu().clone()
+    texts = [b""] * len(ids)
+    if embeds is not None:
+        rows = embeds.cpu().contiguous().view(torch.uint8).numpy()
+        texts = [_digest(row) if token == EMBEDDED else b"" for row, token in zip(rows, ids, strict=True)]
+    if positions is not None:
+        places = (position_content(index, own) for index, own in enumerate(positions.T.tolist()))
+        texts = [text + place for text, place in zip(texts, places, strict=True)]
+    delta = 0 if positions is None else mrope_position_delta(positions)
+    return PromptExtras(embeds, positions, delta, tuple(texts))
+
+
+def _digest(row: Any) -> bytes:
+    return hashlib.blake2b(row.tobytes(), digest_size=16).hexdigest().encode()
+
+
+def batch_embeds(
+    extras: Sequence[PromptExtras | None],
+    starts: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    device: torch.device | str,
+) -> Tensor | None:
+    """The embeddings [num_tokens, hidden_size] of a batch's tokens; None if none is EMBEDDED.
+
+    Args:
+        extras: one entry per request.
+        starts: each request's tokens before the batch.
+        token_ids: each request's tokens in the batch.
+    """
+    if not any(EMBEDDED in ids for ids in token_ids):
+        return None
+    like = next(own.inputs_embeds for own in extras if own is not None and own.inputs_embeds is not None)
+    embeds = torch.zeros(sum(map(len, token_ids)), like.shape[1], dtype=like.dtype, device=device)
+    first = 0
+    for own, start, ids in zip(extras, starts, token_ids, strict=True):
+        if own is not None and own.inputs_embeds is not None:
+            rows = own.inputs_embeds[start : start + len(ids)]
+            embeds[first : first + len(rows)] = place(rows, device)
+        first += len(ids)
+    return embeds
+
+
+def batch_positions(
+    extras: Sequence[PromptExtras | None],
+    starts: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    device: torch.device | str,
+) -> Tensor | None:
+    """The positions [3, num_tokens] of a batch's tokens, -1 where they follow from the state; None if all do.
+
+    Args:
+        extras, starts, token_ids: as for `batch_embeds`.
+    """
+    positions = torch.full((3, sum(map(len, token_ids))), IN_ORDER)
+    first = 0
+    for own, start, ids in zip(extras, starts, token_ids, strict=True):
+        if own is not None and own.positions is not None:
+            columns = own.positions[:, start : start + len(ids)]
+            positions[:, first : first + columns.shape[1]] = columns
+        first += len(ids)
+    return place(positions, device) if bool((positions >= 0).any()) else None
+
+
+@attrs.frozen
+class RequestBuilder:
+    """Checks what users ask for, and builds the requests that the scheduler takes.
+
+    Args:
+        model: the model, whose tokens and limits hold.
+        num_logprobs: the most logprobs that a request may ask for.
+        seed: for requests without one.
+        slots: the adapters' slots, by name.
+    """
+
+    model: Model
+    num_logprobs: int
+    seed: int
+    slots: Mapping[str, int]
+    _eos_ids: tuple[int, ...] = attrs.field(init=False, repr=False)
+    _scratch: SamplingTable = attrs.field(init=False, repr=False)
+
+    @_eos_ids.default
+    def _eos_ids_of_vocabulary(self) -> tuple[int, ...]:
+        """The model's end-of-sequence tokens that are in its vocabulary: a configuration may name others."""
+        ends, vocab = self.model.config.eos_token_ids, self.model.config.vocab_size
+        if beyond := [token for token in ends if token >= vocab]:
+            warnings.warn(
+                f"{self.model!r}: its eos_token_id names {beyond}, beyond its {vocab} tokens, which ends nothing. "
+                "Instead: the ids of its tokenizer, in generation_config.json.",
+                stacklevel=5,  # whoever makes the engine
+            )
+        return tuple(token for token in ends if token < vocab)
+
+    @_scratch.default
+    def _one_row(self) -> SamplingTable:
+        return SamplingTable.zeros(1, self.model.config.vocab_size, MAX_BIASED, "cpu")
+
+    def build(
+        self,
+        index: int,
+        name: str,
+        prompt: str | Sequence[int] | EmbedsPrompt,
+        sampling: SamplingParams | None,
+        *,
+        max_tokens: int,
+        priority: int,
+        adapter: str | None,
+        mask: Any,
+    ) -> Request:
+        """Build request number `index` from the arguments of `Engine.add`.
+
+        Raises:
+            RequestError: it could never be served.
+        """
+        given = SamplingParams(temperature=0.0) if sampling is None else sampling
+        call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
+        if not isinstance(given, SamplingParams):
+            raise RequestError(call, f"sampling is {kind_of(given)}", "weft.SamplingParams(...), or None")
+        if not isinstance(name, str) or not name:
+            raise RequestError(call, f"id={name!r}", "a string that is not empty, or None: one is made")
+        if not isinstance(priority, int):
+            raise RequestError(call, f"priority={priority!r}", "a whole number; the lower goes first")
+        if mask is not None and not callable(mask):
+            instead = "a function from the tokens said so far to the ids of those that may be next"
+            raise RequestError(call, f"mask is {kind_of(mask)}", instead)
+        if not is_count(max_tokens):
+            raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
+        check_sampling(call, self.model, given, self.num_logprobs)
+        ids = tuple(encode_prompt(self.model, prompt, call))
+        if EMBEDDED in ids and given.prompt_logprobs is not None:
+            seen = f"prompt_logprobs={given.prompt_logprobs!r} of a prompt with embeddings, which have none"
+            raise RequestError(call, seen, "SamplingParams() without prompt_logprobs")
+        if adapter is not None and not (isinstance(adapter, str) and adapter in self.slots):
+            known = f"one of the engine's: {', '.join(map(repr, self.slots))}"
+            none = "Engine(..., adapters={name: weft.load_adapter(model, folder)}): this one has none"
+            raise RequestError(call, f"adapter={adapter!r}", known if self.slots else none)
+        config = self.model.config
+        params = given.for_request(self._eos_ids, request_seed(self.seed, index))
+        check_sampling(call, self.model, params, self.num_logprobs)
+        with blamed(call, "weft.SamplingParams of plain ints and floats"):
+            # The step that admits the request does this on the rank that samples, where it is too late to refuse it.
+            write_rows(self._scratch, [0], [params], [()], [()])
+        most = min(max_tokens, config.max_position_embeddings - len(ids))
+        slot, extras = -1 if adapter is None else self.slots[adapter], None
+        if isinstance(prompt, EmbedsPrompt):
+            with blamed(call, "EmbedsPrompt(...) of dense tensors that can be read on the host"):
+                extras = read_extras(prompt)
+        return Request(name, ids, most, params, priority, slot, extras, mask is not None)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an int >= 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:
+    """The token ids of a prompt.
+
+    Args:
+        name: the prompt's name in errors.
+
+    Raises:
+        RequestError: the prompt is empty, leaves no room to generate, or holds an id that is not a token; or its
+            embeddings or positions do not fit.
+    """
+    limit, vocab, embeds = model.config.max_position_embeddings, model.config.vocab_size, None
+    if isinstance(prompt, EmbedsPrompt):
+        embeds, prompt = prompt, prompt.ids
+    if not isinstance(prompt, str | list | tuple):
+        instead = "its .tolist()" if hasattr(prompt, "tolist") else "a string or a list of token ids"
+        if isinstance(prompt, Mapping) and "input_ids" in prompt:
+            instead = 'its ["input_ids"]'  # what transformers' tokenizers and chat templates return
+        raise RequestError(call, f"{name} is {prompt!r:.200}, a {type(prompt).__name__}", instead)
+    ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if not ids:
+        raise RequestError(call, f"{name} is empty ({prompt!r})", "give at least one token to go on from")
+    if len(ids) >= limit:
+        seen = f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
+        raise RequestError(call, seen, f"shorten it to {limit - 1} tokens")
+    if any(isinstance(token, str) for token in ids):
+        raise RequestError(call, f"{name} is a list of strings", "one prompt: a string or a list of token ids")
+    known = ids if embeds is None else [t for t in ids if t != EMBEDDED]
+    if wrong := [t for t in known if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
+        instead = f"token ids are ints from 0 to {vocab - 1}"
+        if isinstance(wrong[0], Mapping):
+            instead = "a text; transformers' apply_chat_template(messages, tokenize=False, …) makes one of a chat"
+        raise RequestError(call, f"{name} holds {wrong[0]!r:.200}", instead)
+    if embeds is not None:
+        embeds.check(call, model)
+    return ids
+
+
+def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs: int) -> None:
+    """Check sampling parameters against the model and the engine.
+
+    Raises:
+        RequestError: the model or the engine's step cannot do what they ask.
+    """
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > model.config.vocab_size:
+            raise RequestError(call, f"{name}={getattr(params, name)}", f"at most {model.config.vocab_size}")
+    params.check_tokens(model.config.vocab_size, MAX_BIASED)
+    if params.stop and model.tokenizer is None:
+        raise RequestError(call, f"stop={params.stop!r}; the checkpoint has no tokenizer", "stop_token_ids=[...]")
+    wanted = max(params.logprobs or 0, params.prompt_logprobs or 0)
+    if wanted > num_logprobs:
+        raise RequestError(call, f"logprobs of {wanted} tokens", f"Engine(..., num_logprobs={wanted})")
