@@ -13,7 +13,7 @@ from weft.donation import donatable, donates
 from weft.drafting import Drafting
 from weft.errors import RequestError
 from weft.ops.requests import move_on, resolve_tokens
-from weft.ops.sample_rows import count_tokens
+from weft.ops.sampling.sample import count_tokens
 from weft.outputs import Output
 from weft.placing import place
 from weft.sampling import SamplingParams

@@ -1,7 +1,7 @@
 """Stages, pure functions `(params, state, batch, x) -> (state, y)`: decoders, their checkpoints, and modules of your
 own."""
 
-from weft.ops.sample import sample
+from weft.ops.sampling.sample import sample
 from weft.stages.adapter_checkpoint import load_adapter
 from weft.stages.adapters import Adapter, reserve_slots, with_adapters, write_slot
 from weft.stages.checkpoint import load_params

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops.rope import turn_tables
+from weft.ops.rotary import turn_tables
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 KINDS: tuple[RopeKind, ...] = get_args(RopeKind)

@@ -9,9 +9,8 @@ from torch import Tensor, library
 
 from weft.batch import Batch
 from weft.errors import DescriptorError
-from weft.ops.attention_quantized import paged_attention_quantized
+from weft.ops.attention.paged import paged_attention, paged_attention_quantized
 from weft.ops.fp8 import quantize
-from weft.ops.paged_attention import paged_attention
 from weft.stages import decoder
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.model import Model
@@ -79,5 +78,5 @@ def test_the_op_is_attention_and_quantises_its_result() -> None:
 
 
 def test_heads_that_are_no_blocks_are_refused() -> None:
-    with pytest.raises(DescriptorError, match="heads of 64, which are no blocks of 128"):
+    with pytest.raises(DescriptorError, match="heads of 64, not blocks of 128"):
         paged_attention_quantized(*arguments(64))

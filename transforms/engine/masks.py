@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import RequestError
-from weft.ops.logits import pack_bits
+from weft.ops.sampling.logits import pack_bits
 from weft.sampling import SamplingParams
 from weft.transforms.engine.faults import blamed
 

@@ -9,7 +9,7 @@ import attrs
 from torch import Tensor
 
 from weft.errors import RequestError
-from weft.ops.logits import PENALTIES
+from weft.ops.sampling.logits import PENALTIES
 from weft.sampling import SamplingParams
 from weft.sampling_table import features
 from weft.transforms.engine.pages import Pages, hash_page

@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.alike import alike
 from weft.effects import Broadcast, Fence, Recv, Schema, Send
 from weft.errors import ProgramError
-from weft.ops import transfer
+from weft.ops.transfers import transfer
 from weft.transforms.pipelines.checker import CheckedPrograms, Step, puts
 from weft.transforms.pipelines.transports import json_values
 from weft.transforms.pipelines.transports.agreement import Agreement, Expected, header_bytes
