@@ -186,8 +186,8 @@ def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
     send, in order and schema; all ranks reach their end even if an edge holds only one message; and no result is
     overwritten before it was read, or before a fence has waited until it was sent.
 
-    The job that a job runs after (`Job.after`) is not part of a program; `weft.proofs.solver.schedule_proof` proves that
-    `make_programs` respects it.
+    The job that a job runs after (`Job.after`) is not part of a program; `weft.proofs.solver.schedule_proof` proves
+    that `make_programs` respects it.
 
     Args:
         programs: of all ranks, in order.
