@@ -122,10 +122,9 @@ def test_05_new_weights_are_a_new_graph() -> None:
     Around it: update in place, or donate what is updated.
     """
     f = weft.graphify(lambda params, x: params * x)
-    params = ONES
-    for _ in range(3):
-        params = params + 1
-        f(params, ONES)
+    params = [ONES + step for step in range(3)]  # all alive, so that no two have one address
+    for each in params:
+        f(each, ONES)
     assert captures(f) == 3
 
     kept = torch.ones(3)

@@ -200,6 +200,13 @@ def family(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in family(child))]
 
 
+def ranks_of(agent: int) -> list[int]:
+    """The processes of torchrun's agent, but not a fork that has not yet become another program: it has the agent's
+    sockets."""
+    own = _read(Path(f"/proc/{agent}/cmdline"))
+    return [each for each in family(agent)[1:] if _read(Path(f"/proc/{each}/cmdline")) != own]
+
+
 def _listed(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
@@ -234,7 +241,7 @@ def test_a_run_listens_on_the_loopback_interface_alone(launcher: str) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         seen: set[str] = set()
         while process.poll() is None:
-            below = [process.pid] if launcher == "--pp 2" else family(process.pid)[1:]
+            below = [process.pid] if launcher == "--pp 2" else ranks_of(process.pid)
             seen |= {address for each in below for address in listening(each)}
             time.sleep(0.02)
         assert process.stdout is not None
