@@ -11,8 +11,8 @@ from torch import Tensor
 from weft.arguments import kind_of
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
-from weft.placing import place
 from weft.summary import Summarized
+from weft.torchapi import to_device
 from weft.trees import axes, descriptor_field, pytree
 
 LAST_TOKEN = -1
@@ -94,8 +94,8 @@ class Batch(Summarized):
         _check_rows(f"Batch.decode({rows})", rows)
         return cls(
             BatchDescriptor.uniform(n, query_len, num_active_loras),
-            place(torch.tensor(rows, dtype=torch.int64), device),
-            place(torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64), device),
+            to_device(torch.tensor(rows, dtype=torch.int64), device),
+            to_device(torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64), device),
             torch.arange(n + 1, dtype=torch.int32, device=device) * query_len,
             torch.ones(n, dtype=torch.bool, device=device),
         )
@@ -153,12 +153,12 @@ class Batch(Summarized):
         _check_positions(call, sum(lengths), positions)
         return cls(
             BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
-            place(torch.tensor(rows, dtype=torch.int64), device),
-            place(torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64), device),
-            place(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), device),
-            place(torch.tensor(flags, dtype=torch.bool), device),
-            inputs_embeds=None if inputs_embeds is None else place(inputs_embeds, device),
-            positions=None if positions is None else place(positions, device),
+            to_device(torch.tensor(rows, dtype=torch.int64), device),
+            to_device(torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64), device),
+            to_device(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), device),
+            to_device(torch.tensor(flags, dtype=torch.bool), device),
+            inputs_embeds=None if inputs_embeds is None else to_device(inputs_embeds, device),
+            positions=None if positions is None else to_device(positions, device),
         )
 
     @property

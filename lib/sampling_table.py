@@ -12,9 +12,9 @@ from torch import Tensor
 from weft.batch import EMBEDDED
 from weft.errors import RequestError
 from weft.ops.logits import ALLOWED, BIAS, FILTERS, IN_PROMPT, MOST_COUNTED, PENALTIES, STOPS, Rules, pack_bits
-from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.summary import Summarized
+from weft.torchapi import to_device
 from weft.trees import pytree
 
 _LEAST_TOP_P = 1e-30
@@ -105,12 +105,12 @@ def write_rows(
     for each, tokens in zip(params, zip(prompts, generated, strict=True), strict=True):
         _check_row(table, each, tokens)
     device = table.floats.device
-    index = place(torch.tensor(rows, dtype=torch.int64), device)
+    index = to_device(torch.tensor(rows, dtype=torch.int64), device)
     # The user's default dtype and device are not these.
     floats = torch.tensor([_floats(each) for each in params], dtype=torch.float32, device="cpu").reshape(-1, 6)
     all_ints = [_ints(each, len(prompt)) for each, prompt in zip(params, prompts, strict=True)]
     ints = torch.tensor(all_ints, dtype=torch.int64, device="cpu").reshape(-1, 4)
-    table.floats[index], table.ints[index] = place(floats, device), place(ints, device)
+    table.floats[index], table.ints[index] = to_device(floats, device), to_device(ints, device)
     if table.vocab_size:
         for row, each, prompt, own in zip(rows, params, prompts, generated, strict=True):
             _write_wide(table, row, each, prompt, own)
@@ -150,19 +150,19 @@ def _write_wide(
         good = ~pack_bits(params.bad_token_ids, table.vocab_size)
         if params.allowed_token_ids is not None:
             good &= pack_bits(params.allowed_token_ids, table.vocab_size)
-        table.allowed[row] = place(good, device)
+        table.allowed[row] = to_device(good, device)
     if used & STOPS:
-        table.stops[row] = place(pack_bits(params.stop_token_ids, table.vocab_size), device)
+        table.stops[row] = to_device(pack_bits(params.stop_token_ids, table.vocab_size), device)
     if used & BIAS:
         count = len(params.logit_bias)
         table.bias_ids[row] = -1
-        table.bias_ids[row, :count] = place(torch.tensor(list(params.logit_bias), dtype=torch.int32), device)
+        table.bias_ids[row, :count] = to_device(torch.tensor(list(params.logit_bias), dtype=torch.int32), device)
         # Of ints alone torch would make an int64 tensor, which does not hold them all.
         bias = torch.tensor([float(bias) for bias in params.logit_bias.values()], dtype=torch.float32, device="cpu")
-        table.bias[row, :count] = place(bias, device)
+        table.bias[row, :count] = to_device(bias, device)
     if used & PENALTIES:
         counts = {token: min(count, MOST_COUNTED) for token, count in Counter(generated).items()}
         counts |= {token: counts.get(token, 0) + IN_PROMPT for token in set(prompt) - {EMBEDDED}}
         table.counts[row] = 0
-        tokens = place(torch.tensor(list(counts), dtype=torch.int64), device)
-        table.counts[row, tokens] = place(torch.tensor(list(counts.values()), dtype=torch.int16), device)
+        tokens = to_device(torch.tensor(list(counts), dtype=torch.int64), device)
+        table.counts[row, tokens] = to_device(torch.tensor(list(counts.values()), dtype=torch.int16), device)

@@ -59,6 +59,7 @@ __all__ = [
     "storage_id",
     "switches",
     "tensors_check",
+    "to_device",
     "uncompiled",
     "unnamed_children",
     "unowned",
@@ -283,6 +284,17 @@ def signal_capture() -> Iterator[None]:
         yield
     finally:
         _SIGNALLED.reset(token)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor on `device`, without a wait of the host.
+
+    A copy from pageable memory waits for all earlier work of the device. A copy from pinned memory does not, and torch
+    keeps that memory until the copy has been made.
+    """
+    if tensor.device.type != "cpu" or torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def replayer(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:

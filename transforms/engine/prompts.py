@@ -11,10 +11,10 @@ from torch import Tensor
 from weft.arguments import kind_of
 from weft.batch import EMBEDDED, IN_ORDER
 from weft.errors import RequestError
-from weft.placing import place
 from weft.stages.model import Model
-from weft.stages.mrope import mrope_position_delta
+from weft.stages.rope import mrope_position_delta
 from weft.summary import Summarized
+from weft.torchapi import to_device
 
 _MOST = 2**31
 """Positions; those behind the prompt, counted from its largest one, are int64."""
@@ -164,7 +164,7 @@ def place_embeds(
     for one, start, ids in zip(given, starts, token_ids, strict=True):
         if one is not None and one.inputs_embeds is not None:
             own = one.inputs_embeds[start : start + len(ids)]
-            placed[first : first + len(own)] = place(own, device)
+            placed[first : first + len(own)] = to_device(own, device)
         first += len(ids)
     return placed
 
@@ -184,4 +184,4 @@ def place_positions(
             own = one.positions[:, start : start + len(ids)]
             placed[:, first : first + own.shape[1]] = own
         first += len(ids)
-    return place(placed, device) if bool((placed >= 0).any()) else None
+    return to_device(placed, device) if bool((placed >= 0).any()) else None

@@ -12,12 +12,11 @@ from weft.effects import Schema, TensorSchema
 from weft.errors import ProgramError, RequestError
 from weft.outputs import Output
 from weft.sampling import SamplingParams
-from weft.stages.decoder import DecoderStage, decoder_stage
-from weft.stages.layout import StageLayout
-from weft.stages.model import Model, stage_params
+from weft.stages.adapters import stage_params
+from weft.stages.decoder import DecoderStage, decoder_stage, empty_states
+from weft.stages.layout import StageLayout, split_model
+from weft.stages.model import Model
 from weft.stages.params import num_bytes
-from weft.stages.split import split_model
-from weft.stages.states import empty_states
 from weft.state import State, admit, advance
 from weft.table import Table
 from weft.transforms.graphs.graphify import graphify

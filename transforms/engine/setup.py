@@ -13,12 +13,10 @@ from weft.effects import Schema
 from weft.errors import RequestError
 from weft.foreign import LIMITS
 from weft.outputs import IntermediateTensors
-from weft.stages.adapters import Adapter
-from weft.stages.decoder import decoder_stage
-from weft.stages.layout import StageLayout
-from weft.stages.model import Model, stage_params
-from weft.stages.split import split_model
-from weft.stages.states import empty_states
+from weft.stages.adapters import Adapter, stage_params
+from weft.stages.decoder import decoder_stage, empty_states
+from weft.stages.layout import StageLayout, split_model
+from weft.stages.model import Model
 from weft.state import State, advance
 from weft.transforms.engine.host import Budget
 from weft.transforms.engine.intake import is_count

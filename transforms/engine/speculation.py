@@ -7,13 +7,12 @@ import attrs
 import torch
 
 from weft.arguments import kind_of
-from weft.drafting import Drafting
 from weft.errors import RequestError
 from weft.stages.config import ModelConfig
 from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
-from weft.state import State
+from weft.state import Drafting, State
 
 
 @attrs.frozen

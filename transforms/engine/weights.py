@@ -10,8 +10,7 @@ from torch import Tensor
 from weft.arguments import kind_of
 from weft.errors import RequestError
 from weft.stages.adapters import Adapter, check_slot, write_slot
-from weft.stages.checkpoint import list_some, places, tensor_shapes
-from weft.stages.digest import digest_params
+from weft.stages.checkpoint import digest_params, list_some, places, tensor_shapes
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams
