@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import attrs
 
-from weft.arguments import kind_of
+from weft.arguments import is_int, is_number, kind_of
 from weft.errors import ConfigError
 
 _MOST_LEVELS = 100
@@ -108,7 +108,7 @@ class Fields:
     def integer(self, name: str, default: int | None) -> int:
         """An integer from 1 to 2**31 - 1."""
         value = self.raw.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_int(value, 1):
             raise self.refuse(name, f"{name} is a whole number, 1 or more")
         if value > _MOST_INTEGER:
             raise self.refuse(name, f"{name} is {_MOST_INTEGER} at most")
@@ -117,7 +117,7 @@ class Fields:
     def number(self, name: str, default: float) -> float:
         """A number greater than 0 that is normal in float32."""
         value, (least, most) = self.raw.get(name, default), _FLOAT32
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        if not is_number(value, least, most):
             raise self.refuse(name, f"{name} is a finite number greater than 0, from {least:g} to {most:g}")
         return float(value)
 
@@ -141,7 +141,7 @@ class Fields:
         """
         found = self.raw.get(name)
         found = [] if found is None else found
-        fits = isinstance(found, list) and all(type(one) is kind and (kind is str or one >= 0) for one in found)
+        fits = isinstance(found, list) and all(type(one) is kind and (kind is str or is_int(one, 0)) for one in found)
         if not fits:
             raise self.refuse(name, f"{name} is {what}")
         return list(found)

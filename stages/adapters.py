@@ -214,12 +214,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
             say, or of something that weft does not adapt.
         RequestError: no model, or no folder.
     """
-    if not isinstance(model, Model) or not isinstance(folder, str | os.PathLike):
-        seen, instead = (
-            f"{kind_of(model)} and {kind_of(folder)}",
-            "model = weft.load(folder) first, then the adapter's folder",
-        )
-        raise RequestError("weft.load_adapter(model, folder)", seen, instead)
+    _check_arguments(model, folder)
     call, path = f"weft.load_adapter({model!r}, {os.fspath(folder)!r:.300})", Path(folder)
     _check_files(path, call)
     config = parse_lora(read_object(path / _CONFIG, call), call)
@@ -233,6 +228,15 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
         deltas = {name: _read(handle, name, pairs[name], parts[name].shape, call) for name in parts if name in own}
     origin = Origin(digest_files(path, (path / _CONFIG, path / _WEIGHTS)), digest_params(deltas))
     return Adapter(deltas, path, origin=origin)
+
+
+def _check_arguments(model: Any, folder: Any) -> None:
+    if not isinstance(model, Model) or not isinstance(folder, str | os.PathLike):
+        seen, instead = (
+            f"{kind_of(model)} and {kind_of(folder)}",
+            "model = weft.load(folder) first, then the adapter's folder",
+        )
+        raise RequestError("weft.load_adapter(model, folder)", seen, instead)
 
 
 def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 
+from weft.arguments import is_int
 from weft.errors import CheckpointNotFoundError, ConfigError
 from weft.json_text import Fields, read_object
 from weft.stages.architectures import (
@@ -358,7 +359,7 @@ def _parse_fp8(fields: Fields) -> Fp8Config | None:
 def _eos_token_ids(fields: Fields, default: int | None) -> tuple[int, ...]:
     value = fields.raw.get("eos_token_id", default)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+    if not all(is_int(one, 0) for one in ids):
         raise fields.refuse("eos_token_id", "eos_token_id is a token, a list of tokens, or null")
     return tuple(ids)
 

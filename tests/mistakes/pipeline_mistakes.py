@@ -158,7 +158,7 @@ MISTAKES = {
         lambda: from_module(f),
         ProgramError,
         "weft.stages.from_module(module)",
-        "f, a function and no nn.Module",
+        "f, a function and not an nn.Module",
         "a function (params, state, batch, x) -> (state, y) is a stage as it is",
     ),
     "pipeline: stages one by one": Mistake(

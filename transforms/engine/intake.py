@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from weft.arguments import kind_of
+from weft.arguments import is_int, kind_of
 from weft.batch import EMBEDDED
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
@@ -106,7 +106,7 @@ class Intake:
 
 def is_count(value: Any) -> bool:
     """Whether it is a whole number from 1 on."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_int(value, 1)
 
 
 def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:
@@ -133,7 +133,7 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     if any(isinstance(token, str) for token in ids):
         raise RequestError(call, f"{name} is a list of strings", "one prompt: a string or a list of token ids")
     known = ids if embeds is None else [t for t in ids if t != EMBEDDED]
-    if wrong := [t for t in known if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
+    if wrong := [t for t in known if not is_int(t, 0, vocab - 1)]:
         instead = f"token ids are ints from 0 to {vocab - 1}"
         if isinstance(wrong[0], Mapping):
             instead = "a text; transformers' apply_chat_template(messages, tokenize=False, …) makes one of a chat"

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.arguments import is_int
 from weft.errors import RequestError
 from weft.ops.logits import pack_bits
 from weft.sampling import SamplingParams
@@ -87,7 +88,7 @@ def read_mask(id: str, masked: Masked, said: Sequence[int], vocab_size: int) -> 
 def _ids(found: Any, vocab_size: int) -> set[int]:
     ids: set[int] = set()
     for count, token in enumerate(found):  # one after the other: an iterator may have no end
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+        if not is_int(token, 0, vocab_size - 1):
             raise ValueError(f"{token!r} is no token id from 0 to {vocab_size - 1}")
         if count == _MOST_TIMES * vocab_size:
             raise ValueError(f"more than {count} ids, where there are {vocab_size}")

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import torch
 
-from weft.arguments import kind_of
+from weft.arguments import is_int, kind_of
 from weft.errors import RequestError
 from weft.stages.config import ModelConfig
 from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter
@@ -135,7 +135,7 @@ _MOST_TOKENS = 1024
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_int(value, 1)
 
 
 def _is_range(value: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict
 import attrs
 from torch import Tensor, nn
 
+from weft.arguments import is_int
 from weft.descriptor import Descriptor
 from weft.donation import donated_argnames, donates
 from weft.errors import CaptureError
@@ -190,5 +191,5 @@ def _check(call: str, options: GraphifyOptions) -> None:
         raise CaptureError(call, seen, instead)
     if options["backend"] not in (None, *NAMES):
         raise no_backend(options["backend"])
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+    if most is not None and not is_int(most, 1):
         raise CaptureError(call, f"max_captures={most!r}", "an int >= 1, or None for any number")

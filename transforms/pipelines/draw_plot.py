@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from weft.display import COLOURS
 from weft.effects import Run
-from weft.markup import COLOURS
 from weft.transforms.pipelines.events import ADVANCE, Event, num_ranks
 from weft.units import unit_of
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from weft.display import COLOURS
 from weft.effects import Broadcast, Fence, Recv, Run
-from weft.markup import COLOURS
 from weft.transforms.pipelines.events import ADVANCE, Event, how_many, last_end, num_ranks
 from weft.units import duration, ticks, unit_of
 

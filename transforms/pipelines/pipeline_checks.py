@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from weft.arguments import kind_of
+from weft.arguments import is_int, kind_of
 from weft.donation import refuse_donated
 from weft.effects import Schema
 from weft.errors import ProgramError
@@ -62,15 +62,10 @@ def check_step(call: str, step: Callable[..., Any]) -> None:
         raise ProgramError(call, seen, "a step (params, state, batch) -> (state, out)")
 
 
-def is_number(value: Any, least: int) -> bool:
-    """Whether it is a whole number, and not too small."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any) -> None:
     """Raise ProgramError for what `pipeline` cannot take besides its stages."""
     call = f"pipeline(<{num_stages} stages>, "
-    if not is_number(microbatches, least=1):
+    if not is_int(microbatches, least=1):
         raise ProgramError(f"{call}microbatches={microbatches!r})", "no number of parts", "an int >= 1")
     if advance is not None and not callable(advance):
         instead = "a function (state, batch, out) -> state; for a weft.Batch, weft.advance"

@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 
 from weft.arguments import kind_of
+from weft.display import element
 from weft.effects import Run
 from weft.errors import ProgramError
-from weft.markup import element
 from weft.plots import axes_for, pyplot
 from weft.transforms.pipelines.draw_plot import draw_plot
 from weft.transforms.pipelines.draw_svg import draw_svg

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import READ_BY_PICKLE, FunctionMode, is_higher_order, off_fast_path, uncompiled
+from weft.torchapi import READ_BY_PICKLE, FunctionMode, in_pickle, is_higher_order, off_fast_path, uncompiled
 from weft.transforms.graphs.backends.operators import tensors_in
 
 REMEDY_OF_COPIES = "copy it before the call, or after it: x.to(device)"
@@ -74,7 +74,7 @@ class HostReads(FunctionMode):
         if of is torch.Tensor.grad and (self.is_argument(args[0]) if seen is None else not self.is_own(seen)):
             instead = "pass the gradients as an argument of their own, {name: p.grad for name, p in ...}"
             raise refusal(self.call, ".grad of a tensor from outside is no argument, and is not seen again", instead)
-        if of is READ_BY_PICKLE and _is_pickled():
+        if of is READ_BY_PICKLE and in_pickle():
             raise refusal(self.call, "pickle (torch.save) reads a tensor on the host", "x.clone(), or save it outside")
         return seen
 
@@ -110,15 +110,6 @@ def _is_list_of_tensors(index: Any) -> bool:
     """Whether a part of an index is a list that holds tensors. (A list of tensors, by itself, is a tuple.)"""
     parts = index if isinstance(index, tuple | list) else ()
     return any(_any_tensor(part) for part in parts if isinstance(part, list | tuple))
-
-
-def _is_pickled() -> bool:
-    """Whether a tensor's `__reduce_ex__` is running, for anybody but `copy`, which keeps the storage."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "__reduce_ex__":
-        frame = frame.f_back
-    caller = frame.f_back if frame is not None else None
-    return caller is not None and caller.f_globals.get("__name__") != "copy"
 
 
 def refusal(call: str, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from weft.alike import alike
 from weft.arguments import kind_of
 from weft.errors import CaptureError
 from weft.trees import tree_leaves
+from weft.value_keys import value_key
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ class TreeKey:
     Args:
         structure: of them, as a tree.
         keys: of the dicts in it, beyond what `==` says of them.
-        leaves: one `LeafKey` a tensor; for any other leaf what `alike` makes of it.
+        leaves: one `LeafKey` a tensor; for any other leaf what `value_key` makes of it.
     """
 
     structure: Any
@@ -75,7 +75,7 @@ def but_grad_mode(key: Key) -> Key:
 def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> Any:
     """The key of one leaf; `shape` is the padded one of a sized leaf, whose buffer is contiguous."""
     if not isinstance(leaf, Tensor):
-        return alike(leaf)
+        return value_key(leaf)
     kind, dtype, device = type(leaf), leaf.dtype, leaf.device
     flags = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_quantized)
     if by_reference:

@@ -2,7 +2,7 @@
 
 torch's pytree visits a tree node by node, in Python. A tree's structure is known once it has been seen, and so are the
 few lines that unpack the next one like it: those are written out here, with each type, length and key checked. They say
-no more than `tree_flatten` and `alike` do: whatever they do not expect, they leave to them.
+no more than `tree_flatten` and `value_key` do: whatever they do not expect, they leave to them.
 """
 
 import inspect
@@ -16,10 +16,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.alike import EXACT, alike, by_identity
 from weft.donation import TAKEN, is_donatable
 from weft.transforms.graphs.calls.held import Held, is_fixed
 from weft.trees import TreeSpec, node_fields, tree_leaves, tree_unflatten
+from weft.value_keys import EXACT, by_identity, value_key
 
 
 class ForeignError(Exception):
@@ -114,7 +114,7 @@ def write_reader(
     key = f"({_tuple(writer.key[:own])}, {_tuple(writer.key[own:])})"
     found = (key, _tuple(writer.leaves), _tuple(writer.tensors), _tuple(n for n, _ in writer.nodes))
     body = "\n    ".join((*writer.lines, f"return {', '.join(found)}"))
-    names = {**writer.constants, "Tensor": Tensor, "alike": alike, "parameters": signature.parameters}
+    names = {**writer.constants, "Tensor": Tensor, "value_key": value_key, "parameters": signature.parameters}
     read = _compiled(f"def made(args, kwargs):\n    {body}\n", names)
     return CallLayout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased), num_references)
 
@@ -167,7 +167,7 @@ def _write_held(writer: _Writer, name: str, value: Any) -> None:
     _write_node(own, "value", value, True, None)
     lines = (*own.lines, f"return {', '.join(map(_tuple, (own.key, own.leaves, own.tensors)))}")
     source = "def made(value):\n    " + "\n    ".join(lines) + "\n"
-    held = writer.constant(Held(_compiled(source, {**own.constants, "Tensor": Tensor, "alike": alike})))
+    held = writer.constant(Held(_compiled(source, {**own.constants, "Tensor": Tensor, "value_key": value_key})))
     writer.lines.append(f"{name} = {held}.read({name})")
     writer.require(f"{name} is not None")
     writer.key.append(f"{name}[0]")
@@ -196,7 +196,7 @@ def _write_node(writer: _Writer, name: str, value: Any, by_reference: bool, take
     if type(value) is dict:
         writer.require(f"[*{name}] == {writer.constant([*value])}")
         if any(type(key) is not str for key in value):
-            writer.require(f"alike(tuple({name})) == {writer.constant(alike(tuple(value)))}")
+            writer.require(f"value_key(tuple({name})) == {writer.constant(value_key(tuple(value)))}")
         items = f"{name}.values()"
     else:
         writer.require(f"len({name}) == {len(children)}")
@@ -228,14 +228,14 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
 
 
 def _write_value(writer: _Writer, expression: str, value: Any) -> None:
-    """Check the type of a value that is no tensor, and let the key tell it apart as `alike` does."""
+    """Check the type of a value that is no tensor, and let the key tell it apart as `value_key` does."""
     name = writer.name()
     writer.lines.append(f"{name} = {expression}")
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
     if isinstance(value, float):
         writer.key.append(f"{name}.hex()")
     elif type(value) not in EXACT and not by_identity(type(value)):
-        writer.key.append(f"alike({name})")
+        writer.key.append(f"value_key({name})")
     elif value is not None:
         writer.key.append(name)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
+from weft.arguments import is_number
 from weft.effects import Program
 from weft.errors import ProgramError, RankError
 from weft.transforms.pipelines.checker import Machine, takes
@@ -13,7 +14,7 @@ _MOST_SECONDS = 1e6
 
 def check_timeout(call: str, timeout: object) -> None:
     """Raise ProgramError unless it is a number of seconds."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _MOST_SECONDS:
+    if not is_number(timeout, 0, _MOST_SECONDS) or timeout == 0:
         instead = f"timeout=30.0: more than 0, and {_MOST_SECONDS:.0e} at most"
         raise ProgramError(f"{call}(timeout={timeout!r})", "no number of seconds", instead)
 

@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.alike import alike
 from weft.effects import Broadcast, Fence, Recv, Schema, Send
 from weft.errors import ProgramError
 from weft.ops import transfer
@@ -21,6 +20,7 @@ from weft.transforms.pipelines.transports.plan import Plan
 from weft.transforms.pipelines.transports.watch import Watch
 from weft.transforms.pipelines.transports.wire import Wire
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
+from weft.value_keys import value_key
 
 _MAX_LAYOUTS = 1024
 """Layouts that an edge keeps."""
@@ -38,7 +38,7 @@ class Told:
 class Constant:
     """A leaf that is no tensor, and travels with the layout. Unlike values differ though they be equal: 1 and True."""
 
-    value: Any = attrs.field(eq=alike)
+    value: Any = attrs.field(eq=value_key)
 
 
 @attrs.frozen
