@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.batch import EMBEDDED
 from weft.errors import RequestError
-from weft.ops.logits import ALLOWED, BIAS, FILTERS, IN_PROMPT, MOST_COUNTED, PENALTIES, STOPS, Rules, pack_bits
+from weft.ops.sampling.logits import ALLOWED, BIAS, FILTERS, IN_PROMPT, MOST_COUNTED, PENALTIES, STOPS, Rules, pack_bits
 from weft.sampling import SamplingParams
 from weft.summary import Summarized
 from weft.torchapi import to_device
@@ -30,7 +30,7 @@ class SamplingTable(Summarized):
     on others the width is 0. The parts that a row does not use (`FEATURES`) may hold anything.
 
     Args:
-        floats: [rows, 6] float32; columns are named in `weft.ops.logits`.
+        floats: [rows, 6] float32; columns are named in `weft.ops.sampling.logits`.
         ints: [rows, 4] int64, likewise.
         allowed: [rows, ceil(vocab_size / 32)] int32, a bit for each token that may be drawn.
         stops: the same for tokens that end the request.

@@ -11,7 +11,7 @@ from weft.batch import Batch, ResolvedBatch
 from weft.donation import donatable, donates
 from weft.errors import RequestError
 from weft.ops.requests import move_on, resolve_tokens
-from weft.ops.sample_rows import count_tokens
+from weft.ops.sampling.sample import count_tokens
 from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import torch
 
-from weft.ops.table import backends
+from weft.ops.backends import backends
 
 
 def environment(device: str) -> dict[str, Any]:

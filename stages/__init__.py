@@ -1,7 +1,7 @@
 """Stages: pure functions `(params, state, batch, x) -> (state, y)`. Decoders, their checkpoints, and modules of your
 own."""
 
-from weft.ops.sample import sample
+from weft.ops.sampling.sample import sample
 from weft.stages.adapters import Adapter, load_adapter, reserve_slots, with_adapters, write_slot
 from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config

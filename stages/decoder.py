@@ -15,16 +15,16 @@ from torch import Tensor
 from weft.batch import EMBEDDED, Batch, ResolvedBatch
 from weft.donation import donates
 from weft.errors import ProgramError
-from weft.ops.attention_quantized import paged_attention_quantized
-from weft.ops.experts import route, run_experts
+from weft.ops.attention.paged import paged_attention, paged_attention_quantized
+from weft.ops.experts.products import run_experts
+from weft.ops.experts.routing import route
 from weft.ops.fp8 import BLOCK, Quantized
 from weft.ops.gate import silu_mul, silu_mul_quantized
 from weft.ops.linear import fp8_linear, linear
 from weft.ops.lora import add_lora
 from weft.ops.norm import add_parts, add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
-from weft.ops.paged_attention import paged_attention
 from weft.ops.rotary import rotate_and_keep
-from weft.ops.sample_rows import sample_rows
+from weft.ops.sampling.sample import sample_rows
 from weft.outputs import IntermediateTensors, Output
 from weft.sampling_table import MAX_BIASED, SamplingTable
 from weft.stages.config import ModelConfig

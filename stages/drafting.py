@@ -15,9 +15,9 @@ from weft.batch import DRAFT, LAST_TOKEN, SCRATCH_ROW, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.errors import DerivativeError
-from weft.ops.logits import FEATURES, PENALTIES, SEED, TEMPERATURE
-from weft.ops.ngram import find_drafts
-from weft.ops.sample import sample
+from weft.ops.sampling.logits import FEATURES, PENALTIES, SEED, TEMPERATURE
+from weft.ops.sampling.ngram import find_drafts
+from weft.ops.sampling.sample import sample
 from weft.outputs import IntermediateTensors, Output
 from weft.stages.config import ModelConfig
 from weft.stages.decoder import embed, head, layers
@@ -73,7 +73,7 @@ def fill_in(state: State, batch: Batch, drafts: Tensor) -> Batch:
 
 def ngram_drafter(num_drafts: int, shortest: int, longest: int) -> Drafter:
     """Prompt lookup: the tokens that followed an earlier occurrence of a request's last tokens
-    (`weft.ops.ngram.find_drafts`).
+    (`weft.ops.sampling.ngram.find_drafts`).
 
     Args:
         num_drafts: the most drafts of a request in a batch.

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.batch import Batch, ResolvedBatch
 from weft.errors import DescriptorError
 from weft.json_text import Fields
-from weft.ops.rope import turn_tables
+from weft.ops.rotary import turn_tables
 from weft.outputs import IntermediateTensors
 from weft.state import State
 

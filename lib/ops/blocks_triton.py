@@ -1,7 +1,7 @@
-"""What the Triton kernels share: parts that are added up, and blocks of 128 columns that are quantised.
+"""Functions that several Triton kernels share: sums of parts, blocks of 128 columns in FP8, and the product loop.
 
-Import it only where triton is installed. With TRITON_INTERPRET=1 set before, kernels run on CPU tensors, for tests; not
-bfloat16, whose products triton's interpreter gets wrong.
+Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, kernels run on CPU tensors, for
+tests; not in bfloat16, whose products Triton's interpreter computes wrongly.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.ops.early_triton import INTERPRETED
 from weft.ops.fp8 import LEAST, MOST
+from weft.ops.kernel_triton import INTERPRETED
 
 _MOST = tl.constexpr(MOST)
 _LEAST = tl.constexpr(LEAST)
@@ -22,7 +22,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 @triton.jit
 def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
-    """What the parts at `offsets` add up to, rounded to TYPE, in float32; 0 parts: x is the sum itself."""
+    """The sum of the parts at `offsets`, rounded to TYPE, in float32; 0 parts: x is the sum."""
     total = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         total += tl.load(x + i * tl.cast(stride, tl.int64) + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -31,8 +31,8 @@ def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def to_fp8(x):
-    """float8_e4m3fn of float32 within its range, to nearest, ties to even."""
-    if INTERPRETED:  # which rounds wrongly to FP8
+    """float8_e4m3fn of float32 values in its range, rounded to nearest, ties to even."""
+    if INTERPRETED:  # the interpreter rounds wrongly to FP8
         step = tl.exp2(tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 1e-30))), -6.0) - 3.0)
         down = tl.floor(x / step)
         rest = x / step - down
@@ -43,8 +43,52 @@ def to_fp8(x):
 
 @triton.jit
 def quantize_rows(x):
-    """Rows of 128 columns `[R, 128]` of float32: FP8 values and the scales `[R]`."""
+    """FP8 values and scales `[R]` of float32 rows `[R, 128]`."""
     most = tl.maximum(tl.max(tl.abs(x), 1), _LEAST)
     scaled = x * tl.div_rn(_MOST + tl.zeros_like(most), most)[:, None]
     values = to_fp8(tl.minimum(tl.maximum(scaled, -_MOST), _MOST))
     return values, tl.div_rn(most, _MOST + tl.zeros_like(most))
+
+
+@triton.jit
+def multiply(
+    x, x_scales, token, live, weight, scale, row, low, high, columns,
+    FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """The product of weights and activations over the columns low:high, in float32.
+
+    The result is `[rows, tokens]` with SWAP, else `[tokens, rows]`.
+
+    Args:
+        x: the activations, `[…, columns]`.
+        x_scales: their scales in FP8; not read with QUANTIZE, which quantises the activations here.
+        token, live: which rows of the activations, and whether they count.
+        weight: `[…, columns]` of this expert; holds all of `row`.
+        scale: the scales of this expert's weights, one for every 128 by 128.
+        row: which rows of the weights.
+    """
+    step = tl.arange(0, COLUMNS)
+    x_rows = x + token.to(tl.int64)[:, None] * columns + step[None, :]
+    w_rows = weight + row.to(tl.int64)[:, None] * columns + step[None, :]
+    acc = tl.zeros([ROWS, TOKENS] if SWAP else [TOKENS, ROWS], tl.float32)
+    for k in range(low, high, COLUMNS):
+        inside = (k + step < columns)[None, :]
+        w = tl.load(w_rows + k) if EVEN else tl.load(w_rows + k, mask=inside, other=0.0)
+        a = tl.load(x_rows + k, mask=live[:, None] if EVEN else live[:, None] & inside, other=0.0)
+        if FP8:
+            blocks = tl.cdiv(columns, 128)
+            if QUANTIZE:
+                a, factor = quantize_rows(a.to(tl.float32))
+            else:
+                factor = tl.load(x_scales + token.to(tl.int64) * blocks + k // 128, mask=live, other=0.0)
+            by_row = tl.load(scale + row // 128 * blocks + k // 128)
+            if SWAP:
+                acc += tl.dot(w, tl.trans(a)) * (by_row[:, None] * factor[None, :])
+            else:
+                acc += tl.dot(a, tl.trans(w)) * (factor[:, None] * by_row[None, :])
+        elif SWAP:
+            acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+    return acc

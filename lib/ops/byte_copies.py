@@ -1,4 +1,4 @@
-"""Copies that are copies of bytes, as data: what an implementation carries out in one launch."""
+"""Copies of bytes, as data that an implementation executes in one launch."""
 
 import attrs
 import torch
@@ -7,14 +7,14 @@ from torch import Tensor
 
 @attrs.frozen(eq=False)
 class Copies:
-    """Copies of bytes on one device: of each pair, one side is fixed, and the other is given anew in each call.
+    """Copies of bytes on one device: one side of a pair is fixed, each call gives the other.
 
     Args:
         fixed: the fixed sides; each is dense, as `same_bytes` says, and keeps its address.
-        into_fixed: whether they are written, or read.
-        constants: (target, source) pairs that are both fixed, and are copied as well.
-        repeats: (tail, index, period): fill `tail`, which is fixed, with the last `period` bytes of the tensor that is
-            given for `fixed[index]`.
+        into_fixed: whether the fixed sides are written or read.
+        constants: (target, source) pairs with both sides fixed, which are copied too.
+        repeats: (tail, index, period): fill `tail`, which is fixed, with the last `period` bytes of the tensor given
+            for `fixed[index]`.
     """
 
     fixed: tuple[Tensor, ...]
@@ -24,7 +24,7 @@ class Copies:
 
     @property
     def device(self) -> torch.device:
-        """Where all of it is."""
+        """The device of all tensors."""
         return self.fixed[0].device if self.fixed else self.constants[0][0].device
 
     def __getitem__(self, part: slice) -> "Copies":
@@ -35,7 +35,7 @@ class Copies:
 
 
 MOST_REPEATED = 2**14
-"""Bytes of a tail that one program fills."""
+"""The most bytes of a tail that one program fills."""
 
 
 def is_dense(x: Tensor) -> bool:
@@ -49,7 +49,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def is_bytes(x: Tensor) -> bool:
-    """Whether a copy of its bytes is a copy of `x`: dense, and nothing that is still to be done to the values."""
+    """Whether a copy of its bytes is a copy of `x`: it is dense, and its values need no conjugation or negation."""
     return (
         x.layout is torch.strided
         and not (x.is_conj() or x.is_neg() or x._is_zerotensor() or x.is_quantized)

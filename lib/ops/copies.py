@@ -1,7 +1,7 @@
-"""Copies between a graph's buffers and the tensors of its callers: as many as there are, in one launch.
+"""Copies between a graph's buffers and the tensors of its callers, all in one launch.
 
-On a CUDA device a Triton kernel copies bytes (`weft.ops.copies_triton`), whatever the dtypes; where it cannot run, and
-on the CPU, `torch._foreach_copy_` copies the tensors of one dtype together. `weft doctor` says which it is, and why.
+On a CUDA device a Triton kernel copies bytes (`weft.ops.copies_triton`), whatever the dtypes. Where it cannot run, and
+on the CPU, `torch._foreach_copy_` copies the tensors of one dtype together. `weft doctor` says which one runs, and why.
 """
 
 import functools
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from weft.ops.byte_copies import Copies
-from weft.ops.presence import triton_version
+from weft.ops.register import triton_version
 from weft.torchapi import current_device, empty_strided_on
 
 T = TypeVar("T")
 
 
 def no_kernel(device: torch.device, *, trial: bool = True) -> str | None:
-    """Why the kernel does not run on a CUDA device, or None if it does; without a trial, None if it might."""
+    """The reason why the kernel does not run on a CUDA device, or None if it does; without a trial, None if it may."""
     if triton_version() is None:
         return "triton cannot be imported"
     return _tried(device) if trial else None
@@ -28,12 +28,12 @@ def no_kernel(device: torch.device, *, trial: bool = True) -> str | None:
 
 @functools.cache
 def _tried(device: torch.device) -> str | None:
-    # Not at the top: a machine without triton can still import weft.
+    # Imported here, so that a machine without triton can import weft.
     from weft.ops.copies_triton import ARITIES, kernel_handle
 
     try:
         kernel_handle(device, ARITIES[0])
-    except Exception as error:  # no compiler, a driver that is too old: whatever keeps triton from running a kernel
+    except Exception as error:  # no compiler, an old driver: whatever keeps triton from running a kernel
         seen = f"triton cannot run it: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
         warnings.warn(f"weft copies with torch._foreach_copy_ on {device}: {seen}", stacklevel=2)
         return seen
@@ -41,7 +41,7 @@ def _tried(device: torch.device) -> str | None:
 
 
 def how_launched(device: torch.device) -> str:
-    """Who launches the kernel on a CUDA device where it runs."""
+    """Whether the driver or Triton launches the kernel, on a CUDA device where it runs."""
     from weft.ops.copies_triton import ARITIES, kernel_handle
 
     direct = kernel_handle(device, ARITIES[0]) is not None
@@ -49,20 +49,20 @@ def how_launched(device: torch.device) -> str:
 
 
 def uses_kernel(device: torch.device) -> bool:
-    """Whether the kernel is what copies on this device."""
+    """Whether the kernel copies on this device."""
     return device.type == "cuda" and no_kernel(device) is None
 
 
 def plan_copies_of_bytes(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
-    """Plan copies by the kernel: one launch, or as many as the number of tensors asks for."""
+    """Plan copies by the kernel: one launch, or several for more tensors than a launch takes."""
     return _on_device(_plan(copies), copies.device)
 
 
 def plan_clones(made: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """Plan how to clone these very tensors, dense and on one device, again and again, by the kernel.
+    """Plan repeated clones of these tensors, which are dense and on one device, by the kernel.
 
-    Each clone has a storage of its own: as views of one, a result would keep all others alive, and a caller who resizes
-    or saves it would reach them.
+    Each clone has its own storage. As views of one storage, a result would keep all others alive, and a caller who
+    resizes or saves it would reach them.
     """
     device = made[0].device
     empty = empty_strided_on(device)
@@ -94,7 +94,7 @@ def _plan(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
 
 
 def _on_device(fn: Callable[[Sequence[Tensor]], T], device: torch.device) -> Callable[[Sequence[Tensor]], T]:
-    """`fn`, with `device` as the current one."""
+    """`fn` with `device` as the current device."""
     index, current = device.index, current_device()
 
     def run(others: Sequence[Tensor]) -> T:

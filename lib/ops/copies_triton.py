@@ -1,12 +1,12 @@
-"""Many copies in one launch, in Triton: bytes move, so that one kernel takes any mix of dtypes and sizes.
+"""Many copies in one launch, in Triton: the kernel moves bytes, so that it takes any mix of dtypes and sizes.
 
-One side of each copy is fixed (a graph's buffer), the other is the caller's tensor, new in every call. So a launch
-reads the fixed side, and how much to copy, from a table on the device that is written once, and takes the addresses of
-the callers' tensors as arguments. A program finds out by itself how wide the words are that both addresses allow: the
-host looks at no alignment.
+One side of each copy is fixed (a graph's buffer), the other is the caller's tensor, new in every call. A table on the
+device, written once, holds the fixed sides and the sizes; the addresses of the callers' tensors are arguments of the
+launch. Each program chooses the widest words that both addresses allow, so the host checks no alignment.
 
-A kernel is launched by the driver's own call, from arguments that are packed in place: triton's launcher takes some ten
-times as long. Import this only where triton is installed. With TRITON_INTERPRET=1 set before, it runs on CPU tensors.
+The driver's own call launches the kernel, from arguments that are packed in place: Triton's launcher takes some ten
+times as long. Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, it runs on CPU
+tensors.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -28,7 +28,7 @@ from weft.ops.byte_copies import Copies
 from weft.torchapi import current_stream_id, to_device
 
 ARITIES = (8, 64, 448)
-"""Tensors that a launch takes: as many kernels, of which the largest stays within the 4 KiB of a kernel's arguments."""
+"""The most tensors of a launch, one kernel for each: the largest stays within the 4 KiB of a kernel's arguments."""
 
 _WARPS = 4
 _BLOCK = 1024
@@ -39,7 +39,7 @@ _SCRATCH = 4
 
 @triton.jit
 def _move(source, target, size, TYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy `size` bytes in words of `WIDTH`, which divides both addresses, and what is left of them one by one."""
+    """Copy `size` bytes in words of `WIDTH`, which divides both addresses, and the rest byte by byte."""
     reads = source.to(tl.pointer_type(TYPE))
     writes = target.to(tl.pointer_type(TYPE))
     span = tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def _move(source, target, size, TYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _repeat(source, target, size, period, BLOCK: tl.constexpr):
-    """Fill `size` bytes with the `period` bytes at `source`, again and again."""
+    """Fill `size` bytes with repetitions of the `period` bytes at `source`."""
     reads = source.to(tl.pointer_type(tl.int8))
     writes = target.to(tl.pointer_type(tl.int8))
     for start in range(0, size, BLOCK):
@@ -67,7 +67,7 @@ def _repeat(source, target, size, period, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["others"])
 def _copy_kernel(others, table, BLOCK: tl.constexpr):
-    """A program copies what a row of the table says (see `_Row`)."""
+    """Each program executes one row of the table (`_Row`)."""
     row = table + tl.program_id(0) * 6
     index = tl.load(row)
     fixed = tl.load(row + 1)
@@ -93,19 +93,19 @@ def _copy_kernel(others, table, BLOCK: tl.constexpr):
 
 
 Launch = Callable[[Sequence[Tensor]], None]
-"""Copies to or from the tensors that it is given."""
+"""A function that copies to or from the tensors that it is given."""
 
 _Row = tuple[int, int, int, int, int, int]
-"""Which of the callers' tensors it is, or -1; the address of the fixed side; the offset in the caller's tensor, or else
-the address that is read; bytes; whether the fixed side is written; and the bytes that repeat, or 0."""
+"""The index of the caller's tensor, or -1; the address of the fixed side; the offset in the caller's tensor, or with -1
+the address that is read; the bytes; whether the fixed side is written; and the bytes that repeat, or 0."""
 
 
 def plan_launch(copies: Copies) -> Launch:
     """Plan one launch for at most `ARITIES[-1]` tensors.
 
     Returns:
-        What copies between the fixed tensors and those that it is given, on the current stream of their device, which
-        must be the current one. Two threads must not be in it at once.
+        A function that copies between the fixed tensors and those that it is given, on the current stream of their
+        device, which must be the current one. Two threads must not call it at once.
     """
     device = copies.device
     rows = table_rows(copies)
@@ -123,7 +123,7 @@ def _nothing(others: Sequence[Tensor]) -> None:
 
 
 def table_rows(copies: Copies) -> list[_Row]:
-    """The rows of a launch's table: large copies are shared among programs, evenly."""
+    """The rows of a launch's table; programs share large copies evenly."""
     into = int(copies.into_fixed)
     plain = [(i, x.data_ptr(), 0, x.nbytes, into) for i, x in enumerate(copies.fixed)]
     plain += [(-1, target.data_ptr(), source.data_ptr(), target.nbytes, 1) for target, source in copies.constants]
@@ -141,8 +141,8 @@ def table_rows(copies: Copies) -> list[_Row]:
 
 
 def _launch_by_triton(table: Tensor, arity: int, copies: Copies, others: Sequence[Tensor]) -> None:
-    """A launch by triton's own launcher; it holds the copies, whose addresses stand in the table."""
-    # Any address will do for the tensors that no row names.
+    """A launch by Triton's own launcher. It keeps the copies alive, whose addresses are in the table."""
+    # Tensors that no row names may have any address.
     addresses = [x.data_ptr() for x in others] + [table.data_ptr()] * (arity - len(others))
     _copy_kernel[(len(table),)](tuple(addresses), table, _BLOCK, num_warps=_WARPS)
 
@@ -151,12 +151,12 @@ def _launch_by_triton(table: Tensor, arity: int, copies: Copies, others: Sequenc
 def kernel_handle(device: torch.device, arity: int) -> int | None:
     """The driver's handle of the kernel that takes `arity` tensors, or None where this triton or driver gives none.
 
-    All that is asked of triton beyond its public launch is this: that the launch returns the compiled kernel, with the
-    driver's handle as `function`, and that its parameters are the arguments in order.
+    This relies on two things beyond Triton's public launch: the launch returns the compiled kernel, with the driver's
+    handle as `function`, and the kernel's parameters are the arguments in order.
     """
     no_bytes = torch.zeros(1, 6, dtype=torch.int64, device=device)
     with torch.cuda.device(device):
-        # Odd, so that no kernel is made for addresses that are multiples of 16 alone.
+        # An odd address, so that the kernel is not specialised to multiples of 16.
         compiled = _copy_kernel[(1,)]((2**40 + 1,) * arity, no_bytes, _BLOCK, num_warps=_WARPS)
     handle = getattr(compiled, "function", None)
     plain = getattr(getattr(compiled, "metadata", None), "shared", None) == 0
@@ -186,9 +186,9 @@ class _Config(ctypes.Structure):
 
 
 def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> Launch:
-    """A launch by `cuLaunchKernelEx`, with everything but the addresses and the stream laid out beforehand."""
-    # The arguments, one after another: addresses, the table, and what triton may add, pointers to scratch memory, of
-    # which this kernel needs none.
+    """A launch by `cuLaunchKernelEx`, with all arguments but the addresses and the stream prepared."""
+    # The arguments in order: addresses, the table, and the pointers to scratch memory that Triton may add, which this
+    # kernel does not use.
     values = (ctypes.c_uint64 * (arity + 1 + _SCRATCH))()
     values[arity] = table.data_ptr()
     places = range(ctypes.addressof(values), ctypes.addressof(values) + ctypes.sizeof(values), 8)
@@ -200,11 +200,11 @@ def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> 
     run = functools.partial(library.cuLaunchKernelEx, *arguments)
     pack, address = struct.Struct(f"={len(copies.fixed)}Q").pack_into, Tensor.data_ptr
 
-    def launch(others: Sequence[Tensor], _held: Any = (table, copies)) -> None:  # whose addresses are laid out here
+    def launch(others: Sequence[Tensor], _held: Any = (table, copies)) -> None:  # their addresses are in the arguments
         pack(values, 0, *map(address, others))
         config.stream = stream()
         if run():
-            # A thread that has used no CUDA yet has no context: torch makes it current, and then the launch must do.
+            # A thread that has not used CUDA yet has no context: torch makes it current, and the second launch works.
             torch.cuda.synchronize(table.device)
             if error := run():
                 seen = f"error {error} of cuLaunchKernelEx"

@@ -8,24 +8,24 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops.register import register, without_derivative
+from weft.ops.register import operator
 from weft.trees import pytree
 
 BLOCK = 128
-"""Columns, and of weights also rows, that share a scale."""
+"""Columns that share a scale; of weights also rows."""
 
 MOST = 448.0
-"""The greatest float8_e4m3fn."""
+"""The largest float8_e4m3fn."""
 
 ROUNDED = "values that are rounded to FP8, and change in steps"
-"""Why what quantises has no derivative."""
+"""The reason why an operator that quantises has no derivative."""
 
 LEAST = 1e-10
-"""Taken for the greatest magnitude of a block in which all are smaller, so that no scale is 0."""
+"""The smallest magnitude that a block's scale is made from, so that no scale is 0."""
 
 
 def ceil_blocks(size: int) -> int:
-    """How many blocks `size` rows or columns are.
+    """The number of blocks in `size` rows or columns.
 
     >>> ceil_blocks(128), ceil_blocks(129)
     (1, 2)
@@ -50,8 +50,8 @@ class Quantized:
 def reference_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise `[T, K]` 128 columns at a time; the reference of every kernel that quantises.
 
-    With m the greatest magnitude of a block, at least 1e-10, in float32: the scale is m / 448, and a value becomes
-    x * (448 / m), at most 448 either way, rounded to the nearest float8_e4m3fn, ties to even.
+    Let m be the largest magnitude of a block, at least 1e-10, in float32. The scale is m / 448, and a value becomes
+    x * (448 / m), clamped to ±448 and rounded to the nearest float8_e4m3fn, ties to even.
 
     Returns:
         Values `[T, K]` float8_e4m3fn and scales `[T, ceil(K / 128)]` float32.
@@ -60,7 +60,7 @@ def reference_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(x.float(), (0, ceil_blocks(columns) * BLOCK - columns))
     blocks = padded.view(tokens, ceil_blocks(columns), BLOCK)
     most = blocks.abs().amax(-1).clamp(min=LEAST)
-    # Not `MOST / most`, for which torch multiplies by a rounded reciprocal.
+    # `MOST / most` would multiply by a rounded reciprocal.
     inverse = torch.full_like(most, MOST) / most
     scaled = (blocks * inverse[..., None]).clamp(-MOST, MOST)
     return scaled.to(torch.float8_e4m3fn).view(tokens, -1)[:, :columns].contiguous(), most / MOST
@@ -83,23 +83,20 @@ def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
     return weight.float() * wide[..., :rows, :columns]
 
 
-def quantize(x: Tensor) -> Quantized:
-    """`[T, K]` in FP8, as `reference_quantize` says, by one kernel on CUDA."""
-    return Quantized(*_quantize(x))
-
-
 def empty_quantized(like: Tensor, tokens: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Room for values and scales, on a tensor's device."""
+    """Empty values and scales on a tensor's device."""
     scales = like.new_empty((tokens, ceil_blocks(columns)), dtype=torch.float32)
     return like.new_empty((tokens, columns), dtype=torch.float8_e4m3fn), scales
 
 
-def _fake_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_quantized(x, *x.shape)
+_quantize = operator(
+    name="quantize",
+    kernel="weft.ops.norm_triton:quantize",
+    fake=lambda x: empty_quantized(x, *x.shape),
+    no_derivative=ROUNDED,
+)(reference_quantize)
 
 
-_quantize = register(
-    "quantize", "(Tensor x) -> (Tensor, Tensor)",
-    cpu=reference_quantize, fake=_fake_quantize, kernel="weft.ops.norm_triton:quantize",
-    functional=without_derivative("quantize", ROUNDED, reference_quantize),
-)  # fmt: skip
+def quantize(x: Tensor) -> Quantized:
+    """`[T, K]` in FP8, by the definition of `reference_quantize`; one kernel on CUDA."""
+    return Quantized(*_quantize(x))

@@ -1,4 +1,4 @@
-"""The CUDA implementation of the ops of `weft.ops.gate`, in Triton. Import it only where triton is installed."""
+"""The CUDA implementation of the operators of `weft.ops.gate`, in Triton. Import it only where triton is installed."""
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -8,14 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
-from weft.ops.early_triton import begin, early, release
 from weft.ops.fp8 import ceil_blocks
-from weft.ops.kernel_triton import kernel
+from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.parts import num_parts
 from weft.ops.tiles import cdiv, power_of_two
 
 _MOST_GROUPS = 8
-"""Blocks of 128 columns that a program takes at most."""
+"""The most blocks of 128 columns that a program takes."""
 
 
 @kernel()
@@ -54,7 +53,7 @@ def silu_mul_quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _run(x: Tensor, dtype: torch.dtype, quantized: bool) -> tuple[Tensor, Tensor]:
-    """The result and its scales, or itself in their place."""
+    """The result and its scales; the result twice if it is not quantised."""
     x, tokens, inner = x.contiguous(), x.shape[-2], x.shape[-1] // 2
     out = x.new_empty((tokens, inner), dtype=torch.float8_e4m3fn if quantized else dtype)
     scales = x.new_empty((tokens, ceil_blocks(inner)), dtype=torch.float32) if quantized else out

@@ -1,18 +1,28 @@
-"""Triton kernels that can be compiled before they are launched, several at once, and that are launched again in a few
-microseconds. Import it only where triton is installed.
+"""Kernels in Triton that are launched again in a few microseconds, compiled several at once, and placed early.
 
-A kernel is compiled when it is first launched with arguments of its kinds, one after the other: half a second each, for
-some 70 of a model's. LLVM and the assembler leave the interpreter's lock, so that threads compile them side by side: 25
-seconds of compilation took 6.7 with 8 threads, on 16 cores beside an H200. What launches a kernel is C that triton has
-compiled for each list of types of arguments, 0.26 s for each of 16: it is made here too.
+Compilation: Triton compiles a kernel at its first launch with arguments of new kinds, one kernel after another: half a
+second each, for some 70 kernels of a model. LLVM and the assembler release the interpreter's lock, so threads compile
+side by side: 25 seconds of compilation took 6.7 with 8 threads, on 16 cores beside an H200. Triton also compiles a
+launcher in C for each list of argument types, 0.26 s for each of 16 lists; `compiling` makes these too.
 
-At each launch triton asks of every argument all that a compilation may depend on, and holds every constant against what
-it was: half of the time of an eager step of 537 launches. Arguments of the kinds of an earlier launch get what that one
-had compiled; triton's hooks on launches are called, and its settings of compilation count when a kind is new.
+Launches: at each launch Triton inspects every argument for what a compilation may depend on, and compares every
+constant with its earlier value. That was half of the time of an eager step of 537 launches. `Kernel` remembers what was
+compiled for arguments of the same kinds. Triton's launch hooks are called, and its compilation settings are read when
+a kind is new.
+
+Early placement (programmatic dependent launch: CUDA programming guide, "Programmatic Dependent Launch and
+Synchronization"; sm_90 and later): a kernel's programs are placed while the last kernel's still run, and wait there
+for its end. A step of hundreds of short kernels then does not pay for the start of each one. Every kernel that is
+launched with the options of `early` calls `begin()` first, in all of its programs: the end of one kernel then implies
+the end of all before it, and nothing is read or written too soon. A kernel that has little left to do calls
+`release()`, and the next kernel's programs are placed; any earlier, they would crowd on the multiprocessors that are
+free first. A captured graph holds this as a kind of edge.
+
+Import this module only where triton is installed.
 """
 
-# Triton's decorators have no types.
-# mypy: disable-error-code="untyped-decorator"
+# Triton's decorators have no types, and neither have the functions of a kernel.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import contextlib
 import functools
@@ -27,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from tqdm.auto import tqdm
+from triton.language.target_info import cuda_capability_geq
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.torchapi import current_device
@@ -36,17 +47,20 @@ _MOST_KNOWN = 4096
 _BAR_AFTER = 1.0
 """Seconds until a progress bar shows."""
 _PLAIN = (bool, int, str, type(None), tl.dtype)
-"""Options that are equal only if they are the same: no tensors, and no -0.0."""
+"""Types of options that are equal only if they are the same: no tensors, and no floats, since 0.0 equals -0.0."""
 _ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None)
-"""Where kernels are compiled instead of launched, those so far, by kind: triton takes half a millisecond to find that
-it knows one that is still being compiled."""
+"""Inside `compiling()`, the kernels that were asked for so far, by kind. Triton itself takes half a millisecond to
+recognise a kernel that is still being compiled."""
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Whether kernels run in Triton's interpreter, on the CPU."""
 
 
 class Kernel:
-    """A kernel: `kernel[grid](...)` launches it, or, inside `compiling()`, has it compiled for such arguments.
+    """A kernel: `kernel[grid](...)` launches it or, inside `compiling()`, compiles it for such arguments.
 
     Args:
-        jit: it, as `triton.jit` makes it.
+        jit: the kernel as `triton.jit` returns it.
     """
 
     def __init__(self, jit: Any) -> None:
@@ -66,7 +80,7 @@ class Kernel:
             compiled[*grid, *(1,) * (3 - len(grid))](*args, *constants)
             return
         compiled = _finished(self.jit[grid](*args, **options))
-        if not hasattr(compiled, "run"):  # triton's interpreter gives nothing back
+        if not hasattr(compiled, "run"):  # Triton's interpreter returns None
             return
         rest = self.jit.arg_names[len(args) :]
         if all(name in options and isinstance(options[name], _PLAIN) for name in rest):
@@ -81,14 +95,14 @@ class Kernel:
 
 
 def _kinds(args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Any]:
-    """All of a launch that its compilation may depend on, the device excepted."""
+    """Everything about a launch that its compilation may depend on, except the device."""
     yield from map(_kind, args)
     for name, value in options.items():
         yield name, _kind(value)
 
 
 def _kind(value: Any) -> Any:
-    """All of a launch's argument that its compilation may depend on."""
+    """Everything about an argument that a compilation may depend on."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16
     if isinstance(value, TensorDescriptor):
@@ -97,7 +111,7 @@ def _kind(value: Any) -> Any:
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
-    """`triton.jit(**options)`, of a kernel that is launched."""
+    """`triton.jit(**options)` for a kernel that the host launches."""
     return lambda function: Kernel(triton.jit(**options)(function))
 
 
@@ -107,7 +121,7 @@ def _on(device: int | None) -> None:
 
 
 class _Workers(ThreadPoolExecutor):
-    """Threads that a progress bar counts the work of."""
+    """Threads whose finished work a progress bar counts."""
 
     def __init__(self, bar: Any) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -123,13 +137,14 @@ class _Workers(ThreadPoolExecutor):
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, in this thread, no kernel is launched, so that what it would write stays as it is: it is compiled
-    instead, in other threads. On the way out all are done.
+    """Compile the kernels that this thread would launch inside, in other threads; nothing is launched or written.
+
+    All are compiled when the context exits.
 
     Raises:
-        Whatever triton's compiler raises, on the way out.
+        Whatever Triton's compiler raises, on exit.
     """
-    mode = getattr(triton, "AsyncCompileMode", None)  # an old triton has none, and compiles one after the other
+    mode = getattr(triton, "AsyncCompileMode", None)  # older versions compile one after another
     asked: dict[Any, Any] = {}
     bar = tqdm(desc="compile", unit="", total=0, leave=False, disable=None, delay=_BAR_AFTER)
     with bar, _Workers(bar) as workers:
@@ -144,10 +159,35 @@ def compiling() -> Iterator[None]:
 
 
 def _make_launcher(compiled: Any) -> None:
-    """Make what launches a kernel, which reading its attribute `run` does, and load it onto the device."""
+    """Make the launcher of a kernel and load it onto the device: reading the attribute `run` does both."""
     getattr(_finished(compiled), "run", None)
 
 
 def _finished(compiled: Any) -> Any:
-    """What is compiled; while another thread compiles ahead, triton may give a promise of it."""
+    """The compiled kernel; Triton may return a future of it while another thread compiles."""
     return compiled.result() if hasattr(compiled, "future") else compiled
+
+
+@triton.jit
+def begin():
+    """Wait for the end of the last kernel, and see what it wrote."""
+    if not INTERPRETED and cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def release():
+    """Let the next kernel's programs be placed once every program of this kernel has called this or ended."""
+    if not INTERPRETED and cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def early(x: Tensor) -> dict[str, bool]:
+    """The launch options, on x's device, of a kernel that calls `begin`."""
+    return _early_on(x.device)
+
+
+@functools.cache
+def _early_on(device: torch.device) -> dict[str, bool]:
+    supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"launch_pdl": True} if supported else {}

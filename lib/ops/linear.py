@@ -6,10 +6,24 @@ from torch.nn import functional as F
 
 from weft.errors import DescriptorError
 from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, ceil_blocks, dequantize, dequantize_weight, reference_quantize
-from weft.ops.register import register, without_derivative
+from weft.ops.register import operator
 from weft.ops.tiles import linear_parts
 
 
+def _empty_product(x: Tensor, weight: Tensor, dtype: torch.dtype, split: bool) -> Tensor:
+    """An empty result: parts where the CUDA implementation splits the product."""
+    (tokens, columns), rows = x.shape, weight.shape[0]
+    fp8 = weight.dtype == torch.float8_e4m3fn
+    parts = linear_parts(tokens, rows, columns, fp8) if x.device.type == "cuda" and split else 1
+    if parts == 1:
+        return x.new_empty((tokens, rows), dtype=dtype)
+    return x.new_empty((parts, tokens, rows), dtype=torch.float32)
+
+
+@operator(
+    kernel="weft.ops.linear_triton:linear",
+    fake=lambda x, weight: _empty_product(x, weight, x.dtype, x.itemsize == 2),
+)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`.
 
@@ -19,11 +33,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: `[N]`.
 
     Returns:
-        `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.parts`): S follows from the shapes, the
+        `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.parts`). S follows from the shapes, the
         dtype and the device.
     """
-    out: Tensor = _linear(x, weight, bias)
-    return out
+    return F.linear(x, weight, bias)
 
 
 def fp8_linear(
@@ -51,50 +64,18 @@ def fp8_linear(
         seen = f"weight {list(weight.shape)} {weight.dtype} and scale {list(scale.shape)} beside {columns} columns"
         instead = f"pass float8_e4m3fn [N, {columns}], and a scale for every {BLOCK} by {BLOCK} of it"
         raise DescriptorError("fp8_linear(x, weight, scale)", seen, instead)
-    out: Tensor = _fp8_linear(values, scales, weight, scale, bias, dtype)
-    return out
+    return _fp8_linear(values, scales, weight, scale, bias, dtype)
 
 
-def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`weft::linear` in plain torch, on any device."""
-    return F.linear(x, weight, bias)
-
-
-def reference_fp8_linear(
+@operator(
+    kernel="weft.ops.linear_triton:fp8_linear",
+    fake=lambda values, weight, dtype: _empty_product(values, weight, dtype, True),
+    no_derivative=ROUNDED,
+)
+def _fp8_linear(
     values: Tensor, scales: Tensor | None, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`weft::fp8_linear` in plain torch, on any device."""
+    """The operator of `fp8_linear`; without scales, `values` are plain and still to be quantised."""
     x = Quantized(*reference_quantize(values)) if scales is None else Quantized(values, scales)
     out = dequantize(x) @ dequantize_weight(weight, scale).T
     return (out if bias is None else out + bias.float()).to(dtype)
-
-
-def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _fake_parts(x, weight, x.dtype, x.itemsize == 2)
-
-
-def _fake_fp8_linear(
-    values: Tensor, scales: Tensor | None, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    return _fake_parts(values, weight, dtype, True)
-
-
-def _fake_parts(x: Tensor, weight: Tensor, dtype: torch.dtype, split: bool) -> Tensor:
-    (tokens, columns), rows = x.shape, weight.shape[0]
-    fp8 = weight.dtype == torch.float8_e4m3fn
-    parts = linear_parts(tokens, rows, columns, fp8) if x.device.type == "cuda" and split else 1
-    if parts == 1:
-        return x.new_empty((tokens, rows), dtype=dtype)
-    return x.new_empty((parts, tokens, rows), dtype=torch.float32)
-
-
-_linear = register(
-    "linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
-    cpu=reference_linear, fake=_fake_linear, kernel="weft.ops.linear_triton:linear",
-)  # fmt: skip
-_fp8_linear = register(
-    "fp8_linear",
-    "(Tensor values, Tensor? scales, Tensor weight, Tensor scale, Tensor? bias, ScalarType dtype) -> Tensor",
-    cpu=reference_fp8_linear, fake=_fake_fp8_linear, kernel="weft.ops.linear_triton:fp8_linear",
-    functional=without_derivative("fp8_linear", ROUNDED, reference_fp8_linear),
-)  # fmt: skip

@@ -9,10 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops.early_triton import begin, early, release
-from weft.ops.kernel_triton import kernel
+from weft.ops.blocks_triton import multiply
+from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
-from weft.ops.product_triton import multiply
 from weft.ops.tiles import Tile, cdiv, linear_tile
 
 
@@ -33,7 +32,7 @@ def _linear_kernel(
     )  # fmt: skip
     release()
     first = out + part.to(tl.int64) * tokens * rows
-    if BIAS:  # the first part's
+    if BIAS:  # added to the first part
         add = tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32) * (part == 0)
         acc += add[:, None] if SWAP else add[None, :]
     if SWAP:

@@ -1,8 +1,8 @@
 """The CUDA implementation of `weft::add_lora`, in Triton: one kernel for `a`, one for `b`, for any tokens of any slots.
-Import it only where triton is installed.
 
-A program takes a block of tokens in the order of the batch, and leaves those of other slots out. Each result has one
-writer, and sums have one order, so that a token's result does not depend on what else runs.
+A program takes a block of tokens in the order of the batch, and leaves out those of other slots. Each result has one
+writer, and sums have one order, so that a token's result does not depend on the rest of the batch. Import this module
+only where triton is installed.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -15,16 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
-from weft.ops.early_triton import begin, early
-from weft.ops.kernel_triton import kernel
+from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.parts import num_parts
 from weft.ops.tiles import cdiv, power_of_two
 
 _TOKENS, _ROWS, _COLUMNS = 16, 64, 128
 _MOST_RANK = 64
-"""Of a block; a greater rank is gone through in steps."""
+"""The most ranks in a block; a larger rank takes several steps."""
 _SHARE = 1024
-"""Columns of x that a program multiplies: more are shared by several, whose sums the second kernel adds."""
+"""The most columns of x that a program multiplies. Several programs share more; the second kernel adds their sums."""
 
 
 @kernel()

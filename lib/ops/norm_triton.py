@@ -1,5 +1,8 @@
-"""The CUDA implementation of the ops of `weft.ops.norm` and of `weft::quantize`, in Triton: one kernel, a program a
-token, of which an op leaves out what it does not need. Import it only where triton is installed."""
+"""The CUDA implementation of the operators of `weft.ops.norm` and of `weft::quantize`, in Triton.
+
+One kernel, a program a token, does all of them; each operator leaves out what it does not need. Import this module only
+where triton is installed.
+"""
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -9,9 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum, quantize_rows
-from weft.ops.early_triton import begin, early, release
 from weft.ops.fp8 import ceil_blocks
-from weft.ops.kernel_triton import kernel
+from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.parts import num_parts
 from weft.ops.tiles import power_of_two
 
@@ -89,7 +91,7 @@ def _run(
     eps: float = 0.0,
     quantized: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Total, normed, values and scales; x stands for those that were not asked for."""
+    """Total, normed, values and scales; x stands in for those that were not asked for."""
     x, (tokens, columns) = x.contiguous(), x.shape[-2:]
     like = x if residual is None else residual.contiguous()
     total = x if residual is None else torch.empty_like(like)

@@ -1,7 +1,7 @@
-"""Parts: a result as a sum that its reader is still to form, so that no launch does nothing but add.
+"""Parts: a result whose sum the next kernel forms, so that no launch is spent on addition alone.
 
 A product that was split, over its columns or over experts, is `[S, T, N]`: S parts, to be added in float32, first to
-last, and rounded once to the model's dtype. Every op here that takes such a result also takes the sum, `[T, N]`.
+last, and rounded once to the model's dtype. Every operator here that takes such a result also takes the sum, `[T, N]`.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sum_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[T, N]` of `dtype`, from `[S, T, N]` or from itself.
+    """The sum `[T, N]` of `dtype`, from parts `[S, T, N]` or from the sum.
 
     >>> sum_parts(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), torch.float32)
     tensor([[4., 6.]])
@@ -23,10 +23,10 @@ def sum_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """In float32, in which the ops compute; float64, in which derivatives are checked, stays."""
+    """x in float32, in which the operators compute; float64, in which derivatives are checked, stays."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def num_parts(x: Tensor) -> int:
-    """S, or 0 where the sum was formed already."""
+    """S, or 0 if the sum was formed already."""
     return x.shape[0] if x.dim() == 3 else 0

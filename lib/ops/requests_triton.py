@@ -10,13 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.batch import DRAFT, LAST_TOKEN
-from weft.ops.early_triton import begin, early
-from weft.ops.kernel_triton import kernel
+from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.tiles import cdiv
 
 _LAST_TOKEN, _DRAFT = tl.constexpr(LAST_TOKEN), tl.constexpr(DRAFT)
 _BLOCK = 128
-"""Tokens of a program, requests that are looked through at a time, and pages that are copied."""
+"""Tokens of a program; also the requests that it searches, and the pages that it copies, at a time."""
 
 
 @triton.jit
@@ -24,7 +23,7 @@ def _resolve_request(
     request, rows, starts, positions, block_table, seq_lens, tables, last_index, num_rows, max_pages,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a step reads of a request."""
+    """Read one request from the table: its context length, pages and last token."""
     row = tl.load(rows + request)
     own = tl.where((row < 0) | (row >= num_rows), num_rows - 1, row)
     end = tl.load(starts + request + 1)
@@ -43,7 +42,7 @@ def _resolve_kernel(
     ids, places, slots, seq_lens, tables, last_index, num_reqs, num_tokens, num_rows, max_pages,
     PAGE_SIZE: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each request, and behind them one for each block of tokens."""
+    """A program for each request, then one for each block of tokens."""
     begin()
     if tl.program_id(0) < num_reqs:
         _resolve_request(

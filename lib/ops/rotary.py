@@ -1,16 +1,43 @@
-"""What stands between the query-key-value product and attention: QK norm, rotary embedding and KV cache, as one op."""
+"""Rotary embedding: the tables of cosines and sines, and the operator that rotates queries and keys.
 
-from collections.abc import Callable
+`weft::rotate_and_keep` does everything between the query-key-value product and attention: it applies the QK norm,
+rotates, and writes keys and values to the KV cache.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
+from weft.ops.attention.functional import keep
 from weft.ops.norm import functional_rms_norm
-from weft.ops.paged_attention_functional import keep
 from weft.ops.parts import sum_parts, widened
-from weft.ops.register import register
+from weft.ops.register import operator
+
+
+def _empty_tables(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = positions.shape[0], inv_freq.shape[0]
+    return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
+
+
+@operator(kernel="weft.ops.rotary_triton:turn_tables", fake=_empty_tables)
+def turn_tables(
+    inv_freq: Tensor, positions: Tensor, attention_factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`cos` and `sin` of `positions[t] * inv_freq[i]` in float32, times the factor, rounded once.
+
+    Args:
+        inv_freq: `[D / 2]` float32.
+        positions: `[T]` int64, or one for each pair `[T, D / 2]`.
+
+    Returns:
+        Both `[T, D / 2]` of `dtype`.
+    """
+    of_pairs = positions if positions.dim() == 2 else positions[:, None]
+    angles = of_pairs.float() * inv_freq
+    return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
 
 
 def rotate_and_keep(
@@ -23,7 +50,7 @@ def rotate_and_keep(
     slot_mapping: Tensor,
     kv_pages: Tensor,
     num_heads: int,
-    starts: tuple[int, int],
+    starts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Normalise each head of queries and keys, rotate them, and write keys and values to their slots.
 
@@ -35,41 +62,29 @@ def rotate_and_keep(
         q_norm, k_norm: `[D]`, the weights of the norms over a head; None: no norm.
         eps: of the norms.
         cos, sin: `[T, D / 2]`.
-        slot_mapping: `[T]`; keys and values of a token with slot -1 are not kept. No two others are equal.
+        slot_mapping: `[T]`; keys and values of a token with slot -1 are not kept. All other slots are distinct.
         kv_pages: `[2, P, page_size, Hkv, D]`, contiguous, written in place: keys at 0, values at 1.
         num_heads: H, of the queries.
         starts: the columns of qkv where keys and values begin; queries begin with the first.
 
     Returns:
-        The queries `[T, H, D]`, and the pages: those given, written in place; or others with the same
-        in them, where a derivative is asked for or inside a transform of torch.func.
+        The queries `[T, H, D]`, and the pages: those given, written in place. If a derivative is asked for, and inside
+        a transform of torch.func, they are new pages with the same values.
 
     Raises:
-        DescriptorError: columns or heads that do not fit.
+        DescriptorError: columns or heads do not fit.
     """
     kv_heads, dim = kv_pages.shape[-2:]
     ends = (num_heads * dim, starts[0] + kv_heads * dim, starts[1] + kv_heads * dim)
     if any(end > start for end, start in zip(ends, (*starts, qkv.shape[-1]), strict=True)) or cos.shape[-1] * 2 != dim:
-        call, seen = f"rotate_and_keep(…, num_heads={num_heads}, starts={starts})", f"qkv {list(qkv.shape)}"
+        written, seen = f"rotate_and_keep(…, num_heads={num_heads}, starts={starts})", f"qkv {list(qkv.shape)}"
         seen += f", tables of {cos.shape[-1]} pairs and {kv_heads} key heads of {dim}"
-        raise DescriptorError(call, seen, "let queries, keys and values lie one after the other, heads as in kv_pages")
-    made = _rotate_and_keep(qkv, q_norm, k_norm, eps, cos, sin, slot_mapping, kv_pages, num_heads, starts)
+        raise DescriptorError(
+            written, seen, "let queries, keys and values lie one after the other, heads as in kv_pages"
+        )
+    call: Callable[..., Any] = _rotate_and_keep  # the functional form returns more than the operator
+    made = call(qkv, q_norm, k_norm, eps, cos, sin, slot_mapping, kv_pages, num_heads, starts)
     return (made, kv_pages) if isinstance(made, Tensor) else made
-
-
-def reference_rotate_and_keep(*args: Any) -> Tensor:
-    """`weft::rotate_and_keep` in plain torch, on any device."""
-    q, k, v, slot_mapping, kv_pages = _rotated(_torch_norm, *args)
-    kept = (slot_mapping >= 0).nonzero()[:, 0]
-    for pages, rows in zip(kv_pages.flatten(1, 2), (k, v), strict=True):
-        pages.index_copy_(0, slot_mapping[kept].long(), rows[kept])
-    return q
-
-
-def functional_rotate_and_keep(*args: Any) -> tuple[Tensor, Tensor]:
-    """The same with pages of its own, which it returns behind the queries; it reads nothing on the host."""
-    q, *kept = _rotated(functional_rms_norm, *args)
-    return q, keep(*kept)
 
 
 def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -87,9 +102,9 @@ def _rotated(
     slot_mapping: Tensor,
     kv_pages: Tensor,
     num_heads: int,
-    starts: tuple[int, int],
+    starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values, and what says where the last two go."""
+    """Queries, keys and values, rotated; and the slots and pages of keys and values."""
     kv_heads, dim = kv_pages.shape[-2:]
     whole, cos, sin = sum_parts(qkv, kv_pages.dtype), widened(cos[:, None]), widened(sin[:, None])
     q, k, v = (
@@ -105,25 +120,23 @@ def _rotated(
     return turned(q, q_norm), turned(k, k_norm), v, slot_mapping, kv_pages
 
 
-def _fake(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    slot_mapping: Tensor,
-    kv_pages: Tensor,
-    num_heads: int,
-    starts: tuple[int, int],
-) -> Tensor:
-    return kv_pages.new_empty((qkv.shape[-2], num_heads, kv_pages.shape[-1]))
+def functional_rotate_and_keep(*args: Any) -> tuple[Tensor, Tensor]:
+    """`rotate_and_keep` with pages of its own, which it returns after the queries; it reads nothing on the host."""
+    q, *kept = _rotated(functional_rms_norm, *args)
+    return q, keep(*kept)
 
 
-_rotate_and_keep = register(
-    "rotate_and_keep",
-    "(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor slot_mapping, "
-    "Tensor(a!) kv_pages, int num_heads, int[] starts) -> Tensor",
-    cpu=reference_rotate_and_keep, fake=_fake, kernel="weft.ops.rotary_triton:rotate_and_keep",
+@operator(
+    parameters=rotate_and_keep,
+    writes=("kv_pages",),
+    kernel="weft.ops.rotary_triton:rotate_and_keep",
+    fake=lambda qkv, kv_pages, num_heads: kv_pages.new_empty((qkv.shape[-2], num_heads, kv_pages.shape[-1])),
     functional=functional_rotate_and_keep,
-)  # fmt: skip
+)
+def _rotate_and_keep(*args: Any) -> Tensor:
+    """The operator of `rotate_and_keep`: it returns the queries."""
+    q, k, v, slot_mapping, kv_pages = _rotated(_torch_norm, *args)
+    kept = (slot_mapping >= 0).nonzero()[:, 0]
+    for pages, rows in zip(kv_pages.flatten(1, 2), (k, v), strict=True):
+        pages.index_copy_(0, slot_mapping[kept].long(), rows[kept])
+    return q

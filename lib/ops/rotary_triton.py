@@ -1,5 +1,5 @@
-"""The CUDA implementation of `weft::rotate_and_keep`, in Triton: a program for some heads of a token. Import it only
-where triton is installed."""
+"""The CUDA implementation of `weft::turn_tables` and `weft::rotate_and_keep`, in Triton. Import it only where triton is
+installed."""
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -9,13 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.blocks_triton import TRITON_DTYPES, load_sum
-from weft.ops.early_triton import begin, early, release
-from weft.ops.kernel_triton import kernel
+from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.parts import num_parts
 from weft.ops.tiles import cdiv, power_of_two
 
 _HEADS = 8
 """Heads of a program."""
+_ANGLES = 256
+"""Angles of a program."""
 
 
 @kernel()
@@ -88,3 +89,31 @@ def rotate_and_keep(
                 TYPE=TRITON_DTYPES[kv_pages.dtype], num_warps=4, **early(qkv),
             )  # fmt: skip
     return out
+
+
+@kernel(do_not_specialize=["count"])
+def _turn_kernel(
+    inv_freq, positions, cos, sin, count, pairs, factor, EACH: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr
+):
+    """EACH: every pair has its own positions."""
+    begin()
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    position = tl.load(positions + (place if EACH else place // pairs), mask=inside, other=0)
+    angle = position.to(tl.float32) * tl.load(inv_freq + place % pairs, mask=inside, other=0.0)
+    tl.store(cos + place, (tl.cos(angle) * factor).to(TYPE), mask=inside)
+    tl.store(sin + place, (tl.sin(angle) * factor).to(TYPE), mask=inside)
+
+
+def turn_tables(
+    inv_freq: Tensor, positions: Tensor, attention_factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`weft::turn_tables`."""
+    cos, sin = inv_freq.new_empty((2, positions.shape[0], inv_freq.shape[0]), dtype=dtype)
+    with torch.cuda.device_of(inv_freq):
+        if count := cos.numel():
+            _turn_kernel[(cdiv(count, _ANGLES),)](
+                inv_freq.contiguous(), positions.contiguous(), cos, sin, count, inv_freq.shape[0], attention_factor,
+                EACH=positions.dim() == 2, BLOCK=_ANGLES, TYPE=TRITON_DTYPES[dtype], **early(inv_freq),
+            )  # fmt: skip
+    return cos, sin

@@ -1,7 +1,7 @@
-"""How large the tiles of the products are, and into how many parts a product is split: functions of shapes alone.
+"""The tiles of the products, and the number of parts that a product is split into: functions of shapes alone.
 
-What was measured to be best on an H200 stands in `tiles.json` beside this, found by `python -m
-weft.proofs.bench.kernels`; for other shapes and for more tokens there are defaults. Nothing is tried out at run time.
+`tiles.json` beside this module has the best tiles measured on an H200, found by `python -m weft.proofs.bench.kernels`.
+Other shapes, and more tokens, have defaults. Nothing is tried out at run time.
 """
 
 import functools
@@ -11,25 +11,24 @@ from pathlib import Path
 import attrs
 
 MEASURED = Path(__file__).parent / "tiles.json"
-"""Lists of `{"tokens": up to how many, "tile": the fields of a Tile, or null for torch's own}`, by what is
-multiplied."""
+"""Lists of `{"tokens": the most tokens, "tile": the fields of a Tile, or null for torch's own product}`, by product."""
 
 SCAN_PAIRS = 64
-"""Where nothing was measured: up to so many (token, expert) pairs programs find their expert's tokens themselves, and
-more are sorted."""
+"""The most (token, expert) pairs that are not sorted, for shapes that were not measured: programs find their expert's
+tokens themselves."""
 
 MOST_SCANNED = 512
-"""Beyond so many pairs to look through, sorting is not even compared with."""
+"""The most pairs for which a search for tiles tries programs that find their own pairs."""
 
 
 @attrs.frozen
 class Tile:
-    """What a program of a product computes.
+    """The part of a product that one program computes.
 
     Args:
         rows: of the weights, a power of two.
-        tokens: of the activations, a power of two, at least 16. Below 64 the weights are the product's left operand, of
-            which the tensor cores of sm_90 take 64 rows at least.
+        tokens: of the activations, a power of two, at least 16. Below 64 the weights are the left operand, since the
+            tensor cores of sm_90 take at least 64 rows of it.
         columns: at a time, a power of two; 128 in FP8.
         warps: of a program.
         stages: tiles in flight.
@@ -47,7 +46,7 @@ class Tile:
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is at least n.
+    """The smallest power of two that is at least n.
 
     >>> [power_of_two(n) for n in (0, 1, 5, 8)]
     [1, 1, 8, 8]
@@ -56,7 +55,7 @@ def power_of_two(n: int) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """How many parts of b it takes to make a; of triton's own, each call on the host takes microseconds.
+    """a / b, rounded up; a call of Triton's own takes microseconds on the host.
 
     >>> cdiv(5, 2)
     3
@@ -66,30 +65,30 @@ def cdiv(a: int, b: int) -> int:
 
 @functools.cache
 def measured() -> dict[str, dict[int, Tile | None]]:
-    """The table of `tiles.json`: by key, the tile by the number of tokens up to which it was best, ascending; None:
-    torch's own product was."""
+    """The table of `tiles.json`: for each key, tiles by the most tokens for which they were best, ascending; None:
+    torch's own product was best."""
     table = json.loads(MEASURED.read_text(encoding="utf-8"))
     return {key: {row["tokens"]: row["tile"] and Tile(*row["tile"]) for row in rows} for key, rows in table.items()}
 
 
 def linear_key(rows: int, columns: int, fp8: bool) -> str:
-    """What `tiles.json` calls a linear layer with weights `[rows, columns]`."""
+    """The key in `tiles.json` of a linear layer with weights `[rows, columns]`."""
     return f"linear {'fp8' if fp8 else 'bf16'} {rows}x{columns}"
 
 
 def expert_key(rows: int, columns: int, num_experts: int, fp8: bool) -> str:
-    """What `tiles.json` calls the product of experts with weights `[num_experts, rows, columns]`."""
+    """The key in `tiles.json` of the product of experts with weights `[num_experts, rows, columns]`."""
     return f"experts {'fp8' if fp8 else 'bf16'} {num_experts}x{rows}x{columns}"
 
 
 def _is_measured(key: str, tokens: int) -> tuple[bool, Tile | None]:
-    """Whether these shapes were measured for so many tokens, and what was best."""
+    """Whether these shapes were measured for so many tokens, and the best tile."""
     return next(((True, tile) for most, tile in measured().get(key, {}).items() if tokens <= most), (False, None))
 
 
 @functools.lru_cache(maxsize=4096)
 def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
-    """The tile of a linear layer; None: torch's own product, which plain weights have unless measured to be slower."""
+    """The tile of a linear layer; None: torch's own product, the default for plain weights."""
     known, tile = _is_measured(linear_key(rows, columns, fp8), tokens)
     if known:
         return tile
@@ -104,8 +103,12 @@ def linear_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile | None:
 
 @functools.lru_cache(maxsize=4096)
 def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: int, itemsize: int) -> Tile:
-    """The tile of a product with experts whose weights have elements of so many bytes, 1 being FP8; for the first one
-    `rows` is 2 * I, and a tile holds half as many gates."""
+    """The tile of a product with experts.
+
+    Args:
+        rows: of the weights; in the first product 2 * I, and half of a tile's rows are gates.
+        itemsize: bytes of an element of the weights; 1 is FP8.
+    """
     if itemsize < 4:
         _, tile = _is_measured(expert_key(rows, columns, num_experts, itemsize == 1), tokens)
         if tile is not None:
@@ -121,6 +124,6 @@ def linear_parts(tokens: int, rows: int, columns: int, fp8: bool) -> int:
     tile = linear_tile(tokens, rows, columns, fp8)
     if tile is None:
         return 1
-    # Each part has columns: the last one is not left without.
+    # Every part has columns, the last one too.
     steps = cdiv(columns, tile.columns)
     return cdiv(steps, cdiv(steps, tile.parts))

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.ops import experts as experts_op, fp8, gate, linear, norm, rotary
+from weft.ops import fp8, gate, linear, norm, rotary
+from weft.ops.experts import products
+from weft.ops.experts.routing import route
 from weft.ops.parts import sum_parts
 
 _LEAST_BYTES = 2**28
@@ -90,7 +92,7 @@ class Maker:
     def route(self, sizes: Sizes, tokens: int) -> tuple[Tensor, Tensor]:
         """Weights and experts of tokens to which all experts are as likely."""
         logits = torch.randn(tokens, sizes.num_experts, device=self.device)
-        return experts_op.reference_route(logits, sizes.top_k, True, torch.float32)
+        return route.reference(logits, sizes.top_k, True, torch.float32)
 
 
 def nbytes(*values: Any) -> int:
@@ -121,7 +123,10 @@ def norm_case(make: Maker, sizes: Sizes, tokens: int, parts: int) -> Case:
     x = make.randn(parts, tokens, sizes.hidden, dtype=torch.float32) if parts else make.randn(tokens, sizes.hidden)
     args = x, make.randn(tokens, sizes.hidden), make.randn(sizes.hidden), 1e-6
     name = "add_rms_norm_quantized" if parts else "add_rms_norm"
-    op, reference = getattr(torch.ops.weft, name), getattr(norm, f"reference_{name}")
+    op, reference = (
+        getattr(torch.ops.weft, name),
+        (norm._add_rms_norm_quantized if parts else norm.add_rms_norm).reference,
+    )
     moved = nbytes(*args) + tokens * sizes.hidden * (5 if parts else 4)
     shape = f"{f'{parts} parts ' if parts else ''}{sizes.hidden}"
     return Case(name, shape, tokens, moved, [lambda: op(*args)], lambda: reference(*args))
@@ -147,7 +152,7 @@ def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, ki
     args = made.values, made.scales, *weights[0], None, torch.float32
     moved = nbytes(made.values, made.scales, *weights[0]) + out_bytes
     name = "fp8_linear" if kind == "quantized" else "fp8_linear, quantising"
-    return Case(name, shape, tokens, moved, calls, lambda: linear.reference_fp8_linear(*args))
+    return Case(name, shape, tokens, moved, calls, lambda: linear._fp8_linear.reference(*args))
 
 
 def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
@@ -168,7 +173,7 @@ def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     other = pages.clone()
     return Case(
         "rotate_and_keep", shape, tokens, moved, [lambda: rotary.rotate_and_keep(*args, pages, *rest)],
-        lambda: (rotary.reference_rotate_and_keep(*args, other, *rest), other),
+        lambda: (rotary._rotate_and_keep.reference(*args, other, *rest), other),
     )  # fmt: skip
 
 
@@ -176,7 +181,7 @@ def gate_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     """`silu(gate) * up`."""
     x = make.randn(tokens, 2 * sizes.inner)
     call, moved = [lambda: gate.silu_mul(x, make.dtype)], nbytes(x) * 3 // 2
-    return Case("silu_mul", f"{sizes.inner}", tokens, moved, call, lambda: gate.reference_silu_mul(x, make.dtype))
+    return Case("silu_mul", f"{sizes.inner}", tokens, moved, call, lambda: gate.silu_mul.reference(x, make.dtype))
 
 
 def route_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
@@ -185,8 +190,8 @@ def route_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     args = logits, sizes.top_k, True, make.dtype
     shape = f"{logits.shape[0] if logits.dim() == 3 else 1} parts, {sizes.top_k} of {sizes.num_experts}"
     moved = nbytes(logits) + tokens * sizes.top_k * 8
-    call = [lambda: experts_op.route(*args)]
-    return Case("route", shape, tokens, moved, call, lambda: experts_op.reference_route(*args))
+    call = [lambda: route(*args)]
+    return Case("route", shape, tokens, moved, call, lambda: route.reference(*args))
 
 
 def experts_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
@@ -204,11 +209,11 @@ def experts_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     def call(i: int) -> Tensor:
         (up, up_scale), (down, down_scale) = first[i % copies], second[i % copies]
         scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
-        return experts_op.run_experts(x, up, down, *routes[i], **scales, dtype=make.dtype)
+        return products.run_experts(x, up, down, *routes[i], **scales, dtype=make.dtype)
 
     def expected() -> Tensor:
         args = x.values, x.scales, *first[0], *second[0], *routes[0], make.dtype
-        return experts_op.reference_run_experts(*args)
+        return products._run_experts.reference(*args)
 
     shape = f"{sizes.top_k} of {sizes.num_experts}, {sizes.hidden}x{sizes.inner}"
     return Case("run_experts", shape, tokens, moved, [partial(call, i) for i in range(len(routes))], expected)

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.ops.sample import sample
-from weft.ops.sample_rows import sample_rows
+from weft.ops.sampling.sample import sample, sample_rows
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
 from weft.sampling_table import SamplingTable, write_rows

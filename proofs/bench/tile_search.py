@@ -86,8 +86,8 @@ def _linear_maker(product: Product) -> Callable[[Tile | None], list[Callable[[],
 
 
 def _expert_maker(product: Product) -> Callable[[Tile | None], list[Callable[[], Any]]]:
-    from weft.ops.align_triton import align
-    from weft.ops.experts_triton import launch_down, launch_gate_up
+    from weft.ops.experts.products_triton import launch_down, launch_gate_up
+    from weft.ops.experts.routing_triton import align
 
     make, count, sizes = Maker("cuda", torch.bfloat16), product.tokens, product.sizes
     weights = [make.fp8(sizes.num_experts, product.rows, product.columns) for _ in range(2)]
@@ -180,7 +180,7 @@ def search(sizes: Sequence[Sizes], tokens: Sequence[int], limit: float, out: Pat
 
 def _align_seconds(size: Sizes, tokens: int) -> float:
     """What it takes to sort the pairs of so many tokens."""
-    from weft.ops.align_triton import align
+    from weft.ops.experts.routing_triton import align
 
     if not size.num_experts:
         return 0.0

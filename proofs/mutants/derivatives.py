@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.ops.attention.functional import _by_kv_head, keep
 from weft.ops.norm import functional_rms_norm
-from weft.ops.paged_attention_functional import _by_kv_head, keep
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.mutants.steps import _in_capture
 from weft.proofs.suite import find
@@ -36,7 +36,7 @@ DERIVATIVES = (
     Mutant(
         "queries are constants",
         _STEPS,
-        replace("weft.ops.paged_attention_functional", "_by_kv_head", _constant_queries),
+        replace("weft.ops.attention.functional", "_by_kv_head", _constant_queries),
     ),
     Mutant("a norm's derivative is 0", _STEPS, replace("weft.ops.norm", "functional_rms_norm", _norm_of_constants)),
     Mutant(

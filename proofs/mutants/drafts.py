@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.batch import Batch
-from weft.ops.sample_rows import sample_rows
+from weft.ops.sampling.sample import sample_rows
 from weft.outputs import Output
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find

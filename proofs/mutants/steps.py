@@ -13,8 +13,8 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.effects import Effect, Run
-from weft.ops.logits import SEED
-from weft.ops.sample_rows import count_tokens, sample_rows
+from weft.ops.sampling.logits import SEED
+from weft.ops.sampling.sample import count_tokens, sample_rows
 from weft.outputs import Output
 from weft.proofs.mutants.planted import Mutant, replace
 from weft.proofs.suite import find

@@ -9,7 +9,7 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
-from weft.ops.logits import pack_bits
+from weft.ops.sampling.logits import pack_bits
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from weft.batch import EMBEDDED
-from weft.ops.logits import pack_bits
+from weft.ops.sampling.logits import pack_bits
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engines import VOCABULARY, small_adapters, small_model, small_speculation
 from weft.transforms.engine.engine import Engine

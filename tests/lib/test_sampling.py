@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from weft.donation import clone
 from weft.errors import RequestError
-from weft.ops.logits import (
+from weft.ops.sampling.logits import (
     ALLOWED,
     BIAS,
     FEATURES,

@@ -12,7 +12,7 @@ from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.errors import DonatedError, WeftError
-from weft.ops.logits import IN_PROMPT, MIN_LEN, SEED, TEMPERATURE
+from weft.ops.sampling.logits import IN_PROMPT, MIN_LEN, SEED, TEMPERATURE
 from weft.outputs import Output
 from weft.padding import pad
 from weft.proofs.laws import assert_equal

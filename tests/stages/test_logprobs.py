@@ -9,8 +9,8 @@ from torch import Tensor
 import weft
 from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
-from weft.ops.logits import pack_bits
-from weft.ops.sample import sample
+from weft.ops.sampling.logits import pack_bits
+from weft.ops.sampling.sample import sample
 from weft.outputs import Output
 from weft.padding import pad, unpad
 from weft.proofs.laws import assert_equal

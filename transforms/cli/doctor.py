@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from weft import __version__
-from weft.ops.table import backends
+from weft.ops.backends import backends
 from weft.transforms.cli.shared import console, table
 from weft.transforms.graphs.backends import make_backend
 

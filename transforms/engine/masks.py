@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.arguments import is_int
 from weft.errors import RequestError
-from weft.ops.logits import pack_bits
+from weft.ops.sampling.logits import pack_bits
 from weft.sampling import SamplingParams
 from weft.transforms.engine.faults import blamed
 

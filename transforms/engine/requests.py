@@ -4,7 +4,7 @@ import hashlib
 
 import attrs
 
-from weft.ops.logits import PENALTIES
+from weft.ops.sampling.logits import PENALTIES
 from weft.sampling import SamplingParams
 from weft.sampling_table import features
 from weft.transforms.engine.pages import hash_page

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weft.ops.presence import triton_version
+from weft.ops.register import triton_version
 from weft.torchapi import DispatchMode, storage_id
 from weft.transforms.graphs.backends.operators import tensors_in
 from weft.transforms.graphs.cache import Graphs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
-from weft.ops.sample_rows import sample_rows
+from weft.ops.sampling.sample import sample_rows
 from weft.outputs import Output
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.laws.compare import visible, whole

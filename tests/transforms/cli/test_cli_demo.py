@@ -8,7 +8,7 @@ import pytest
 import torch
 from cli_calls import Weft, assert_refused
 
-from weft.ops.logits import SEED
+from weft.ops.sampling.logits import SEED
 from weft.transforms.cli import demo as demo_module
 from weft.transforms.cli.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
 from weft.transforms.engine.runner import Runner, make_runner

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import weft
 from weft.batch import Batch
-from weft.ops.sample import sample
+from weft.ops.sampling.sample import sample
 from weft.sampling import SamplingParams
 from weft.stages import decoder
 from weft.transforms.engine.generate import Completion

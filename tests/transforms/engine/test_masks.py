@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import weft
 from weft.errors import RequestError
-from weft.ops.logits import pack_bits
+from weft.ops.sampling.logits import pack_bits
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import weft
 from weft.batch import LAST_TOKEN, Batch
 from weft.errors import RequestError
-from weft.ops.logits import pack_bits
+from weft.ops.sampling.logits import pack_bits
 from weft.proofs.strategies.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.effects import Broadcast, Fence, Recv, Schema, Send
 from weft.errors import ProgramError
-from weft.ops import transfer
+from weft.ops.transfers import transfer
 from weft.transforms.pipelines.checker import Step, puts
 from weft.transforms.pipelines.transports import plain
 from weft.transforms.pipelines.transports.agreement import Agreement, Expected, dumped

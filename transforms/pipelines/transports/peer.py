@@ -7,9 +7,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.ops import peer_packed_triton as packed, peer_triton as bulk
 from weft.ops.kernel_triton import compiling
-from weft.ops.peer_triton import PROGRAMS
+from weft.ops.transfers import peer_packed_triton as packed, peer_triton as bulk
+from weft.ops.transfers.peer_triton import PROGRAMS
 from weft.torchdist import symmetric_memory
 from weft.transforms.pipelines.transports.messages import Marked, as_bytes
 from weft.transforms.pipelines.transports.watch import CAPACITY, Watch

@@ -1,0 +1,86 @@
+"""The functional forms of the KV cache and of `weft::paged_attention`, for autograd and torch.func.
+
+They are in torch's own operations, run on any device, and read nothing on the host, so that they can be captured and
+mapped too.
+"""
+
+import torch
+from torch import Tensor
+
+from weft.batch import find_owners
+from weft.errors import DerivativeError
+from weft.ops.parts import widened
+
+
+def keep(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> Tensor:
+    """New pages with each token's key and value `[T, Hkv, D]` in its slot; a token with slot -1 is left out."""
+    slots, slot = kv_pages.shape[1] * kv_pages.shape[2], slot_mapping.long()
+    index = torch.where(slot < 0, 2 * slots, torch.stack((slot, slot + slots))).flatten()
+    rows = torch.cat((kv_pages.flatten(0, 2), k.new_zeros((1, *k.shape[1:]))))  # the last row takes those left out
+    kept: Tensor = rows.index_copy(0, index, torch.cat((k, v)))[: 2 * slots]
+    return kept.view_as(kv_pages)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> Tensor:
+    """`weft.ops.attention.paged.paged_attention`, with the same arguments.
+
+    Gradients go to q and to the pages, and so to the keys and values that were written there in this step or before.
+
+    Scores are `[R, Hkv, n * H / Hkv, max_pages * page_size]` in float32, for at most n queries a request.
+
+    Raises:
+        DerivativeError: k and v are given, and the pages cannot be written in place here.
+    """
+    tokens, requests, kv_heads = q.shape[0], len(seq_lens), kv_pages.shape[3]
+    if not tokens or not requests:
+        return torch.zeros_like(q)
+    owner, place = find_owners(query_start_loc, tokens)
+    lengths = query_start_loc[1:] - query_start_loc[:-1]
+    live = (place < lengths[owner]) & (seq_lens[owner] > 0) & (slot_mapping >= 0)
+    if k is not None and v is not None:
+        _write(k, v, torch.where(live, slot_mapping, -1), kv_pages)
+
+    # A row for each request, as long as the longest request may be: its queries, and their positions.
+    step = torch.arange(min(max_query_len, tokens), device=q.device)
+    token = (query_start_loc[:-1, None] + step).clamp(max=tokens - 1)
+    position = (seq_lens - lengths)[:, None] + step
+    end = torch.where((step < lengths[:, None]) & live[token], position + 1, 0).amax(1)
+    queries = _by_kv_head(widened(torch.where(live[:, None, None], q, 0))[token], kv_heads) * scale
+
+    history = kv_pages[:, block_table.clamp(0, kv_pages.shape[1] - 1)].flatten(2, 3)
+    context = torch.arange(history.shape[2], device=q.device)
+    history = torch.where((context < end[:, None])[:, :, None, None], history, 0)  # the rest may be NaN
+    keys, values = widened(history).transpose(2, 3).unbind(0)
+
+    seen = (context <= position[:, :, None]) | (context == 0)  # the softmax of no key at all would be NaN
+    scores = (queries @ keys.transpose(2, 3)).unflatten(2, (len(step), -1))
+    weights = scores.masked_fill(~seen[:, None, :, None], -torch.inf).softmax(-1)
+    mixed = (weights.flatten(2, 3) @ values).unflatten(2, (len(step), -1))
+    out = mixed.transpose(1, 2).flatten(2, 3)[owner, place.clamp(0, len(step) - 1)]
+    return torch.where(live[:, None, None], out.to(q.dtype), 0)
+
+
+def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
+    """`[R, n, H, D] -> [R, Hkv, n * (H // Hkv), D]`: the queries that share a key head as the rows of one matrix."""
+    grouped: Tensor = q.unflatten(2, (kv_heads, -1))
+    return grouped.transpose(1, 2).flatten(2, 3)
+
+
+def _write(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> None:
+    try:
+        kv_pages.copy_(keep(k, v, slot_mapping, kv_pages))
+    except RuntimeError as error:
+        seen = f"pages that cannot be written in place here: {str(error).splitlines()[0]}"
+        instead = "a clone of the pages, made inside of the function that is transformed"
+        raise DerivativeError("the derivative of paged_attention(q, k, v, kv_pages, …)", seen, instead) from error

@@ -1,0 +1,310 @@
+"""Attention over a paged KV cache, as one operator: write this step's keys and values, then attend to the history."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import DescriptorError, DeviceError
+from weft.ops.attention.functional import attend
+from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, empty_quantized, reference_quantize
+from weft.ops.register import operator
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SLOT_DTYPES = (torch.int32, torch.int64)
+
+# The reference attends this many queries at a time, so that a long prompt's scores need memory linear in its length.
+_QUERY_BLOCK = 256
+
+
+def _check(q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *where: Any) -> None:
+    """Raise unless the arguments agree."""
+    *tensors, max_query_len, _ = where
+    _check_shapes(q, k, v, kv_pages, *tensors)
+    _check_kinds(q, k, v, kv_pages, *tensors)
+    if max_query_len < 1:
+        raise DescriptorError(
+            f"paged_attention(…, max_query_len={max_query_len})",
+            "no request could have a token",
+            "pass the query length of the batch descriptor, or num_tokens for a ragged batch",
+        )
+
+
+@operator(
+    writes=("kv_pages",),
+    kernel="weft.ops.attention.paged_triton:attend",
+    fake=lambda q: torch.empty_like(q, memory_format=torch.contiguous_format),
+    functional=attend,
+    check=_check,
+)
+def paged_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> Tensor:
+    """Write `k` and `v` into `kv_pages` in place, then attend, causally, to each request's pages.
+
+    Request r owns the tokens `query_start_loc[r]:query_start_loc[r + 1]` (possibly none). They are the last tokens of
+    its context, which is `seq_lens[r]` long. Head h reads the key and value head `h // (H // Hkv)` (grouped-query
+    attention).
+
+    Padding is every token past `query_start_loc[-1]`, every token of a request with `seq_lens[r] == 0`, and every token
+    with slot -1. Its output is 0 whatever it holds, and its keys and values are not written. Memory that no token
+    reads may hold anything, NaN included: pages outside the used part of the table, the rest of a last page, and the
+    positions of slot -1 that end a request. (A slot of -1 elsewhere in a request leaves a position that later tokens
+    do read.)
+
+    All writes come before all reads, so a request may read what another one writes in this call. Two tokens must not
+    write to one slot.
+
+    The operator is `weft::paged_attention`. The CPU implementation is batch invariant: it attends one request after
+    another, so that a result does not depend on the rest of the batch.
+
+    Args:
+        q: `[T, H, D]`, float32, bfloat16 or float16. Sums are in float32.
+        k: `[T, Hkv, D]`, q's dtype, as are v and kv_pages; Hkv divides H.
+        v: `[T, Hkv, D]`. If k and v are None, each token's are already in its slot.
+        kv_pages: `[2, P, page_size, Hkv, D]`, contiguous: a layer's pages, keys at 0, values at 1; written in place.
+        slot_mapping: `[T]`, int32 or int64: token t is kept in page `slot // page_size` at `slot % page_size`.
+        block_table: `[R, max_pages]`, int32: the pages of each request, in order.
+        query_start_loc: `[R + 1]`, int32, ascending from 0.
+        seq_lens: `[R]`, int32: the context of each request, this call's tokens included; 0 for a padded request.
+        max_query_len: the most tokens of a request. On a GPU it shapes the launch and may change the order of sums.
+        scale: what the products of queries and keys are multiplied by, usually `D ** -0.5`.
+
+    Returns:
+        `[T, H, D]`, q's dtype, contiguous.
+
+    Raises:
+        DescriptorError: shapes or dtypes contradict each other; on the CPU, the lengths too. On a GPU the values of the
+            lengths are not checked, since that would stop the host.
+        DeviceError: the tensors are on several devices, or on CUDA without triton.
+
+    >>> kv_pages = torch.zeros(2, 1, 4, 1, 2)  # one page of four slots
+    >>> q, k, v = torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.tensor([[[3.0, 5.0]]])
+    >>> slot, table = torch.tensor([0]), torch.tensor([[0]], dtype=torch.int32)
+    >>> start, length = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    >>> paged_attention(q, k, v, kv_pages, slot, table, start, length, max_query_len=1, scale=1.0)
+    tensor([[[3., 5.]]])
+    >>> kv_pages[1, 0, :, 0]
+    tensor([[3., 5.],
+            [0., 0.],
+            [0., 0.],
+            [0., 0.]])
+    """
+    limit = block_table.shape[1] * kv_pages.shape[2]
+    spans = list(_spans(query_start_loc.tolist(), seq_lens.tolist(), q.shape[0], max_query_len, limit))
+    slots = slot_mapping.tolist()
+    live = [t for span in spans for t in range(span.start, span.end) if slots[t] >= 0]
+    if k is not None and v is not None:
+        _write(k, v, kv_pages, slot_mapping, live)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for span in spans:
+        _attend(q, kv_pages, block_table[span.request], span.trimmed(slots), scale, out)
+    if len(live) != len(slots):
+        out[slot_mapping < 0] = 0
+    return out
+
+
+def paged_attention_quantized(q: Tensor, *where: Any) -> Quantized:
+    """`weft.ops.fp8.quantize` of the result of `paged_attention`, bit for bit, without a launch of its own.
+
+    The operator is an overload, `weft::paged_attention.quantized`, for an output projection in FP8.
+
+    Args:
+        q, where: the arguments of `paged_attention`, in order; heads of 128.
+
+    Returns:
+        `[T, H * 128]`: each head is a block.
+
+    Raises:
+        DescriptorError: the heads are not 128 wide. And whatever `paged_attention` raises.
+    """
+    _check(q, *where)
+    if q.shape[2] != BLOCK:
+        seen = f"heads of {q.shape[2]}, not blocks of {BLOCK}"
+        raise DescriptorError("paged_attention_quantized(q, …)", seen, "quantize(paged_attention(q, …).flatten(1))")
+    return Quantized(*_paged_attention_quantized(q, *where))
+
+
+def _functional_quantized(q: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+    return reference_quantize(attend(q, *where).flatten(1))
+
+
+@operator(
+    name="paged_attention.quantized",
+    parameters=paged_attention,
+    writes=("kv_pages",),
+    kernel="weft.ops.attention.paged_triton:attend_quantized",
+    fake=lambda q: empty_quantized(q, q.shape[0], q.shape[1] * q.shape[2]),
+    functional=_functional_quantized,
+    no_derivative=ROUNDED,
+)
+def _paged_attention_quantized(q: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+    """The operator of `paged_attention_quantized`."""
+    return reference_quantize(paged_attention.reference(q, *where).flatten(1))
+
+
+@attrs.frozen
+class _Span:
+    """A request that is not padding. It owns the tokens `start:end`; the first is at position `past`."""
+
+    request: int
+    start: int
+    end: int
+    past: int
+
+    def trimmed(self, slots: list[int]) -> "_Span":
+        """The span without the padding at its end, whose slots belong to no context."""
+        end = self.end
+        while end > self.start and slots[end - 1] < 0:
+            end -= 1
+        return attrs.evolve(self, end=end)
+
+
+def _spans(starts: list[int], seq_lens: list[int], num_tokens: int, max_query_len: int, limit: int) -> Iterator[_Span]:
+    """The requests that are not padding, with their lengths checked; `limit` positions have a page in the table."""
+    call = f"paged_attention(query_start_loc={starts}, seq_lens={seq_lens}, max_query_len={max_query_len})"
+    if starts[0] < 0 or starts[-1] > num_tokens:
+        instead = "let query_start_loc run from 0 to at most the number of tokens"
+        raise DescriptorError(call, f"query_start_loc leaves the {num_tokens} tokens", instead)
+    for request, seq_len in enumerate(seq_lens):
+        start, end = starts[request], starts[request + 1]
+        query_len = end - start
+        if seq_len == 0 or query_len == 0:
+            continue
+        if not 0 < query_len <= min(seq_len, max_query_len):
+            instead = "give it at least as much context as queries and no more queries than max_query_len"
+            raise DescriptorError(call, f"request {request} has {query_len} queries, context {seq_len}", instead)
+        if seq_len > limit:
+            instead = "give its row of the block table more pages"
+            raise DescriptorError(call, f"request {request} has context {seq_len}, its pages hold {limit}", instead)
+        yield _Span(request, start, end, seq_len - query_len)
+
+
+def _write(k: Tensor, v: Tensor, kv_pages: Tensor, slot_mapping: Tensor, tokens: list[int]) -> None:
+    """Write k and v of `tokens` to their slots."""
+    if len(tokens) != k.shape[0]:
+        index = torch.tensor(tokens, dtype=torch.int64)
+        k, v, slot_mapping = k[index], v[index], slot_mapping[index]
+    keys, values = kv_pages.flatten(1, 2)
+    keys.index_copy_(0, slot_mapping.long(), k)
+    values.index_copy_(0, slot_mapping.long(), v)
+
+
+def _attend(q: Tensor, kv_pages: Tensor, pages: Tensor, span: _Span, scale: float, out: Tensor) -> None:
+    """Fill the span's rows of `out` by softmax attention in float32, a block of queries at a time.
+
+    The request alone determines the shapes below, and everything is in new memory (scaling copies q, indexing copies
+    the pages). So alignment, on which the matrix products may depend, is the same in every batch.
+    """
+    page_size, kv_heads = kv_pages.shape[2:4]
+    for start in range(span.start, span.end, _QUERY_BLOCK):
+        end = min(start + _QUERY_BLOCK, span.end)
+        length = span.past + end - span.start
+        history = kv_pages.index_select(1, pages[: -(-length // page_size)]).flatten(1, 2)[:, :length].float()
+        keys, values = history.transpose(1, 2)
+        scores = torch.bmm(_by_kv_head(q[start:end].float() * scale, kv_heads), keys.transpose(1, 2))
+        if end - start > 1:
+            scores = _causal(scores, end - start)
+        weighted = torch.bmm(torch.softmax(scores, dim=-1), values)
+        out[start:end] = weighted.view(kv_heads, end - start, -1, q.shape[2]).transpose(0, 1).flatten(1, 2)
+
+
+def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
+    """`[n, H, D] -> [Hkv, n * (H // Hkv), D]`: the queries that share a key head as the rows of one matrix."""
+    queries, heads, dim = q.shape
+    grouped = q.reshape(queries, kv_heads, heads // kv_heads, dim).transpose(0, 1)
+    return grouped.reshape(kv_heads, -1, dim).contiguous()
+
+
+def _causal(scores: Tensor, queries: int) -> Tensor:
+    """Mask the future of the last `queries` positions in `scores` `[Hkv, queries * group, length]`."""
+    kv_heads, rows, length = scores.shape
+    future = torch.ones(queries, length, dtype=torch.bool).triu(length - queries + 1)
+    masked = scores.view(kv_heads, queries, -1, length).masked_fill(future[:, None], -torch.inf)
+    return masked.view(kv_heads, rows, length)
+
+
+def _check_shapes(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+) -> None:
+    """Raise DescriptorError unless the shapes agree with q `[T, H, D]`, kv_pages' Hkv, and block_table's R."""
+    ranks = (("q", q, "[T, H, D]"), ("kv_pages", kv_pages, "[2, P, page_size, Hkv, D]"))
+    for name, tensor, layout in (*ranks, ("block_table", block_table, "[R, max_pages]")):
+        if tensor.dim() != layout.count(",") + 1:
+            raise _refused(name, f"shape {_shape(tensor)}", f"pass {name} of shape {layout}")
+    tokens, heads, dim = q.shape
+    _, pages, page_size, kv_heads, _ = kv_pages.shape
+    requests = block_table.shape[0]
+    for name, tensor, shape in (
+        ("kv_pages", kv_pages, (2, pages, page_size, kv_heads, dim)),
+        *((name, x, (tokens, kv_heads, dim)) for name, x in (("k", k), ("v", v)) if x is not None),
+        ("slot_mapping", slot_mapping, (tokens,)),
+        ("query_start_loc", query_start_loc, (requests + 1,)),
+        ("seq_lens", seq_lens, (requests,)),
+    ):
+        if tensor.shape != shape:
+            given = f"beside q {_shape(q)}, kv_pages {_shape(kv_pages)} and block_table {_shape(block_table)}"
+            raise _refused(name, f"shape {_shape(tensor)} {given}", f"pass {name} of shape {list(shape)}")
+    if not dim or not kv_heads or heads % kv_heads:
+        seen = f"{heads} heads, {kv_heads} key heads, head dimension {dim}"
+        raise _refused("q", seen, "let the number of key heads divide the number of heads, none of them 0")
+
+
+def _check_kinds(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+) -> None:
+    """Raise unless dtypes and devices fit: DescriptorError for a dtype or strided pages, DeviceError for a device."""
+    floats = (q.dtype,) if q.dtype in _FLOATS else _FLOATS
+    for name, tensor, dtypes in (
+        ("q", q, floats),
+        *((name, x, floats) for name, x in (("k", k), ("v", v)) if x is not None),
+        ("kv_pages", kv_pages, floats),
+        ("slot_mapping", slot_mapping, _SLOT_DTYPES),
+        ("block_table", block_table, (torch.int32,)),
+        ("query_start_loc", query_start_loc, (torch.int32,)),
+        ("seq_lens", seq_lens, (torch.int32,)),
+    ):
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(map(str, dtypes))
+            raise _refused(name, f"dtype {tensor.dtype} beside q's {q.dtype}", f"pass {name} as {wanted}")
+        if tensor.device != q.device:
+            call, seen = f"paged_attention(…, {name}=…)", f"{name} on {tensor.device}, q on {q.device}"
+            raise DeviceError(call, seen, f"{name}.to({str(q.device)!r})")
+    if (k is None) != (v is None):
+        raise _refused("v" if v is None else "k", "no values beside it", "pass both k and v, or None for both")
+    if not kv_pages.is_contiguous():
+        seen = f"strides {kv_pages.stride()} of shape {_shape(kv_pages)}"
+        raise _refused("kv_pages", seen, "pass one layer of contiguous pages, such as pages[layer]")
+
+
+def _refused(name: str, seen: str, instead: str) -> DescriptorError:
+    return DescriptorError(f"paged_attention(…, {name}=…)", f"{name} has {seen}", instead)
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)

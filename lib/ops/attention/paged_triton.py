@@ -1,0 +1,430 @@
+"""The CUDA implementation of `weft::paged_attention`, in Triton: three kernels whose launches depend on shapes alone.
+
+1. `write_kernel`, one program for each token, writes k and v to their slots. It is left out if they are there already.
+2. `attend_kernel`, one program for a block of queries of one request, a key head, and a share (split) of the context:
+   softmax attention over one tile of keys at a time, with a running maximum and sum (FlashAttention-2, Dao 2023,
+   algorithm 1). The heads that share a key head are rows of one matrix, so that each key is loaded once for all.
+3. `combine_kernel`, only if the context was split, for batches of few short queries (flash-decoding, Dao et al. 2023):
+   rescales and adds the shares.
+
+The last kernel writes the zeros of padding: each program those of its own request's tokens, and all programs in turn
+those of the tokens after the last request.
+
+Nothing here reads a tensor's values on the host, so a CUDA graph can hold all of it and replay it for other lengths.
+Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, it runs on CPU tensors, for
+tests; not in bfloat16, whose products Triton's interpreter computes wrongly.
+"""
+
+# Triton's decorators have no types, and neither have the pointers that a kernel takes.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.attention.launch import plan_launch
+from weft.ops.blocks_triton import TRITON_DTYPES, quantize_rows
+from weft.ops.fp8 import empty_quantized
+from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.norm_triton import quantize
+from weft.ops.tiles import power_of_two
+
+_LOG2_E = 1.4426950408889634
+_SEARCHED = 128
+"""Requests among which a program looks for the owner of a block at a time: the same for all batches, so that they share
+a compiled kernel."""
+
+
+@triton.jit
+def _owner(index, query_start_loc, num_reqs, QUERIES: tl.constexpr, EXTRA: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The request that owns block `index`, or num_reqs: how many of the requests 1..num_reqs begin at or before it.
+
+    Request r begins at block query_start_loc[r] // QUERIES + EXTRA * r; empty requests that begin there are skipped.
+    """
+    count = 0
+    for base in range(0, num_reqs, BLOCK_R):
+        request = base + 1 + tl.arange(0, BLOCK_R)
+        start = tl.load(query_start_loc + request, mask=request <= num_reqs, other=0)
+        before = (start // QUERIES + EXTRA * request <= index) & (request <= num_reqs)
+        count += tl.sum(before.to(tl.int32), axis=0)
+    return count
+
+
+@kernel(do_not_specialize=["num_reqs"])
+def write_kernel(
+    k,
+    v,
+    kv_pages,
+    slot_mapping,
+    query_start_loc,
+    seq_lens,
+    num_reqs,
+    values,
+    stride_k,
+    stride_v,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Write one token's k and v to its slot, unless it is padding; `values` is the offset of kv_pages[1]."""
+    begin()
+    token = tl.program_id(0)
+    request = _owner(token, query_start_loc, num_reqs, 1, 0, BLOCK_R)
+    seq_len = tl.load(seq_lens + request, mask=request < num_reqs, other=0)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    row = token.to(tl.int64)
+    if (slot >= 0) & (seq_len > 0):
+        for start in range(0, WIDTH, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            key = tl.load(k + row * stride_k + i, mask=i < WIDTH)
+            value = tl.load(v + row * stride_v + i, mask=i < WIDTH)
+            tl.store(kv_pages + slot * WIDTH + i, key, mask=i < WIDTH)
+            tl.store(kv_pages + values + slot * WIDTH + i, value, mask=i < WIDTH)
+
+
+@triton.jit
+def _zero_tokens(out, scales, first, end, step, head, heads, GROUP: tl.constexpr, ROWS: tl.constexpr,
+                 DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr):  # fmt: skip
+    """Zero GROUP heads, from `head` on, of the tokens first:end:step."""
+    row = tl.arange(0, ROWS)
+    for token in range(first, end, step):
+        cell = tl.cast(token, tl.int64) * heads + head + row
+        _store(tl.zeros([ROWS, DIMS], tl.float32), out, scales, cell, row < GROUP, DIM, DIMS, QUANTIZE)
+
+
+@triton.jit
+def _store(x, out, scales, cell, inside, DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr):
+    """Store heads `[R, DIMS]` of float32 at `cell` `[R]`; in FP8 each is a block with a scale."""
+    dim = tl.arange(0, DIMS)
+    at = out + (cell * DIM)[:, None] + dim[None, :]
+    mask = inside[:, None] & (dim < DIM)[None, :]
+    if QUANTIZE:
+        values, scale = quantize_rows(x)
+        tl.store(scales + cell, scale, mask=inside)
+        tl.store(at, values, mask=mask)
+    else:
+        tl.store(at, x.to(out.dtype.element_ty), mask=mask)
+
+
+@kernel(do_not_specialize=["num_reqs", "num_tokens"])
+def attend_kernel(
+    q,
+    kv_pages,
+    slot_mapping,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    shares,
+    maxima,
+    sums,
+    scales,
+    num_reqs,
+    num_tokens,
+    values,
+    stride_q,
+    stride_table,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Attend with QUERIES queries of one request, and the heads of one key head, to one share of the context.
+
+    `scale` includes log2(e), since powers are of 2. Without splits `shares` is the output; with splits `combine_kernel`
+    reads it. Rows of padding are not read; in the output they are zeroed.
+    """
+    begin()
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    request = tl.program_id(0)
+    if SPLITS == 1:
+        first = tl.load(query_start_loc + num_reqs) + request
+        head = tl.program_id(1) * GROUP
+        programs = tl.num_programs(0)
+        _zero_tokens(shares, scales, first, num_tokens, programs, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE)
+    if not ONE_BLOCK:
+        request = _owner(tl.program_id(0), query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
+    if request >= num_reqs:
+        return
+    start = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - start
+    seq_len = tl.load(seq_lens + request)
+    block = 0 if ONE_BLOCK else tl.program_id(0) - start // QUERIES - request
+
+    row = tl.arange(0, ROWS)
+    query = block * QUERIES + row // GROUP
+    token = (start + query).to(tl.int64)
+    inside = (row < QUERIES * GROUP) & (query < query_len)
+    live = inside & (query < seq_len)  # of padding seq_len is 0
+    live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
+    # Tiles end with the last live row's context: later slots are not reached, and may hold NaN.
+    position = tl.where(live, seq_len - query_len + query, -1)
+    lo, hi = _share(tl.max(position, axis=0) + 1, KEYS, SPLITS)
+
+    head = tl.program_id(1) * GROUP + row % GROUP
+    dim = tl.arange(0, DIMS)
+    mask = live[:, None] & (dim < DIM)[None, :]
+    queries = tl.load(q + (token * stride_q + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+    table = block_table + request.to(tl.int64) * stride_table
+    m, s, acc = _attend_tiles(
+        queries, position, kv_pages, values, table, lo, hi, scale, KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS
+    )
+
+    release()
+    cell = (token * HEADS + head) * SPLITS + tl.program_id(2)
+    if SPLITS == 1:
+        acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
+        _store(acc.to(q.dtype.element_ty).to(tl.float32), shares, scales, cell, inside, DIM, DIMS, QUANTIZE)
+    else:
+        tl.store(maxima + cell, m, mask=live)
+        tl.store(sums + cell, s, mask=live)
+        tl.store(shares + (cell * DIM)[:, None] + dim[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _share(length, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+    """The positions lo:hi of this program's share of a context, in whole tiles; the last shares may be empty."""
+    share = tl.cdiv(tl.cdiv(length, KEYS), SPLITS) * KEYS
+    lo = tl.program_id(2) * share
+    return lo, tl.minimum(lo + share, length)
+
+
+@triton.jit
+def _attend_tiles(
+    queries,
+    position,
+    kv_pages,
+    values,
+    table,
+    lo,
+    hi,
+    scale,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` over the positions lo:hi."""
+    dim = tl.arange(0, DIMS)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    s = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for start in range(lo, hi, KEYS):
+        at = start + tl.arange(0, KEYS)
+        page = tl.load(table + at // PAGE_SIZE, mask=at < hi, other=0).to(tl.int64)
+        offset = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + tl.program_id(1)) * DIM
+        # Zeros instead of the memory's values: a probability of 0 times NaN is NaN.
+        mask = (at < hi)[:, None] & (dim < DIM)[None, :]
+        key = tl.load(kv_pages + offset[:, None] + dim[None, :], mask=mask, other=0.0)
+        value = tl.load(kv_pages + values + offset[:, None] + dim[None, :], mask=mask, other=0.0)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where((at[None, :] <= position[:, None]) & (at < hi)[None, :], scores, float("-inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=1))
+        # A row that has seen no key yet stays at -inf, and -inf - -inf would be NaN.
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(m - base)
+        s = s * shrink + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        m = m_new
+    return m, s, acc
+
+
+@kernel(do_not_specialize=["num_tokens"])
+def combine_kernel(
+    shares,
+    maxima,
+    sums,
+    slot_mapping,
+    query_start_loc,
+    seq_lens,
+    out,
+    scales,
+    num_tokens,
+    DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum."""
+    begin()
+    request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads, step = tl.num_programs(2), tl.num_programs(0) * tl.num_programs(1)
+    first = tl.load(query_start_loc + tl.num_programs(0)) + request * tl.num_programs(1) + query
+    _zero_tokens(out, scales, first, num_tokens, step, head, heads, 1, 1, DIM, DIMS, QUANTIZE)
+    start = tl.load(query_start_loc + request)
+    inside = start + query < tl.load(query_start_loc + request + 1)
+    token = (start + query).to(tl.int64)
+    live = inside & (tl.load(seq_lens + request) > 0)
+    live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
+    release()
+    dim = tl.arange(0, DIMS)
+    cell = token * heads + head + tl.arange(0, 1)
+    result = tl.zeros([1, DIMS], tl.float32)
+    if live:
+        part = (token * heads + head) * SPLITS + tl.arange(0, SPLITS)
+        m = tl.load(maxima + part)
+        base = tl.max(m, axis=0)
+        weight = tl.exp2(m - tl.where(base == float("-inf"), 0.0, base))
+        total = tl.sum(weight * tl.load(sums + part), axis=0)
+        mask = (weight > 0)[:, None] & (dim < DIM)[None, :]
+        share = tl.load(shares + (part * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+        result = (tl.sum(share * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total))[None, :]
+    if inside:
+        _store(result.to(TYPE).to(tl.float32), out, scales, cell, cell >= 0, DIM, DIMS, QUANTIZE)
+
+
+def attend(q: Tensor, *rest: Any) -> Tensor:
+    """`weft::paged_attention`."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out if _attend_into(out, None, q, *rest) else out.zero_()
+
+
+def attend_quantized(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """`weft::paged_attention.quantized`, for heads of 128."""
+    values, scales = empty_quantized(q, q.shape[0], q.shape[1] * q.shape[2])
+    return (values, scales) if _attend_into(values, scales, q, *rest) else quantize(torch.zeros_like(q).flatten(1))
+
+
+Where = tuple[Tensor, Tensor, Tensor, Tensor]
+"""slot_mapping, block_table, query_start_loc and seq_lens, contiguous."""
+
+
+def _attend_into(
+    out: Tensor,
+    scales: Tensor | None,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_pages: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> bool:
+    """Write and attend. Results go to `out` `[T, H, D]`, or in FP8 `[T, H * D]` with `scales` `[T, H]`.
+
+    Returns:
+        False if there is no request: then nothing is written.
+    """
+    if not seq_lens.numel():
+        return False
+    if not q.numel():
+        return True
+    where = (slot_mapping.contiguous(), block_table.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
+    # A launch goes to the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(q):
+        if k is not None and v is not None:
+            _launch_write(_packed_heads(k), _packed_heads(v), kv_pages, where)
+        _launch_attend(_packed_heads(q), kv_pages, where, max_query_len, scale, out, scales)
+    return True
+
+
+def _packed_heads(x: Tensor) -> Tensor:
+    """`x` `[T, heads, D]` with each token's heads contiguous; tokens need not be, as in a slice of fused q, k, v."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _launch_write(k: Tensor, v: Tensor, kv_pages: Tensor, where: Where) -> None:
+    slot_mapping, _, query_start_loc, seq_lens = where
+    width = k[0].numel()
+    write_kernel[(k.shape[0],)](
+        k,
+        v,
+        kv_pages,
+        slot_mapping,
+        query_start_loc,
+        seq_lens,
+        seq_lens.shape[0],
+        kv_pages.stride(0),
+        k.stride(0),
+        v.stride(0),
+        WIDTH=width,
+        BLOCK=min(1024, power_of_two(width)),
+        BLOCK_R=_SEARCHED,
+        **early(k),
+    )
+
+
+def _launch_attend(
+    q: Tensor, kv_pages: Tensor, where: Where, max_query_len: int, scale: float, out: Tensor, scales: Tensor | None
+) -> None:
+    slot_mapping, block_table, query_start_loc, seq_lens = where
+    (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
+    requests, group, context = seq_lens.shape[0], heads // kv_heads, block_table.shape[1] * page_size
+    plan = plan_launch(
+        tokens, requests, group, kv_heads, dim, context, max_query_len, q.element_size(), _processors(q.device)
+    )
+    split = plan.splits > 1
+    shares = q.new_empty((tokens, heads, plan.splits, dim), dtype=torch.float32) if split else out
+    maxima, sums = q.new_empty((2, tokens, heads, plan.splits), dtype=torch.float32) if split else (out, out)
+    quantized, scales = scales is not None, out if scales is None else scales
+    attend_kernel[(plan.blocks, kv_heads, plan.splits)](
+        q,
+        kv_pages,
+        *where,
+        shares,
+        maxima,
+        sums,
+        scales,
+        requests,
+        tokens,
+        kv_pages.stride(0),
+        q.stride(0),
+        block_table.stride(0),
+        scale * _LOG2_E,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAGE_SIZE=page_size,
+        QUERIES=plan.queries,
+        ROWS=plan.rows,
+        KEYS=plan.keys,
+        DIMS=plan.dims,
+        SPLITS=plan.splits,
+        ONE_BLOCK=plan.one_block,
+        QUANTIZE=quantized and not split,
+        BLOCK_R=1 if plan.one_block else _SEARCHED,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **early(q),
+    )
+    if split:
+        combine_kernel[(requests, max_query_len, heads)](
+            shares,
+            maxima,
+            sums,
+            slot_mapping,
+            query_start_loc,
+            seq_lens,
+            out,
+            scales,
+            tokens,
+            DIM=dim,
+            DIMS=plan.dims,
+            SPLITS=plan.splits,
+            QUANTIZE=quantized,
+            TYPE=TRITON_DTYPES[q.dtype],
+            **early(q),
+        )
+
+
+def _processors(device: torch.device) -> int:
+    """The multiprocessors of a CUDA device; on the CPU, in the interpreter, 4."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4

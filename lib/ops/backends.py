@@ -1,0 +1,128 @@
+"""The implementation of each operator on a device, and the reason for it, which `weft doctor` prints."""
+
+from collections.abc import Iterator
+
+import attrs
+import torch
+
+from weft.errors import DeviceError
+from weft.ops.copies import how_launched, no_kernel
+from weft.ops.register import no_triton, triton_version
+from weft.ops.tiles import measured
+
+
+@attrs.frozen
+class OpBackend:
+    """One row of the table: the implementation of an operator on the device asked about."""
+
+    op: str
+    implementation: str
+    reason: str
+
+
+_REFERENCE = OpBackend("paged_attention", "reference", "plain torch, batch invariant; the CPU has no other")
+
+_CPU_SAMPLE = tuple(
+    OpBackend(op, "reference", "plain torch; the CPU has no other") for op in ("sample", "sample_rows", "count_tokens")
+)
+
+_SAMPLERS = {
+    "sample": "reads the logits once and keeps nothing of their size",
+    "sample_rows": "the same for a request that uses no feature; for others a threshold search, and never a sort",
+    "count_tokens": "one launch, which writes only for requests that have penalties",
+}
+
+_LAYER = {
+    "resolve_tokens": "ids, places, slots, contexts and pages of a batch in one kernel",
+    "move_on": "positions and last tokens in one kernel",
+    "turn_tables": "cosines and sines in one kernel",
+    "norms": "residual addition, norm and quantisation in one kernel",
+    "silu_mul": "the gate, and the quantisation of its result, in one kernel",
+    "rotate_and_keep": "QK norm, rotation and the KV cache in one kernel",
+    "quantize": "128 columns of a token at a time",
+    "route": "softmax, top-k and division in one kernel",
+    "linear": "torch's F.linear, but where a tile was measured to be faster",
+    "fp8_linear": "split over its columns for few tokens; the next kernel adds the parts",
+    "add_lora": "two launches a layer, for any tokens of any adapters; none where the batch has no adapter",
+    "run_experts": "a launch a product; pairs are found by each program, or sorted where there are many",
+}
+"""The operators besides attention and sampling, and a description of each CUDA implementation."""
+
+_CPU_COPIES = OpBackend("copies", "torch", "one tensor at a time, or one dtype; the CPU has no launch to save")
+
+_FLASHINFER = OpBackend(
+    "paged_attention",
+    "flashinfer: not used",
+    "weft does not call it, installed or not: it plans each step with lengths on the host, and weft's steps read them "
+    "on the device, where they may be ahead of what the host knows",
+)
+
+
+def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
+    """The table for `device`, of type CPU or CUDA; the machine need not have one.
+
+    Raises:
+        DeviceError: weft has no kernels for this type of device.
+
+    >>> [row.op for row in backends("cpu") if row.implementation == "torch"]
+    ['copies']
+    """
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return (_REFERENCE, *_CPU_SAMPLE, *_cpu_layer(), _CPU_COPIES)
+    if kind == "cuda":
+        copies = _cuda_copies(torch.device(device))
+        return (_cuda_attention(), _FLASHINFER, *_cuda_samplers(), *_cuda_layer(), copies)
+    raise DeviceError(f"backends({str(device)!r})", f"weft has no kernels for {kind!r}", "use 'cpu' or 'cuda'")
+
+
+def _cuda_attention() -> OpBackend:
+    version = triton_version()
+    if version is None:
+        # The text of the error that a call raises: nothing falls back to another kernel in silence.
+        error = no_triton("paged_attention on cuda")
+        return OpBackend("paged_attention", "missing", f"{error.seen}; {error.instead}")
+    reason = "reads every length on the device, so a captured step replays it for any lengths"
+    return OpBackend("paged_attention", f"triton {version}", reason)
+
+
+def _cuda_samplers() -> tuple[OpBackend, ...]:
+    version = triton_version()
+    if version is None:
+        error = no_triton("sample on cuda")
+        return tuple(OpBackend(op, "missing", f"{error.seen}; {error.instead}") for op in _SAMPLERS)
+    return tuple(OpBackend(op, f"triton {version}", reason) for op, reason in _SAMPLERS.items())
+
+
+def _cpu_layer() -> Iterator[OpBackend]:
+    for op in _LAYER:
+        yield OpBackend(op, "reference", "plain torch; the CPU has no other")
+
+
+def _cuda_layer() -> Iterator[OpBackend]:
+    version = triton_version()
+    for op, what in _LAYER.items():
+        if version is None:
+            error = no_triton(f"{op} on cuda")
+            yield OpBackend(op, "missing", f"{error.seen}; {error.instead}")
+        else:
+            yield OpBackend(op, f"triton {version}", what + _measured(op))
+
+
+def _measured(op: str) -> str:
+    """The shapes for which the tiles of an operator were measured, if it has tiles."""
+    kinds = {"linear": "linear bf16 ", "fp8_linear": "linear fp8 ", "run_experts": "experts "}
+    if op not in kinds:
+        return ""
+    shapes = [key.removeprefix(kinds[op]) for key in measured() if key.startswith(kinds[op])]
+    return f"; tiles measured for {', '.join(shapes) or 'no shapes'}, else by rule"
+
+
+def _cuda_copies(device: torch.device) -> OpBackend:
+    """The copies into graphs' buffers and of their results; tried out if the device is there."""
+    there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    device = torch.device("cuda", device.index or 0)
+    if reason := no_kernel(device, trial=there):
+        return OpBackend("copies", "torch._foreach_copy_", f"one launch for each dtype: {reason}")
+    launched = how_launched(device) if there else "launched by the driver"
+    return OpBackend("copies", f"triton {triton_version()}, {launched}", "one launch for all tensors, of any dtypes")

@@ -1,0 +1,111 @@
+"""The products of a mixture of experts: `weft::run_experts`."""
+
+import torch
+from torch import Tensor
+
+from weft.errors import DescriptorError
+from weft.ops.fp8 import ROUNDED, Quantized, dequantize, dequantize_weight, reference_quantize
+from weft.ops.gate import gated
+from weft.ops.parts import widened
+from weft.ops.register import operator, without_derivative
+
+
+def run_experts(
+    x: Tensor | Quantized,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    *,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`weight * down(silu(gate(x)) * up(x))` of each token and each of its experts, still to be added up.
+
+    Products are in float32. The values between them are rounded to `dtype`, and in FP8 then quantised, 128 columns of a
+    token at a time.
+
+    Args:
+        x: `[T, H]` of `dtype`, or quantised where the weights are.
+        gate_up: `[E, 2 * I, H]`: the gates' rows, then the ups'.
+        down: `[E, H, I]`.
+        weights, experts: `[T, top_k]`, from `route`.
+        gate_up_scale, down_scale: `[E, ceil(2 * I / 128), ceil(H / 128)]` and `[E, ceil(H / 128), ceil(I / 128)]`
+            float32, of weights in FP8; then I is a multiple of 128.
+
+    Returns:
+        Parts (`weft.ops.parts`) `[top_k, T, H]` of `dtype`.
+
+    Raises:
+        DescriptorError: shapes contradict each other, or only one of x and the two weights is in FP8.
+    """
+    values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
+    (num_experts, doubled, hidden), (_, _, inner) = gate_up.shape, down.shape
+    if (tuple(down.shape), doubled, values.shape[1]) != ((num_experts, hidden, inner), 2 * inner, hidden):
+        seen = f"x {list(values.shape)}, gate_up {list(gate_up.shape)} and down {list(down.shape)}"
+        raise DescriptorError("run_experts(x, gate_up, down, …)", seen, "pass [T, H], [E, 2 * I, H] and [E, H, I]")
+    kinds = {scales is None, gate_up_scale is None, down_scale is None}
+    if len(kinds) > 1 or (scales is not None and inner % 128):
+        seen = f"{'no ' if scales is None else ''}scales of x, I={inner}"
+        raise DescriptorError("run_experts(…)", seen, "give scales of all three, with I in 128s, or none")
+    return _run_experts(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype)
+
+
+def functional_run_experts(
+    values: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`_run_experts` without a read on the host: every expert multiplies all tokens, and only those that chose it keep
+    the result."""
+    if scales is not None:
+        in_fp8 = without_derivative("run_experts", ROUNDED, _run_experts.reference)
+        made: Tensor = in_fp8(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype)
+        return made
+    x, out = widened(values), torch.zeros_like(values, dtype=dtype).expand(experts.shape[1], -1, -1)
+    for expert in range(gate_up.shape[0]):
+        gate, up = (x @ widened(gate_up[expert]).T).chunk(2, dim=-1)
+        product = widened(gated(gate, up, dtype)) @ widened(down[expert]).T
+        chosen = (experts == expert).T[:, :, None]
+        out = torch.where(chosen, (product * weights.T[:, :, None]).to(dtype), out)
+    return out
+
+
+@operator(
+    kernel="weft.ops.experts.products_triton:run_experts",
+    fake=lambda values, experts, dtype: values.new_empty((experts.shape[1], *values.shape), dtype=dtype),
+    functional=functional_run_experts,
+)
+def _run_experts(
+    values: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The operator of `run_experts`."""
+    x = values.float() if scales is None else dequantize(Quantized(values, scales))
+    out = x.new_zeros((experts.shape[1], *values.shape), dtype=dtype)
+    for expert in experts.unique().tolist():
+        tokens, slots = (experts == expert).nonzero(as_tuple=True)
+        first = _wide(gate_up, gate_up_scale, expert)
+        gate, up = (x[tokens] @ first.T).chunk(2, dim=-1)
+        middle = gated(gate, up, dtype)
+        wide = middle.float() if scales is None else dequantize(Quantized(*reference_quantize(middle)))
+        out[slots, tokens] = (wide @ _wide(down, down_scale, expert).T * weights[tokens, slots, None]).to(dtype)
+    return out
+
+
+def _wide(weight: Tensor, scale: Tensor | None, expert: int) -> Tensor:
+    return weight[expert].float() if scale is None else dequantize_weight(weight[expert], scale[expert])

@@ -1,0 +1,243 @@
+"""The CUDA implementation of `weft::run_experts`, in Triton: two products, whose launches depend on shapes alone.
+
+A pair is a token and one of its experts; pair p is slot `p % top_k` of token `p // top_k`.
+
+1. If there are few pairs, each program finds those of its expert, and takes them one tile at a time. Many pairs are
+   sorted by expert first (`weft.ops.experts.routing_triton`), each expert's padded to whole blocks; programs for blocks
+   that are not used end at once.
+2. `_expert_kernel` multiplies a tile of the expert's rows with its pairs: first gates and ups, which become
+   `silu(gate) * up`, then, in a second launch, the way down, weighted. It is made for few tokens, where the bytes of
+   the weights are the bound; for many tokens `weft.ops.experts.products_many_triton` does the same.
+
+Sums over experts are left to the reader: each pair has a place of its own, so that nothing is added atomically and no
+result depends on the order of programs. Import this module only where triton is installed.
+"""
+
+# Triton's decorators have no types, and neither have the pointers that a kernel takes.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.blocks_triton import TRITON_DTYPES, multiply, quantize_rows
+from weft.ops.experts import products_many_triton
+from weft.ops.experts.routing_triton import Aligned, align, find_expert, scan
+from weft.ops.kernel_triton import begin, early, kernel, release
+from weft.ops.norm_triton import quantize
+from weft.ops.tiles import SCAN_PAIRS, Tile, cdiv, expert_tile, power_of_two
+
+
+@triton.jit
+def _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+                 FP8_OUT: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+    """`silu(gate) * up` of a tile `[2 * WIDTH, TOKENS]`, gates above ups, to the pairs' rows; in FP8 WIDTH is 128."""
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, TOKENS]), [1, 2, 0]))
+    result = (gate / (1 + tl.exp(-gate)) * up).to(TYPE)
+    column = tile * WIDTH + tl.arange(0, WIDTH)
+    place = pair.to(tl.int64)
+    if FP8_OUT:
+        values, scale = quantize_rows(tl.trans(result).to(tl.float32))
+        tl.store(out + place[:, None] * inner + column[None, :], values, mask=live[:, None])
+        tl.store(out_scales + place * (inner // 128) + tile, scale, mask=live)
+    else:
+        tl.store(out + place[None, :] * inner + column[:, None], result, mask=(column < inner)[:, None] & live[None, :])
+
+
+@triton.jit
+def _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+                    TYPE: tl.constexpr):  # fmt: skip
+    """A tile `[WIDTH, TOKENS]` times the pairs' weights, each to its slot's part."""
+    column = tile * WIDTH + tl.arange(0, WIDTH)
+    by = tl.load(weights + pair, mask=live, other=0.0)
+    place = (pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
+    mask = (column < inner)[:, None] & live[None, :]
+    tl.store(out + place[None, :] * inner + column[:, None], (acc * by[None, :]).to(TYPE), mask=mask)
+
+
+@triton.jit
+def _rows(tile, inner, GATED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The rows of the weights in a tile; in the first product half are gates, and half are the ups with them."""
+    which = tl.arange(0, ROWS)
+    n = tl.minimum(tile * WIDTH + which % WIDTH, inner - 1)
+    if GATED:
+        n += which // WIDTH * inner
+    return n
+
+
+@triton.jit
+def _expert_tile(
+    x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, inner, tokens,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """A tile of an expert's product with some pairs, stored."""
+    WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
+    height = 2 * inner if GATED else inner
+    w = weight + expert.to(tl.int64) * height * columns
+    s = scale + expert * tl.cdiv(height, 128) * tl.cdiv(columns, 128)
+    source = pair // TOP_K if GATED else pair
+    tile = tl.program_id(1)
+    n = _rows(tile, inner, GATED, ROWS, WIDTH)
+    acc = multiply(
+        x, x_scales, source, live, w, s, n, 0, columns, columns, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, True
+    )
+    release()
+    if GATED:
+        _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH, TOKENS, FP8_OUT, TYPE)
+    else:
+        _store_weighted(acc, out, weights, pair, live, tile, inner, tokens, TOP_K, WIDTH, TYPE)
+
+
+@kernel(do_not_specialize=["pairs"])
+def _expert_kernel(
+    x, x_scales, weight, scale, weights, experts, order, owners, out, out_scales, pairs, num_experts, columns, inner,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of an expert's rows with its pairs; `inner` is the number of the result's columns.
+
+    With PAIRS > 0, a power of two no less than the number of pairs, each program finds its own pairs.
+    """
+    begin()
+    tokens = pairs // TOP_K
+    if PAIRS > 0:
+        expert, count = find_expert(experts, pairs, num_experts, PAIRS)
+        for start in range(0, count, TOKENS):
+            pair, live = scan(experts, expert, pairs, start, PAIRS, TOKENS)
+            _expert_tile(
+                x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, inner, tokens,
+                TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
+            )  # fmt: skip
+    else:
+        expert = tl.load(owners + tl.program_id(0))
+        if expert >= 0:
+            pair = tl.load(order + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))
+            _expert_tile(
+                x, x_scales, weight, scale, weights, out, out_scales, expert, tl.maximum(pair, 0), pair >= 0, columns,
+                inner, tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
+            )  # fmt: skip
+
+
+def run_experts(
+    values: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`weft::run_experts`."""
+    (tokens, top_k), (num_experts, doubled, hidden) = experts.shape, gate_up.shape
+    first = expert_tile(tokens, top_k, doubled, hidden, num_experts, gate_up.itemsize)
+    second = expert_tile(tokens, top_k, hidden, doubled // 2, num_experts, down.itemsize)
+    return run_tiles(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, second)
+
+
+def run_tiles(
+    values: Tensor,
+    scales: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    dtype: torch.dtype,
+    first: Tile,
+    second: Tile,
+) -> Tensor:
+    """`run_experts` with these tiles."""
+    (tokens, top_k), (num_experts, _, hidden) = experts.shape, gate_up.shape
+    out = values.new_empty((top_k, tokens, hidden), dtype=dtype)
+    if not tokens:
+        return out
+    with torch.cuda.device_of(values):
+        aligned = align(experts, num_experts, first.tokens) if first.sort else None
+        middle, middle_scales = launch_gate_up(
+            values.contiguous(), scales, gate_up, gate_up_scale, experts, aligned, dtype, first
+        )
+        if not second.sort:
+            aligned = None
+        elif aligned is None or second.tokens != first.tokens:
+            aligned = align(experts, num_experts, second.tokens)
+        # With many pairs in a tile, each is quantised once here, instead of in every program that reads it.
+        if scales is not None and middle_scales is None and second.tokens >= 64:
+            middle, middle_scales = quantize(middle)
+        launch_down(middle, middle_scales, down, down_scale, weights, experts, aligned, out, second)
+    return out
+
+
+def launch_gate_up(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    scale: Tensor | None,
+    experts: Tensor,
+    aligned: Aligned | None,
+    dtype: torch.dtype,
+    tile: Tile,
+) -> tuple[Tensor, Tensor | None]:
+    """`silu(gate) * up` of all pairs; quantised, with scales, if a tile holds a whole block of columns."""
+    inner, pairs = weight.shape[1] // 2, experts.numel()
+    fp8_out = scale is not None and tile.rows == 256 and not products_many_triton.takes(tile, weight)
+    out = x.new_empty((pairs, inner), dtype=torch.float8_e4m3fn if fp8_out else dtype)
+    out_scales = x.new_empty((pairs, inner // 128), dtype=torch.float32) if fp8_out else None
+    _launch(x, x_scales, weight, scale, None, experts, aligned, out, out_scales, tile, dtype)
+    return out, out_scales
+
+
+def launch_down(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    scale: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    aligned: Aligned | None,
+    out: Tensor,
+    tile: Tile,
+) -> None:
+    """The way down of all pairs, weighted, into the parts `out`."""
+    _launch(x, x_scales, weight, scale, weights, experts, aligned, out, None, tile, out.dtype)
+
+
+def _launch(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    scale: Tensor | None,
+    weights: Tensor | None,
+    experts: Tensor,
+    aligned: Aligned | None,
+    out: Tensor,
+    out_scales: Tensor | None,
+    tile: Tile,
+    dtype: torch.dtype,
+) -> None:
+    """One product: tokens with gates and ups if `weights` is None, else pairs with the way down."""
+    if products_many_triton.takes(tile, weight):
+        assert aligned is not None, "a tile that sorts"
+        products_many_triton.launch(x, x_scales, weight, scale, weights, experts, aligned, out, tile)
+        return
+    (num_experts, _, columns), inner, pairs = weight.shape, out.shape[-1], experts.numel()
+    programs = min(pairs, num_experts) if aligned is None else aligned.owners.shape[0]
+    width = tile.rows if weights is not None else tile.rows // 2
+    order, owners = (experts, experts) if aligned is None else (aligned.order, aligned.owners)
+    absent = experts
+    _expert_kernel[(programs, cdiv(inner, width))](
+        x, absent if x_scales is None else x_scales, weight, absent if scale is None else scale,
+        absent if weights is None else weights, experts, order, owners, out,
+        absent if out_scales is None else out_scales, pairs, num_experts, columns, inner,
+        TOP_K=experts.shape[1], GATED=weights is None, FP8=scale is not None,
+        QUANTIZE=scale is not None and x_scales is None, EVEN=columns % tile.columns == 0,
+        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns,
+        FP8_OUT=out_scales is not None, TYPE=TRITON_DTYPES[dtype],
+        PAIRS=0 if aligned is not None else max(SCAN_PAIRS, power_of_two(pairs)),
+        num_warps=tile.warps, num_stages=tile.stages, **early(x),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Sampling: rules on logits, random numbers, and the draw of a token."""

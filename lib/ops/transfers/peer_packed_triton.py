@@ -1,0 +1,122 @@
+"""Transfers of small messages by stores into another GPU's memory, in Triton: each word travels with its flag.
+
+A store of 8 aligned bytes is seen whole or not at all. So a word of 4 bytes is stored together with the number of its
+message, and no fence is needed between data and flag, which would cost more than the words. The receiver reads the
+words until all of them belong to the message that it waits for. NCCL's low-latency protocol does the same (Hu et al.,
+2025, arXiv 2507.04786, section on protocols). It moves twice the bytes, so long messages go by `peer_triton`. As there,
+everything that changes from one message to the next is counted on the device, and a program whose wait is aborted
+stores nothing.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+import triton.language as tl
+from torch import Tensor
+
+from weft.ops.kernel_triton import kernel
+from weft.ops.tiles import cdiv
+
+PROGRAMS = 64
+"""The most programs of a launch: shares of a message."""
+REGION = 2048
+"""Words in a slot for each program."""
+MOST = PROGRAMS * REGION
+"""The most words of a message."""
+_SHARE = 1024
+"""Words that a program moves; more if the message is longer than all programs can move so."""
+_ALIGNED = 16
+"""A share is a multiple of so many words."""
+_BLOCKS = (256, 1024, REGION)
+LENGTHS = (_BLOCKS[0], _SHARE, MOST)
+"""Lengths of messages that need every compiled kernel between them; messages of other lengths need no more, if they are
+aligned alike."""
+_WARPS = 8
+
+
+@kernel(do_not_specialize=["words"])
+def _send_kernel(
+    source, slots, acks, counts, abort, words, share,
+    SLOTS: tl.constexpr, REGION: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    number = tl.load(counts + program) + 1
+    offsets = tl.arange(0, BLOCK)
+    inside = (offsets < share) & (program * share + offsets < words)
+    word = tl.load(source + program * share + offsets, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+    free = False
+    waiting = True
+    while waiting:
+        free = tl.load(acks + program, volatile=True) >= number - SLOTS
+        waiting = (not free) and (tl.load(abort, volatile=True) == 0)
+    if free:
+        slot = slots + (number % SLOTS) * MOST + program * REGION
+        tl.store(slot + offsets, word | ((number & 0x7FFFFFFF) << 32), mask=inside)
+        tl.debug_barrier()
+        tl.store(counts + program, number)
+
+
+@kernel(do_not_specialize=["words"])
+def _recv_kernel(
+    target, slots, acks, counts, abort, words, share,
+    SLOTS: tl.constexpr, REGION: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    number = tl.load(counts + program) + 1
+    offsets = tl.arange(0, BLOCK)
+    inside = (offsets < share) & (program * share + offsets < words)
+    slot = slots + (number % SLOTS) * MOST + program * REGION
+    flag = number & 0x7FFFFFFF
+    packed = tl.zeros([BLOCK], dtype=tl.int64)
+    missing = 1
+    waiting = True
+    while waiting:
+        packed = tl.load(slot + offsets, mask=inside, other=0, volatile=True)
+        missing = tl.sum((inside & ((packed >> 32) != flag)).to(tl.int32), 0)
+        waiting = (missing > 0) and (tl.load(abort, volatile=True) == 0)
+    if missing == 0:
+        tl.store(target + program * share + offsets, packed.to(tl.int32), mask=inside)
+        tl.debug_barrier()
+        tl.store(acks + program, number)
+        tl.store(counts + program, number)
+
+
+def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Tensor) -> None:
+    """Store a message into the receiver's slots, once one of them is free.
+
+    Args:
+        source: [words] int32, contiguous, at most MOST of them.
+        slots: [messages that the edge holds, MOST] int64 in the receiver's memory, zeros before the first message.
+        acks: [PROGRAMS] int64 in the sender's memory.
+        counts: [PROGRAMS] int64, the sender's own: messages so far.
+        abort: [1] int32: not 0 ends every wait.
+    """
+    programs, share = _shares(source)
+    _send_kernel[(programs,)](
+        source, slots, acks, counts, abort, source.numel(), share,
+        SLOTS=slots.shape[0], REGION=REGION, BLOCK=_block(share), MOST=MOST, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def recv(target: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Tensor) -> None:
+    """Wait for a message, and copy it out of its slot.
+
+    The arguments are those of `send` seen from the other side: slots are the receiver's own memory, acks the sender's.
+    """
+    programs, share = _shares(target)
+    _recv_kernel[(programs,)](
+        target, slots, acks, counts, abort, target.numel(), share,
+        SLOTS=slots.shape[0], REGION=REGION, BLOCK=_block(share), MOST=MOST, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def _block(share: int) -> int:
+    """The words that a program takes at once: one of three sizes, so that there are few kernels to compile."""
+    return next(block for block in _BLOCKS if share <= block)
+
+
+def _shares(message: Tensor) -> tuple[int, int]:
+    """The programs of a launch and the words of each share: the same on both ends."""
+    words = message.numel()
+    assert words <= MOST, "a longer message goes by peer_triton"
+    programs = max(1, min(PROGRAMS, cdiv(words, _SHARE)))
+    share = max(cdiv(cdiv(words, programs), _ALIGNED), 1) * _ALIGNED
+    return cdiv(words, share) if words else 1, share

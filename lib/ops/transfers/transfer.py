@@ -1,0 +1,73 @@
+"""`weft::send` and `weft::recv`: transfers between ranks as operators, so that a graph or a tape repeats them.
+
+An `End`, one rank's end of its edges, executes them. An operator takes no objects, so a number stands for the end.
+"""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.errors import ProgramError
+from weft.ops.register import define
+
+
+class End(Protocol):
+    """A rank's end of its edges: it sends tensors to peers and receives tensors from them, in order."""
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
+        """Start to send; the tensors' memory must not change until a fence, or on a device until the stream gets
+        there."""
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
+        """Fill the tensors with the peer's message `tag`; on a device in the order of the stream."""
+
+
+_ENDS: "weakref.WeakValueDictionary[int, End]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def register(end: End) -> int:
+    """A number that stands for `end` in the operators, for as long as somebody else holds the end."""
+    number = next(_NUMBERS)
+    _ENDS[number] = end
+    return number
+
+
+def _find(number: int) -> End:
+    end = _ENDS.get(number)
+    if end is None:
+        raise ProgramError(f"weft::send or weft::recv on end {number}", "a transport that is closed", "make a new one")
+    return end
+
+
+def _send(tensors: Sequence[Tensor], end: int, peer: int, tag: int) -> None:
+    _find(end).send(tensors, peer, tag)
+
+
+def _recv(tensors: Sequence[Tensor], end: int, peer: int, tag: int) -> None:
+    _find(end).recv(tensors, peer, tag)
+
+
+define("send", _send, fake=lambda: None)
+define("recv", _recv, writes=("tensors",), fake=lambda: None)
+
+
+def send(tensors: Sequence[Tensor], end: int, peer: int, tag: int) -> None:
+    """Start to send tensors to rank `peer`, which receives them under the same tag.
+
+    Args:
+        tensors: contiguous, of any dtype; not empty.
+        end: from `register`.
+        peer: the rank.
+        tag: names the message on both ends; part of a captured graph.
+    """
+    torch.ops.weft.send(list(tensors), end, peer, tag)
+
+
+def recv(tensors: Sequence[Tensor], end: int, peer: int, tag: int) -> None:
+    """Fill tensors with the message that rank `peer` sent under the same tag."""
+    torch.ops.weft.recv(list(tensors), end, peer, tag)

@@ -1,0 +1,141 @@
+"""Arguments for each of weft's operators: a call of it, small, with padding where the op knows of any."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.ops import fp8, gate, linear, lora, norm, requests, rotary
+from weft.ops.attention import paged
+from weft.ops.experts import products, routing
+from weft.ops.fp8 import reference_quantize
+from weft.ops.sampling import sample
+from weft.ops.sampling.logits import FEATURES, PENALTIES, REPETITION, TEMPERATURE
+from weft.ops.transfers import transfer
+from weft.sampling_table import SamplingTable
+from weft.trees import tree_leaves
+
+Args = tuple[Any, ...]
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "add_lora": lora.add_lora.unchecked,
+    "add_parts": norm.add_parts,
+    "add_rms_norm": norm.add_rms_norm,
+    "add_rms_norm_quantized": norm._add_rms_norm_quantized,
+    "count_tokens": sample._count_tokens,
+    "fp8_linear": linear._fp8_linear,
+    "linear": linear.linear,
+    "move_on": requests._move_on,
+    "paged_attention": paged.paged_attention.unchecked,
+    "paged_attention.quantized": paged._paged_attention_quantized,
+    "quantize": fp8._quantize,
+    "resolve_tokens": requests.resolve_tokens,
+    "rms_norm": norm.rms_norm,
+    "rms_norm_quantized": norm._rms_norm_quantized,
+    "rotate_and_keep": rotary._rotate_and_keep,
+    "route": routing.route,
+    "run_experts": products._run_experts,
+    "sample": sample.sample,
+    "sample_rows": sample._sample_rows,
+    "silu_mul": gate.silu_mul,
+    "silu_mul_quantized": gate._silu_mul_quantized,
+    "turn_tables": rotary.turn_tables,
+}
+"""The call that weft makes of each operator."""
+
+IN_FP8 = {name for name in CALLS if name.endswith("quantized")} | {"fp8_linear", "quantize"}
+"""Those that have no derivative. `run_experts` has none in FP8."""
+
+
+class Nobody:
+    """An end of transfers that neither sends nor receives."""
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None: ...
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None: ...
+
+
+NOBODY = Nobody()
+END = transfer.register(NOBODY)
+
+
+def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
+    """For each operator calls in this dtype."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    def integers(*values: int, of: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=of)
+
+    def parts(*shape: int) -> Tensor:
+        return randn(*shape).to(torch.promote_types(dtype, torch.float32))
+
+    x, parted, weight, rows = randn(3, 6), parts(2, 3, 6), randn(6), integers(1, 0, -1)
+    values, scales = reference_quantize(randn(3, 200))
+    fp8_weight, fp8_scale = randn(130, 200).to(torch.float8_e4m3fn), randn(2, 2).float().abs()
+    in_fp8 = reference_quantize(randn(3, 128))
+    gate_up, down = (randn(2, *shape).to(torch.float8_e4m3fn) for shape in ((256, 128), (128, 128)))
+    chosen = torch.tensor([[1, 0], [3, 1], [0, 2]], dtype=torch.int32)
+    # Two requests, of which the first has 5 tokens in its pages and reads 2, the second begins; and two of padding.
+    where = (
+        integers(13, 14, 4, 5, 6, -1, -1), torch.tensor([[2, 3], [1, 2], [0, 0]], dtype=torch.int32),
+        integers(0, 2, 5, 7, of=torch.int32), integers(7, 3, 0, of=torch.int32), 3, 0.5,
+    )  # fmt: skip
+    tables = randn(7, 1).cos(), randn(7, 1).sin()
+    table = SamplingTable.zeros(3, 10, 2, "cpu")
+    table.floats[:, TEMPERATURE], table.floats[:2, REPETITION] = integers(0, 1, 0), 1.5
+    table.ints[1, FEATURES] = PENALTIES
+    counts = table.counts.index_put((rows, rows + 3), integers(1, 2, 1, of=torch.int16))
+    starts = integers(0, 2, 3, 4, of=torch.int32)
+    kept = torch.tensor([True, False, False])
+    return {
+        "add_lora": [
+            (y, randn(3, 4), randn(3, 2, 2, 4), randn(3, 6, 2), integers(2, -1, 0, of=torch.int32),
+             integers(2, 0, -1, of=torch.int32), [0, 4, 6]) for y in (x, parted)
+        ],
+        "add_parts": [(parted, x), (x, x)],
+        "add_rms_norm": [(parted, x, weight, 1e-3), (x, randn(3, 6), weight, 1e-3)],
+        "add_rms_norm_quantized": [(parted, x, weight, 1e-3)],
+        "count_tokens": [(counts, table.ints, rows, integers(4, 5, 0), kept)],
+        "fp8_linear": [(values, scales, fp8_weight, fp8_scale, randn(130), dtype),
+                       (randn(3, 200), None, fp8_weight, fp8_scale, None, dtype)],
+        "linear": [(x, randn(5, 6), None), (x, randn(5, 6), randn(5))],
+        "move_on": [(integers(3, 4, 0), integers(7, 8, 9), rows, starts, kept, ids)
+                    for ids in (integers(1, 2, 3), None)],
+        "paged_attention": [(randn(7, 2, 2), k, v, randn(2, 4, 4, 1, 2), *where)
+                            for k, v in ((None, None), (randn(7, 1, 2), randn(7, 1, 2)))],
+        "paged_attention.quantized": [(randn(7, 2, 128), None, None, randn(2, 4, 4, 1, 128), *where)],
+        "quantize": [(randn(3, 200),)],
+        "recv": [([torch.zeros(2), torch.zeros(3)], END, 0, 7)],
+        "resolve_tokens": [
+            (rows, integers(5, -1, -1, 2), starts, integers(3, 4, 0), integers(7, 8, 9),
+             torch.tensor([[0, 1], [2, 3], [0, 0]], dtype=torch.int32), limits, 4)
+            for limits in (None, integers(9, 5, 0))
+        ],
+        "rms_norm": [(x, weight, 1e-3)],
+        "rms_norm_quantized": [(x, weight, 1e-3)],
+        "rotate_and_keep": [
+            (randn(7, 9), randn(2), randn(2), 1e-3, *tables, where[0], randn(2, 4, 4, 1, 2), 2, (5, 7)),
+            (parts(2, 7, 9), None, None, 1e-3, *tables, where[0], randn(2, 4, 4, 1, 2), 2, (5, 7)),
+        ],
+        "route": [(y, 2, renormalize, dtype) for y, renormalize in ((x, True), (parted, False))],
+        "run_experts": [
+            (x, None, randn(4, 10, 6), None, randn(4, 6, 5), None, randn(3, 2).to(parted), chosen, dtype),
+            (*in_fp8, gate_up, torch.ones(2, 2, 1), down, torch.ones(2, 1, 1), torch.ones(3, 2), chosen % 2, dtype),
+        ],
+        "sample": [(randn(3, 10), torch.tensor([0.0, 1.0, 2.0]), rows, integers(3, 4, 5))],
+        "sample_rows": [(randn(3, 10), rows, integers(3, 4, 5), *tree_leaves(table)[:-1], counts, mask)
+                        for mask in (None, torch.full((3, 1), 77, dtype=torch.int32))],
+        "send": [([torch.ones(2), torch.ones(3)], END, 0, 7)],
+        "silu_mul": [(y, dtype) for y in (x, parted)],
+        "silu_mul_quantized": [(x, dtype)],
+        "turn_tables": [(randn(3), places, 1.5, dtype) for places in (integers(0, 3, 7), torch.ones(4, 3).long())],
+    }  # fmt: skip
+
+
+def tensors_in(args: Args) -> list[int]:
+    """The places of the arguments that could have a derivative."""
+    return [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1]

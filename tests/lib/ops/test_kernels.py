@@ -1,0 +1,384 @@
+"""The Triton kernels of a decoder layer, interpreted on the CPU, against the references of their ops.
+
+Not in bfloat16: triton's interpreter truncates to it, and gets its products wrong.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from interpreting import interpret
+from torch import Tensor
+
+from weft.errors import DeviceError
+from weft.ops import register
+from weft.ops.backends import backends
+from weft.ops.fp8 import ceil_blocks, reference_quantize
+from weft.ops.parts import sum_parts
+from weft.ops.tiles import Tile
+from weft.stages.rope import Rope, inverse_frequencies, rope_tables
+
+FP8 = torch.float8_e4m3fn
+GENERATOR = torch.Generator().manual_seed(11)
+
+
+@attrs.frozen(eq=False)
+class Case:
+    """A kernel by `module:function`, its arguments, and the op, by `module:op` of weft.ops, whose reference says what
+    should come out.
+
+    Args:
+        more: arguments of the function that the op has not, behind the others.
+        given: the others, where they are not the op's.
+        written: which arguments are written in place.
+        tolerance: relative to the norm of a result; FP8 values and integers are to be equal.
+    """
+
+    name: str
+    kernel: str
+    op: str
+    args: tuple[Any, ...]
+    more: tuple[Any, ...] = ()
+    written: tuple[int, ...] = ()
+    tolerance: float = 2e-6
+    given: tuple[Any, ...] | None = None
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=GENERATOR) * scale).to(dtype)
+
+
+def fp8_weight(*shape: int) -> tuple[Tensor, Tensor]:
+    *outer, rows, columns = shape
+    scale = torch.rand(*outer, ceil_blocks(rows), ceil_blocks(columns), generator=GENERATOR) / 64
+    return randn(*shape, scale=16.0).to(FP8), scale
+
+
+def norms() -> list[Case]:
+    found = []
+    for columns, parts in ((32, 0), (300, 1), (2048, 3)):
+        for dtype in (torch.float32, torch.float16):
+            x = randn(*((parts,) if parts else ()), 3, columns, dtype=torch.float32 if parts else dtype)
+            residual, weight = randn(3, columns, dtype=dtype), 1 + randn(columns, dtype=dtype)
+            near = 2e-6 if dtype == torch.float32 else 5e-3
+            name, both, module = f"{columns} {parts} {dtype}", (x, residual, weight, 1e-5), "weft.ops.norm_triton:"
+            found += [
+                Case(f"add_rms_norm {name}", f"{module}add_norm", "norm:add_rms_norm", both, tolerance=near),
+                Case(f"rms_norm {name}", f"{module}norm", "norm:rms_norm", (residual, weight, 1e-5), tolerance=near),
+                Case(f"add_parts {name}", f"{module}add", "norm:add_parts", (x, residual), tolerance=near),
+                Case(f"quantize {name}", f"{module}quantize", "fp8:quantize", (residual,)),
+            ]
+    return found
+
+
+def gates() -> list[Case]:
+    found = []
+    for inner, parts in ((20, 0), (128, 2), (1152, 0)):
+        x, module = randn(*((parts,) if parts else ()), 3, 2 * inner), "weft.ops.gate_triton:"
+        for dtype, near in ((torch.float32, 2e-6), (torch.float16, 1e-4)):
+            name = f"silu_mul {inner} {parts} {dtype}"
+            found.append(Case(name, f"{module}silu_mul", "gate:silu_mul", (x, dtype), tolerance=near))
+    return found
+
+
+def rotations() -> list[Case]:
+    found = []
+    for heads, kv_heads, dim, starts, parts, normed, section in (
+        (3, 1, 8, (24, 32), 0, True, None),
+        (4, 2, 6, (128, 256), 2, True, None),
+        (8, 2, 16, (128, 160), 1, False, None),
+        (4, 2, 16, (64, 96), 0, False, (2, 3, 3)),  # as in a model with mRoPE: the tables know of it, the kernel not
+    ):
+        columns = starts[1] + kv_heads * dim
+        qkv = randn(*((parts,) if parts else ()), 5, columns)
+        angles = randn(5, dim // 2)
+        tables = angles.cos(), angles.sin()
+        if section is not None:
+            positions = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 2, 1], [300, 3, 2]])
+            tables = rope_tables(inverse_frequencies(Rope(), dim, 512)[0], positions, 1.0, torch.float32, section)
+        norms = (1 + randn(dim), 1 + randn(dim)) if normed else (None, None)
+        slots = torch.tensor([7, -1, 0, 11, 3])
+        args = (qkv, *norms, 1e-6, *tables, slots, randn(2, 3, 4, kv_heads, dim), heads, starts)
+        kernel = "weft.ops.rotary_triton:rotate_and_keep"
+        name = f"rotate_and_keep {heads} {dim} {parts} {section}"
+        found.append(Case(name, kernel, "rotary:rotate_and_keep", args, written=(7,)))
+    return found
+
+
+def routes() -> list[Case]:
+    kernel, ties = "weft.ops.experts.routing_triton:route", torch.tensor([[1.0, 3, 3, 0, 3], [2, 2, 2, 2, 2]])
+    return [
+        Case(
+            f"route {experts} {top_k} {renormalize}",
+            kernel,
+            "experts.routing:route",
+            (logits, top_k, renormalize, torch.float32),
+        )
+        for experts, top_k, logits in ((5, 3, ties), (128, 8, randn(3, 1, 128)), (60, 1, randn(4, 60)))
+        for renormalize in (False, True)
+    ]
+
+
+def linears() -> list[Case]:
+    found, kernel = [], "weft.ops.linear_triton:run_tile"
+    for tokens, rows, columns, tile in (
+        (1, 200, 300, Tile(64, 16, 128, 4, 2)),
+        (17, 64, 512, Tile(64, 16, 128, 4, 2)),
+        (70, 130, 256, Tile(128, 64, 128, 4, 2)),
+    ):
+        x, bias = randn(tokens, columns), randn(rows) if tokens == 1 else None
+        rest = *fp8_weight(rows, columns), bias, torch.float32
+        found.append(
+            Case(f"fp8_linear {tokens}", kernel, "linear:fp8_linear", (*reference_quantize(x), *rest), (tile,))
+        )
+        whole = "weft.ops.linear_triton:fp8_linear"
+        found.append(Case(f"fp8_linear {tokens} of plain values", whole, "linear:fp8_linear", (x, None, *rest)))
+    return found
+
+
+def parts() -> list[Case]:
+    """Products that are left in parts, behind their references' sums."""
+    found, kernel = [], "weft.ops.linear_triton:run_tile"
+    for tokens, rows, columns, tile in (
+        (3, 72, 200, Tile(64, 16, 64, 4, 2, parts=3)),
+        (66, 72, 512, Tile(64, 64, 128, 4, 2, parts=4)),
+    ):
+        x, weight, bias = randn(tokens, columns), randn(rows, columns), randn(rows)
+        split = (x, None, weight, None, bias, torch.float32)
+        found.append(Case(f"linear {tokens}", kernel, "linear:linear", (x, weight, bias), (tile,), given=split))
+        in_fp8 = (*reference_quantize(x), *fp8_weight(rows, columns), bias, torch.float32)
+        tile = attrs.evolve(tile, columns=128)
+        found.append(Case(f"fp8_linear {tokens} parts", kernel, "linear:fp8_linear", in_fp8, (tile,)))
+    return found
+
+
+def experts() -> list[Case]:
+    small, large, whole = Tile(32, 16, 128, 4, 2), Tile(64, 64, 128, 4, 2, sort=True), Tile(256, 16, 128, 4, 2)
+    found = []
+    for tokens, top_k, num, fp8, tiles in (
+        (1, 2, 4, False, (small, small)),
+        (1, 2, 4, True, (attrs.evolve(small, sort=True), small)),
+        (9, 2, 4, True, (whole, small)),
+        (9, 2, 4, True, (attrs.evolve(small, sort=True), attrs.evolve(small, sort=True))),
+        (20, 1, 1, False, (small, attrs.evolve(small, columns=16))),
+        (300, 2, 3, True, (attrs.evolve(whole, sort=True), large)),
+        (300, 2, 3, True, (attrs.evolve(large, rows=256), attrs.evolve(large, tokens=128))),
+        (300, 2, 3, True, (large, attrs.evolve(large, rows=128))),
+        (300, 2, 3, False, (large, attrs.evolve(small, sort=True))),
+        (300, 2, 3, False, (attrs.evolve(large, columns=16), large)),
+    ):
+        hidden, inner = (160, 128) if fp8 else (40, 24)
+        x = randn(tokens, hidden)
+        gate_up, down = randn(num, 2 * inner, hidden), randn(num, hidden, inner)
+        gate_up_scale = down_scale = scales = None
+        if fp8:
+            x, scales = reference_quantize(x)
+            (gate_up, gate_up_scale), (down, down_scale) = fp8_weight(*gate_up.shape), fp8_weight(*down.shape)
+        # The last expert is nobody's, where there are several.
+        chosen = torch.rand(tokens, max(1, num - 1), generator=GENERATOR).argsort(1)[:, :top_k].int()
+        weights = torch.rand(tokens, top_k, generator=GENERATOR)
+        args = (x, scales, gate_up, gate_up_scale, down, down_scale, weights, chosen.contiguous(), torch.float32)
+        # A sum that is rounded another way may fall to the next value of FP8.
+        near = 5e-3 if fp8 else 2e-6
+        name, kernel = f"run_experts {tokens} {fp8} {len(found)}", "weft.ops.experts.products_triton:run_tiles"
+        found.append(Case(name, kernel, "experts.products:run_experts", args, tiles, tolerance=near))
+    return found
+
+
+def loras() -> list[Case]:
+    """One product, two and three; y in parts; ranks that are split and columns that are shared; slots without tokens,
+    tokens without a slot."""
+    found, kernel = [], "weft.ops.lora_triton:add_lora"
+    for tokens, columns, starts, rank, num_slots, parts, dtype in (
+        (1, 40, (0, 24), 3, 1, 0, torch.float32),
+        (5, 40, (0, 24, 32, 40), 8, 3, 0, torch.float32),
+        (37, 1500, (0, 70, 200), 16, 4, 3, torch.float32),
+        (20, 200, (0, 130), 100, 2, 0, torch.float32),
+        (20, 136, (0, 128, 256, 300), 4, 2, 2, torch.float16),
+    ):
+        y = randn(*((parts,) if parts else ()), tokens, starts[-1], dtype=torch.float32 if parts else dtype)
+        a = randn(num_slots, len(starts) - 1, rank, columns, scale=columns**-0.5, dtype=dtype)
+        b = randn(num_slots, starts[-1], rank, scale=rank**-0.5, dtype=dtype)
+        slots = torch.randint(-1, num_slots, (tokens,), generator=GENERATOR, dtype=torch.int32)
+        slots[0] = 0
+        there = slots[slots >= 0].unique()
+        active = torch.cat([there, torch.full((2,), -1)]).int()
+        args = (y, randn(tokens, columns, dtype=dtype), a, b, slots, active, starts)
+        near = 2e-6 if dtype == torch.float32 else 1e-3
+        found.append(Case(f"add_lora {tokens} {rank} {dtype}", kernel, "lora:add_lora", args, tolerance=near))
+    return found
+
+
+def requests() -> list[Case]:
+    """The table of requests read and written: padding, prompts and decodes, tokens behind the end, drafts at a limit,
+    more requests than a block; and none."""
+    found, module = [], "weft.ops.requests_triton"
+    for lengths, rows, behind in (
+        ((1, 1, 1), (2, 0, 1), 0),
+        ((4, 1, 3, 1), (5, 1, 6, -1), 3),
+        ((1,) * 150 + (200,), (*range(150), -1), 9),
+        ((), (), 0),
+    ):
+        size, starts, num_rows = sum(lengths) + behind, torch.tensor([0, *lengths]).cumsum(0).int(), 160
+        positions, last = torch.randint(0, 30, (2, num_rows), generator=GENERATOR)
+        table = torch.randint(0, 99, (num_rows, 80), generator=GENERATOR, dtype=torch.int32)
+        ids, limits = torch.randint(-1, 50, (size,), generator=GENERATOR), positions + 2
+        drafts = torch.where(torch.arange(size) % 3 == 1, -3, ids)
+        own = torch.tensor(rows, dtype=torch.int64)
+        for given, most in ((ids, None), (drafts, limits)):
+            args: tuple[Any, ...] = (own, given, starts, positions, last, table, most, 4)
+            name = f"resolve_tokens {len(rows)} {most is not None}"
+            found.append(Case(name, f"{module}:resolve_tokens", "requests:resolve_tokens", args))
+        if rows:
+            kept, sampled = torch.arange(len(rows)) % 4 != 1, torch.randint(50, 99, (len(rows),), generator=GENERATOR)
+            for more, written in ((None, (0,)), (sampled, (0, 1))):
+                args, name = (
+                    (positions.clone(), last.clone(), own, starts, kept, more),
+                    f"move_on {len(rows)} {more is not None}",
+                )
+                found.append(Case(name, f"{module}:move_on", "requests:move_on", args, written=written))
+    return found
+
+
+def turns() -> list[Case]:
+    """A position for all pairs, and one for each; far ones."""
+    kernel, found = "weft.ops.rotary_triton:turn_tables", []
+    for shape, dtype in (((5,), torch.float32), ((70,), torch.float16), ((3, 12), torch.float32)):
+        positions = torch.randint(0, 40_000, shape, generator=GENERATOR)
+        args = (torch.rand(12, generator=GENERATOR), positions, 1.2, dtype)
+        near = 1e-3 if dtype == torch.float16 else 2e-6
+        found.append(Case(f"turn_tables {shape} {dtype}", kernel, "rotary:turn_tables", args, tolerance=near))
+    return found
+
+
+CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *loras(), *experts(), *requests(), *turns()]
+
+_INTERPRETED = """
+import sys, torch
+from importlib import import_module
+done = []
+for kernel, args in torch.load(sys.argv[1], weights_only=False):
+    module, _, function = kernel.partition(":")
+    try:
+        done.append((getattr(import_module(module), function)(*args), args))
+    except Exception as error:
+        done.append((repr(error), args))
+torch.save(done, sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, tuple[Any, ...]]]:
+    """All cases in one process: triton takes seconds to import."""
+    calls = [(case.kernel, (*(case.args if case.given is None else case.given), *case.more)) for case in CASES]
+    found: list[tuple[Any, tuple[Any, ...]]] = interpret(_INTERPRETED, calls, tmp_path_factory.mktemp("interpreted"))
+    return found
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    if found.dtype == FP8 or not found.is_floating_point():
+        assert torch.equal(found.float(), expected.float())
+        return
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert float(error) <= tolerance  # which no NaN is
+
+
+def op_of(case: Case) -> Callable[..., Any]:
+    """Its module defines it."""
+    module, _, name = case.op.partition(":")
+    import_module(f"weft.ops.{module}")
+    op: Callable[..., Any] = getattr(torch.ops.weft, name)
+    return op
+
+
+def beside_the_reference(case: Case, found: Any, args: Sequence[Any]) -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
+    """The arguments that the reference was given, and each result and written argument of the kernel, its parts added
+    up, beside the reference's."""
+    given = [x.clone() if isinstance(x, Tensor) else x for x in case.args]
+    expected = op_of(case)(*given)
+    pairs = list(zip(*map(results, (found, expected)), strict=True))
+    pairs += [(args[place], given[place]) for place in case.written]
+    return given, [(sum_parts(a, b.dtype) if a.dim() > b.dim() else a, b) for a, b in pairs]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+def test_kernels_interpreted_equal_the_reference(index: int, interpreted: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    case, (found, args) = CASES[index], interpreted[index]
+    assert not isinstance(found, str), found
+    given, pairs = beside_the_reference(case, found, args)
+    assert not any(torch.equal(given[place], case.args[place]) for place in case.written)
+    for one, other in pairs:
+        assert_near(one, other, case.tolerance)
+    for place, (before, after) in enumerate(zip(case.args, given, strict=True)):
+        if isinstance(before, Tensor) and place not in case.written:
+            assert torch.equal(before.float().nan_to_num(), after.float().nan_to_num()), f"argument {place} is written"
+
+
+def results(returned: Any) -> tuple[Tensor, ...]:
+    return () if returned is None else (returned,) if isinstance(returned, Tensor) else returned
+
+
+def on_cuda(values: tuple[Any, ...]) -> list[Any]:
+    return [x.cuda() if isinstance(x, Tensor) else x for x in values]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
+def test_kernels_on_a_gpu_equal_the_reference(index: int) -> None:
+    """The tensor cores add up products in FP8 with fewer bits than float32 has."""
+    case = CASES[index]
+    module, _, function = case.kernel.partition(":")
+    args = on_cuda((*(case.args if case.given is None else case.given), *case.more))
+    found = getattr(import_module(module), function)(*args)
+    _, pairs = beside_the_reference(case, found, args)
+    in_fp8 = any(isinstance(x, Tensor) and x.dtype == FP8 for x in case.args)
+    for one, other in pairs:
+        assert_near(one.cpu(), other, 1e-2 if in_fp8 else 10 * case.tolerance)
+
+
+def fused() -> list[tuple[str, tuple[Any, ...]]]:
+    """Kernels that also quantise, each behind the one that does not."""
+    found = []
+    for columns, dtype in ((300, torch.float16), (1024, torch.float32)):
+        x, residual, weight = randn(2, 3, columns), randn(3, columns, dtype=dtype), randn(columns, dtype=dtype)
+        calls = [("norm_triton:norm", (residual, weight, 1e-5)), ("norm_triton:add_norm", (x, residual, weight, 1e-5)),
+                 ("gate_triton:silu_mul", (x, dtype))]  # fmt: skip
+        for name, args in calls:
+            found += [(f"weft.ops.{name}", args), (f"weft.ops.{name}_quantized", args)]
+    return found
+
+
+def test_what_is_quantised_with_another_kernel_is_quantised_by_definition(tmp_path: Path) -> None:
+    """Bit for bit what the quantiser makes of the result of the kernel without it."""
+    results = [found for found, _ in interpret(_INTERPRETED, fused(), tmp_path)]
+    for plain, both in zip(results[::2], results[1::2], strict=True):
+        assert not isinstance(plain, str), plain
+        assert not isinstance(both, str), both
+        first = plain if isinstance(plain, Tensor) else plain[0]
+        values, scales = reference_quantize(first)
+        made = [one for one in both if one.dtype == FP8 or (one.shape == scales.shape and one.dtype == torch.float32)]
+        assert torch.equal(made[0].float(), values.float())
+        assert torch.equal(made[1], scales)
+        assert all(torch.equal(one, other) for one, other in zip(both[:1], [first], strict=True) if one.dtype != FP8)
+
+
+def test_the_table_of_ops_says_what_runs_between_attention_calls() -> None:
+    ops = ["norms", "silu_mul", "rotate_and_keep", "quantize", "route", "linear", "fp8_linear", "run_experts"]
+    ops += ["add_lora", "resolve_tokens", "move_on", "turn_tables"]
+    for device, implementation in (("cpu", "reference"), ("cuda", "triton ")):
+        rows = {row.op: row for row in backends(device)}
+        assert all(rows[op].implementation.startswith(implementation) for op in ops)
+    assert rows["run_experts"].reason.endswith("else by rule")
+
+
+def test_a_kernel_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(register, "triton_version", lambda: None)
+    (row,) = [one for one in backends("cuda") if one.op == "run_experts"]
+    assert row.implementation.startswith("triton ")
+    with pytest.raises(DeviceError, match=r"f\(…\) on CUDA(.|\n)*weft\[cuda\]"):
+        register.cuda_implementation("f", "weft.ops.gate_triton:silu_mul")()

@@ -1,0 +1,171 @@
+"""The Triton kernels of `weft::paged_attention`, interpreted on the CPU and on a GPU."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from interpreting import interpret
+from paged_cases import DECODE, FIXED, TOLERANCE, Case, Request, Shape, assert_matches, bits, draw_case
+from torch import Tensor
+
+from weft.ops.attention.launch import plan_launch
+from weft.ops.attention.paged import paged_attention, paged_attention_quantized
+from weft.ops.fp8 import quantize, reference_quantize
+
+# The Triton kernels, interpreted on the CPU
+
+_INTERPRETED = """
+import sys, torch
+from weft.ops.attention.paged_triton import attend
+batches = torch.load(sys.argv[1])
+done = [(attend(*args), args[3]) for args in batches]
+# Now that keys and values are in the pages.
+for args, (out, _) in zip(batches, done):
+    again = attend(args[0], None, None, *args[3:])
+    assert torch.equal(again, out) and not again.isnan().any()
+torch.save(done, sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, Tensor, Tensor]]:
+    """FIXED run by the kernels."""
+    cases = [draw_case(shape) for shape in FIXED]
+    results = interpret(_INTERPRETED, [case.args for case in cases], tmp_path_factory.mktemp("interpreted"))
+    return [(case, *result) for case, result in zip(cases, results, strict=True)]
+
+
+@pytest.mark.parametrize("index", range(len(FIXED)), ids=map(str, FIXED))
+def test_kernels_interpreted_equal_dense_attention(index: int, interpreted: list[tuple[Case, Tensor, Tensor]]) -> None:
+    assert_matches(*interpreted[index])
+
+
+_QUANTIZED = """
+import sys, torch
+from weft.ops.attention.paged_triton import attend, attend_quantized
+batches = torch.load(sys.argv[1])
+torch.save([(attend(*args), *attend_quantized(*args)) for args in batches], sys.argv[2])
+"""
+
+
+def test_results_in_fp8_are_those_that_would_be_quantised(tmp_path: Path) -> None:
+    cases = [draw_case(attrs.evolve(shape, dim=128, kv_heads=2, group=2)) for shape in (*FIXED[:9], FIXED[10])]
+    for case, (out, values, scales) in zip(
+        cases, interpret(_QUANTIZED, [case.args for case in cases], tmp_path), strict=True
+    ):
+        wanted, by = reference_quantize(out.flatten(1))
+        assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)), case
+        assert torch.equal(scales, by), case
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 20))
+def test_the_blocks_of_a_ragged_launch_are_enough_and_apart(lengths: list[int], queries: int) -> None:
+    # The formula of plan_launch: request r begins at block start // queries + r.
+    starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
+    first = [start // queries + r for r, start in enumerate(starts)]
+    for r, length in enumerate(lengths):
+        assert first[r] + math.ceil(length / queries) <= first[r + 1]
+    assert first[-1] == starts[-1] // queries + len(lengths)
+
+
+@given(
+    st.integers(1, 9000),
+    st.integers(1, 512),
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.integers(1, 512),
+    st.integers(1, 1 << 17),
+    st.integers(1, 9000),
+    st.sampled_from([2, 4]),
+)
+def test_launches_keep_their_bounds(
+    tokens: int, reqs: int, group: int, kv_heads: int, dim: int, context: int, longest: int, itemsize: int
+) -> None:
+    plan = plan_launch(tokens, reqs, group, kv_heads, dim, context, longest, itemsize, 132)
+    assert plan.queries >= 1
+    assert plan.queries * group <= plan.rows
+    assert plan.one_block == (longest <= plan.queries)
+    assert plan.splits == 1 or plan.one_block
+    for power in (plan.rows, plan.keys, plan.dims, plan.splits):
+        assert power & (power - 1) == 0
+
+
+# The Triton kernels on a GPU
+
+
+def on_cuda(case: Case) -> tuple[Any, ...]:
+    return tuple(x.cuda() if isinstance(x, Tensor) else x for x in case.args)
+
+
+GPU_SHAPES = [
+    *FIXED,
+    *(attrs.evolve(shape, dtype=torch.bfloat16) for shape in FIXED),
+    Shape(tuple(Request(past, 1) for past in range(0, 900, 150)), kv_heads=4, group=8, dim=128, page_size=16),
+    Shape((Request(2000, 1),), kv_heads=2, group=5, dim=128, page_size=16, dtype=torch.bfloat16),
+    Shape((Request(0, 200), Request(100, 77), *DECODE), 9, 2, 4, 128, 16, torch.bfloat16),
+    Shape((Request(0, 100), Request(10, 30)), 1, 1, 2, 256, 32, torch.float32),
+    Shape((Request(0, 20), Request(10, 1)), 1, 1, 3, 512, 32, torch.float32),
+]
+
+
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+@pytest.mark.gpu
+def test_kernels_on_a_gpu_equal_dense_attention_and_the_reference(shape: Shape) -> None:
+    case = draw_case(shape)
+    args = on_cuda(case)
+    out = paged_attention(*args)
+    assert_matches(case, out, args[3])
+    reference = paged_attention(*case.args)
+    torch.testing.assert_close(out.cpu(), reference, rtol=TOLERANCE[shape.dtype], atol=TOLERANCE[shape.dtype])
+
+
+@pytest.mark.parametrize("shape", [attrs.evolve(s, dim=128, group=8) for s in GPU_SHAPES[: 2 * len(FIXED)]], ids=str)
+@pytest.mark.gpu
+def test_results_in_fp8_on_a_gpu_are_those_that_would_be_quantised(shape: Shape) -> None:
+    args = on_cuda(draw_case(shape))
+    found, wanted = paged_attention_quantized(*args), quantize(paged_attention(*args).flatten(1))
+    assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
+    assert torch.equal(found.scales, wanted.scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("longest", [1, 12])
+@pytest.mark.gpu
+def test_a_captured_call_replays_on_other_inputs(dtype: torch.dtype, longest: int) -> None:
+    def batch(seed: int) -> Case:
+        random = torch.Generator().manual_seed(seed)
+        pasts = torch.randint(0, 60, (4,), generator=random).tolist()
+        news = [1, 1, 1, 1] if longest == 1 else [seed % 4 + 1, 1, 11 - seed % 4, 3]
+        requests = tuple(Request(past, new) for past, new in zip(pasts, news, strict=True))
+        # The longest request fixes the width of the block table and the number of pages, for every seed.
+        return draw_case(Shape((*requests, Request(100 - seed, 1, 0), Request(seed, 0)), dtype=dtype, seed=seed))
+
+    def padded(case: Case) -> list[Any]:
+        args = list(on_cuda(case))
+        pages = torch.full((2, 160, *args[3].shape[2:]), float("nan"), dtype=dtype, device="cuda")
+        pages[:, : args[3].shape[1]] = args[3]
+        table = torch.zeros(args[5].shape[0], 40, dtype=torch.int32, device="cuda")
+        table[:, : args[5].shape[1]] = args[5]
+        args[3], args[5], args[8] = pages, table, longest
+        return args
+
+    static = padded(batch(0))
+    paged_attention(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(*static)
+    for seed in (1, 2, 3, 0):
+        case = batch(seed)
+        fresh = padded(case)
+        for destination, source in zip(static, fresh, strict=True):
+            if isinstance(destination, Tensor):
+                destination.copy_(source)
+        out.fill_(float("nan"))
+        graph.replay()
+        eager = paged_attention(*fresh)
+        assert torch.equal(bits(out), bits(eager))
+        assert_matches(case, out, static[3][:, : case.pages.shape[1]].contiguous())
