@@ -78,5 +78,5 @@ def test_the_op_is_attention_and_quantises_its_result() -> None:
 
 
 def test_heads_that_are_no_blocks_are_refused() -> None:
-    with pytest.raises(DescriptorError, match="heads of 64, which are no blocks of 128"):
+    with pytest.raises(DescriptorError, match="heads of 64, not blocks of 128"):
         paged_attention_quantized(*arguments(64))
