@@ -8,8 +8,7 @@ from .outputs import IntermediateTensors as IntermediateTensors, Output as Outpu
 from .padding import inert as inert, pad as pad, unpad as unpad
 from .sampling import SamplingParams as SamplingParams
 from .settings import assert_max_captures as assert_max_captures, config as config, no_capture as no_capture
-from .stages.adapter_checkpoint import load_adapter as load_adapter
-from .stages.adapters import Adapter as Adapter
+from .stages.adapters import Adapter as Adapter, load_adapter as load_adapter
 from .stages.model import Model as Model, load as load
 from .state import State as State, admit as admit, advance as advance
 from .transforms.engine.engine import Engine as Engine

@@ -1,10 +1,11 @@
-"""Arguments that a function cannot take: what they are, and, of those that it does not have, which one was meant."""
+"""Checks of arguments: the vocabulary of types and ranges, and errors for arguments that a function does not have."""
 
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 from weft.errors import ArgumentError
 
@@ -12,12 +13,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def names_arguments(_by_position: str = "", /, **meant: str) -> Callable[[F], F]:
-    """Declare a function, or a class, whose error for an argument that it does not have names what to write.
+    """Give a function, or a class, errors for arguments that it does not have: they name the argument to write.
 
     Args:
-        _by_position: what to write where more arguments are given by position than it takes; empty: the names of those
-            that it takes by name.
-        meant: names that other libraries have for the same, and what to write here.
+        _by_position: what to write instead of more positional arguments than it takes; empty: the names of its
+            keyword-only arguments.
+        meant: other libraries' names for the same, and what to write here (`weft.equivalents`).
 
     Returns:
         A decorator; the signature stays as it is.
@@ -67,15 +68,33 @@ def _too_many(name: str, count: int, most: int, instead: str) -> ArgumentError:
 
 
 def _instead(strange: str, known: Collection[str], meant: Mapping[str, str]) -> str:
-    """What to write for a name, or for the one that it is nearest to."""
+    """What to write instead of a name, or instead of the known name nearest to it."""
     near = [strange] if strange in meant else difflib.get_close_matches(strange, sorted({*known, *meant}), n=1)
     if not near:
         return f"one of {', '.join(sorted(known))}"
     return f"{near[0]}=..." if near[0] in known else meant[near[0]]
 
 
+def is_int(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
+    """Whether a value is an int, not a bool, from `least` to `most`.
+
+    >>> is_int(1, 1), is_int(0, 1), is_int(True, 1), is_int(1.0, 1)
+    (True, False, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
+    """Whether a value is an int or a float, not a bool and not NaN, from `least` to `most`.
+
+    >>> is_number(0.5, 0, 1), is_number(float("nan"), 0, 1), is_number("1", 0, 1)
+    (True, False, False)
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
 def kind_of(value: object) -> str:
-    """What a value is, in an error: the name of its class, with an article.
+    """The name of a value's class with an article, for an error.
 
     >>> kind_of(3), kind_of([]), kind_of(None)
     ('an int', 'a list', 'None')
@@ -84,5 +103,5 @@ def kind_of(value: object) -> str:
 
 
 def with_article(noun: str) -> str:
-    """A noun behind `a` or `an`, as it begins with a vowel or not."""
+    """A noun after `a` or `an`, by its first letter."""
     return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"

@@ -1,4 +1,4 @@
-"""`Batch`: what the host asks of a step. `ResolvedBatch`: that, with all that a step derives from it and the state."""
+"""`Batch`: the host's input of a step. `ResolvedBatch`: the batch with all that a step derives from the state."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -11,8 +11,8 @@ from torch import Tensor
 from weft.arguments import kind_of
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
-from weft.placing import place
 from weft.summary import Summarized
+from weft.torchapi import to_device
 from weft.trees import axes, descriptor_field, pytree
 
 LAST_TOKEN = -1
@@ -22,11 +22,11 @@ EMBEDDED = -2
 """In `Batch.input_ids`: a token whose embedding is given, in `Batch.inputs_embeds`."""
 
 DRAFT = -3
-"""In `Batch.input_ids`: a drafted token, which the step itself finds; what is left of them when it runs is no token,
-and never the one that is drawn."""
+"""In `Batch.input_ids`: a draft, which the step itself fills in. A sentinel that is left is not a token, and never
+equals a sampled one."""
 
 IN_ORDER = -1
-"""In `Batch.positions`: a token that stands where it does in its request, moved by the request's delta."""
+"""In `Batch.positions`: the token's place in its request plus the request's delta."""
 
 SCRATCH_ROW = -1
 """In `Batch.rows`: padding. It indexes the state's last row, which no request owns."""
@@ -35,27 +35,28 @@ SCRATCH_ROW = -1
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class Batch(Summarized):
-    """A descriptor and the tensors that fit it. It names rows of the state, never what is in them, so that the host can
-    launch a step before it knows the tokens of the one before.
+    """A descriptor and the tensors that fit it. It names rows of the state, never their contents, so that the host can
+    launch a step before it knows the tokens of the step before.
 
     Args:
         descriptor: the shape class.
         rows: [num_reqs] int64, the request's row in the state; -1 for padding.
         input_ids: [num_tokens] int64, request after request; -1 stands for the request's last sampled token,
-            -2 for one whose embedding is given, -3 for one that the step drafts.
-        query_start_loc: [num_reqs + 1] int32, where each request's tokens start; padding repeats the last entry.
-        samples: [num_reqs] bool, whether the step's last token of the request is the last of its prompt, or later: only
-            then is a token sampled and kept.
+            -2 for a token whose embedding is given, -3 for a draft that the step fills in.
+        query_start_loc: [num_reqs + 1] int32, the start of each request's tokens; padding repeats the last entry.
+        samples: [num_reqs] bool, whether the step reaches the end of the request's prompt, or is past it: only then a
+            token is sampled and kept.
         token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar lets a request draw,
-            the lowest first, as XGrammar writes it; None: all. Batches with and without one have different graphs.
-        targets: [num_tokens] int64, the prompt's next token behind each: the step returns their logprobs too; None
-            where no request wants them.
+            lowest bit first, as XGrammar writes it; None: all tokens. Batches with and without one have different
+            graphs.
+        targets: [num_tokens] int64, the prompt's token after each: the step also returns their logprobs; None if no
+            request wants them.
         inputs_embeds: [num_tokens, hidden_size] in the model's dtype, the embeddings of tokens that have no id, such as
             those of an image, where `input_ids` is -2; None: no such token. Only the first stage takes it.
-        positions: [3, num_tokens] int64, for a model with mRoPE: where the tokens of a prompt stand in time, height and
-            width, as transformers' `get_rope_index` says; -1 for a token that stands, in all three, where it does in
-            its request, moved by the request's `mrope_position_deltas` in the state, as every decode token does. None:
-            all tokens do. Only the first stage takes it.
+        positions: [3, num_tokens] int64, for a model with mRoPE: the positions of a prompt's tokens in time, height and
+            width, as transformers' `get_rope_index` returns them; -1 for a token whose position in all three is its
+            place in the request plus the request's `mrope_position_deltas` in the state, as for every decode token.
+            None: all are such tokens. Only the first stage takes it.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -77,14 +78,14 @@ class Batch(Summarized):
         num_active_loras: int = 0,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A uniform decode batch: of each row the token sampled last, and drafts behind it. All rows must be past their
+        """A uniform decode batch: for each row the last sampled token, and drafts after it. All rows must be past their
         prefill.
 
         Args:
             rows: the requests' rows in the state.
-            query_len: tokens of each: one, and `query_len - 1` drafts.
-            num_active_loras: different adapters that these requests have.
-            device: where the tensors go.
+            query_len: the tokens of each request: one, and `query_len - 1` drafts.
+            num_active_loras: the number of different adapters of these requests.
+            device: the device of the tensors.
 
         >>> Batch.decode([0, 2]).descriptor
         BatchDescriptor(num_tokens=2, num_reqs=2, query_len=1, num_active_loras=0)
@@ -94,8 +95,8 @@ class Batch(Summarized):
         _check_rows(f"Batch.decode({rows})", rows)
         return cls(
             BatchDescriptor.uniform(n, query_len, num_active_loras),
-            place(torch.tensor(rows, dtype=torch.int64), device),
-            place(torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64), device),
+            to_device(torch.tensor(rows, dtype=torch.int64), device),
+            to_device(torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64), device),
             torch.arange(n + 1, dtype=torch.int32, device=device) * query_len,
             torch.ones(n, dtype=torch.bool, device=device),
         )
@@ -116,16 +117,16 @@ class Batch(Summarized):
 
         Args:
             rows: the requests' rows in the state.
-            token_ids: the tokens of each, at least one.
-            samples: whether each is past its prompt after this step; all of them by default.
+            token_ids: the tokens of each request, at least one.
+            samples: whether each request is past its prompt after this step; by default all are.
             inputs_embeds: [num_tokens, hidden_size], the embeddings of the tokens that are EMBEDDED (-2).
-            positions: [3, num_tokens] int64, of a model with mRoPE: temporal, height, width; -1: in order.
-            num_active_loras: different adapters that these requests have.
-            device: where the tensors go.
+            positions: [3, num_tokens] int64, in a model with mRoPE: time, height, width; -1: in order.
+            num_active_loras: the number of different adapters of these requests.
+            device: the device of the tensors.
 
         Raises:
-            DescriptorError: lengths differ, a request has no token, a row stands twice, or embeddings or positions do
-                not fit the tokens.
+            DescriptorError: lengths differ, a request has no token, a row is listed twice, or embeddings or positions
+                do not fit the tokens.
         """
         rows = _as_list("Batch.ragged(rows, token_ids)", "rows", rows)
         token_ids = _as_list("Batch.ragged(rows, token_ids)", "token_ids", token_ids)
@@ -153,35 +154,35 @@ class Batch(Summarized):
         _check_positions(call, sum(lengths), positions)
         return cls(
             BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
-            place(torch.tensor(rows, dtype=torch.int64), device),
-            place(torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64), device),
-            place(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), device),
-            place(torch.tensor(flags, dtype=torch.bool), device),
-            inputs_embeds=None if inputs_embeds is None else place(inputs_embeds, device),
-            positions=None if positions is None else place(positions, device),
+            to_device(torch.tensor(rows, dtype=torch.int64), device),
+            to_device(torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64), device),
+            to_device(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), device),
+            to_device(torch.tensor(flags, dtype=torch.bool), device),
+            inputs_embeds=None if inputs_embeds is None else to_device(inputs_embeds, device),
+            positions=None if positions is None else to_device(positions, device),
         )
 
     @property
     def goes_on(self) -> Tensor:
-        """[num_reqs] bool: whether each request goes on from its last token, so that its tokens are that one and
-        drafts; meaningless for padding."""
+        """[num_reqs] bool: whether each request goes on from its last token, so that its tokens are that token and
+        drafts. Meaningless for padding."""
         first = self.query_start_loc[:-1].clamp(max=max(len(self.input_ids) - 1, 0))
         return self.input_ids[first] == LAST_TOKEN
 
     def owners(self) -> tuple[Tensor, Tensor]:
-        """`find_owners` of its tokens."""
+        """`find_owners` for the batch's tokens."""
         return find_owners(self.query_start_loc, len(self.input_ids))
 
     def after_first(self) -> Self:
-        """What stages behind the first one get of it."""
+        """The batch for the stages after the first one."""
         if self.inputs_embeds is None and self.positions is None:
             return self
         return attrs.evolve(self, inputs_embeds=None, positions=None)
 
 
 def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """[num_tokens] int32: the request of each token, and its place among that one's tokens. Tokens behind the end of
-    `query_start_loc` [num_reqs + 1] belong to nobody, and get the last request."""
+    """The request of each token, and its place among that request's tokens, both [num_tokens] int32. Tokens after the
+    end of `query_start_loc` [num_reqs + 1] belong to no request; they get the last one."""
     starts = query_start_loc
     index = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
     owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=len(starts) - 2)
@@ -189,7 +190,7 @@ def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tenso
 
 
 def _as_list(call: str, name: str, given: Any) -> list[Any]:
-    """What was given, as a list of numbers on the host."""
+    """An argument as a list of numbers on the host."""
     if isinstance(given, Tensor):
         raise DescriptorError(call, f"{name} is a tensor, and is wanted on the host", f"{name}.tolist()")
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -200,9 +201,9 @@ def _as_list(call: str, name: str, given: Any) -> list[Any]:
 
 
 def _check_whole(call: str, name: str, numbers: Sequence[Any]) -> None:
-    """Refuse what torch would round to a whole number, or not take."""
+    """Refuse numbers that torch would round to an int, or would not take."""
     try:
-        if not isinstance(sum(numbers), float):  # of all at once: prompts are long
+        if not isinstance(sum(numbers), float):  # one sum for all: prompts are long
             return
     except TypeError:
         pass
@@ -240,22 +241,22 @@ def _check_positions(call: str, count: int, positions: Tensor | None) -> None:
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class ResolvedBatch(Summarized):
-    """A batch against one state: what the layers read. Made on the device by `weft.state.resolve`.
+    """A batch resolved against one state: the input of the layers, made on the device by `weft.state.resolve`.
 
     Args:
         descriptor: the batch's.
         rows: [num_reqs] int64, as in the batch.
-        input_ids: [num_tokens] int64, with the last tokens filled in, also for what was not drafted; -2 where the
+        input_ids: [num_tokens] int64, with the last tokens filled in, also where there is no draft; -2 where the
             embedding is given; 0 for padding.
-        positions: [num_tokens] int64, each token's place in its request, whatever its position in a model with mRoPE
-            is; 0 for padding.
+        positions: [num_tokens] int64, each token's place in its request (not its position in a model with mRoPE); 0
+            for padding.
         query_start_loc: [num_reqs + 1] int32.
         seq_lens: [num_reqs] int32, the context after this step; 0 for padding.
         block_table: [num_reqs, max_pages] int32.
         slot_mapping: [num_tokens] int64, page * page_size + offset; -1 for padding.
         last_index: [num_reqs] int64, the index of each request's last token.
-        adapters: [num_tokens] int32, the slot of each token's adapter; -1: none. None where the batch has no adapter.
-        active_adapters: [num_active_loras] int32, the slots that are in `adapters`, each once, and then -1.
+        adapters: [num_tokens] int32, the slot of each token's adapter; -1: no adapter. None if the batch has none.
+        active_adapters: [num_active_loras] int32, the distinct slots in `adapters`, then -1.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())

@@ -1,18 +1,19 @@
-"""`BatchDescriptor`: the shape class of a batch, the partial order `covers`, and what is asked of a user's own."""
+"""`BatchDescriptor`: the shape class of a batch, with the partial order `covers`; and the protocol of such a class."""
 
 from typing import Any, Protocol, Self, runtime_checkable
 
 import attrs
 
+from weft.arguments import is_int
+from weft.display import strip, text, titled
 from weft.errors import DescriptorError
-from weft.markup import strip, text, titled
 
 
 @runtime_checkable
 class Descriptor(Protocol):
-    """What `graphify` asks of a shape class: hashable, ordered by `covers`, with one int attribute for each axis name
-    that the sized classes of its batches mention. Any `@attrs.frozen` class of ints with a `covers` will do; the class
-    of its batches holds it in a `weft.descriptor_field()`. `weft.axes` shows both."""
+    """The protocol of a shape class: hashable, ordered by `covers`, with an int attribute for each axis name in the
+    sized classes of its batches. Any `@attrs.frozen` class of ints with a `covers` will do; the class of its batches
+    holds it in a `weft.descriptor_field()`. `weft.axes` shows both."""
 
     def covers(self, other: Self, /) -> bool:
         """Whether a batch of class `other`, padded, may run under this one. A partial order."""
@@ -23,7 +24,7 @@ class Descriptor(Protocol):
 
 
 def check_descriptor(value: Any, call: str) -> None:
-    """Raise DescriptorError for a value that is no descriptor."""
+    """Raise DescriptorError for a value that is not a descriptor."""
     if not isinstance(value, Descriptor):
         instead = "a hashable value with a method covers(other): a weft.BatchDescriptor, or an @attrs.frozen class"
         instead = "its .descriptor" if isinstance(getattr(value, "descriptor", None), Descriptor) else instead
@@ -31,8 +32,7 @@ def check_descriptor(value: Any, call: str) -> None:
 
 
 def _counts(value: int) -> str | None:
-    ok = isinstance(value, int) and not isinstance(value, bool)
-    return None if ok and value >= 0 else "is not an int >= 0"
+    return None if is_int(value, 0) else "is not an int >= 0"
 
 
 @attrs.frozen
@@ -40,13 +40,14 @@ class BatchDescriptor:
     """The immutable shape class of a batch of requests, and the memo key of its graph.
 
     Args:
-        num_tokens: tokens in the batch, of all requests together.
+        num_tokens: tokens in the batch, all requests together.
         num_reqs: requests in the batch.
         query_len: tokens of *each* request in a uniform decode batch, so that `num_tokens == num_reqs * query_len`;
             None for a ragged batch (prefill, or prefill and decode mixed). Equal shape is not equal class: a prefill of
-            one token a request is ragged, because its requests are not past their prefill.
-        num_active_loras: LoRA adapters that the batch uses, or more: graphs differ by it, and those of 0 have none of
-            the operators. As with `query_len`, the maker of the batch says so; too small a number leaves adapters out.
+            one token per request is ragged, because its requests are not past their prefill.
+        num_active_loras: at least the number of LoRA adapters that the batch uses. Graphs differ by it; those for 0
+            have none of the operators. The maker of the batch sets it, as `query_len`; too small a number leaves
+            adapters out.
 
     Raises:
         DescriptorError: the four contradict each other.
@@ -97,8 +98,8 @@ class BatchDescriptor:
     def covers(self, other: "BatchDescriptor") -> bool:
         """Whether a batch of class `other`, padded, may run under this one.
 
-        A ragged class takes any batch that fits in it; a uniform class takes uniform batches of its own query length
-        only, because a request cannot be padded with tokens of its own.
+        A ragged class takes any batch that fits in it; a uniform class takes only uniform batches of its own query
+        length, because a request cannot be padded with tokens of its own.
         """
         fits = (
             self.num_tokens >= other.num_tokens

@@ -1,7 +1,7 @@
-"""Donation: the callee takes an argument's storage, and the old value is dead and says so.
+"""Donation: the callee takes an argument's storage, and any use of the old value raises.
 
-A class marked `donatable` is *moved from*: its fields are emptied, so that any later use of the old object raises and
-names who took it, at no cost for live objects. A plain tensor cannot be emptied while its storage lives on; it is
+Donation empties the fields of an object whose class is marked `donatable`: any later use of the object raises an error
+that names the taker, at no cost for live objects. A plain tensor cannot be emptied while its storage lives on; it is
 marked, and every weft transform refuses a marked tensor.
 """
 
@@ -44,7 +44,7 @@ def donatable(cls: C) -> C:
         return f"<{cls.__name__}, donated to {taker}>" if taker else alive(self)
 
     type.__setattr__(cls, "__repr__", described)
-    # Python asks __getattr__ only for what normal look-up did not find: an emptied slot, or a name that never was.
+    # Python calls __getattr__ only for names that normal look-up does not find: an emptied slot, or an unknown name.
     type.__setattr__(cls, "__getattr__", missing)
     type.__setattr__(cls, "_weft_donatable", True)
     return cls
@@ -60,10 +60,10 @@ def donate(tree: T, *, to: str) -> T:
 
     Args:
         tree: any pytree; `donatable` nodes are emptied, plain tensors are marked.
-        to: who takes it, for the error message.
+        to: the taker, for the error message.
 
     Raises:
-        DonatedError: something in it was donated before; then nothing is moved.
+        DonatedError: a value in it was donated before; then nothing is moved.
     """
 
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -89,14 +89,14 @@ def _move_node(node: Any, to: str) -> Any:
 
 
 def take_tensor(tensor: Tensor, to: str) -> Tensor:
-    """Mark a plain tensor as donated; what holds its storage from now on is the result."""
-    alias = tensor.view_as(tensor)  # unlike detach, it keeps what autograd and jvp know
+    """Mark a plain tensor as donated; the result holds its storage from now on."""
+    alias = tensor.view_as(tensor)  # unlike detach, it keeps autograd and jvp
     setattr(tensor, TAKEN, to)
     return alias
 
 
 def take_node(node: Any, to: str) -> None:
-    """Empty a donatable node, whose fields somebody else holds by now.
+    """Empty a donatable node, after its fields have been moved.
 
     Raises:
         DonatedError: it was emptied before.
@@ -120,21 +120,22 @@ def refuse_donated(value: Any, *, call: str) -> None:
 
 
 def clone(tree: T) -> T:
-    """A copy of every tensor in `tree`, with storage of its own: what to donate when the old value is still wanted."""
+    """Copy every tensor in `tree` into storage of its own. Donate the copy if you still need the old value."""
     copied: T = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
     return copied
 
 
 def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declare that a function takes the storage of the arguments named: each is moved before the body runs.
+    """Declare that a function takes the storage of the named arguments: each is moved before the body runs.
 
-    `graphify` reads the declaration, so that a step says once what it donates.
+    `graphify` reads the declaration, so that a step declares its donations once.
 
     Args:
         argnames: arguments of the function, by name.
 
     Raises:
-        ArgumentError: a name that is no argument of it; DonatedError, at a call: a value that was donated before.
+        ArgumentError: a name that is not an argument of the function; DonatedError, at a call: a value that was donated
+            before.
 
     >>> import torch
     >>> @donates("state")
@@ -178,7 +179,7 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def declare_donated(fn: F, argnames: Iterable[str]) -> F:
-    """`fn` itself, declared to donate arguments that what it calls takes."""
+    """Declare that `fn` donates these arguments; returns `fn` itself."""
     vars(fn)["__weft_donates__"] = tuple(dict.fromkeys(argnames))
     return fn
 

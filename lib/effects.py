@@ -1,4 +1,4 @@
-"""Effects of a pipeline as data: what a rank runs, sends and receives, in order. They print, and parse back.
+"""Effects of a pipeline as data: the runs, sends and receives of a rank, in order. They print, and parse back.
 
 rank 0 of 2
   run stage 0 [mb 0]
@@ -16,8 +16,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.display import columns
 from weft.errors import ProgramError
-from weft.markup import columns
 from weft.trees import leaf_axes, leaves_with_names
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 
 @attrs.frozen
 class TensorSchema:
-    """One tensor that travels.
+    """The name, dimensions and dtype of one tensor on an edge.
 
     Args:
         name: its path in the value.
@@ -69,7 +69,7 @@ class TensorSchema:
 
 @attrs.frozen
 class Schema:
-    """All tensors of the value that travels on an edge, in flattening order."""
+    """All tensors of the value on an edge, in flattening order."""
 
     tensors: tuple[TensorSchema, ...]
 
@@ -84,7 +84,7 @@ class Schema:
 
     @classmethod
     def of(cls, value: Any) -> "Schema":
-        """The schema of an actual value; a dimension that follows the descriptor gets its name."""
+        """The schema of a value. A dimension that follows the descriptor gets its name."""
         found = []
         for (name, leaf), spec in zip(leaves_with_names(value), leaf_axes(value), strict=True):
             if isinstance(leaf, Tensor):
@@ -107,8 +107,8 @@ class Run:
 
 @attrs.frozen
 class Send:
-    """Start to send what the stage made of `microbatch` to rank `to`. Its buffer is in use until a fence. `schema` says
-    what travels, where it was declared."""
+    """Start to send the stage's result for `microbatch` to rank `to`. Its buffer is in use until a fence. `schema` is
+    that of the result, if it was declared."""
 
     to: int
     microbatch: int
@@ -120,7 +120,8 @@ class Send:
 
 @attrs.frozen
 class Recv:
-    """Wait for the stage's input for `microbatch` from rank `source`, of `schema` where it was declared."""
+    """Wait for the stage's input for `microbatch` from rank `source`. `schema` is that of the input, if it was
+    declared."""
 
     source: int
     microbatch: int
@@ -132,8 +133,8 @@ class Recv:
 
 @attrs.frozen
 class Broadcast:
-    """The last stage's output for `microbatch` goes from rank `root` to all ranks: there, start to send it; on the
-    others, wait for it. Not a barrier. `schema`: of what goes, where it was declared."""
+    """Pass the last stage's output for `microbatch` from rank `root` to all ranks: `root` starts to send it, the others
+    wait for it. Not a barrier. `schema` is that of the output, if it was declared."""
 
     root: int
     microbatch: int
@@ -145,7 +146,7 @@ class Broadcast:
 
 @attrs.frozen
 class Fence:
-    """Wait until all that this rank sent of `microbatch` has left its buffer, which may then be overwritten."""
+    """Wait until everything that this rank sent for `microbatch` has left its buffer, which may then be overwritten."""
 
     microbatch: int
 
@@ -197,12 +198,12 @@ _TITLE = re.compile(r"rank (\d+) of (\d+)")
 
 @attrs.frozen
 class Program:
-    """What one rank does in a step, in order.
+    """The effects of one rank in a step, in order.
 
     Args:
-        rank, num_ranks: whose it is, and of how many.
-        effects: in order.
-        classes: the class of each micro-batch, as its descriptor prints; empty where the schedule is for any.
+        rank, num_ranks: the rank, and the number of ranks.
+        effects: the effects, in order.
+        classes: the class of each micro-batch, as its descriptor prints; empty if the schedule is for any class.
     """
 
     rank: int
@@ -219,7 +220,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> "Program":
-        """The inverse of `str`; of all ranks' listings, one below the other, `parse_listing` is."""
+        """The inverse of `str`. For the listings of all ranks, one below the other, use `parse_listing`."""
         title, *lines = [line for line in text.splitlines() if line.strip()] or [""]
         match = _TITLE.fullmatch(title.strip())
         if match is None:
@@ -241,7 +242,7 @@ def listing(programs: Sequence[Program]) -> str:
 
 
 def programs_html(programs: Sequence[Program]) -> str:
-    """All ranks' programs side by side, for a notebook: each line behind the number of its micro-batch."""
+    """All ranks' programs side by side, for a notebook: each line after the number of its micro-batch."""
     cells = [[(e.microbatch, str(e).replace(f" [mb {e.microbatch}]", "")) for e in p.effects] for p in programs]
     return columns([f"rank {p.rank} of {p.num_ranks}" for p in programs], cells)
 
@@ -250,10 +251,10 @@ def parse_listing(text: str) -> tuple[Program, ...]:
     """The inverse of `listing`, and so of a pipeline's `str`: the programs of all ranks, to read, edit and check.
 
     Args:
-        text: what a pipeline prints, edited or not.
+        text: the text that a pipeline prints, edited or not.
 
     Raises:
-        ProgramError: a line that is no effect, by its text.
+        ProgramError: a line that is not an effect.
 
     >>> [len(program.effects) for program in parse_listing("rank 0 of 2\\n  run stage 0 [mb 0]\\nrank 1 of 2")]
     [1, 0]

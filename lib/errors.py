@@ -1,7 +1,7 @@
-"""Every exception that weft raises, the call as written, what was seen, what to write instead; and its warnings."""
+"""Every exception that weft raises, with the call as written, what was seen, and what to write instead; warnings."""
 
 _LONGEST = 400
-"""Characters of a call in an error's text; of a longer one the middle is left out."""
+"""The most characters of a call in an error's text; the middle of a longer one is left out."""
 
 
 class WeftError(Exception):
@@ -73,7 +73,7 @@ class ConfigError(WeftError, ValueError):
 
 
 class ConfigWarning(UserWarning):
-    """A model configuration with fields that weft does not know, and that count for nothing."""
+    """A model configuration with fields that weft does not know, and ignores."""
 
 
 class CheckpointError(WeftError, ValueError):
@@ -92,7 +92,7 @@ class RequestError(WeftError, ValueError):
 
 
 class LogitsError(WeftError, ArithmeticError):
-    """Logits that are no numbers: what a request ends with whose logits were NaN."""
+    """Logits that are NaN: the error of a request that ends because of them."""
 
 
 class EngineError(WeftError, RuntimeError):
@@ -100,11 +100,11 @@ class EngineError(WeftError, RuntimeError):
 
 
 class CostError(WeftError, ValueError):
-    """A cost or a moment that cannot be: negative, not finite, or missing for a stage."""
+    """A cost or a time that is negative, not finite, or missing for a stage."""
 
 
 class CheckError(WeftError, ValueError):
-    """A check of laws, or of an equivalence, that was asked for in a way that says nothing."""
+    """A check of laws, or of an equivalence, with arguments that would test nothing."""
 
 
 class ProgramError(WeftError, ValueError):
@@ -112,13 +112,13 @@ class ProgramError(WeftError, ValueError):
 
 
 class RankError(WeftError, RuntimeError):
-    """A rank of a pipeline that raised, exited or stalled, as the others see it.
+    """A rank of a pipeline that raised, exited or stalled, as seen by the others.
 
     Args:
         call, seen, instead: as for any WeftError.
-        rank: whose fault it is.
-        instruction: what it was about to do, as its program prints it.
-        cause: what happened there.
+        rank: the rank that failed.
+        instruction: the effect that it was about to perform, as its program prints it.
+        cause: the error there.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class RankError(WeftError, RuntimeError):
 
 
 class MissingPackageError(WeftError, ImportError):
-    """A package that is optional, and needed for this."""
+    """An optional package that is needed, and not installed."""
 
 
 class DeviceError(WeftError, RuntimeError):

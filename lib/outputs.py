@@ -1,4 +1,4 @@
-"""What stages return: the tensors between two stages, and what the last stage hands to the host."""
+"""The outputs of stages: `IntermediateTensors` between two stages, and the last stage's `Output`."""
 
 import attrs
 from torch import Tensor
@@ -10,12 +10,12 @@ from weft.trees import axes, pytree
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class IntermediateTensors(Summarized):
-    """What one stage sends to the next.
+    """The tensors that one stage sends to the next.
 
     Args:
         hidden_states: [num_tokens, hidden_size], the residual stream; the model's dtype.
         input_ids: [num_tokens] int64, the batch's with the drafts filled in; None unless the step verifies drafts.
-        positions: [num_tokens, 3] int64, where the first stage found each token in time, height and width; None unless
+        positions: [num_tokens, 3] int64, each token's position in time, height and width; None unless
             the model has mRoPE.
     """
 
@@ -27,22 +27,22 @@ class IntermediateTensors(Summarized):
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class Output(Summarized):
-    """What the last stage returns. Of a step that verifies drafts, which samples several tokens a request, the first
-    five are [num_reqs, n, ...]: with n, in a uniform class, its query length, and else the most of all.
+    """The last stage's output. In a step that verifies drafts, which samples several tokens for each request, the first
+    five fields are [num_reqs, n, ...]: n is the query length of a uniform class, otherwise the greatest number.
 
     Args:
-        token_ids: [num_reqs] int64, the token sampled (meaningless where the batch does not sample).
+        token_ids: [num_reqs] int64, the sampled token (meaningless if the batch does not sample).
         logprobs: [num_reqs] float32, the natural logarithm of the model's probability of that token, before
-            temperature; -inf where no token could be drawn, and NaN where the logits were.
+            temperature; -inf if no token could be drawn, and NaN if the logits were NaN.
         logits: [num_reqs, vocab_size] float32 at each request's last token; None unless the step was built to keep
             them.
         top_ids, top_logprobs: [num_reqs, n] int64 and float32, the n likeliest tokens, by the model as above; None
             unless the step was built to find them.
-        prompt_logprobs: [num_tokens] float32, those of the batch's `targets`; None unless it has them.
-        prompt_top_ids, prompt_top_logprobs: [num_tokens, n], the likeliest in their place.
-        num_tokens: [num_reqs] int64, how many of `token_ids` are the request's next ones, the first of them: 0 where it
+        prompt_logprobs: [num_tokens] float32, those of the batch's `targets`; None unless it has targets.
+        prompt_top_ids, prompt_top_logprobs: [num_tokens, n], the likeliest tokens in their place.
+        num_tokens: [num_reqs] int64, the number of `token_ids` that the request keeps, from the first; 0 if it already
             has all its tokens. None unless the step verifies drafts.
-        num_drafts: [num_reqs] int64, how many drafts there were; all but one of `num_tokens` were right.
+        num_drafts: [num_reqs] int64, the number of drafts; `num_tokens - 1` of them were right.
     """
 
     token_ids: Tensor = attrs.field(metadata=axes("num_reqs"))

@@ -1,4 +1,4 @@
-"""Padding of any tree of sized classes: what a batch of one class looks like under a descriptor that covers it."""
+"""Padding: a tree of sized values of one class, written under a descriptor that covers it; and its inverse."""
 
 from typing import Any, TypeVar
 
@@ -18,9 +18,9 @@ def padded_shape(value: Tensor, spec: Axes, descriptor: Any) -> tuple[int, ...]:
 
 
 def write_padded(target: Tensor, value: Tensor, spec: Axes) -> None:
-    """Write `value` into the leading corner of `target` and the padding that `spec` asks for into all the rest.
+    """Write `value` into the leading corner of `target`, and the padding of `spec` into all the rest.
 
-    Nothing that `target` held before survives: this is also how a replay's input buffers are filled.
+    It overwrites all of `target`, so it also fills a replay's input buffers.
     """
     corner = target[tuple(slice(size) for size in value.shape)]
     if target.shape != value.shape:
@@ -32,14 +32,14 @@ def write_padded(target: Tensor, value: Tensor, spec: Axes) -> None:
 
 
 def last_entry(value: Tensor, spec: Axes) -> Tensor:
-    """The last entry of `value` along the dimensions that are padded, so that it broadcasts; 0 where it has none."""
+    """The last entry of `value` along the dimensions that are padded, so that it broadcasts; 0 if it is empty."""
     if value.numel() == 0:
         return value.new_zeros((1,) * value.dim())
     return value[tuple(slice(-1 if spec.name(dim) else 0, None) for dim in range(value.dim()))]
 
 
 def pad(tree: T, descriptor: Any) -> T:
-    """Pad every sized value in `tree` to `descriptor`; all else passes through.
+    """Pad every sized value in `tree` to `descriptor`; other leaves pass through.
 
     Args:
         tree: a batch, intermediate tensors, or any tree that holds sized values (see `weft.trees.axes`).
@@ -92,7 +92,7 @@ def pad(tree: T, descriptor: Any) -> T:
 
 
 def unpad(tree: T, descriptor: Any) -> T:
-    """Cut every sized value in `tree` down to `descriptor`: the inverse of `pad`, and the way to read a padded result.
+    """Cut every sized value in `tree` down to `descriptor`: the inverse of `pad`. It reads a padded result.
 
     Args:
         tree: any tree that holds sized values.
@@ -121,8 +121,7 @@ def unpad(tree: T, descriptor: Any) -> T:
 
 
 def inert(tree: T, descriptor: Any) -> T:
-    """The tree that is all padding, at `descriptor`: what a warm-up runs on, so that it leaves no trace in any
-    state."""
+    """The tree under `descriptor` that is all padding. A warm-up runs on it, and leaves no trace in any state."""
 
     def blank(value: Tensor, spec: Axes) -> Tensor:
         target = value.new_empty(padded_shape(value, spec, descriptor))

@@ -9,7 +9,7 @@ from weft.errors import MissingPackageError
 
 GREY = "#808080"
 _FAR = 8.0
-"""Lengths on one axis may differ so much from their median; beyond that the axis is logarithmic."""
+"""The greatest ratio of a length to the median on a linear axis; beyond it the axis is logarithmic."""
 
 
 def pyplot(call: str) -> Any:

@@ -1,13 +1,13 @@
-"""`SamplingParams`: what a request asks of sampling, checked on the host."""
+"""`SamplingParams`: how a request's tokens are sampled and what ends it, checked on the host."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import attrs
 
-from weft.arguments import names_arguments
+from weft.arguments import is_int, is_number, names_arguments
+from weft.equivalents import SAMPLING
 from weft.errors import RequestError
-from weft.foreign import SAMPLING
 
 _LARGEST = 1e30
 _LARGEST_PRODUCT = 1e37  # of float32, with room for the logit
@@ -15,7 +15,7 @@ _MOST_COMPLETIONS = 10_000
 
 
 def _as_tuple(value: Any) -> Any:
-    """A tuple of what was given; a string is one; what is no collection is left to be refused."""
+    """A collection as a tuple, and a string as a tuple of one; other values stay as they are, to be refused."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, Mapping) else value
@@ -28,32 +28,32 @@ def _as_dict(value: Any) -> Any:
 @names_arguments(**SAMPLING)
 @attrs.frozen(kw_only=True, repr=False)
 class SamplingParams:
-    """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM, but
-    for `bad_token_ids`, which are texts there (`bad_words`).
+    """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM, except
+    `bad_token_ids`, which are texts there (`bad_words`).
 
     Args:
         temperature: divides the logits; 0 is greedy.
-        top_k: draw from so many of the likeliest tokens (and those that tie with the last); 0: all.
+        top_k: draw from this many of the likeliest tokens (and those that tie with the last); 0: all.
         top_p: draw from the least set of the likeliest tokens that together have this probability.
         min_p: draw from tokens at least this many times as likely as the likeliest; 0: all.
         repetition_penalty: logits of tokens in the prompt or the completion are divided by it if positive, multiplied
             if negative.
         presence_penalty: subtracted from the logits of tokens in the completion.
-        frequency_penalty: subtracted from them as often as they stand there.
+        frequency_penalty: subtracted from them once for each occurrence.
         logit_bias: added to the logits of these tokens.
         allowed_token_ids: no other tokens are drawn; None: all are allowed.
         bad_token_ids: never drawn.
-        min_tokens: a request of fewer tokens draws no token that would end it, and no text that they complete does.
+        min_tokens: with fewer tokens, a request draws no token that would end it, and no stop text ends it.
         stop_token_ids: tokens that end the request, beside the model's own.
-        stop: texts that end it, and that its own text ends before.
+        stop: texts that end it; its own text ends before them.
         ignore_eos: the model's end-of-sequence tokens do not end it.
         seed: with a token's position it fixes what is drawn; None: a fresh one.
-        logprobs: return the logprobs of so many of the likeliest tokens, beside the chosen one's; None: none.
+        logprobs: return the logprobs of this many of the likeliest tokens, beside the chosen one's; None: no logprobs.
         prompt_logprobs: the same for each token of the prompt.
         n: completions of the prompt, each with a seed of its own; at most 10,000.
 
     Raises:
-        RequestError: a value that no request could have.
+        RequestError: a value that no request can have.
 
     >>> SamplingParams(top_p=0)
     Traceback (most recent call last):
@@ -94,18 +94,18 @@ class SamplingParams:
             raise RequestError(repr(self), seen, "a smaller bias: one of 1000 outweighs any logit")
 
     def __repr__(self) -> str:
-        """The call that makes it: what differs from the defaults."""
+        """The call that makes it, with the arguments that differ from the defaults."""
         defaults = {f.name: {} if f.name == "logit_bias" else f.default for f in attrs.fields(type(self))}
-        # By what they print: True is no 1.
+        # Compared by their repr: True is not 1.
         changed = (name for name, default in defaults.items() if repr(getattr(self, name)) != repr(default))
         return f"SamplingParams({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     def for_request(self, eos_token_ids: Iterable[int], seed: int) -> Self:
-        """These, for one request: all tokens that end it in `stop_token_ids`, and a seed.
+        """These parameters for one request: with all tokens that end it in `stop_token_ids`, and with a seed.
 
         Args:
             eos_token_ids: the model's own.
-            seed: taken where none was given.
+            seed: the seed, if these parameters have none.
 
         Raises:
             RequestError: `min_tokens` bars all tokens that are allowed.
@@ -119,11 +119,7 @@ class SamplingParams:
         return attrs.evolve(self, stop_token_ids=stops, seed=seed if self.seed is None else self.seed)
 
     def check_tokens(self, vocab_size: int, most_biased: int) -> None:
-        """Refuse tokens that the model does not have, or more biases than a table holds.
-
-        Raises:
-            RequestError: it is so.
-        """
+        """Raise RequestError for tokens that the model does not have, and for more biases than a table holds."""
         for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"):
             if wrong := [token for token in getattr(self, name) or () if token >= vocab_size]:
                 instead = f"token ids of this model go from 0 to {vocab_size - 1}"
@@ -136,46 +132,41 @@ class SamplingParams:
             raise RequestError(repr(self), f"all {vocab_size} tokens barred", "leave one that can be drawn")
 
 
-def _is_int(value: Any, least: int = 0, most: int = 2**31 - 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_number(value: Any, least: float, most: float) -> bool:
-    # NaN fails both comparisons.
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+def _is_count(value: Any) -> bool:
+    return is_int(value, 0, 2**31 - 1)
 
 
 def _are_tokens(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(_is_int, value))
+    return isinstance(value, tuple) and all(map(_is_count, value))
 
 
 def _are_biases(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        _is_int(token) and _is_number(bias, -_LARGEST, _LARGEST) for token, bias in value.items()
+        _is_count(token) and is_number(bias, -_LARGEST, _LARGEST) for token, bias in value.items()
     )
 
 
 _TOKENS = "a list of token ids"
-_COUNT_OR_NONE = (lambda x: x is None or _is_int(x), "a whole number >= 0, or None")
-_PENALTY = (lambda x: _is_number(x, -2, 2), "a number from -2 to 2; 0 changes nothing")
+_COUNT_OR_NONE = (lambda x: x is None or _is_count(x), "a whole number >= 0, or None")
+_PENALTY = (lambda x: is_number(x, -2, 2), "a number from -2 to 2; 0 changes nothing")
 _CHECKS: dict[str, tuple[Any, str]] = {
-    "temperature": (lambda x: _is_number(x, 0, 1e38), "a finite number >= 0; 0 is greedy"),
-    "top_k": (_is_int, "a whole number >= 0; 0 keeps all"),
-    "top_p": (lambda x: _is_number(x, 0, 1) and x > 0, "a number > 0 and <= 1; 1 keeps all"),
-    "min_p": (lambda x: _is_number(x, 0, 1), "a number from 0 to 1; 0 keeps all"),
-    "repetition_penalty": (lambda x: _is_number(x, 1 / _LARGEST, _LARGEST), "a number > 0; 1 changes nothing"),
+    "temperature": (lambda x: is_number(x, 0, 1e38), "a finite number >= 0; 0 is greedy"),
+    "top_k": (_is_count, "a whole number >= 0; 0 keeps all"),
+    "top_p": (lambda x: is_number(x, 0, 1) and x > 0, "a number > 0 and <= 1; 1 keeps all"),
+    "min_p": (lambda x: is_number(x, 0, 1), "a number from 0 to 1; 0 keeps all"),
+    "repetition_penalty": (lambda x: is_number(x, 1 / _LARGEST, _LARGEST), "a number > 0; 1 changes nothing"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "logit_bias": (_are_biases, "a dict of finite numbers by token ids"),
     "allowed_token_ids": (lambda x: x is None or (_are_tokens(x) and x), f"{_TOKENS}, at least one; None allows all"),
     "bad_token_ids": (_are_tokens, _TOKENS),
-    "min_tokens": (_is_int, "a whole number >= 0"),
+    "min_tokens": (_is_count, "a whole number >= 0"),
     "stop_token_ids": (_are_tokens, _TOKENS),
     "stop": (lambda x: isinstance(x, tuple) and all(isinstance(s, str) and s for s in x), "texts that are not empty"),
     "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
-    "seed": (lambda x: x is None or _is_int(x, -(2**63), 2**63 - 1), "a whole number of 64 bits, or None"),
+    "seed": (lambda x: x is None or is_int(x, -(2**63), 2**63 - 1), "a whole number of 64 bits, or None"),
     "logprobs": _COUNT_OR_NONE,
     "prompt_logprobs": _COUNT_OR_NONE,
-    "n": (lambda x: _is_int(x, 1, _MOST_COMPLETIONS), f"a whole number from 1 to {_MOST_COMPLETIONS}"),
+    "n": (lambda x: is_int(x, 1, _MOST_COMPLETIONS), f"a whole number from 1 to {_MOST_COMPLETIONS}"),
 }
-"""What must hold of each field, and what to write where it does not."""
+"""The condition on each field, and the text of the error if it does not hold."""

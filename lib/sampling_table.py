@@ -1,4 +1,4 @@
-"""`SamplingTable`: what the requests of a state ask of sampling, on the device; and how it is written."""
+"""`SamplingTable`: the sampling parameters of a state's requests on the device; and the function that writes them."""
 
 import math
 from collections import Counter
@@ -12,22 +12,22 @@ from torch import Tensor
 from weft.batch import EMBEDDED
 from weft.errors import RequestError
 from weft.ops.sampling.logits import ALLOWED, BIAS, FILTERS, IN_PROMPT, MOST_COUNTED, PENALTIES, STOPS, Rules, pack_bits
-from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.summary import Summarized
+from weft.torchapi import to_device
 from weft.trees import pytree
 
 _LEAST_TOP_P = 1e-30
-"""A smaller share of the probability, which may be 0 in float32, keeps the likeliest token too."""
+"""A smaller share of the probability may be 0 in float32; it also keeps the likeliest token."""
 MAX_BIASED = 300
-"""Tokens that a request may bias, as in OpenAI's API."""
+"""The most tokens that a request may bias, as in OpenAI's API."""
 
 
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class SamplingTable(Summarized):
-    """A row a request, and a last one, scratch. Only a stage that samples has tables as wide as the vocabulary; the
-    width of the others' is 0. What a row does not use (`FEATURES`) may hold anything: it is written only where used.
+    """One row for each request, and a last scratch row. Only a stage that samples has tables as wide as the vocabulary;
+    on others the width is 0. The parts that a row does not use (`FEATURES`) may hold anything.
 
     Args:
         floats: [rows, 6] float32; columns are named in `weft.ops.sampling.logits`.
@@ -36,7 +36,7 @@ class SamplingTable(Summarized):
         stops: the same for tokens that end the request.
         bias_ids: [rows, max_biased] int32; -1 is no token.
         bias: [rows, max_biased] float32.
-        counts: [rows, vocab_size] int16, how often a token was generated, and `IN_PROMPT`.
+        counts: [rows, vocab_size] int16, the number of times that a token was generated, plus `IN_PROMPT`.
     """
 
     floats: Tensor
@@ -49,7 +49,7 @@ class SamplingTable(Summarized):
 
     @classmethod
     def zeros(cls, num_rows: int, vocab_size: int, max_biased: int, device: torch.device | str) -> Self:
-        """A table whose rows are greedy, and use nothing."""
+        """A table whose rows are greedy, and use no feature."""
         words, biased = -(-vocab_size // 32), max_biased if vocab_size else 0
 
         def zeros(width: int, dtype: torch.dtype) -> Tensor:
@@ -67,7 +67,7 @@ class SamplingTable(Summarized):
 
     @property
     def vocab_size(self) -> int:
-        """Of the stage that samples; 0 on others."""
+        """The size of the vocabulary on the stage that samples; 0 on others."""
         return self.counts.shape[1]
 
     def rules(self, rows: Tensor) -> Rules:
@@ -76,7 +76,7 @@ class SamplingTable(Summarized):
 
 
 def features(params: SamplingParams) -> int:
-    """The bits of what a request uses; filters change nothing for a greedy one."""
+    """The bits of the features that a request uses; filters change nothing for a greedy request."""
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
     allowed = params.allowed_token_ids is not None or bool(params.bad_token_ids)
     stops = params.min_tokens > 0 and bool(params.stop_token_ids)
@@ -95,22 +95,22 @@ def write_rows(
     """Write requests into rows of a table, in place.
 
     Args:
-        params: one a request, as `for_request` makes them.
-        prompts: token ids; EMBEDDED (-2), which is none, is not counted.
-        generated: token ids that a request had generated before (it was preempted); a part of its prompt no more.
+        params: each request's parameters, as `for_request` returns them.
+        prompts: token ids; EMBEDDED (-2) is not counted.
+        generated: token ids that a preempted request had generated before.
 
     Raises:
-        RequestError: a request that draws has no seed, or a token is none.
+        RequestError: a request that draws without a seed, or a token that the model does not have.
     """
     for each, tokens in zip(params, zip(prompts, generated, strict=True), strict=True):
         _check_row(table, each, tokens)
     device = table.floats.device
-    index = place(torch.tensor(rows, dtype=torch.int64), device)
-    # The user's default dtype and device are not these.
+    index = to_device(torch.tensor(rows, dtype=torch.int64), device)
+    # The user's default dtype and device may be others.
     floats = torch.tensor([_floats(each) for each in params], dtype=torch.float32, device="cpu").reshape(-1, 6)
     all_ints = [_ints(each, len(prompt)) for each, prompt in zip(params, prompts, strict=True)]
     ints = torch.tensor(all_ints, dtype=torch.int64, device="cpu").reshape(-1, 4)
-    table.floats[index], table.ints[index] = place(floats, device), place(ints, device)
+    table.floats[index], table.ints[index] = to_device(floats, device), to_device(ints, device)
     if table.vocab_size:
         for row, each, prompt, own in zip(rows, params, prompts, generated, strict=True):
             _write_wide(table, row, each, prompt, own)
@@ -131,7 +131,7 @@ def _check_row(table: SamplingTable, params: SamplingParams, tokens: tuple[Seque
 
 
 def _floats(params: SamplingParams) -> list[float]:
-    # 0.0 - 0.0 is 0.0, and not -0.0, whose bits are another's.
+    # 0.0 - log is 0.0 where the log is 0.0; a negated log would be -0.0, which has other bits.
     margin = 0.0 - math.log(params.min_p) if params.min_p else math.inf
     penalties = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
     return [float(x) for x in (params.temperature, max(params.top_p, _LEAST_TOP_P), margin, *penalties)]
@@ -150,19 +150,19 @@ def _write_wide(
         good = ~pack_bits(params.bad_token_ids, table.vocab_size)
         if params.allowed_token_ids is not None:
             good &= pack_bits(params.allowed_token_ids, table.vocab_size)
-        table.allowed[row] = place(good, device)
+        table.allowed[row] = to_device(good, device)
     if used & STOPS:
-        table.stops[row] = place(pack_bits(params.stop_token_ids, table.vocab_size), device)
+        table.stops[row] = to_device(pack_bits(params.stop_token_ids, table.vocab_size), device)
     if used & BIAS:
         count = len(params.logit_bias)
         table.bias_ids[row] = -1
-        table.bias_ids[row, :count] = place(torch.tensor(list(params.logit_bias), dtype=torch.int32), device)
-        # Of ints alone torch would make an int64 tensor, which does not hold them all.
+        table.bias_ids[row, :count] = to_device(torch.tensor(list(params.logit_bias), dtype=torch.int32), device)
+        # From ints alone torch would make an int64 tensor, which does not hold them all.
         bias = torch.tensor([float(bias) for bias in params.logit_bias.values()], dtype=torch.float32, device="cpu")
-        table.bias[row, :count] = place(bias, device)
+        table.bias[row, :count] = to_device(bias, device)
     if used & PENALTIES:
         counts = {token: min(count, MOST_COUNTED) for token, count in Counter(generated).items()}
         counts |= {token: counts.get(token, 0) + IN_PROMPT for token in set(prompt) - {EMBEDDED}}
         table.counts[row] = 0
-        tokens = place(torch.tensor(list(counts), dtype=torch.int64), device)
-        table.counts[row, tokens] = place(torch.tensor(list(counts.values()), dtype=torch.int16), device)
+        tokens = to_device(torch.tensor(list(counts), dtype=torch.int64), device)
+        table.counts[row, tokens] = to_device(torch.tensor(list(counts.values()), dtype=torch.int16), device)

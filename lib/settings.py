@@ -1,4 +1,4 @@
-"""`weft.config`, and the contexts that say when graphs may be captured."""
+"""`weft.config`, and the contexts in which graphs may not be captured."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,17 +7,17 @@ from typing import Any
 
 import attrs
 
-from weft.arguments import kind_of
+from weft.arguments import is_int, kind_of
 from weft.errors import ArgumentError, CaptureError, TooManyCapturesError
 
 
 @attrs.define
 class Config:
-    """What weft tells about its work, to the logger `weft` at level WARNING, which Python prints unless told otherwise.
+    """Messages about captures, to the logger `weft` at level WARNING, which Python prints by default.
 
     Args:
-        explain_cache_misses: at each capture after the first, in what the call differs from the captured ones.
-        log_captures: each capture, its time and the memory that its graph took.
+        explain_cache_misses: at each capture after the first, log how the call differs from the captured ones.
+        log_captures: log each capture, its time and the memory of its graph.
 
     >>> import weft
     >>> weft.config.log_capture = True
@@ -45,7 +45,7 @@ config = Config()
 
 @attrs.define
 class _Count:
-    """The captures that a context `assert_max_captures(n)` has seen."""
+    """The captures inside one context `assert_max_captures(n)`."""
 
     most: int
     seen: list[str] = attrs.field(factory=list)
@@ -59,8 +59,8 @@ MAY_REPLAY: ContextVar[bool] = ContextVar("weft.may_replay", default=True)
 
 @contextmanager
 def no_capture(*, replay: bool = True) -> Iterator[None]:
-    """Nothing is captured inside, in this thread: a call without a graph runs under another one, or runs the
-    function itself.
+    """Forbid captures inside, in this thread: a call without a graph runs under another graph, or runs the function
+    itself.
 
     Args:
         replay: whether calls that have a graph replay it. False: every graphified function runs as if it were not, to
@@ -87,8 +87,8 @@ def assert_max_captures(most: int) -> Iterator[None]:
     that should replay.
 
     Raises:
-        CaptureError: `most` is no number of captures.
-        TooManyCapturesError: an AssertionError that names the captures, and in what the last one differs.
+        CaptureError: `most` is not a number of captures.
+        TooManyCapturesError: an AssertionError that names the captures, and how the last one differs.
 
     >>> import torch, weft
     >>> f = weft.graphify(lambda x: x + 1)
@@ -96,7 +96,7 @@ def assert_max_captures(most: int) -> Iterator[None]:
     ...     for _ in range(3):
     ...         y = f(torch.zeros(2))
     """
-    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+    if not is_int(most, 0):
         raise CaptureError(f"weft.assert_max_captures({most!r})", "no number of captures", "an int >= 0")
     token = _COUNTS.set((*_COUNTS.get(), _Count(most)))
     try:
@@ -111,10 +111,10 @@ def may_capture() -> bool:
 
 
 def count_capture(what: str, miss: Callable[[], tuple[str, str]]) -> None:
-    """Tell the contexts about a capture that is about to begin; `miss` says what it is for, and what would avoid it.
+    """Count a capture that is about to begin in all contexts. `miss` returns its cause, and a remedy.
 
     Raises:
-        TooManyCapturesError: there is one more than one of them allows.
+        TooManyCapturesError: one of the contexts does not allow it.
     """
     for count in _COUNTS.get():
         if len(count.seen) >= count.most:

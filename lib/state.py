@@ -1,5 +1,4 @@
-"""`State`: everything that changes from step to step, on the device; and the pure functions that read and advance
-it."""
+"""`State`: everything on the device that changes from step to step; and the pure functions that read and advance it."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -10,16 +9,73 @@ from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
 from weft.donation import donatable, donates
-from weft.drafting import Drafting
 from weft.errors import RequestError
 from weft.ops.requests import move_on, resolve_tokens
 from weft.ops.sampling.sample import count_tokens
 from weft.outputs import Output
-from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.summary import Summarized
+from weft.torchapi import to_device
 from weft.trees import pytree
+
+
+@pytree
+@attrs.frozen(eq=False, repr=False)
+class Drafting(Summarized):
+    """The part of a state that drafting and verifying need: one row for each request, and a last scratch row.
+
+    Args:
+        limits: [rows] int64, the most tokens of a request, prompt included; it drafts and returns none beyond.
+        tokens: [rows, most] int32, the request's tokens, on a stage that looks drafts up in them; elsewhere the width
+            is 0.
+        kv_pages: the draft model's, with the layout and the page numbers of the state's own; only on the stage that
+            drafts with a model.
+    """
+
+    limits: Tensor
+    tokens: Tensor
+    kv_pages: Tensor | None = None
+
+    @classmethod
+    def zeros(
+        cls, num_rows: int, *, max_tokens: int = 0, kv_pages: Tensor | None = None, device: torch.device | str = "cpu"
+    ) -> Self:
+        """Rows without requests.
+
+        Args:
+            num_rows: the state's rows, scratch row included.
+            max_tokens: the most tokens of a request plus those of one step; 0: this stage looks no drafts up.
+        """
+        limits = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        return cls(limits, torch.zeros(num_rows, max_tokens, dtype=torch.int32, device=device), kv_pages)
+
+    def admit(self, rows: Tensor, token_ids: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+        """Write requests into rows [num_reqs] int64, in place: their tokens, and the most that they may have."""
+        device = self.limits.device
+        self.limits[rows] = to_device(torch.tensor(limits, dtype=torch.int64), device)
+        if not self.tokens.shape[1]:
+            return
+        table = torch.zeros(len(token_ids), self.tokens.shape[1], dtype=torch.int32)
+        for row, own in zip(table, token_ids, strict=True):
+            row[: len(own)] = torch.tensor(own, dtype=torch.int32)
+        self.tokens[rows] = to_device(table, device)
+
+    def append(self, rows: Tensor, places: Tensor, token_ids: Tensor, kept: Tensor) -> None:
+        """Write sampled tokens, in place. Entries after a request's tokens are never read.
+
+        Args:
+            rows: [num_reqs] int64; -1 for padding.
+            places: [num_reqs] int64, the place of each request's first new token.
+            token_ids: [num_reqs, n] int64.
+            kept: [num_reqs] bool, whether the request keeps any of them.
+        """
+        if not self.tokens.shape[1]:
+            return
+        index = places[:, None] + torch.arange(token_ids.shape[1], device=places.device)
+        row = rows[:, None].expand_as(index)
+        old = self.tokens[row, index]
+        self.tokens[row, index] = torch.where(kept[:, None], token_ids.to(torch.int32), old)
 
 
 @donatable
@@ -34,14 +90,14 @@ class State(Summarized):
     Args:
         kv_pages: [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim], keys then values; the model's dtype.
         block_table: [max_num_reqs + 1, max_pages] int32, each request's pages in order.
-        positions: [max_num_reqs + 1] int64, tokens already in the cache: the sequence length, and the place of the next
-            token, and so the counter of the request's random stream.
-        last_tokens: [max_num_reqs + 1] int64, the token sampled last.
+        positions: [max_num_reqs + 1] int64, the number of tokens in the cache: the sequence length, the place of the
+            next token, and so the counter of the request's random stream.
+        last_tokens: [max_num_reqs + 1] int64, the last sampled token.
         adapters: [max_num_reqs + 1] int32, the slot of each request's LoRA adapter; -1: none.
-        mrope_position_deltas: [max_num_reqs + 1] int64, how far the positions of each request's tokens behind its
-            prompt are from their places, in a model with mRoPE; transformers' `rope_deltas`.
+        mrope_position_deltas: [max_num_reqs + 1] int64, the distance from the places of the tokens after a request's
+            prompt to their positions, in a model with mRoPE; transformers' `rope_deltas`.
         sampling: max_num_reqs + 1 rows; as wide as the vocabulary only on the stage that samples.
-        drafting: what the stage knows of its requests to speculate; None: the steps draft nothing.
+        drafting: the part that speculation needs; None: the steps do not draft.
     """
 
     kv_pages: Tensor
@@ -70,10 +126,10 @@ class State(Summarized):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A state with no request in it: `num_pages` pages in all, at most `max_pages` of them a request.
+        """A state without requests: `num_pages` pages in all, at most `max_pages` for each request.
 
-        A stage that samples says its `vocab_size`, and the most tokens that a request may have in its `logit_bias`: a
-        row of its sampling table takes 2.25 bytes a token of the vocabulary.
+        A stage that samples passes its `vocab_size` and `max_biased`, the most tokens in a request's `logit_bias`. A
+        row of its sampling table takes 2.25 bytes for each token of the vocabulary.
         """
         rows = max_num_reqs + 1
         return cls(
@@ -101,26 +157,26 @@ def admit(
     limits: Sequence[int] | None = None,
     mrope_position_deltas: Sequence[int] | None = None,
 ) -> State:
-    """Start requests in rows of the state: their pages, sampling parameters, and where they begin.
+    """Start requests in rows of the state: their pages, sampling parameters, and first positions.
 
     Args:
         state: donated.
-        rows: one row a request.
-        pages: the pages that each may fill, in order.
-        sampling: one a request, with its seed and all tokens that end it (`SamplingParams.for_request`).
-        prompts: the token ids of each, which penalties count; EMBEDDED (-2) where there is none.
-        generated: what each had generated before, if it is started again and reads that behind its prompt. None:
-            nothing.
-        positions: tokens that are in each one's pages already; None: 0.
-        adapters: the slot of each one's LoRA adapter, -1 for none (`weft.stages.adapters`); None: none has one.
-        limits: the most tokens that each may have, its prompt included; None: what its row of the block table holds.
+        rows: the row of each request.
+        pages: the pages that each request may fill, in order.
+        sampling: each request's parameters, with its seed and all tokens that end it (`SamplingParams.for_request`).
+        prompts: each request's token ids, which penalties count; EMBEDDED (-2) in place of an embedding.
+        generated: the tokens that each request generated before, if it starts again and reads them after its prompt.
+            None: no tokens.
+        positions: the number of tokens already in each request's pages; None: 0.
+        adapters: the slot of each request's LoRA adapter, -1 for none (`weft.stages.adapters`); None: no adapters.
+        limits: the most tokens of each request, prompt included; None: as many as its row of the block table holds.
             Only a state with `drafting` keeps them.
-        mrope_position_deltas: of a model with mRoPE, of each whose prompt has positions of its own the delta
-            (`weft.stages.mrope.mrope_position_delta`); None: 0.
+        mrope_position_deltas: in a model with mRoPE, the delta of each request whose prompt has positions of its own
+            (`weft.stages.rope.mrope_position_delta`); None: 0.
 
     Raises:
-        RequestError: lengths differ, a row is not the state's or stands twice, a page is not the state's, or more of
-            them than its table holds; a token that the model does not have, or no seed for a request that draws.
+        RequestError: lengths that differ; a row twice, or not of the state; a page that is not of the state, or more
+            pages than the table holds; a token that the model does not have; a request that draws without a seed.
     """
     count = len(rows)
     said = [()] * count if generated is None else generated
@@ -135,9 +191,9 @@ def admit(
     table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = torch.tensor(own, dtype=torch.int32)
-    columns = place(torch.tensor([list(rows), starts, slots, deltas], dtype=torch.int64), device)
+    columns = to_device(torch.tensor([list(rows), starts, slots, deltas], dtype=torch.int64), device)
     index, begins, own_slots, own_deltas = columns
-    state.block_table[index] = place(table, device)
+    state.block_table[index] = to_device(table, device)
     state.positions[index] = begins
     state.last_tokens[index] = 0
     state.adapters[index] = own_slots.to(torch.int32)
@@ -171,10 +227,10 @@ def grow(state: State, more: Sequence[tuple[int, int, Sequence[int]]]) -> State:
 
     Args:
         state: donated.
-        more: for each request its row, the number of pages that it has, and those that follow.
+        more: for each request its row, the number of its pages, and the pages to add.
 
     Raises:
-        RequestError: a row or a page that is not the state's, or more pages than a row of its table holds.
+        RequestError: a row or a page that is not of the state, or more pages than a row of the table holds.
     """
     (num_rows, most), num_pages = state.block_table.shape, state.kv_pages.shape[2]
     for row, start, pages in more:
@@ -183,27 +239,27 @@ def grow(state: State, more: Sequence[tuple[int, int, Sequence[int]]]) -> State:
             instead = f"rows below {num_rows - 1}, at most {most} pages a request, pages below {num_pages}"
             raise RequestError("grow(state, more)", f"row {row}, pages {list(pages)} behind {start}", instead)
     places = [(row, start + i, page) for row, start, pages in more for i, page in enumerate(pages)]
-    row, column, page = place(torch.tensor(places, dtype=torch.int64).T.contiguous(), state.block_table.device)
+    row, column, page = to_device(torch.tensor(places, dtype=torch.int64).T.contiguous(), state.block_table.device)
     state.block_table[row, column] = page.to(torch.int32)
     return state
 
 
 @donates("state")
 def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> State:
-    """Copy pages of the KV cache, in all layers, those of a draft model included.
+    """Copy pages of the KV cache in all layers, those of a draft model included.
 
     Args:
         state: donated.
-        sources, targets: pages, none of them in both.
+        sources, targets: pages; no page is in both.
 
     Raises:
-        RequestError: a page that is not the state's, or is in both.
+        RequestError: a page that is in both, or not of the state.
     """
     num_pages = state.kv_pages.shape[2]
     if set(sources) & set(targets) or any(not 0 <= page < num_pages for page in (*sources, *targets)):
         call = f"copy_pages(state, {list(sources)}, {list(targets)})"
         raise RequestError(call, "a page that is in both, or not the state's", f"pages from 0 to {num_pages - 1}")
-    source, target = place(torch.tensor([list(sources), list(targets)], dtype=torch.int64), state.kv_pages.device)
+    source, target = to_device(torch.tensor([list(sources), list(targets)], dtype=torch.int64), state.kv_pages.device)
     for pages in (state.kv_pages, None if state.drafting is None else state.drafting.kv_pages):
         if pages is not None:
             pages[:, :, target] = pages[:, :, source]
@@ -211,10 +267,10 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
 
 
 def resolve(state: State, batch: Batch) -> ResolvedBatch:
-    """Read from the state what the batch leaves open. Pure, and without a host read.
+    """Fill in from the state what the batch leaves open, without a host read.
 
-    Each token finds its request by a search in `query_start_loc`; tokens behind its end belong to nobody. On a GPU it
-    is one kernel.
+    Each token finds its request by a search in `query_start_loc`; tokens after its end belong to no request. On a GPU
+    it is one kernel.
     """
     limits = None if state.drafting is None else state.drafting.limits
     ids, positions, slots, seq_lens, block_table, last_index = resolve_tokens(
@@ -229,8 +285,8 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
 
 
 def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-    """The slot of each token's adapter [num_tokens], and those slots, each once [num_active_loras]; None for a batch
-    without adapters."""
+    """The slot of each token's adapter [num_tokens], and the distinct slots [num_active_loras]; None without
+    adapters."""
     count = batch.descriptor.num_active_loras
     if not count:
         return None, None
@@ -248,14 +304,14 @@ def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | 
 
 @donates("state")
 def advance(state: State, batch: Batch, out: Output | None) -> State:
-    """The next state's table of requests: positions move on, sampled tokens become the last ones, and are counted.
+    """The state after a step: positions move on, and the sampled tokens become the last tokens and are counted.
 
-    Every stage does this with the same batch and the same tokens, so that all tables stay equal.
+    Every stage calls this with the same batch and the same tokens, so that all tables stay equal.
 
     Args:
         state: donated.
-        batch: the batch that was run.
-        out: what the last stage returned for it; None where no request samples.
+        batch: the step's batch.
+        out: the last stage's output for it; None if no request samples.
     """
     if out is not None and out.num_tokens is not None:
         return _advance_verified(state, batch, out, out.num_tokens)
@@ -270,11 +326,10 @@ def advance(state: State, batch: Batch, out: Output | None) -> State:
 
 
 def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
-    """`advance` by the `num_tokens` [num_reqs] that hold of what was sampled: that many, and not the tokens that were
-    read, is how far a request moves on; keys and values of drafts that were wrong lie behind its position, and are
-    written over.
+    """`advance` by the `num_tokens` [num_reqs] that each request keeps, rather than by the tokens that were read. Keys
+    and values of wrong drafts lie after its position, and are written over.
 
-    A request that has drafts has no penalties, so that of several tokens none is to be counted.
+    A request with drafts has no penalties, so none of its several tokens has to be counted.
     """
     starts, rows = batch.query_start_loc, batch.rows
     old, kept = state.positions[rows], rows >= 0

@@ -1,4 +1,4 @@
-"""`Summarized`: values full of tensors, which print in one line, and are a table in a notebook."""
+"""`Summarized`: a base of values with many tensors, which print in one line, and as a table in a notebook."""
 
 import re
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from weft.table import Table
+from weft.display import Table
 from weft.trees import leaves_with_names
 
 _MOST = 100
-"""Letters of a value that is no tensor."""
+"""The most characters of a value that is not a tensor."""
 
 
 class Summarized:
@@ -24,7 +24,7 @@ class Summarized:
         return f"{type(self).__name__}({', '.join(f'{name}={_short(value)}' for name, value in given)})"
 
     def table(self, title: str = "") -> Table:
-        """A row for each tensor; those that differ by a number in their name alone, such as a layer's, share one."""
+        """One row for each tensor. Tensors whose names differ only by a number, such as a layer's, share a row."""
         rows: dict[tuple[str, ...], list[str]] = {}
         sizes: dict[int, int] = {}
         for field, value in _fields(self).items():
@@ -42,7 +42,7 @@ class Summarized:
 
     def _repr_html_(self) -> str | None:
         if getattr(self, "_taken_by", ""):
-            return None  # it was donated, which its `repr` says
+            return None  # it was donated; its `repr` says so
         return self.table()._repr_html_()
 
 

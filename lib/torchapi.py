@@ -1,4 +1,4 @@
-"""What weft takes of torch's private names, so that a new torch breaks one file; of torch.distributed's, see
+"""The private names of torch that weft uses, so that a new torch breaks one file. Those of torch.distributed are in
 `weft.torchdist`."""
 
 import contextlib
@@ -42,6 +42,7 @@ __all__ = [
     "in_compiled",
     "in_dispatch_mode",
     "in_functorch_transform",
+    "in_pickle",
     "in_plain_surroundings",
     "is_capturing",
     "is_compiled",
@@ -59,6 +60,7 @@ __all__ = [
     "storage_id",
     "switches",
     "tensors_check",
+    "to_device",
     "uncompiled",
     "unnamed_children",
     "unowned",
@@ -68,7 +70,7 @@ __all__ = [
 
 
 READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
-"""An attribute of every tensor that `Tensor.__reduce_ex__` looks at, and hardly anybody else."""
+"""An attribute of tensors that `Tensor.__reduce_ex__` reads, and little other code; see `in_pickle`."""
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 """The dispatch key that comes first inside a transform of torch.func, and nowhere else."""
 F = TypeVar("F", bound=Callable[..., Any])
@@ -285,6 +287,17 @@ def signal_capture() -> Iterator[None]:
         _SIGNALLED.reset(token)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor on `device`, without a wait of the host.
+
+    A copy from pageable memory waits for all earlier work of the device. A copy from pinned memory does not, and torch
+    keeps that memory until the copy has been made.
+    """
+    if tensor.device.type != "cpu" or torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def replayer(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     """`graph.replay`, without the Python around it."""
     return functools.partial(torch._C._CUDAGraph.replay, graph)
@@ -328,9 +341,18 @@ def backend_switches() -> tuple[tuple[str, Any], ...]:
     )
 
 
+# The next two functions read frames. torch says neither thing anywhere else:
+# - A module of torch.nn leaves its fast path under a function mode, and computes other bits than outside a capture. Its
+#   reasons are a local variable of `forward`. To ask in another way would repeat the conditions of three modules, 15 to
+#   21 in each, which change from one torch to the next.
+# - A function mode does not see `Tensor.__reduce_ex__`, which returns early for plain tensors, nor the pickler, which
+#   reads storages and not tensors. `copy.copy` calls the same method and reads nothing; only the caller tells it apart.
+#   A patch of `Tensor.__reduce_ex__` would hold in all threads, and could not see the caller either.
+
+
 def off_fast_path() -> bool:
-    """Whether a module of torch.nn that is running (attention, a layer of a transformer) left its fast path only
-    because a function mode is in force."""
+    """Whether a running module of torch.nn (attention, a layer of a transformer) left its fast path only because a
+    function mode is active."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__", "").startswith("torch.nn.modules."):
@@ -343,6 +365,15 @@ def off_fast_path() -> bool:
                 return True
         frame = frame.f_back
     return False
+
+
+def in_pickle() -> bool:
+    """Whether a tensor's `__reduce_ex__` is running, called by other code than `copy`, which keeps the storage."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__reduce_ex__":
+        frame = frame.f_back
+    caller = frame.f_back if frame is not None else None
+    return caller is not None and caller.f_globals.get("__name__") != "copy"
 
 
 def generator_bytes(generator: torch.Generator) -> bytes:

@@ -1,5 +1,5 @@
-"""What weft takes of torch.distributed that torch does not export, or that it exports without types: stores, process
-groups that nobody else knows of, symmetric memory."""
+"""The names of torch.distributed that torch does not export, or exports without types: stores, private process groups,
+symmetric memory."""
 
 import contextlib
 import functools

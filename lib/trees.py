@@ -1,7 +1,7 @@
 """Frozen attrs classes as pytrees, and the functions on trees that weft uses.
 
-A *sized* class says, for each tensor field, which of its dimensions follow the batch descriptor (`axes`);
-`weft.padding` pads and unpads any tree of such classes without knowing them.
+A *sized* class declares, for each tensor field, the dimensions that follow the batch descriptor (`axes`).
+`weft.padding` pads and unpads any tree of such classes.
 """
 
 from collections import defaultdict
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import attrs
 from torch import Tensor
 
-from weft.alike import alike
 from weft.arguments import kind_of
 from weft.errors import DescriptorError, TreeError
 from weft.torchapi import children_of, pytree as _pytree, unnamed_children
+from weft.value_keys import value_key
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
@@ -33,24 +33,23 @@ _FIELDS = "__weft_fields__"
 
 @attrs.frozen
 class Axes:
-    """Which dimensions of a tensor field follow the descriptor, and what padding holds.
+    """The dimensions of a tensor field that follow the descriptor, and the value of the padding.
 
     Args:
-        dims: one entry a leading dimension: a name that the descriptor knows, optionally with a constant
+        dims: one entry for each leading dimension: an attribute of the descriptor, optionally with a constant
             (`"num_reqs+1"`), or None for a dimension that is the same in every batch.
-        pad: the value of the padding, or `"last"`: the last valid entry along the dimension, again (0 if there is
-            none).
+        pad: the value of the padding, or `"last"`: the last valid entry along the dimension (0 if there is none).
     """
 
     dims: tuple[str | None, ...]
     pad: float | str = 0
 
     def name(self, dim: int) -> str | None:
-        """The name of dimension `dim`, or None where it is the same in every batch."""
+        """The name of dimension `dim`, or None if it is the same in every batch."""
         return self.dims[dim] if dim < len(self.dims) else None
 
     def extent(self, dim: int, descriptor: Any) -> int | None:
-        """The size of dimension `dim` under `descriptor`, or None where the descriptor has no say."""
+        """The size of dimension `dim` under `descriptor`, or None if it does not follow the descriptor."""
         name = self.name(dim)
         if name is None:
             return None
@@ -73,10 +72,10 @@ def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
     Args:
         dims: for each dimension, the attribute of the class's descriptor whose size it has (`"num_reqs+1"`: one more);
             None: a size of its own.
-        pad: what is behind the values of a padded tensor; `"last"`: the last of them, again.
+        pad: the value of the padding; `"last"`: the last valid entry.
 
     Raises:
-        DescriptorError: what is no name.
+        DescriptorError: an argument that is not a name.
 
     The names are attributes of the class's descriptor, which may be of your own type:
 
@@ -106,7 +105,7 @@ def _listed(dims: Iterable[str | None]) -> str:
 
 
 def static() -> dict[str, Any]:
-    """Metadata for a field that is no tensor: part of the tree's structure, hashable, frozen at capture."""
+    """Metadata for a field that is not a tensor: part of the tree's structure, hashable, frozen at capture."""
     return {_STATIC: True}
 
 
@@ -124,31 +123,33 @@ class Context:
     kinds: tuple[Any, ...] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "kinds", tuple(alike(v) for v in self.values))
+        object.__setattr__(self, "kinds", tuple(value_key(v) for v in self.values))
 
 
 @attrs.frozen
 class NodeFields:
-    """The fields of a class registered with `pytree`, by name: those that are children (the optional ones, unless they
-    are None), and those of its structure."""
+    """The names of the fields of a class registered with `pytree`: children (optional ones unless they are None), and
+    fields of the structure."""
 
     children: tuple[str, ...]
     statics: tuple[str, ...]
     optional: tuple[str, ...] = ()
 
     def of(self, context: Context) -> tuple[str, ...]:
-        """The fields that are the children of a node, given its part of the structure."""
+        """The fields that are the children of a node with this context."""
         return tuple(name for name in self.children if name not in context.absent)
 
 
 def node_fields(cls: type) -> NodeFields | None:
-    """How `pytree` registered this very class (not a base of it); None if it did not."""
+    """The fields of a class as `pytree` registered it; None if only a base of it was registered, or nothing."""
     return vars(cls).get(_FIELDS)
 
 
 def pytree(cls: C) -> C:
-    """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields are structure, and
-    so is a field without `axes` that is None: a transform of torch.func takes no tree with a leaf that is None.
+    """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields are structure.
+
+    A field without `axes` that is None is structure too: transforms of torch.func refuse trees with a leaf that is
+    None.
 
     Args:
         cls: the class; `@weft.pytree` stands above `@attrs.frozen`.
@@ -165,7 +166,7 @@ def pytree(cls: C) -> C:
     [1, 2, 3]
 
     Raises:
-        TreeError: it is no attrs class.
+        TreeError: it is not an attrs class.
     """
     name = getattr(cls, "__name__", str(cls))
     if not hasattr(cls, "__attrs_attrs__"):
@@ -203,17 +204,17 @@ def pytree(cls: C) -> C:
 
 
 def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
-    """What the keys of the dicts in a structure are, beyond what `==` says of them (see `alike`)."""
+    """The `value_key`s of the keys of all dicts in a structure, which `==` does not tell apart; without strings."""
     own: list[Any] = []
     if isinstance(structure.type, type) and issubclass(structure.type, dict):
         keys = structure.context[1] if structure.type is defaultdict else structure.context
-        own = [alike(key) for key in keys if type(key) is not str]
+        own = [value_key(key) for key in keys if type(key) is not str]
     return (*own, *(found for child in children_of(structure) for found in keys_in(child)))
 
 
 def leaves_with_names(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves with their paths as text (`.kv_pages`, `[0]['w']`), in flattening order. Children whose class names
-    none are numbered."""
+    """The leaves with their paths as text (`.kv_pages`, `[0]['w']`), in flattening order. Children without names
+    are numbered."""
     pairs, _ = _pytree.tree_flatten_with_path(tree, is_leaf=lambda node: unnamed_children(node) is not None)
     found: list[tuple[str, Any]] = []
     for path, part in pairs:
@@ -243,8 +244,8 @@ def _parts(node: Any) -> dict[str, Any]:
 
 
 def map_sized(fn: Callable[[Tensor, Axes], Any], tree: T, descriptor: Any = None) -> T:
-    """Apply `fn(tensor, axes)` to every sized field in `tree`; where a sized value holds a descriptor, put `descriptor`
-    in its place (unless that is None)."""
+    """Apply `fn(tensor, axes)` to every sized field in `tree`. If `descriptor` is not None, it replaces the descriptor
+    of each sized value that holds one."""
 
     def visit(node: Any) -> Any:
         specs = sized_fields(node)
@@ -286,7 +287,7 @@ def leaf_axes(tree: Any) -> list[Axes | None]:
 
 
 def find_descriptors(tree: Any) -> list[Any]:
-    """The descriptors of the sized values in `tree` that hold one, in order, each once."""
+    """The distinct descriptors that the sized values in `tree` hold, in order."""
     found: list[Any] = []
 
     def visit(node: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Seconds as text: the unit that suits them, and round moments for an axis."""
+"""Units of time: seconds as text, and ticks for an axis."""
 
 import math
 
 
 def unit_of(span: float) -> tuple[float, str]:
-    """The unit in which seconds up to `span` read well, and how many seconds it has.
+    """A unit for seconds up to `span`: its size in seconds, and its name.
 
     >>> unit_of(0.012)
     (0.001, 'ms')
@@ -13,7 +13,7 @@ def unit_of(span: float) -> tuple[float, str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds to three digits, in a unit that suits them.
+    """Seconds to three digits, in the unit of `unit_of`.
 
     >>> duration(0.0123456)
     '12.3 ms'
@@ -23,7 +23,7 @@ def duration(seconds: float) -> str:
 
 
 def ticks(span: float, most: int) -> list[float]:
-    """At most `most` round moments from 0 to `span`: 1, 2 or 5 times a power of ten apart.
+    """At most `most` round times from 0 to `span`: 1, 2 or 5 times a power of ten apart.
 
     >>> ticks(10.0, 6)
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]

@@ -1,18 +1,16 @@
-"""Stages, pure functions `(params, state, batch, x) -> (state, y)`: decoders, their checkpoints, and modules of your
+"""Stages: pure functions `(params, state, batch, x) -> (state, y)`. Decoders, their checkpoints, and modules of your
 own."""
 
 from weft.ops.sampling.sample import sample
-from weft.stages.adapter_checkpoint import load_adapter
-from weft.stages.adapters import Adapter, reserve_slots, with_adapters, write_slot
+from weft.stages.adapters import Adapter, load_adapter, reserve_slots, with_adapters, write_slot
 from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config
 from weft.stages.decoder import decoder_stage
-from weft.stages.layout import StageLayout, balance, split_layers
+from weft.stages.layout import StageLayout, balance, split_layers, split_model
 from weft.stages.model import DEMO, Model, load
 from weft.stages.module import ModuleStage, from_module
 from weft.stages.params import DecoderParams, LayerParams, slice_params
 from weft.stages.random_weights import random_adapter, random_params
-from weft.stages.split import split_model
 
 __all__ = [
     "DEMO",

@@ -1,32 +1,63 @@
-"""`Adapter`: a LoRA as a value; and slots in a stage's parameters that hold several."""
+"""`Adapter`: a LoRA adapter, loaded from PEFT's format; and the slots in a stage's parameters that hold adapters."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, TypeVar
 
 import attrs
+import torch
 from torch import Tensor
 
-from weft.errors import RequestError
+from weft.arguments import kind_of
+from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ProgramError, RequestError
+from weft.json_text import Fields, read_object
+from weft.stages.checkpoint import FLOATS, Origin, digest_files, digest_params, list_some, open_tensors
 from weft.stages.config import ModelConfig
-from weft.stages.digest import Origin, digest_params
+from weft.stages.expressions import Expression
 from weft.stages.layer_fields import Part, layer_fields
 from weft.stages.layout import StageLayout
-from weft.stages.lora import LayerLora, LoraWeights
-from weft.stages.params import DecoderParams, LayerParams
+from weft.stages.model import Model
+from weft.stages.params import DecoderParams, LayerLora, LayerParams, LoraWeights, slice_params
+
+T = TypeVar("T")
+Names = tuple[str, ...] | Expression
 
 PRODUCTS = tuple(field.name for field in attrs.fields(LayerLora))
 """The products of a layer that adapters may change."""
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<which>[AB])\.weight")
+_USED = {
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern",
+}  # fmt: skip
+# Fields for training, for its start, or for bookkeeping alone.
+_NEUTRAL = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "runtime_config", "ensure_weight_tying",
+}  # fmt: skip
+_NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    # These leave the base model's weights as they are; others subtract the adapter's first values from them.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+_OFF: tuple[Any, ...] = (None, False, [], {}, "")
+_ALL = "all-linear"
 
 
 @attrs.frozen(eq=False)
 class Adapter:
-    """A LoRA adapter: what it adds to linear layers. Nothing in it changes.
+    """A LoRA adapter: the pair of matrices that it adds to each linear layer. Nothing in it changes.
 
     Args:
         deltas: for each linear layer that it changes, by transformers' name (`model.layers.3.self_attn.q_proj`), the
-            matrices `a [rank, in]` and `b [out, rank]`, float32, the scaling in b: `b @ (a @ x)` is added.
-        path: where it came from.
-        origin: digests of the files that it was loaded from; None where there are none.
+            matrices `a [rank, in]` and `b [out, rank]`, float32, with the scaling in b: `b @ (a @ x)` is added.
+        path: the folder that it came from.
+        origin: digests of the files that it was loaded from; None if it was not loaded.
     """
 
     deltas: Mapping[str, tuple[Tensor, Tensor]]
@@ -35,22 +66,233 @@ class Adapter:
 
     @property
     def weights(self) -> str:
-        """A digest of it, as the ranks of a pipeline compare them: of its files, and whether 4 values of each matrix
-        here are still as they had them; without files, of these values."""
+        """A digest that the ranks of a pipeline compare: of the files, and whether 4 values of each matrix still are
+        those of the files; without files, of these values."""
         return digest_params(self.deltas) if self.origin is None else self.origin.describe(self.deltas)
 
     @property
     def rank(self) -> int:
-        """The greatest of its layers."""
+        """The greatest rank of its layers."""
         return max((a.shape[0] for a, _ in self.deltas.values()), default=1)
 
     def __repr__(self) -> str:
         return f"<Adapter {str(self.path)!r}, {len(self.deltas)} layers, rank {self.rank}>"
 
 
+@attrs.frozen
+class LoraConfig:
+    """An adapter_config.json: which linear layers a LoRA changes, and how.
+
+    Args:
+        rank, alpha: for layers that no pattern names.
+        use_rslora: whether the scaling is alpha / sqrt(rank) (Kalajdzievski, 2023, arXiv 2312.03732), not alpha / rank.
+        rank_pattern, alpha_pattern: for layers whose names an expression matches; the first match counts.
+        targets, excluded: ends of names, or an expression that matches whole names.
+        layers: the decoder layers that are changed; None: all.
+        in_layers: matches the names of modules in a list of layers.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: Sequence[tuple[Expression, int]]
+    alpha_pattern: Sequence[tuple[Expression, float]]
+    targets: Names
+    excluded: Names
+    layers: tuple[int, ...] | None
+    in_layers: Expression
+
+    def rank_of(self, name: str) -> int:
+        """The rank of a linear layer, by transformers' name."""
+        return next((rank for key, rank in self.rank_pattern if key.matches(name)), self.rank)
+
+    def scaling_of(self, name: str) -> float:
+        """The factor of `b @ a`."""
+        alpha = next((alpha for key, alpha in self.alpha_pattern if key.matches(name)), self.alpha)
+        rank = self.rank_of(name)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def changes(self, name: str) -> bool:
+        """Whether a linear layer of the decoder has a pair of matrices."""
+        if _is_in(name, self.excluded) or not _is_in(name, self.targets):
+            return False
+        if self.layers is None or isinstance(self.targets, Expression):
+            return True
+        return self.in_layers.matches(name) and next(int(x) for x in name.split(".") if x.isdecimal()) in self.layers
+
+
+def _is_in(name: str, given: Names) -> bool:
+    if isinstance(given, Expression):
+        return given.matches(name)
+    return any(name == one or name.endswith(f".{one}") for one in given)
+
+
+def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
+    """Read the object of an adapter_config.json: every field is used, neutral, switched off, or refused.
+
+    Raises:
+        ConfigError: a field that weft does not support, named with its value; a value of the wrong type.
+    """
+    fields = Fields(raw, call, _CONFIG)
+    if raw.get("peft_type") != "LORA":
+        raise fields.refuse("peft_type", "weft loads adapters of peft_type='LORA'")
+    for name, value in raw.items():
+        if name in _NEUTRAL_AT:
+            if value not in _NEUTRAL_AT[name]:
+                raise fields.refuse(name, f"weft supports {name}={_NEUTRAL_AT[name][0]!r}; merge this adapter instead")
+        elif name not in _USED | _NEUTRAL and value not in _OFF:
+            raise fields.refuse(name, f"weft supports LoRA without {name}; merge this adapter into its model instead")
+    return LoraConfig(
+        rank=fields.integer("r", 8),
+        alpha=fields.number("lora_alpha", 8),
+        use_rslora=fields.flag("use_rslora", False),
+        rank_pattern=_pattern(fields, "rank_pattern", lambda inner, key: inner.integer(key, 1)),
+        alpha_pattern=_pattern(fields, "alpha_pattern", lambda inner, key: inner.number(key, 1.0)),
+        targets=_names(fields, "target_modules", all_linear=True),
+        excluded=_names(fields, "exclude_modules"),
+        layers=_layers(fields),
+        in_layers=_in_layers(fields),
+    )
+
+
+def _layers(fields: Fields) -> tuple[int, ...] | None:
+    found = fields.raw.get("layers_to_transform")
+    given = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(one) is int for one in given):
+        raise fields.refuse("layers_to_transform", "layers_to_transform is a layer's number, a list of them, or null")
+    return tuple(given) or None
+
+
+def _in_layers(fields: Fields) -> Expression:
+    found = fields.raw.get("layers_pattern")
+    given = _strings(fields, "layers_pattern") if not isinstance(found, str) else [found]
+    around = {"before": r"(?:.*\.)?", "after": r"\.\d+\..*"}
+    return _expression(fields, "layers_pattern", "|".join(given) or "[^.]*", **around)
+
+
+def _pattern(fields: Fields, name: str, value: Callable[[Fields, str], T]) -> list[tuple[Expression, T]]:
+    inner = fields.nested(name, "an object of numbers") if fields.raw.get(name) else None
+    if inner is None:
+        return []
+    return [(_expression(inner, key, key, before=r"(?:.*\.)?"), value(inner, key)) for key in inner.raw]
+
+
+def _names(fields: Fields, name: str, *, all_linear: bool = False) -> Names:
+    found = fields.raw.get(name)
+    if all_linear and found == _ALL:
+        return Expression(".*")
+    return _expression(fields, name, found) if found and isinstance(found, str) else tuple(_strings(fields, name))
+
+
+def _strings(fields: Fields, name: str) -> list[str]:
+    return fields.items(name, str, "a list of names, or a regular expression") if fields.raw.get(name) else []
+
+
+def _expression(fields: Fields, name: str, text: str, **around: str) -> Expression:
+    try:
+        return Expression(text, **around)
+    except ConfigError as error:
+        raise fields.refuse(name, f"a regular expression: {error.seen}") from None
+
+
+def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
+    """Load a LoRA adapter: adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained` writes them.
+
+    An adapter may change any linear layer of attention and of feed-forward blocks, but not experts. If the model is one
+    stage of a pipeline, only that stage's layers are read. Values are float32; the computation is in the dtype of the
+    model's activations.
+
+    Args:
+        model: the base model of the adapter.
+        folder: a local folder.
+
+    Raises:
+        CheckpointNotFoundError: no folder, or one of the two files is missing.
+        ConfigError: adapter_config.json has a field that weft does not support: another kind of adapter, a bias, DoRA,
+            modules that are saved whole.
+        CheckpointError: a file is damaged; a tensor is missing, of another shape than the model and the configuration
+            say, or of something that weft does not adapt.
+        RequestError: no model, or no folder.
+    """
+    _check_arguments(model, folder)
+    call, path = f"weft.load_adapter({model!r}, {os.fspath(folder)!r:.300})", Path(folder)
+    _check_files(path, call)
+    config = parse_lora(read_object(path / _CONFIG, call), call)
+    parts = {n: part for i in range(model.config.num_layers) for n, (_, _, part) in adaptable(model.config, i).items()}
+    pairs = _changed(config, parts, call)
+    wanted = set(pairs)
+    own = {name for i in model.layout.layers for name in adaptable(model.config, i)} & wanted
+    with ExitStack() as stack:
+        handle = stack.enter_context(open_tensors(path / _WEIGHTS, "cpu", call))
+        _check_names(list(handle.keys()), wanted, call)
+        deltas = {name: _read(handle, name, pairs[name], parts[name].shape, call) for name in parts if name in own}
+    origin = Origin(digest_files(path, (path / _CONFIG, path / _WEIGHTS)), digest_params(deltas))
+    return Adapter(deltas, path, origin=origin)
+
+
+def _check_arguments(model: Any, folder: Any) -> None:
+    if not isinstance(model, Model) or not isinstance(folder, str | os.PathLike):
+        seen, instead = (
+            f"{kind_of(model)} and {kind_of(folder)}",
+            "model = weft.load(folder) first, then the adapter's folder",
+        )
+        raise RequestError("weft.load_adapter(model, folder)", seen, instead)
+
+
+def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:
+    """The rank and the scaling of each of these linear layers that has a pair of matrices."""
+    try:
+        return {name: (config.rank_of(name), config.scaling_of(name)) for name in names if config.changes(name)}
+    except ConfigError as error:
+        raise ConfigError(call, f"{_CONFIG} has {error.call}, and {error.seen}", error.instead) from None
+
+
+def _check_files(path: Path, call: str) -> None:
+    for name in (_CONFIG, _WEIGHTS):
+        if not os.path.isfile(path / name):
+            seen, instead = f"{str(path)!r:.300} has no {name}", "pass a folder that PEFT's save_pretrained wrote"
+            if os.path.isfile(path / "adapter_model.bin"):
+                seen, instead = f"{seen}, only adapter_model.bin", "save it again, as safetensors"
+            raise CheckpointNotFoundError(call, seen, instead)
+
+
+def _check_names(names: list[str], wanted: set[str], call: str) -> None:
+    found = {name: _NAME.fullmatch(name) for name in names}
+    if strange := [name for name, match in found.items() if match is None or match["layer"] not in wanted]:
+        seen = f"{_WEIGHTS} has {list_some(strange)}, which {_CONFIG} or the model does not explain"
+        if not wanted:
+            seen = f"{_CONFIG} names no module of the model that can be adapted; {_WEIGHTS} has {list_some(strange)}"
+        instead = "adapters of the model's own q, k, v, o, gate, up and down projections alone, none of experts"
+        raise CheckpointError(call, seen, instead)
+    if missing := [name for name in sorted(wanted) if any(_tensor(name, which) not in found for which in "AB")]:
+        seen = f"{_WEIGHTS} has no pair of matrices for {list_some(missing)}, and {_CONFIG} says so"
+        raise CheckpointError(call, seen, "check that the two files, and the base model, belong together")
+    if not wanted:
+        raise ConfigError(call, f"{_CONFIG} names no layer of the model", "an adapter of this model")
+
+
+def _tensor(name: str, which: str) -> str:
+    return f"base_model.model.{name}.lora_{which}.weight"
+
+
+def _read(
+    handle: Any, name: str, wanted: tuple[int, float], shape: tuple[int, ...], call: str
+) -> tuple[Tensor, Tensor]:
+    """The pair of matrices of a linear layer `[out, in]`, with the scaling in the second."""
+    (rows, columns), (rank, scaling), pair = shape, wanted, []
+    for which, size in (("A", (rank, columns)), ("B", (rows, rank))):
+        view = handle.get_slice(_tensor(name, which))
+        seen = f"{_tensor(name, which)} is {view.get_dtype()} {tuple(view.get_shape())}"
+        if tuple(view.get_shape()) != size or view.get_dtype() not in FLOATS:
+            instead = f"the model and {_CONFIG} make it {size}, of {', '.join(FLOATS)}"
+            raise CheckpointError(call, seen, instead)
+        pair.append(handle.get_tensor(_tensor(name, which)).to(torch.float32))
+    return pair[0], pair[1] * scaling
+
+
 def adaptable(config: ModelConfig, index: int) -> dict[str, tuple[str, int, Part]]:
     """The linear layers of decoder layer `index` that an adapter may change, by transformers' name: the product that
-    each is in, its place in that, and its part of the weights. Not experts."""
+    each is part of, its place in that product, and its part of the weights. Experts are left out."""
     fields = layer_fields(config, index)
     found = {}
     for product in PRODUCTS:
@@ -63,11 +305,11 @@ def adaptable(config: ModelConfig, index: int) -> dict[str, tuple[str, int, Part
 def with_adapters(
     params: DecoderParams, config: ModelConfig, layout: StageLayout, adapters: Sequence[Adapter]
 ) -> DecoderParams:
-    """A stage's parameters with a slot for each adapter, in order, that holds it; the same where there is none.
+    """A stage's parameters with one slot for each adapter, in order; the same parameters if there are none.
 
     Args:
-        params: of the stage; its tensors are shared.
-        config, layout: of the model, and of the stage.
+        params: the stage's; the result shares their tensors.
+        config, layout: the model's, and the stage's.
         adapters: from `load_adapter`.
     """
     if not adapters:
@@ -92,10 +334,10 @@ def reserve_slots(
     """A stage's parameters with empty slots for adapters.
 
     Args:
-        params: of the stage; its tensors are shared.
-        config, layout: of the model, and of the stage.
+        params: the stage's; the result shares their tensors.
+        config, layout: the model's, and the stage's.
         num_slots: at least 1.
-        rank: of an adapter at most.
+        rank: the greatest rank of an adapter.
         names: the linear layers that adapters may change, as in `Adapter.deltas`; None: all.
     """
     layers = []
@@ -112,7 +354,7 @@ def _empty(config: ModelConfig, index: int, layer: LayerParams, product: str, nu
     weight: Tensor = getattr(layer, f"{product}_proj")
     rows, columns = weight.shape
     starts = [part.start for part in layer_fields(config, index)[f"{product}_proj"].parts]
-    # Weights in FP8 have adapters in the dtype of the activations, which is that of the norms.
+    # Adapters of weights in FP8 have the dtype of the activations, which is that of the norms.
     like = layer.input_layernorm
     return LoraWeights(
         like.new_zeros(num_slots, len(starts), rank, columns), like.new_zeros(num_slots, rows, rank), (*starts, rows)
@@ -122,13 +364,13 @@ def _empty(config: ModelConfig, index: int, layer: LayerParams, product: str, nu
 def write_slot(
     params: DecoderParams, config: ModelConfig, layout: StageLayout, slot: int, adapter: Adapter | None
 ) -> None:
-    """Write an adapter into a slot of a stage's parameters, in place: graphs that were captured with them go on with
-    the new adapter, and none is captured again. What the slot held is gone.
+    """Write an adapter into a slot of a stage's parameters, in place. Captured graphs replay with the new adapter; none
+    is captured again. The slot's old values are lost.
 
     Args:
-        params: of the stage, with slots.
-        config, layout: of the model, and of the stage.
-        slot: which. No request that is under way may use it.
+        params: the stage's, with slots.
+        config, layout: the model's, and the stage's.
+        slot: its number. No running request may use it.
         adapter: None: empty the slot.
 
     Raises:
@@ -148,11 +390,7 @@ def write_slot(
 def check_slot(
     params: DecoderParams, config: ModelConfig, layout: StageLayout, slot: int, adapter: Adapter | None
 ) -> None:
-    """Refuse what `write_slot` cannot write.
-
-    Raises:
-        RequestError: as of `write_slot`.
-    """
+    """Raise RequestError where `write_slot` does."""
     call = f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})"
     slots = _slots(params, config, layout)
     for name, (a, _) in _deltas(layout, adapter).items():
@@ -171,7 +409,7 @@ def _slots(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> d
 
 
 def _deltas(layout: StageLayout, adapter: Adapter | None) -> dict[str, tuple[Tensor, Tensor]]:
-    """What an adapter adds to the layers of a stage."""
+    """The pairs of matrices for the layers of a stage."""
     return {} if adapter is None else {n: d for n, d in adapter.deltas.items() if _layer_of(n) in layout.layers}
 
 
@@ -186,3 +424,20 @@ def _slots_of(
 
 def _layer_of(name: str) -> int:
     return int(name.split(".")[2])
+
+
+def stage_params(
+    model: Model, layouts: Sequence[StageLayout], adapters: Sequence[Adapter] = ()
+) -> tuple[DecoderParams, ...]:
+    """The parameters of stages, with a slot for each adapter: parts of a whole model, or a model that is one stage.
+
+    Raises:
+        ProgramError: the model is another stage.
+    """
+    if model.layout.num_stages == 1:
+        own = [slice_params(model.params, layout) for layout in layouts]
+        return tuple(with_adapters(p, model.config, layout, adapters) for p, layout in zip(own, layouts, strict=True))
+    if (model.layout,) != tuple(layouts):
+        call, seen = f"stage_params({model!r}, {list(layouts)})", f"a model that is {model.layout}"
+        raise ProgramError(call, seen, "weft.load(folder, stage=...) of the stage that runs here")
+    return (with_adapters(model.params, model.config, model.layout, adapters),)

@@ -1,34 +1,43 @@
-"""The architectures that weft knows, and what each field of their config.json is to it."""
+"""The architectures that weft knows: a table with a row for each, and the fields of their config.json.
 
+To add an architecture, add a row to `ARCHITECTURES`. The layers are those of `weft.stages.decoder`; where architectures
+differ, `weft.stages.config.ModelConfig` has a field. An architecture that computes something new needs a field there,
+and the computation in the decoder.
+"""
+
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from weft.stages.moe_config import MOE_FIELDS
-from weft.stages.rope import Rope
-from weft.stages.vl_config import VL_FIELDS, VL_ROPE, VL_TEXT_TYPES
+from weft.errors import ConfigError, ConfigWarning
+from weft.json_text import Fields
+from weft.stages.rope import Rope, unknown_rope_keys
 
 Allowed = Mapping[str, tuple[Any, ...]]
-"""The values of each field that say nothing."""
+"""The values at which each field changes nothing."""
+_SHOWN = 16
+_OF_THE_WHOLE = ("architectures", "model_type")
 
 
 @attrs.frozen
 class Architecture:
-    """What sets an architecture apart from the others.
+    """The properties that set an architecture apart from the others.
 
     Args:
         model_type: its name in a config.json.
-        defaults: what transformers (5.23) assumes where a file is silent.
-        rope: the rotary embedding that it assumes there.
-        fields: those that it has beside the common ones.
-        neutral_at: as `NEUTRAL_AT`, of this architecture alone.
-        text_types: the `model_type` that the decoder's own part of a file, `text_config`, may have; empty: files have
-            no such part.
-        fixed_biases: whether q, k and v have a bias, and nothing else has, whatever a file says.
-        qk_norm: whether queries and keys are normalised a head at a time.
+        defaults: the values that transformers (5.23) takes where a file is silent, by the names in a config.json.
+        rope: the rotary embedding that it takes there.
+        fields: the fields that it has beside the common ones.
+        neutral_at: as `NEUTRAL_AT`, for this architecture alone.
+        text_types: the values of `model_type` in a file's `text_config`, the usual one first; empty: its files have no
+            `text_config`.
+        qkv_bias_only: whether q, k and v have a bias, and nothing else has, whatever a file says.
+        qk_norm: whether queries and keys are normalised, one head at a time.
         experts: whether layers have a mixture of experts.
-        other_tensors: what the names of tensors begin with that are not the decoder's.
+        window_switch: whether `sliding_window` counts only where `use_sliding_window` is true.
+        other_tensors: prefixes of the names of tensors that are not the decoder's.
     """
 
     model_type: str
@@ -37,66 +46,107 @@ class Architecture:
     fields: frozenset[str] = frozenset()
     neutral_at: Allowed = attrs.field(factory=dict)
     text_types: tuple[str, ...] = ()
-    fixed_biases: bool = False
+    qkv_bias_only: bool = False
     qk_norm: bool = False
     experts: bool = False
+    window_switch: bool = False
     other_tensors: tuple[str, ...] = ()
 
 
+_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": None,
+}
 _QWEN_DEFAULTS: Mapping[str, Any] = {
+    **_DEFAULTS,
     "vocab_size": 151_936,
     "intermediate_size": 22_016,
     "max_position_embeddings": 32_768,
     "num_key_value_heads": 32,
-    "head_dim": None,
-    "eos_token_id": None,
 }
-# Qwen2 has its biases, Qwen3 its norms, and all Qwens their bare MLP, whatever the file says: it may only agree.
+# Qwen2 has its biases, Qwen3 its norms, and every Qwen an MLP without biases; a file may only agree.
 _QWEN2_BIASES: Allowed = {"attention_bias": (True,), "mlp_bias": (False,)}
 _QWEN3_FIXED: Allowed = {"mlp_bias": (False,), "use_qk_norm": (True, None)}
+MOE_FIELDS = frozenset(
+    {
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+    }
+)
+"""The fields that an architecture with experts has beside the common ones."""
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
         "llama",
         {
+            **_DEFAULTS,
             "vocab_size": 32_000,
             "intermediate_size": 11_008,
             "max_position_embeddings": 2048,
             "num_key_value_heads": None,
-            "head_dim": None,
             "eos_token_id": 2,
         },
     ),
-    "Qwen2ForCausalLM": Architecture("qwen2", _QWEN_DEFAULTS, neutral_at=_QWEN2_BIASES, fixed_biases=True),
+    "Qwen2ForCausalLM": Architecture(
+        "qwen2", _QWEN_DEFAULTS, neutral_at=_QWEN2_BIASES, qkv_bias_only=True, window_switch=True
+    ),
     "Qwen3ForCausalLM": Architecture(
-        "qwen3", {**_QWEN_DEFAULTS, "head_dim": 128}, neutral_at=_QWEN3_FIXED, qk_norm=True
+        "qwen3", {**_QWEN_DEFAULTS, "head_dim": 128}, neutral_at=_QWEN3_FIXED, qk_norm=True, window_switch=True
     ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
-        {**_QWEN_DEFAULTS, "hidden_size": 2048, "intermediate_size": 6144, "num_layers": 24, "num_key_value_heads": 4},
+        {
+            **_QWEN_DEFAULTS,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+        },
         fields=MOE_FIELDS,
         neutral_at=_QWEN3_FIXED,
         qk_norm=True,
         experts=True,
+        window_switch=True,
     ),
+    # The text decoder alone: weft takes images as embeddings.
     "Qwen2VLForConditionalGeneration": Architecture(
         "qwen2_vl",
         {
+            **_DEFAULTS,
             "vocab_size": 152_064,
             "hidden_size": 8192,
             "intermediate_size": 29_568,
-            "num_layers": 80,
-            "num_heads": 64,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
             "num_key_value_heads": 8,
-            "head_dim": None,
             "max_position_embeddings": 32_768,
             "rms_norm_eps": 1e-5,
             "eos_token_id": 151_645,
         },
-        rope=VL_ROPE,
-        fields=VL_FIELDS,
+        rope=Rope(theta=1e6, mrope_section=(16, 24, 24)),
+        fields=frozenset(
+            {
+                "vision_config",
+                "image_token_id",
+                "video_token_id",
+                "vision_token_id",
+                "vision_start_token_id",
+                "vision_end_token_id",
+            }
+        ),
         neutral_at=_QWEN2_BIASES,
-        text_types=VL_TEXT_TYPES,
-        fixed_biases=True,
+        text_types=("qwen2_vl_text", "qwen2_vl"),
+        qkv_bias_only=True,
+        window_switch=True,
         other_tensors=("visual.",),
     ),
 }
@@ -109,7 +159,7 @@ _USED = """
 """
 USED = frozenset(_USED.split())
 
-# Why a field cannot change what a decoder computes at inference, and the fields of which that is so.
+# Fields that cannot change what a decoder computes at inference, by the reason.
 _NEUTRAL_BY_REASON: Mapping[str, str] = {
     "a note about the file or its tools": """_name_or_path name_or_path _model_name_or_path _commit_hash
         transformers_version transformers.js_config unsloth_fixed unsloth_version is_llama_config""",
@@ -132,9 +182,9 @@ _NEUTRAL_BY_REASON: Mapping[str, str] = {
 }
 NEUTRAL: Mapping[str, str] = {name: reason for reason, names in _NEUTRAL_BY_REASON.items() for name in names.split()}
 
-# Fields of other decoders that change what is computed, and that no tensor's name or shape would betray, or that change
-# the sizes which `weft plan` reckons with; what else adds tensors, such as a bias or a norm, is refused where one is
-# found that nothing explains.
+# Fields of other decoders that change the computation without changing the name or shape of any tensor, or that change
+# the sizes that `weft plan` works with. A field that adds tensors, such as a bias or a norm, needs no entry: loading
+# refuses tensors that the configuration does not explain.
 _ELSEWHERE: Sequence[tuple[tuple[Any, ...], str]] = (
     ((None, 0, 0.0), """attn_logit_softcapping final_logit_softcapping logits_soft_cap logit_softcap logit_cap clip_qkv
         swiglu_limit"""),
@@ -150,7 +200,7 @@ _ELSEWHERE: Sequence[tuple[tuple[Any, ...], str]] = (
     ((None, "rope", "rotary"), "position_embedding_type"),
 )  # fmt: skip
 
-# Fields that say nothing at these values, and something that weft does not do at any other.
+# Fields that change nothing at these values, and that ask for something weft does not do at any other.
 NEUTRAL_AT: Allowed = {name: values for values, names in _ELSEWHERE for name in names.split()} | {
     "hidden_act": ("silu", "swish"),
     "use_sliding_window": (False,),
@@ -163,3 +213,101 @@ NEUTRAL_AT: Allowed = {name: values for values, names in _ELSEWHERE for name in 
     "rope_interleaved": (False,),
     "use_mrope": (False,),
 }
+
+
+def supported() -> str:
+    """The architectures, for an error."""
+    return f"weft supports the architectures {', '.join(ARCHITECTURES)}"
+
+
+def architecture_of(fields: Fields) -> str:
+    """The single name in `architectures`, or the one that `model_type` stands for if `architectures` is missing.
+
+    Raises:
+        ConfigError: an architecture that weft does not know, or two fields that disagree.
+    """
+    model_type = fields.raw.get("model_type")
+    by_type = {known.model_type: name for name, known in ARCHITECTURES.items()}
+    if not fields.raw.get("architectures"):
+        if model_type is None:
+            seen = f"{fields.source} has neither architectures nor model_type"
+            raise ConfigError(fields.call, seen, supported())
+        if not isinstance(model_type, str) or model_type not in by_type:
+            raise fields.refuse("model_type", supported())
+        return by_type[model_type]
+    names = fields.raw["architectures"]
+    name = names[0] if isinstance(names, list | tuple) and len(names) == 1 else None
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise fields.refuse("architectures", supported())
+    if model_type not in (None, ARCHITECTURES[name].model_type):
+        values = {"architectures": names, "model_type": model_type}
+        raise fields.contradict(values, f"model_type is {ARCHITECTURES[name].model_type!r} for {name}")
+    return name
+
+
+def decoder_fields(fields: Fields, architecture: str) -> Fields:
+    """The fields of the text decoder.
+
+    In an architecture with `text_types` they stand in `text_config` and beside it (transformers 5), or all in one
+    object (the files of the models as they were published).
+
+    Raises:
+        ConfigError: a `text_config` that is not an object, or that contradicts the fields beside it.
+    """
+    types = ARCHITECTURES[architecture].text_types
+    if not types:
+        return fields
+    outer = {name: value for name, value in fields.raw.items() if name != "text_config"}
+    text = fields.nested("text_config")
+    if text is None:
+        return attrs.evolve(fields, raw=outer)
+    if text.raw.get("model_type", types[0]) not in types:
+        values = {"text_config": {"model_type": text.raw["model_type"]}}
+        raise fields.contradict(values, f"text_config.model_type is {types[0]!r} for {architecture}")
+    inner = {name: value for name, value in text.raw.items() if name not in _OF_THE_WHOLE}
+    for name, value in inner.items():
+        if name in outer and outer[name] != value:
+            raise fields.contradict({name: outer[name], f"text_config.{name}": value}, f"give {name} once")
+    return attrs.evolve(fields, raw=outer | inner)
+
+
+def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
+    """Refuse each field that asks for something weft does not do, and report the unknown ones: in a warning, or in an
+    error if `strict`.
+
+    Raises:
+        ConfigError: there is such a field.
+    """
+    known = ARCHITECTURES[architecture]
+    neutral_at = {**NEUTRAL_AT, **known.neutral_at}
+    unknown: dict[str, Any] = {}
+    for name, value in fields.raw.items():
+        if name in neutral_at and name not in known.fields:
+            allowed = neutral_at[name]
+            if not any(type(value) is type(one) and value == one for one in allowed):
+                raise fields.refuse(name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}")
+        elif name not in USED | NEUTRAL.keys() | known.fields:
+            unknown[name] = value
+    _check_attention_is_full(fields, known)
+    unknown |= unknown_rope_keys(fields)
+    if not unknown:
+        return
+    shown, more = list(unknown.items())[:_SHOWN], len(unknown) - _SHOWN
+    listed = ", ".join(f"{name:.60}={value!r:.60}" for name, value in shown) + (f" and {more} more" if more > 0 else "")
+    if strict:
+        instead = f"weft does not know what that does to {architecture}; remove what does nothing, or leave out strict"
+        raise ConfigError(fields.call, f"{fields.source} has {listed}", instead)
+    seen = f"weft does not know these fields of {fields.source}, and ignores them: {listed}"
+    warnings.warn(seen, ConfigWarning, stacklevel=2)
+
+
+def _check_attention_is_full(fields: Fields, known: Architecture) -> None:
+    off = known.window_switch or "use_sliding_window" in fields.raw
+    if fields.raw.get("sliding_window") is not None and not off:
+        raise fields.refuse("sliding_window", "weft has no sliding windows: set sliding_window to null")
+    types = fields.raw.get("layer_types")
+    if types is None:
+        return
+    layers = fields.integer("num_hidden_layers", known.defaults["num_hidden_layers"])
+    if not isinstance(types, list) or len(types) != layers or any(one != "full_attention" for one in types):
+        raise fields.refuse("layer_types", f"weft supports 'full_attention' in each of the {layers} layers")

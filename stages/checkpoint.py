@@ -1,12 +1,14 @@
-"""Parameters from a folder of safetensors, each stage reading its own tensors."""
+"""A folder of safetensors: its tensors as a stage's parameters, and a digest of it."""
 
+import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -14,21 +16,28 @@ from tqdm import tqdm
 
 from weft.arguments import kind_of
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError, ProgramError
+from weft.json_text import read_object
 from weft.stages.architectures import ARCHITECTURES
-from weft.stages.config import DTYPES, ModelConfig, check_folder, read_object
+from weft.stages.config import DTYPES, ModelConfig, check_folder
 from weft.stages.layer_fields import Field, Part, layer_fields
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.rope import inverse_frequencies
+from weft.trees import tree_leaves
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F16", "BF16", "F32", "F64")
-# Buffers that old versions of transformers saved, and that follow from the configuration.
+# Buffers that old versions of transformers saved; they follow from the configuration.
 _NEUTRAL = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _FP8 = "F8_E4M3"
 _BELONG = "check that config.json and the weights belong together"
 _SHOWN = 4
+_SAMPLES, _BYTES = 512, 64
+"""Places in a checkpoint that a digest reads, and the bytes that it reads at each."""
+_MAX_HEADER = 2**27
+_VALUES = 4
+"""Values of a tensor that a digest reads."""
 
 
 def load_params(
@@ -42,21 +51,21 @@ def load_params(
 ) -> DecoderParams:
     """A stage's parameters from `model.safetensors`, or from the shards that `model.safetensors.index.json` names.
 
-    Only the stage's own tensors are read, each straight to `device`, and none before every name, shape and dtype was
-    found right. On the CPU a tensor that needs no cast and stands alone in its field is a view of the mapped file: do
-    not change the file meanwhile.
+    Only the stage's own tensors are read, each straight to `device`, after every name, shape and dtype was checked. On
+    the CPU a tensor that needs no cast and is alone in its field is a view of the mapped file: do not change the file
+    while the parameters are in use.
 
     Args:
         path: a folder that transformers' `save_pretrained` wrote.
         config: from `load_config(path)`.
-        layout: the stage, from `split_model(config, num_stages)` where an engine is to run it, or `split_layers`.
-        dtype: what the tensors are cast to, but for those in FP8 and their scales; None: `config.dtype`.
-        progress: whether to show a bar, one tick a tensor.
+        layout: the stage: from `split_model(config, num_stages)` if an engine runs it, or from `split_layers`.
+        dtype: the dtype of all tensors except those in FP8 and their scales; None: `config.dtype`.
+        progress: whether to show a progress bar, one tick for each tensor.
 
     Raises:
         CheckpointNotFoundError: no folder, no safetensors, or a shard is missing.
         CheckpointError: a file is damaged; a tensor is missing, of another shape than the configuration says, not a
-            float (or not FP8 where it should be), or one that the configuration has no use for.
+            float (or not FP8 where it should be), or not explained by the configuration.
         ConfigError: a dtype that no decoder computes in.
         ProgramError: a layout for another number of layers.
         DeviceError: a device that is not there.
@@ -76,7 +85,7 @@ def read_params(
     *,
     progress: bool,
 ) -> DecoderParams:
-    """As `load_params`, whose errors name the call that wanted it, and which checks neither device nor dtype."""
+    """As `load_params`, without its checks of device and dtype; errors name `call`."""
     fields = dict(stage_fields(config, layout))
     files = _tensor_files(folder, call)
     _check_names(files, tensor_shapes(config, layout), config, call)
@@ -101,7 +110,7 @@ def read_params(
 
 
 def _fill(field: Field, read: Callable[[Part], Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The field's tensor: its only part, or all parts in memory of its own."""
+    """The field's tensor: its only part as it is, or a new tensor that holds all parts."""
     dtype = field.dtype or dtype
     if len(field.parts) == 1 and field.parts[0].shape == field.shape:
         return read(field.parts[0]).to(dtype)
@@ -112,15 +121,15 @@ def _fill(field: Field, read: Callable[[Part], Tensor], dtype: torch.dtype, devi
 
 
 def _place_of(part: Part, whole: Tensor) -> Tensor:
-    """Where a part is in its field's tensor."""
+    """A part's view of its field's tensor."""
     rows = whole if part.expert is None else whole[part.expert]
     place = rows[part.start : part.start + part.shape[0]]
     return place if place.dim() == 1 else place[:, : part.shape[1]]
 
 
 def places(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> dict[str, Tensor]:
-    """Views of a stage's parameters, by transformers' names of the tensors that they hold: what is written there, the
-    parameters are."""
+    """Views of a stage's parameters, by transformers' names of the checkpoint's tensors. Writing to a view changes the
+    parameters."""
     found: dict[str, Tensor] = {}
     for path, field in stage_fields(config, layout):
         *layer, name = path.split(".")
@@ -141,7 +150,7 @@ def tensor_shapes(config: ModelConfig, layout: StageLayout) -> dict[str, tuple[i
 def stage_fields(config: ModelConfig, layout: StageLayout) -> Iterator[tuple[str, Field]]:
     """The fields of a stage's parameters, each with its path: `layers.3.qkv_proj`, counted in the whole model.
 
-    A tied head's is the embedding's.
+    The field of a tied head is the embedding.
     """
     vocabulary = config.vocab_size, config.hidden_size
     embedding = Field(vocabulary, (Part(EMBED, vocabulary),))
@@ -161,7 +170,7 @@ def stage_fields(config: ModelConfig, layout: StageLayout) -> Iterator[tuple[str
 def assemble(
     config: ModelConfig, layout: StageLayout, tensors: Mapping[str, Tensor], device: torch.device
 ) -> DecoderParams:
-    """A stage's parameters of the tensors at the paths of `stage_fields`."""
+    """A stage's parameters, made from the tensors at the paths of `stage_fields`."""
     layers = []
     for i in layout.layers:
         prefix = f"layers.{i}."
@@ -178,7 +187,7 @@ def assemble(
 
 
 def checked_dtype(config: ModelConfig, layout: StageLayout, dtype: torch.dtype | None, call: str) -> torch.dtype:
-    """The dtype to load, once the layout was found to be one of this model."""
+    """The dtype to load; an error if it is not a dtype of decoders, or if the layout is not of this model."""
     if layout.stop > config.num_layers or layout.last != (layout.stop == config.num_layers):
         instead = f"split_layers({config.num_layers}, {layout.num_stages})[{layout.index}]"
         seen = f"a layout that ends with layer {layout.stop - 1}, and a model of {config.num_layers} layers"
@@ -189,7 +198,7 @@ def checked_dtype(config: ModelConfig, layout: StageLayout, dtype: torch.dtype |
 
 
 def checked_device(device: torch.device | str, call: str) -> torch.device:
-    """The device with its index: safetensors takes a bare `cuda` for `cuda:0`, torch for the current one."""
+    """The device with its index: a bare `cuda` is `cuda:0` to safetensors, and the current device to torch."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
@@ -203,7 +212,7 @@ def weight_files(folder: Path, call: str) -> list[Path]:
     """The files that hold a checkpoint's tensors, and the index that names them.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError: there are none, or they cannot be read.
+        CheckpointNotFoundError, CheckpointError: there are no such files, or they cannot be read.
     """
     shards = sorted(set(_tensor_files(folder, call).values()))
     for file in shards:
@@ -212,7 +221,7 @@ def weight_files(folder: Path, call: str) -> list[Path]:
 
 
 def _tensor_files(folder: Path, call: str) -> dict[str, Path]:
-    """Which file holds each of the checkpoint's tensors."""
+    """The file that holds each of the checkpoint's tensors."""
     check_folder(folder, call)
     if os.path.isfile(folder / _WEIGHTS):
         with open_tensors(folder / _WEIGHTS, "cpu", call) as handle:
@@ -232,13 +241,13 @@ def _indexed_files(index: Path, call: str) -> dict[str, Path]:
     try:
         shards = read_object(index, call).get("weight_map")
     except ConfigError as error:
-        raise CheckpointError(call, f"{index.name} is no index of shards: {error.seen}", again) from error
+        raise CheckpointError(call, f"{index.name} is not an index of shards: {error.seen}", again) from error
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
         what = f"weight_map is {kind_of(shards)}, not an object"
         if isinstance(shards, dict):
             name, shard = next((name, shard) for name, shard in shards.items() if not isinstance(shard, str))
             what = f"weight_map[{name!r:.100}] is {shard!r:.100}, not the name of a file"
-        raise CheckpointError(call, f"{index.name} is no index of shards: {what}", again)
+        raise CheckpointError(call, f"{index.name} is not an index of shards: {what}", again)
     names = set(shards.values())
     if outside := sorted(name for name in names if not _is_inside(name)):
         seen = f"{index.name} names {list_some(outside)}, which is not a file of {str(index.parent)!r}"
@@ -250,13 +259,13 @@ def _indexed_files(index: Path, call: str) -> dict[str, Path]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a relative path cannot lead out of the folder that it begins in, but by a link that somebody has put
-    there, as Hugging Face's cache does for each file."""
+    """Whether a relative path stays in the folder that it begins in. Links may lead out of it, as those of Hugging
+    Face's cache do."""
     return all(part not in ("", ".", "..") for part in re.split(r"[/\\]", name)) and ":" not in name
 
 
 def open_tensors(file: Path, device: str, call: str) -> Any:
-    """The file's `safe_open`, which maps it and reads no tensor yet."""
+    """The file's `safe_open`, which maps the file and reads no tensor yet."""
     _check_readable(file, call)
     try:
         return safe_open(file, framework="pt", device=device)
@@ -314,3 +323,57 @@ def list_some(names: list[str]) -> str:
     """The names, or the first few and how many more there are."""
     more = len(names) - _SHOWN
     return ", ".join(f"{name:.200}" for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+@attrs.frozen
+class Origin:
+    """Digests of the checkpoint that parameters were loaded from, by which ranks that hold different parts of a model
+    tell whether it is one model.
+
+    Args:
+        checkpoint: a digest of the whole checkpoint.
+        params: a digest of the part that was loaded, at that time.
+    """
+
+    checkpoint: str
+    params: str
+
+    def describe(self, params: Any) -> str:
+        """The checkpoint's digest, and whether the digest of the parameters has changed since."""
+        changed = ", changed since it was loaded" * (digest_params(params) != self.params)
+        return f"checkpoint {self.checkpoint}{changed}"
+
+
+def digest_files(folder: Path, files: Iterable[Path]) -> str:
+    """A digest of the files of a checkpoint: of their names, sizes and headers, and of 512 samples of 64 bytes; small
+    files such as JSON are read as a whole. It tells checkpoints apart, but not files that differ in a few values.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    files = sorted(set(files))
+    found = hashlib.blake2b(digest_size=8)
+    for file in files:
+        size = file.stat().st_size
+        found.update(f"{file.relative_to(folder).as_posix()} {size} ".encode())
+        with file.open("rb") as opened:
+            header = min(8 + int.from_bytes(opened.read(8), "little"), size)
+            opened.seek(0)
+            found.update(opened.read(min(header, _MAX_HEADER)))
+            count = max(_SAMPLES // len(files), 16)
+            for index in range(count):
+                opened.seek(header + max(size - header - _BYTES, 0) * index // (count - 1))
+                found.update(opened.read(_BYTES))
+    return found.hexdigest()
+
+
+def digest_params(params: Any) -> str:
+    """A digest of the shapes, the dtypes and 4 values of each tensor in a tree. It reads the values on the host."""
+    tensors = [leaf.detach() for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
+    found = hashlib.blake2b(digest_size=8)
+    found.update(str([(tuple(x.shape), x.dtype) for x in tensors]).encode())
+    filled = [x.reshape(-1) for x in tensors if x.numel()]
+    samples = [x[:: max(x.numel() // _VALUES, 1)][:_VALUES].to(torch.float32) for x in filled]
+    if samples:
+        found.update(torch.cat(samples).cpu().numpy().tobytes())
+    return found.hexdigest()

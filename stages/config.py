@@ -1,11 +1,11 @@
-"""`ModelConfig`: what a checkpoint's config.json says, every field of it used, known to be neutral, or refused.
+"""`ModelConfig`: the configuration of a decoder, read from a checkpoint's config.json.
 
-A field that weft does not know is told of in a warning, or is an error if the file is read strictly. What is known to
-change the computation in a way that weft does not do is always an error, never a shrug.
+Every field of the file is used, known to be neutral, or refused. A field that weft does not know causes a warning, or
+an error if the file is read strictly. A field that is known to ask for something weft does not do is always an error.
 """
 
+import functools
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,19 @@ from typing import Any
 import attrs
 import torch
 
-from weft.arguments import kind_of
-from weft.errors import CheckpointNotFoundError, ConfigError, ConfigWarning
-from weft.json_text import parse_json
-from weft.stages.architectures import ARCHITECTURES, NEUTRAL, NEUTRAL_AT, USED
-from weft.stages.fields import Fields
-from weft.stages.fp8_config import Fp8Config, parse_fp8
-from weft.stages.moe_config import MoeConfig, parse_moe
-from weft.stages.rope import Rope
-from weft.stages.rope_config import parse_rope, unknown_keys
-from weft.stages.vl_config import text_part
+from weft.arguments import is_int
+from weft.errors import CheckpointNotFoundError, ConfigError
+from weft.json_text import Fields, read_object
+from weft.stages.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    architecture_of,
+    check_every_field,
+    decoder_fields,
+    supported,
+)
+from weft.stages.expressions import Expression, is_plain
+from weft.stages.rope import Rope, parse_rope
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
@@ -31,35 +34,112 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
 }
 _FROM_GGUF = (
-    "transformers reads GGUF, and writes what weft does: AutoModelForCausalLM.from_pretrained(folder, gguf_file=…), "
+    "transformers reads GGUF, and writes what weft reads: AutoModelForCausalLM.from_pretrained(folder, gguf_file=…), "
     "then save_pretrained(…)"
 )
 _MOST_BLOCKS = 2**16
-"""A model's feed-forward blocks at most, each expert counted; the largest released models have some 23,000."""
-_MOST_BYTES = 2**26
-"""Of a file of JSON."""
-_SHOWN = 16
+"""The most feed-forward blocks of a model, each expert counted; the largest released models have some 23,000."""
+# The value of each key of `quantization_config`; it may be missing, but for quant_method and weight_block_size.
+_FP8_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "quant_method": ("fp8",),
+    "activation_scheme": ("dynamic",),
+    "weight_block_size": ([128, 128], (128, 128)),
+    "fmt": ("e4m3",),
+    "scale_fmt": ("float", None),
+    "expert_dtype": ("fp8", None),
+    "dequantize": (False,),
+    "modules_to_convert": (None, []),
+}
+_SKIPPED = "modules_to_not_convert"
+
+
+@attrs.frozen
+class MoeConfig:
+    """A mixture of experts in place of a feed-forward block: a router picks `top_k` of them for each token.
+
+    Args:
+        num_experts: the experts in each sparse layer.
+        top_k: the experts for each token.
+        inner: the width between an expert's two products.
+        renormalize: whether the weights of the chosen experts are divided by their sum.
+        sparse_step: layer i has experts if `(i + 1) % sparse_step == 0` and it is not in `dense_layers`.
+        dense_layers: layers that have one feed-forward block of `intermediate_size` all the same.
+
+    Raises:
+        ConfigError: more experts for each token than there are.
+    """
+
+    num_experts: int
+    top_k: int
+    inner: int
+    renormalize: bool
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            seen = f"num_experts_per_tok={self.top_k} and num_experts={self.num_experts}"
+            raise ConfigError("MoeConfig(…)", seen, "num_experts_per_tok is from 1 to num_experts")
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer, counted in the whole model, has experts.
+
+        >>> [i for i in range(6) if MoeConfig(4, 2, 8, True, sparse_step=2, dense_layers=(3,)).is_sparse(i)]
+        [1, 5]
+        """
+        return layer not in self.dense_layers and (layer + 1) % self.sparse_step == 0
+
+
+@attrs.frozen
+class Fp8Config:
+    """Weights as float8_e4m3fn with a float32 scale for each block of 128 by 128, the format of DeepSeek-V3 (arXiv
+    2412.19437, section 3.3). Activations are quantised during the step, 128 columns of a token at a time.
+
+    Args:
+        skipped: the modules that are not quantised. Each is a regular expression that matches a module's name from its
+            start to the end of a part of it, or the end of its name, as in transformers.
+    """
+
+    skipped: tuple[str, ...] = ()
+
+    def converts(self, module: str) -> bool:
+        """Whether the linear layer of this name is in FP8.
+
+        >>> Fp8Config(("lm_head", "model.layers.1")).converts("model.layers.1.mlp.up_proj")
+        False
+        >>> Fp8Config(("lm_head", "model.layers.1")).converts("model.layers.11.mlp.up_proj")
+        True
+        """
+        return not (module.endswith(self.skipped) or any(one.matches(module) for one in _skipping(self.skipped)))
+
+
+@functools.lru_cache(maxsize=16)  # a checkpoint may name hundreds, and have tens of thousands of modules
+def _skipping(names: tuple[str, ...]) -> tuple[Expression, ...]:
+    boundary = r"(?:(?<=\.)|(?=\.|$)).*"
+    plain = "|".join(name for name in names if is_plain(name))
+    others = (name for name in names if not is_plain(name))
+    return tuple(Expression(name, after=boundary) for name in ([plain, *others] if plain else others))
 
 
 @attrs.frozen
 class ModelConfig:
-    """A decoder's configuration: all that its computation depends on, apart from its weights.
+    """A decoder's configuration: everything that its computation depends on, apart from its weights.
 
     Args:
         architecture: `LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, or the text
             decoder of `Qwen2VLForConditionalGeneration`.
         vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads: sizes.
-        rms_norm_eps: of every norm.
-        max_position_embeddings: tokens of a request at most.
+        rms_norm_eps: the epsilon of every norm.
+        max_position_embeddings: the most tokens of a request.
         head_dim: the size of a head, even; `num_heads * head_dim` need not be `hidden_size`.
         rope: the rotary embedding.
         tie_word_embeddings: whether the head is the embedding's matrix.
         qkv_bias, o_bias, mlp_bias: which linear layers have a bias.
-        qk_norm: whether queries and keys are normalised a head at a time.
-        eos_token_ids: the tokens that end a generation; empty: none does.
-        dtype: what the checkpoint declares; float32 where it is silent.
-        moe: the mixture of experts; None: every layer has the one feed-forward block of `intermediate_size`.
-        fp8: how linear layers are stored in FP8; None: none is.
+        qk_norm: whether queries and keys are normalised, one head at a time.
+        eos_token_ids: the tokens that end a generation; may be empty.
+        dtype: the dtype that the checkpoint declares; float32 if it declares none.
+        moe: the mixture of experts; None: every layer has one feed-forward block of `intermediate_size`.
+        fp8: which linear layers are stored in FP8; None: no layer is.
 
     Raises:
         ConfigError: sizes that do not fit together.
@@ -105,7 +185,7 @@ class ModelConfig:
             seen = f"{self.num_layers} layers" + ("" if self.moe is None else f" of {self.moe.num_experts} experts")
             self._refuse(seen, f"{_MOST_BLOCKS} layers at most, or as many experts in all")
         if self.architecture not in ARCHITECTURES:
-            self._refuse(f"architecture={self.architecture!r}", _supported())
+            self._refuse(f"architecture={self.architecture!r}", supported())
         if self.dtype not in DTYPES.values():
             self._refuse(f"dtype={self.dtype}", f"dtype is one of {', '.join(DTYPES)}")
 
@@ -114,11 +194,11 @@ class ModelConfig:
 
 
 def parse_config(raw: Mapping[str, Any], *, source: str, strict: bool = False) -> ModelConfig:
-    """The configuration that a config.json's object holds; missing fields have transformers' defaults.
+    """Read the object of a config.json; missing fields have transformers' defaults.
 
     Args:
         raw: the object, as transformers 4 or 5 writes it.
-        source: what errors call it.
+        source: the name of the object in errors.
         strict: whether fields that weft does not know are an error, instead of one `ConfigWarning` that lists them.
 
     Raises:
@@ -136,10 +216,10 @@ def parse_config(raw: Mapping[str, Any], *, source: str, strict: bool = False) -
 
 
 def load_config(path: str | os.PathLike[str], *, strict: bool = False) -> ModelConfig:
-    """The configuration of a checkpoint folder.
+    """Read the configuration of a checkpoint folder.
 
-    The tokens that end a generation come from generation_config.json where there is one, even if it names none, as
-    in transformers; from config.json otherwise.
+    The tokens that end a generation come from generation_config.json if there is one, even if it names none, as in
+    transformers; otherwise from config.json.
 
     Args:
         path: the folder.
@@ -153,7 +233,7 @@ def load_config(path: str | os.PathLike[str], *, strict: bool = False) -> ModelC
 
 
 def config_in_folder(folder: Path, call: str, *, strict: bool = False) -> ModelConfig:
-    """As `load_config`, whose errors name the call that wanted it."""
+    """As `load_config`; errors name `call`."""
     check_folder(folder, call)
     if not os.path.isfile(folder / "config.json"):
         instead = "pass a folder that save_pretrained wrote, or that `hf download` filled"
@@ -169,11 +249,7 @@ def config_in_folder(folder: Path, call: str, *, strict: bool = False) -> ModelC
 
 
 def check_folder(folder: Path, call: str) -> None:
-    """Refuse what is not a folder.
-
-    Raises:
-        CheckpointNotFoundError: it is so.
-    """
+    """Raise CheckpointNotFoundError if this is not a folder."""
     if os.path.isfile(folder):
         instead = f"its folder: {str(folder.parent)!r}"
         if folder.suffix == ".gguf":
@@ -184,44 +260,23 @@ def check_folder(folder: Path, call: str) -> None:
         raise CheckpointNotFoundError(call, f"there is no folder {str(folder)!r:.300}", instead)
 
 
-def read_object(path: Path, call: str) -> Mapping[str, Any]:
-    """The object in a file of JSON.
-
-    Raises:
-        ConfigError: it holds something else, or cannot be read.
-    """
-    instead = f"copy {path.name} again from where the checkpoint came from"
-    try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise ValueError(f"{size} bytes, and {_MOST_BYTES} are the most")
-        raw = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(call, f"{path.name} cannot be read: {error.strerror}", instead) from error
-    except ValueError as error:
-        raise ConfigError(call, f"{path.name} is not JSON: {error}", instead) from error
-    if not isinstance(raw, dict):
-        raise ConfigError(call, f"{path.name} holds {kind_of(raw)}, not an object", instead)
-    return raw
-
-
 def _parse(fields: Fields, strict: bool) -> ModelConfig:
-    architecture = _architecture(fields)
-    known = ARCHITECTURES[architecture]
-    fields = text_part(fields, architecture, known.text_types) if known.text_types else fields
-    _check_every_field(fields, architecture, strict)
-    values = _sizes(fields, architecture) | _biases(fields, architecture)
+    architecture = architecture_of(fields)
+    known, fields = ARCHITECTURES[architecture], decoder_fields(fields, architecture)
+    check_every_field(fields, architecture, strict)
     try:
         return ModelConfig(
             architecture=architecture,
-            rms_norm_eps=fields.number("rms_norm_eps", known.defaults.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=fields.number("rms_norm_eps", known.defaults["rms_norm_eps"]),
             rope=parse_rope(fields, known.rope),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             qk_norm=known.qk_norm,
             eos_token_ids=_eos_token_ids(fields, known.defaults["eos_token_id"]),
             dtype=_dtype(fields),
-            moe=parse_moe(fields) if known.experts else None,
-            fp8=parse_fp8(fields),
-            **values,
+            moe=_parse_moe(fields) if known.experts else None,
+            fp8=_parse_fp8(fields),
+            **_sizes(fields, known),
+            **_biases(fields, known),
         )
     except ConfigError as error:
         if error.call == fields.call:
@@ -229,102 +284,82 @@ def _parse(fields: Fields, strict: bool) -> ModelConfig:
         raise ConfigError(fields.call, f"{fields.source} has {error.seen}", error.instead) from None
 
 
-def _supported() -> str:
-    return f"weft supports the architectures {', '.join(ARCHITECTURES)}"
+def _sizes(fields: Fields, known: Architecture) -> dict[str, Any]:
+    def size(name: str) -> int:
+        return fields.integer(name, known.defaults[name])
 
-
-def _architecture(fields: Fields) -> str:
-    """The one name in `architectures`, or the one that `model_type` stands for where there is none."""
-    model_type = fields.raw.get("model_type")
-    by_type = {known.model_type: name for name, known in ARCHITECTURES.items()}
-    if not fields.raw.get("architectures"):
-        if model_type is None:
-            seen = f"{fields.source} has neither architectures nor model_type"
-            raise ConfigError(fields.call, seen, _supported())
-        if not isinstance(model_type, str) or model_type not in by_type:
-            raise fields.refuse("model_type", _supported())
-        return by_type[model_type]
-    names = fields.raw["architectures"]
-    name = names[0] if isinstance(names, list | tuple) and len(names) == 1 else None
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise fields.refuse("architectures", _supported())
-    if model_type not in (None, ARCHITECTURES[name].model_type):
-        values = {"architectures": names, "model_type": model_type}
-        raise fields.contradict(values, f"model_type is {ARCHITECTURES[name].model_type!r} for {name}")
-    return name
-
-
-def _check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
-    """Refuse each field that says something which weft does not do, and tell of those that it does not know."""
-    known = ARCHITECTURES[architecture]
-    neutral_at = {**NEUTRAL_AT, **known.neutral_at}
-    unknown: dict[str, Any] = {}
-    for name, value in fields.raw.items():
-        if name in neutral_at and name not in known.fields:
-            allowed = neutral_at[name]
-            if not any(type(value) is type(one) and value == one for one in allowed):
-                raise fields.refuse(name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}")
-        elif name not in USED | NEUTRAL.keys() | known.fields:
-            unknown[name] = value
-    _check_attention_is_full(fields, architecture)
-    unknown |= unknown_keys(fields)
-    if not unknown:
-        return
-    shown, more = list(unknown.items())[:_SHOWN], len(unknown) - _SHOWN
-    listed = ", ".join(f"{name:.60}={value!r:.60}" for name, value in shown) + (f" and {more} more" if more > 0 else "")
-    if strict:
-        instead = f"weft does not know what that does to {architecture}; remove what does nothing, or leave out strict"
-        raise ConfigError(fields.call, f"{fields.source} has {listed}", instead)
-    seen = f"weft does not know these fields of {fields.source}, and ignores them: {listed}"
-    warnings.warn(seen, ConfigWarning, stacklevel=2)
-
-
-def _check_attention_is_full(fields: Fields, architecture: str) -> None:
-    # Qwen's window counts only where use_sliding_window says so; Llama knows neither, so that a window alone is odd.
-    off = "use_sliding_window" in fields.raw or architecture != "LlamaForCausalLM"
-    if fields.raw.get("sliding_window") is not None and not off:
-        raise fields.refuse("sliding_window", "weft has no sliding windows: set sliding_window to null")
-    types = fields.raw.get("layer_types")
-    if types is None:
-        return
-    layers = fields.integer("num_hidden_layers", ARCHITECTURES[architecture].defaults.get("num_layers", 32))
-    if not isinstance(types, list) or len(types) != layers or any(one != "full_attention" for one in types):
-        raise fields.refuse("layer_types", f"weft supports 'full_attention' in each of the {layers} layers")
-
-
-def _sizes(fields: Fields, architecture: str) -> dict[str, Any]:
-    defaults = ARCHITECTURES[architecture].defaults
-    hidden = fields.integer("hidden_size", defaults.get("hidden_size", 4096))
-    heads = fields.integer("num_attention_heads", defaults.get("num_heads", 32))
-    kv_heads, head_dim = fields.raw.get("num_key_value_heads", defaults["num_key_value_heads"]), defaults["head_dim"]
+    hidden, heads, head_dim = size("hidden_size"), size("num_attention_heads"), known.defaults["head_dim"]
     if fields.raw.get("head_dim", head_dim) is not None or head_dim is not None:
-        head_dim = fields.integer("head_dim", head_dim)
+        head_dim = size("head_dim")
     elif hidden % heads:
         values = {"hidden_size": hidden, "num_attention_heads": heads}
         raise fields.contradict(values, "hidden_size is a multiple of num_attention_heads, or head_dim is given")
+    kv_heads = fields.raw.get("num_key_value_heads", known.defaults["num_key_value_heads"])
     return {
-        "vocab_size": fields.integer("vocab_size", defaults["vocab_size"]),
+        "vocab_size": size("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size", defaults["intermediate_size"]),
-        "num_layers": fields.integer("num_hidden_layers", defaults.get("num_layers", 32)),
+        "intermediate_size": size("intermediate_size"),
+        "num_layers": size("num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": heads if kv_heads is None else fields.integer("num_key_value_heads", kv_heads),
+        "num_kv_heads": heads if kv_heads is None else size("num_key_value_heads"),
         "head_dim": hidden // heads if head_dim is None else head_dim,
-        "max_position_embeddings": fields.integer("max_position_embeddings", defaults["max_position_embeddings"]),
+        "max_position_embeddings": size("max_position_embeddings"),
     }
 
 
-def _biases(fields: Fields, architecture: str) -> dict[str, bool]:
-    if ARCHITECTURES[architecture].fixed_biases:
+def _biases(fields: Fields, known: Architecture) -> dict[str, bool]:
+    if known.qkv_bias_only:
         return {"qkv_bias": True, "o_bias": False, "mlp_bias": False}
     attention = fields.flag("attention_bias", False)
     return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": fields.flag("mlp_bias", False)}
 
 
+def _parse_moe(fields: Fields) -> MoeConfig:
+    """The experts; missing fields have the defaults of transformers' Qwen3Moe (5.23)."""
+    numbers = {name: fields.raw[name] for name in ("num_experts", "num_local_experts") if name in fields.raw}
+    if len(set(map(repr, numbers.values()))) > 1:
+        raise fields.contradict(numbers, "keep num_experts alone")
+    return MoeConfig(
+        num_experts=fields.integer(next(iter(numbers), "num_experts"), 128),
+        top_k=fields.integer("num_experts_per_tok", 8),
+        inner=fields.integer("moe_intermediate_size", 768),
+        renormalize=fields.flag("norm_topk_prob", False),
+        sparse_step=fields.integer("decoder_sparse_step", 1),
+        dense_layers=tuple(sorted(set(fields.items("mlp_only_layers", int, "a list of layers, or null")))),
+    )
+
+
+def _parse_fp8(fields: Fields) -> Fp8Config | None:
+    """The FP8 format of `quantization_config`; None where no linear layer is quantised."""
+    block = fields.nested("quantization_config")
+    if block is None:
+        return None
+    if block.raw.get("quant_method", "fp8") != "fp8":
+        instead = "weights in FP8, or not quantised; where transformers has dequantised them, remove the field"
+        raise block.refuse("quant_method", instead)
+    for name in ("quant_method", "weight_block_size"):
+        if name not in block.raw:
+            instead = f"weft supports quantization_config.{name}={_FP8_ONLY[name][0]!r}"
+            raise fields.refuse("quantization_config", instead)
+    for name, value in block.raw.items():
+        if name in _FP8_ONLY and value not in _FP8_ONLY[name]:
+            raise block.refuse(name, f"weft supports quantization_config.{name}={_FP8_ONLY[name][0]!r}")
+        if name not in _FP8_ONLY and name != _SKIPPED:
+            raise block.refuse(name, f"quantization_config takes {', '.join((*_FP8_ONLY, _SKIPPED))}")
+    names = block.items(_SKIPPED, str, "a list of names of modules, or null")
+    for name in names:
+        try:
+            Expression(name)
+        except ConfigError as error:
+            instead = f"each of {_SKIPPED} is a regular expression, and {name!r:.60} is not one: {error.seen}"
+            raise block.refuse(_SKIPPED, instead) from None
+    return Fp8Config(tuple(names))
+
+
 def _eos_token_ids(fields: Fields, default: int | None) -> tuple[int, ...]:
     value = fields.raw.get("eos_token_id", default)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+    if not all(is_int(one, 0) for one in ids):
         raise fields.refuse("eos_token_id", "eos_token_id is a token, a list of tokens, or null")
     return tuple(ids)
 

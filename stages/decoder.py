@@ -1,11 +1,11 @@
 """Decoder stages: Llama, Qwen2, Qwen2-VL's text, Qwen3 and Qwen3-MoE as pure functions of parameters, state and batch.
 
 A stage is `(params, state, batch, x) -> (state, y)`: `x` is None on the first stage and `IntermediateTensors` on the
-others; `y` is `IntermediateTensors`, and on the last stage `Output`. The architectures differ in their parameters
-alone: a bias, a QK norm, a router or the scales of FP8 that a model lacks are None.
+others; `y` is `IntermediateTensors`, and on the last stage `Output`. The architectures differ only in their parameters:
+the biases, QK norms, routers or FP8 scales that a model lacks are None.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
@@ -21,25 +21,25 @@ from weft.ops.experts.routing import route
 from weft.ops.fp8 import BLOCK, Quantized
 from weft.ops.gate import silu_mul, silu_mul_quantized
 from weft.ops.linear import fp8_linear, linear
+from weft.ops.lora import add_lora
 from weft.ops.norm import add_parts, add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from weft.ops.rotary import rotate_and_keep
 from weft.ops.sampling.sample import sample_rows
 from weft.outputs import IntermediateTensors, Output
-from weft.sampling_table import SamplingTable
+from weft.sampling_table import MAX_BIASED, SamplingTable
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
-from weft.stages.logprobs import prompt_logprobs, top_logprobs
-from weft.stages.lora import adapted
-from weft.stages.mrope import check_positions, mrope_positions
-from weft.stages.params import DecoderParams, LayerParams
-from weft.stages.rope import inverse_frequencies, rope_tables
+from weft.stages.params import DecoderParams, LayerParams, LoraWeights
+from weft.stages.rope import check_positions, inverse_frequencies, mrope_positions, rope_tables
 from weft.stages.verification import read_at, verify
 from weft.state import State, resolve
 
 DecoderStage = Callable[
     [DecoderParams, State, Batch, IntermediateTensors | None], tuple[State, IntermediateTensors | Output]
 ]
+_TOKENS_AT_ONCE = 256
+"""Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and vocab_size wide."""
 
 
 def decoder_stage(
@@ -54,10 +54,11 @@ def decoder_stage(
 
     Args:
         config: the whole model's.
-        layout: which layers; the first stage embeds, the last normalises, projects to the vocabulary and samples.
-        keep_logits: return the logits [num_reqs, vocab_size] too (in float32, they are large).
-        num_logprobs: return the logprobs of so many of the likeliest tokens too; 0: only the chosen one's.
-        num_drafts: of a request in a batch at most (`weft.stages.drafting`); where it is not 0, the state has a
+        layout: the layers; the first stage also embeds, the last also normalises, projects to the vocabulary and
+            samples.
+        keep_logits: also return the logits [num_reqs, vocab_size] (float32, large).
+        num_logprobs: also return the logprobs of this many of the likeliest tokens; 0: only the chosen token's.
+        num_drafts: the most drafts of a request in a batch (`weft.stages.drafting`); if not 0, the state has a
             `drafting`, and every step verifies.
 
     Returns:
@@ -96,7 +97,7 @@ def decoder_stage(
 
 
 def _check_part(name: str, layout: StageLayout, params: DecoderParams, x: IntermediateTensors | None) -> None:
-    """Raise ProgramError for parameters of another stage, and for a stage that is given nothing to go on from."""
+    """Raise ProgramError for the parameters of another stage, and for a later stage without `x`."""
     call = f"{name}(params, state, batch, x)"
     if x is None and not layout.first:
         raise ProgramError(call, "x is None", "what the stage before returned")
@@ -108,7 +109,7 @@ def _check_part(name: str, layout: StageLayout, params: DecoderParams, x: Interm
 
 
 def _resolved(state: State, batch: Batch) -> ResolvedBatch:
-    """As `resolve`; an error of the device's indices gets a note, since nothing checks these on the host."""
+    """As `resolve`, with a note on an error about indices, which nothing checks on the host."""
     try:
         return resolve(state, batch)
     except IndexError as error:
@@ -121,8 +122,8 @@ def _resolved(state: State, batch: Batch) -> ResolvedBatch:
 
 
 def embed(params: DecoderParams, batch: ResolvedBatch, given: Tensor | None) -> Tensor:
-    """The embeddings [num_tokens, hidden_size] of the batch's tokens, those that are `given` among them; first stage
-    only."""
+    """The embeddings [num_tokens, hidden_size] of the batch's tokens, with those that are `given` in their places.
+    First stage only."""
     assert params.embed_tokens is not None, "only the first stage's parameters hold the embedding"
     if given is None:
         return F.embedding(batch.input_ids, params.embed_tokens)
@@ -146,7 +147,7 @@ def layers(
         hidden: [num_tokens, hidden_size].
 
     Returns:
-        [num_tokens, hidden_size]; and the pages, those given if they were written in place (`rotate_and_keep`).
+        [num_tokens, hidden_size]; and the pages: `kv_pages` itself if they were written in place (`rotate_and_keep`).
     """
     eps, added, written, in_place = config.rms_norm_eps, None, [], True
     for index, layer in enumerate(params.layers):
@@ -163,14 +164,14 @@ def layers(
 
 @attrs.frozen(eq=False)
 class Normed:
-    """What a norm gives its layers: [num_tokens, hidden_size], and the same in FP8 where their weights are."""
+    """The result of a norm: [num_tokens, hidden_size], and the same in FP8 if the next weights are in FP8."""
 
     plain: Tensor
     quantized: Quantized | None = None
 
 
 def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, quantized: bool) -> tuple[Normed, Tensor]:
-    """Add what the last block gave, if there was one, and normalise.
+    """Add the last block's result, if there was one, and normalise.
 
     Args:
         added: [num_tokens, hidden_size], or parts of it (`weft.ops.parts`).
@@ -212,7 +213,7 @@ def attention(
         x: [num_tokens, hidden_size], normalised.
 
     Returns:
-        [num_tokens, hidden_size], or parts of it; and the pages, as `rotate_and_keep` does.
+        [num_tokens, hidden_size], or parts of it; and the pages, as `rotate_and_keep` returns them.
     """
     tokens, dim = x.plain.shape[0], config.head_dim
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
@@ -231,6 +232,14 @@ def attention(
     mixed = paged_attention(q, None, None, kv_pages, *where).reshape(tokens, config.num_heads * dim)
     out = project(Normed(mixed), layer.o_proj, layer.o_scale, layer.o_bias)
     return adapted(out, mixed, layer.lora.o, batch), kv_pages
+
+
+def adapted(y: Tensor, x: Tensor, lora: LoraWeights | None, batch: ResolvedBatch) -> Tensor:
+    """Add each token's adapter to the product `y`, `[T, out]` or parts of it, of `x` `[T, in]`; `y` itself if neither
+    the layer nor the batch has adapters."""
+    if lora is None or batch.adapters is None or batch.active_adapters is None:
+        return y
+    return add_lora(y, x, lora.a, lora.b, batch.adapters, batch.active_adapters, lora.starts)
 
 
 def feed_forward(config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, x: Normed) -> Tensor:
@@ -260,7 +269,7 @@ def feed_forward(config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, 
 
 
 def head(config: ModelConfig, params: DecoderParams, hidden: Tensor) -> Tensor:
-    """The logits [n, vocab_size] of some of the last layer's states [n, hidden_size]; last stage only."""
+    """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer. Last stage only."""
     assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
     assert params.lm_head is not None
     return F.linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head)
@@ -277,8 +286,10 @@ def finish(
     num_logprobs: int = 0,
     where: Tensor | None = None,
 ) -> Output:
-    """What the last stage makes of the last layer's states [num_tokens, hidden_size]: a token for each request behind
-    its last one, or behind those at `where` [num_reqs, n]; and what else was asked for."""
+    """The last stage's output, from the last layer's hidden states [num_tokens, hidden_size].
+
+    Each request gets a token after its last one, or after each of those at `where` [num_reqs, n].
+    """
     index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
     logits = head(config, params, hidden[index])
     ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
@@ -296,5 +307,78 @@ def finish(
 
 
 def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and their requests' rows, both [num_reqs * n]."""
+    """The tokens at `where`, and the rows of their requests, both [num_reqs * n]."""
     return where.flatten(), rows.repeat_interleave(where.shape[1])
+
+
+def empty_states(
+    config: ModelConfig,
+    layouts: Sequence[StageLayout],
+    *,
+    max_num_reqs: int,
+    num_pages: int,
+    max_pages: int,
+    page_size: int,
+    max_biased: int = MAX_BIASED,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[State, ...]:
+    """A state without requests for each stage, with pages for the layers that the stage owns. Only the last stage's
+    sampling table is as wide as the vocabulary.
+
+    Args:
+        max_num_reqs, num_pages, max_pages, page_size, max_biased, dtype, device: as `State.zeros` takes them.
+    """
+
+    def one(layout: StageLayout) -> State:
+        return State.zeros(
+            num_layers=len(layout.layers),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_num_reqs=max_num_reqs,
+            num_pages=num_pages,
+            max_pages=max_pages,
+            page_size=page_size,
+            vocab_size=config.vocab_size if layout.last else 0,
+            max_biased=max_biased,
+            dtype=dtype,
+            device=device,
+        )
+
+    return tuple(map(one, layouts))
+
+
+def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens [num_reqs, count] int64, likeliest first, and their logprobs, float32.
+
+    They follow from the chosen tokens' logprobs, which hold the logarithm of the sum; so the logits are not summed
+    again.
+
+    Args:
+        logits: [num_reqs, vocab_size].
+        token_ids, logprobs: [num_reqs], as `sample` returned them; no chosen token has probability 0.
+        count: at most vocab_size.
+    """
+    best, ids = logits.topk(count, -1)
+    chosen = logits.gather(1, token_ids[:, None]).float()
+    return ids, best.float() - (chosen - logprobs[:, None])
+
+
+def prompt_logprobs(normed: Tensor, lm_head: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The logprobs [num_tokens] of `targets`, each the token after its position, and of the `count` likeliest there.
+
+    Args:
+        normed: [num_tokens, hidden_size], the last layer's hidden states, normalised.
+        lm_head: [vocab_size, hidden_size].
+        targets: [num_tokens] int64.
+
+    Returns:
+        [num_tokens] float32; [num_tokens, count] int64 and float32, likeliest first.
+    """
+    parts = []
+    for states, wanted in zip(normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
+        logprobs = F.linear(states, lm_head).float().log_softmax(-1)
+        best, ids = logprobs.topk(count, -1)
+        parts.append((logprobs.gather(1, wanted[:, None])[:, 0], ids, best))
+    own, ids, best = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return own, ids, best

@@ -1,8 +1,7 @@
-"""Drafters, and a first stage that drafts: what is guessed is put in the batch, in the place of its sentinels.
+"""Drafters, and a first stage that drafts: the drafts replace the batch's sentinels.
 
-A drafter is `(params, state, batch) -> batch`. It runs on the device, inside the step, and as part of its graph.
-Whatever it guesses, the tokens that are generated are the same (`weft.stages.verification`); only how many steps they
-take is not.
+A drafter is `(params, state, batch) -> batch`. It runs on the device, inside the step, as a part of its graph. The
+drafts do not change the tokens that are generated (`weft.stages.verification`), only the number of steps.
 """
 
 from collections.abc import Callable
@@ -33,14 +32,14 @@ DraftingStage = Callable[
 
 
 def drafted(stage: Callable[..., Any], drafter: Drafter) -> DraftingStage:
-    """A first stage whose batches' drafts are found by a drafter.
+    """A first stage that calls a drafter on its batch first.
 
     Args:
-        stage: of `decoder_stage(..., num_drafts=...)`.
-        drafter: what it calls first.
+        stage: from `decoder_stage(..., num_drafts=...)`.
+        drafter: from `ngram_drafter` or `model_drafter`, or your own.
 
     Returns:
-        A stage whose params are those of both.
+        A stage whose params are the pair of the stage's and the drafter's.
     """
 
     @donates("state")
@@ -56,11 +55,11 @@ def drafted(stage: Callable[..., Any], drafter: Drafter) -> DraftingStage:
 
 
 def fill_in(state: State, batch: Batch, drafts: Tensor) -> Batch:
-    """The batch with drafts in the place of its sentinels, but where a request may have none: in the place of its last
-    token of all, and where it has penalties, for then each token changes what the next is drawn from.
+    """The batch with drafts in the place of its sentinels. A sentinel stays where no draft is allowed: at the very last
+    token of a request, and in a request with penalties, where each token changes the distribution of the next.
 
     Args:
-        drafts: [num_reqs, k] int64, in order; negative: none.
+        drafts: [num_reqs, k] int64, in order; negative: no draft.
     """
     assert state.drafting is not None, "a stage that verifies has a state with drafting"
     owner, place = batch.owners()
@@ -73,11 +72,12 @@ def fill_in(state: State, batch: Batch, drafts: Tensor) -> Batch:
 
 
 def ngram_drafter(num_drafts: int, shortest: int, longest: int) -> Drafter:
-    """Prompt lookup: what followed a request's last tokens where they stood before (`find_drafts`).
+    """Prompt lookup: the tokens that followed an earlier occurrence of a request's last tokens
+    (`weft.ops.sampling.ngram.find_drafts`).
 
     Args:
-        num_drafts: of a request in a batch at most.
-        shortest, longest: tokens to be found again.
+        num_drafts: the most drafts of a request in a batch.
+        shortest, longest: the number of last tokens to look up.
     """
 
     def look_up(params: None, state: State, batch: Batch) -> Batch:
@@ -92,27 +92,27 @@ def ngram_drafter(num_drafts: int, shortest: int, longest: int) -> Drafter:
 
 
 def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
-    """A model of the same vocabulary, all of whose layers run here, before the stage's own.
+    """A draft model of the same vocabulary, which runs whole before the stage's own layers.
 
-    It makes drafts one by one, each with the temperature and the noise with which the request draws, so that they are
-    right oftener than what is drawn by itself (Daliri et al., as in `weft.stages.verification`). Where its logits are
-    NaN it drafts no more in this step. Then it reads what the stage reads: its cache, in the same pages, holds the same
+    It drafts one token after another, each with the request's temperature and noise: such drafts are right more often
+    than independent draws (Daliri et al., as in `weft.stages.verification`). Where its logits are NaN it drafts no
+    more in this step. Then it reads the tokens that the stage reads: its cache, in the same pages, holds the same
     tokens.
 
     Args:
-        num_drafts: of a request in a batch at most.
-        config: of the draft model; its params are the drafter's.
+        num_drafts: the most drafts of a request in a batch.
+        config: the draft model's; its params are the drafter's.
     """
     _, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
 
     def read(params: DecoderParams, state: State, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The last layer's states and the positions of the batch's tokens, whose keys and values are written."""
+        """The last layer's hidden states and the positions of the batch's tokens; writes their keys and values."""
         assert state.drafting is not None, "a stage that verifies has a state with drafting"
         assert state.drafting.kv_pages is not None, "it drafts with a model"
         resolved = resolve(state, attrs.evolve(batch, descriptor=attrs.evolve(batch.descriptor, num_active_loras=0)))
         known = attrs.evolve(resolved, input_ids=resolved.input_ids.clamp(min=0))  # an embedded token has no id
         hidden = embed(params, known, None)
-        # Drafts need not be right: a draft model with mRoPE reads a prompt of images as if it were text.
+        # Drafts may be wrong: a draft model with mRoPE reads a prompt of images as if it were text.
         section = config.rope.mrope_section
         places = resolved.positions if section is None else resolved.positions[:, None].expand(-1, 3)
         tables = rope_tables(params.inv_freq, places, factor, hidden.dtype, section)
@@ -141,13 +141,13 @@ def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
 
 
 def _numbers(drafts: list[Tensor], logprobs: list[Tensor]) -> Tensor:
-    """The drafts [num_reqs, k], none from where one was drawn of NaN: a NaN of the draft model says nothing of what
-    the model says, and one that a wrong draft leaves in the model's cache would be in the tokens before it too."""
+    """The drafts [num_reqs, k]; none from the first that was drawn from NaN logits. A NaN that a wrong draft leaves in
+    the model's cache would reach the tokens before it too."""
     return torch.stack(drafts, 1).masked_fill(torch.stack(logprobs, 1).cumsum(1).isnan(), DRAFT)
 
 
 def _last_tokens(batch: Batch) -> Batch:
-    """The last token of each request that goes on, as a batch; the others are padding of it."""
+    """A batch of the last token of each request that goes on; the other requests are padding."""
     count = len(batch.rows)
     return Batch(
         BatchDescriptor.uniform(count),

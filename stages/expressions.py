@@ -1,8 +1,8 @@
-"""Regular expressions out of a checkpoint's files, matched in bounded time.
+"""`Expression`: a regular expression from a checkpoint's files, matched in bounded time.
 
-Python's `re` backtracks: on a name of 40 letters `(\\w|\\w\\w)+!` keeps it, and the whole interpreter, busy for years.
-Here an expression maps the places in a name where a match may begin to those where it may end, part by part, so that
-nothing is tried twice; and it gives up after a fixed number of steps. `re` matches single characters and anchors only.
+Python's `re` backtracks: on a name of 40 letters `(\\w|\\w\\w)+!` keeps the whole interpreter busy for years. Here an
+expression maps the places in a name where a match may begin to those where it may end, part by part, so that nothing is
+tried twice; and it gives up after a fixed number of steps. `re` matches single characters and anchors only.
 """
 
 import re
@@ -12,13 +12,16 @@ import attrs
 
 from weft.errors import ConfigError
 
+# Two libraries do not serve. `regex` (2026.5) with a time-out of 1 s was busy for 27 s and took 8 GB with one of the
+# expressions in this module's tests. `google-re2` has no look-ahead, which the expressions of released adapters use.
 MOST_CHARACTERS = 10_000
-"""Of an expression."""
+"""The most characters of an expression."""
 MOST_STEPS = 20_000
-"""Parts of an expression that are tried on one name: some hundredths of a second. Adapters' own take some hundred."""
+"""The most parts of an expression tried on one name: some hundredths of a second. Released adapters take some
+hundred."""
 
 Ends = Callable[["_Name", frozenset[int]], frozenset[int]]
-"""Where matches end in a name that begin at one of these places."""
+"""A function from the places where a match may begin to those where it may end."""
 
 _PLAIN = re.compile(r"[\w.|-]{0,1000000}")
 _REPEAT = re.compile(r"\*|\+|\?|\{(?P<least>\d*)(?P<open>,(?P<most>\d*))?\}")
@@ -30,14 +33,14 @@ _SINGLE = re.compile(r"\\[AbBdDsSwWZ]|\\[^0-9a-zA-Z]|\\[nrtfav]|[^\\]", re.DOTAL
 
 @attrs.frozen
 class Expression:
-    """A regular expression in Python's syntax, without back references, flags, and what forbids backtracking.
+    """A regular expression in Python's syntax, without back references, flags, atomic groups and possessive repeats.
 
     Args:
-        text: as it was written.
-        before, after: expressions that it stands between.
+        text: the expression as written.
+        before, after: expressions that must match before and after it.
 
     Raises:
-        ConfigError: it is none, is too long, or uses what is not supported.
+        ConfigError: it is malformed, too long, or uses syntax that is not supported.
 
     >>> Expression("(q|k)_proj", before=".*[.]").matches("model.layers.0.self_attn.k_proj")
     True
@@ -65,10 +68,10 @@ class Expression:
             raise self._refuse(f"{error} is not supported") from None
 
     def matches(self, name: str) -> bool:
-        """Whether it matches the whole of a name.
+        """Whether it matches a whole name.
 
         Raises:
-            ConfigError: to find out takes more than `MOST_STEPS` steps.
+            ConfigError: the match takes more than `MOST_STEPS` steps.
         """
         tried = _Name(name)
         try:
@@ -83,7 +86,7 @@ class Expression:
 
 
 def is_plain(text: str) -> bool:
-    """Whether an expression is a name, or several: there is nothing in it that could be tried in many ways."""
+    """Whether an expression is a name, or alternative names: nothing in it can match in more than one way."""
     return _PLAIN.fullmatch(text) is not None
 
 
@@ -97,7 +100,7 @@ class _UnsupportedError(Exception):
 
 @attrs.define
 class _Name:
-    """A name, and the steps that were taken on it."""
+    """A name, and the number of steps taken on it."""
 
     text: str
     steps: int = 0
@@ -113,7 +116,7 @@ def _of_plain(pattern: re.Pattern[str]) -> Ends:
 
 
 def _single(text: str) -> Ends:
-    """Of a character, a class of them, or an anchor."""
+    """The match of a character, a class of characters, or an anchor."""
     match = re.compile(text).match
 
     def ends(name: _Name, starts: frozenset[int]) -> frozenset[int]:
@@ -145,8 +148,7 @@ def _any_of(branches: tuple[Ends, ...]) -> Ends:
 
 def _repeated(part: Ends, least: int, most: int | None) -> Ends:
     def ends(name: _Name, starts: frozenset[int]) -> frozenset[int]:
-        # After as many rounds as there are places the next ones change nothing: a place is reached again and again by
-        # matches of nothing, or is not reached any more.
+        # More rounds than places change nothing: a place is then reached by empty matches alone, or not at all.
         rounds = len(name.text) + 1
         for _ in range(min(least, rounds)):
             name.count(1)
@@ -175,7 +177,7 @@ def _looked(part: Ends, ahead: bool, wanted: bool) -> Ends:
 
 @attrs.define
 class _Parser:
-    """Reads an expression that `re` has compiled, so that it is known to be well formed."""
+    """A parser of an expression that `re` has compiled, which is therefore well formed."""
 
     text: str
     at: int = 0
@@ -218,7 +220,7 @@ class _Parser:
         self.at = found.end()
         if self._takes("+"):
             raise _UnsupportedError(repr(f"{found[0]}+"))
-        self._takes("?")  # the fewest or the most first: it does not count where the match ends
+        self._takes("?")  # lazy or greedy: the possible ends are the same
         if found[0] in "*+?":
             return _repeated(part, int(found[0] == "+"), 1 if found[0] == "?" else None)
         least = int(found["least"] or 0)

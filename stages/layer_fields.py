@@ -1,4 +1,4 @@
-"""Which of a checkpoint's tensors make which field of `LayerParams`, and where each goes."""
+"""The fields of `LayerParams` that a model's layer has, and the checkpoint's tensors that fill each of them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -13,11 +13,13 @@ from weft.stages.config import ModelConfig
 
 @attrs.frozen
 class Part:
-    """One of the checkpoint's tensors, and its place in a field: rows from `start`, of one expert or of the only one.
+    """One of the checkpoint's tensors, and its place in a field: the rows from `start`, in one expert if there are any.
 
     Args:
         name: transformers' name.
-        shape: in the checkpoint.
+        shape: its shape in the checkpoint.
+        start: its first row in the field.
+        expert: its expert; None: the layer has none.
     """
 
     name: str
@@ -37,13 +39,13 @@ class Field:
 
 @attrs.frozen
 class _Linear:
-    """Linear layers that are one product: one below the other in one field.
+    """Linear layers of the same input, computed as one product: one below the other in one field.
 
     Args:
         field: `qkv` for qkv_proj, qkv_bias and qkv_scale.
         modules: the rows of each, by transformers' name below the layer.
-        columns: of all of them.
-        width: columns of the field; the further ones are 0.
+        columns: the columns of each.
+        width: the columns of the field; those beyond `columns` are 0.
         bias: whether they have one.
     """
 
@@ -80,7 +82,8 @@ def layer_fields(config: ModelConfig, index: int) -> dict[str, Field]:
 
 
 def row_starts(sizes: Iterable[int], fp8: bool) -> tuple[int, ...]:
-    """Where matrices of these rows begin in one field, and where the last one ends; in FP8 each begins a block.
+    """The rows at which matrices of these sizes begin in one field, and the end of the last; in FP8 each begins a
+    block.
 
     >>> row_starts((130, 2), True), row_starts((130, 2), False)
     ((0, 256, 384), (0, 130, 132))
@@ -97,13 +100,13 @@ def _feed_forward(config: ModelConfig, layer: str, module: str, inner: int, bias
     hidden = config.hidden_size
     first = {f"{module}.gate_proj": inner, f"{module}.up_proj": inner}
     fields = _linear(config, layer, _Linear("gate_up", first, hidden, hidden, bias))
-    # As wide as the first product's halves, which are whole blocks in FP8.
+    # As wide as a half of the first product, which is a whole number of blocks in FP8.
     width = fields["gate_up_proj"].shape[0] // 2
     return fields | _linear(config, layer, _Linear("down", {f"{module}.down_proj": hidden}, inner, width, bias))
 
 
 def _linear(config: ModelConfig, layer: str, linear: _Linear) -> dict[str, Field]:
-    """The field of the weights, and those of the biases and of the scales where there are any."""
+    """The field of the weights, and those of the biases and the scales if there are any."""
     names = [f"{layer}.{module}" for module in linear.modules]
     fp8 = _converted(config, names)
     weights, biases, scales = [], [], []
@@ -124,7 +127,7 @@ def _linear(config: ModelConfig, layer: str, linear: _Linear) -> dict[str, Field
 
 
 def _converted(config: ModelConfig, names: list[str]) -> bool:
-    """Whether these layers are in FP8, all of them."""
+    """Whether these layers are in FP8: all of them, or none."""
     found = {} if config.fp8 is None else {name: config.fp8.converts(name) for name in names}
     if len(set(found.values())) > 1:
         seen = " and ".join(f"{name} {'in FP8' if fp8 else 'not'}" for name, fp8 in found.items())
@@ -133,7 +136,7 @@ def _converted(config: ModelConfig, names: list[str]) -> bool:
 
 
 def _stacked(experts: list[dict[str, Field]]) -> dict[str, Field]:
-    """The same fields of all experts as one with a dimension more."""
+    """The fields of all experts, stacked along a new first dimension."""
     return {name: Field((len(experts), *first.shape), tuple(_of_experts(experts, name)), first.dtype)
             for name, first in experts[0].items()}  # fmt: skip
 

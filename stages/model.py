@@ -1,7 +1,7 @@
-"""`load`: a checkpoint in Hugging Face's format as a value."""
+"""`Model`: a checkpoint in Hugging Face's format, loaded as a value."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,18 +12,15 @@ import torch
 from tokenizers import Tokenizer
 
 from weft.arguments import kind_of, names_arguments
+from weft.equivalents import LOAD
 from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError, WeftError
-from weft.foreign import LOAD
-from weft.stages.adapters import Adapter, with_adapters
-from weft.stages.checkpoint import checked_device, read_params, weight_files
+from weft.stages.checkpoint import Origin, checked_device, digest_files, digest_params, read_params, weight_files
 from weft.stages.config import ModelConfig, config_in_folder
-from weft.stages.digest import Origin, digest_files, digest_params
-from weft.stages.layout import StageLayout, split_layers
-from weft.stages.params import DecoderParams, num_bytes, slice_params
-from weft.stages.split import split_model
+from weft.stages.layout import StageLayout, split_layers, split_model
+from weft.stages.params import DecoderParams, num_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What a decoder runs in."""
+"""The dtypes that a decoder runs in."""
 
 DEMO = Path(__file__).parent / "demo"
 """The folder of the checkpoint that weft ships."""
@@ -31,15 +28,15 @@ DEMO = Path(__file__).parent / "demo"
 
 @attrs.frozen(eq=False)
 class Model:
-    """A loaded checkpoint. Nothing in it changes but by `Engine.update`, which writes its parameters in place.
+    """A loaded checkpoint. Nothing in it changes, except that `Engine.update` writes its parameters in place.
 
     Args:
         config: from config.json.
-        params: the weights, of the layers in `layout`.
-        tokenizer: from tokenizer.json; None where the folder has none (then prompts are token ids).
-        path: where it came from.
-        layout: which part of the model this is: all of it, or one stage.
-        origin: digests of the checkpoint that it was loaded from; None where there is none.
+        params: the weights of the layers in `layout`.
+        tokenizer: from tokenizer.json; None if the folder has none (then prompts are token ids).
+        path: the folder that it came from.
+        layout: the part of the model that this is: all of it, or one stage.
+        origin: digests of the checkpoint that it was loaded from; None if it was not loaded.
     """
 
     config: ModelConfig
@@ -55,26 +52,26 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.params.inv_freq.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and of the KV cache."""
+        """The dtype of the weights, and of the KV cache."""
         return self.params.layers[0].input_layernorm.dtype
 
     @property
     def weights(self) -> str:
-        """The dtype and a digest of the weights, as the ranks of a pipeline compare them: of samples of the whole
-        checkpoint, and whether 4 values of each tensor here are still as it had them; without a checkpoint, of these
-        values of a whole model."""
+        """The dtype and a digest of the weights, which the ranks of a pipeline compare: of samples of the whole
+        checkpoint, and whether 4 values of each tensor still are those of the checkpoint; without a checkpoint, of
+        these values of a whole model."""
         if self.origin is None:
             return f"{self.dtype}, {digest_params(self.params) if self.layout.num_stages == 1 else 'of no checkpoint'}"
         return f"{self.dtype}, {self.origin.describe(self.params)}"
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the ranks of a pipeline must agree on of their model: each field of its configuration, and `weights`."""
+        """The facts about the model on which the ranks of a pipeline must agree: its configuration, and `weights`."""
         fields = attrs.asdict(self.config, recurse=False)
         return {**{f"config.{name}": str(own) for name, own in fields.items()}, "weights": self.weights}
 
@@ -82,7 +79,7 @@ class Model:
         """Token ids of `text`, with the special tokens that the tokenizer adds.
 
         Raises:
-            RequestError: the checkpoint has no tokenizer, or it is no text.
+            RequestError: the checkpoint has no tokenizer, or `text` is not a string.
         """
         _check_text(text)
         call = f"model.encode({text!r:.60})"
@@ -95,7 +92,7 @@ class Model:
         """The text of token ids, without special tokens; None if the checkpoint has no tokenizer.
 
         Raises:
-            RequestError: what is no list of token ids.
+            RequestError: it is not a list of token ids.
         """
         if not isinstance(token_ids, list | tuple) or not all(hasattr(token, "__index__") for token in token_ids):
             seen = f"{token_ids!r:.60}, {kind_of(token_ids)}"
@@ -118,7 +115,8 @@ class Model:
 
 @contextmanager
 def _tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: str) -> Iterator[None]:
-    """What the tokenizers library raises becomes an error of this kind: bare exceptions, and panics, which are none."""
+    """Turn what the tokenizers library raises into an error of this kind: bare exceptions, and Rust's panics, which
+    are not Exceptions."""
     try:
         yield
     except BaseException as error:
@@ -134,7 +132,7 @@ def _check_text(text: Any) -> None:
 
 
 def pick_device(device: torch.device | str | None, *, call: str) -> torch.device:
-    """`device`, or for None CUDA where there is one and else the CPU.
+    """`device`; for None, CUDA if there is a GPU, otherwise the CPU.
 
     Raises:
         DeviceError: a device that this machine does not have.
@@ -158,10 +156,10 @@ def pick_device(device: torch.device | str | None, *, call: str) -> torch.device
 
 
 def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | None:
-    """`dtype` as torch's, from either; None stays None.
+    """The torch dtype of a name or a dtype; None stays None.
 
     Raises:
-        RequestError: no dtype that a decoder runs in.
+        RequestError: a dtype that no decoder runs in.
     """
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and chosen not in DTYPES.values():
@@ -184,20 +182,20 @@ def load(
 
     Args:
         path: the folder.
-        device: where the weights go; None: CUDA where there is one, else the CPU.
+        device: the device of the weights; None: CUDA if there is a GPU, otherwise the CPU.
         dtype: `float32`, `bfloat16` or `float16`; None: the checkpoint's own.
-        stage: `(index, num_stages)`: read the layers of that stage alone, for a rank of a pipeline; None: all.
+        stage: `(index, num_stages)`: read the layers of that stage alone, for a rank of a pipeline; None: all layers.
         strict: whether fields of config.json that weft does not know are an error, instead of one
             `weft.errors.ConfigWarning` that lists them.
         progress: show a progress bar.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError: something is not there, damaged, or not of the shape that config.json
-            says.
+        CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of another shape than
+            config.json says.
         ConfigError: config.json has a field that weft does not support.
         DeviceError: this machine has no such device.
-        ProgramError: no such stage.
-        RequestError: no path, or a dtype that no decoder runs in.
+        ProgramError: there is no such stage.
+        RequestError: not a path, or a dtype that no decoder runs in.
 
     >>> load(DEMO, "cpu").config.architecture
     'Qwen3ForCausalLM'
@@ -213,7 +211,7 @@ def load(
     layout = _layout(config, stage, call)
     tokenizer = _load_tokenizer(folder, call)
     files = weight_files(folder, call)
-    with ThreadPoolExecutor(1) as beside:  # it reads a few pages of each file, and the load all of them
+    with ThreadPoolExecutor(1) as beside:  # the digest reads a few pages of each file, the load all of them
         digest = beside.submit(digest_files, folder, files)
         params = read_params(folder, config, layout, checked_device(where, call), kind, call, progress=progress)
         origin = Origin(digest.result(), digest_params(params))
@@ -234,24 +232,7 @@ def _load_tokenizer(folder: Path, call: str) -> Tokenizer | None:
         return None
     with _tokenizer_failures(CheckpointError, call, f"{file} cannot be read", "save it again"):
         tokenizer = Tokenizer.from_file(str(file))
-    # A file may ask for both; a prompt is taken whole, and batches are padded by descriptors.
+    # A file may ask for either; but prompts are taken whole, and descriptors pad batches.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def stage_params(
-    model: Model, layouts: Sequence[StageLayout], adapters: Sequence[Adapter] = ()
-) -> tuple[DecoderParams, ...]:
-    """The parameters of stages: parts of a whole model, or the stage that the model is; with a slot for each adapter.
-
-    Raises:
-        ProgramError: the model is another stage.
-    """
-    if model.layout.num_stages == 1:
-        own = [slice_params(model.params, layout) for layout in layouts]
-        return tuple(with_adapters(p, model.config, layout, adapters) for p, layout in zip(own, layouts, strict=True))
-    if (model.layout,) != tuple(layouts):
-        call, seen = f"stage_params({model!r}, {list(layouts)})", f"a model that is {model.layout}"
-        raise ProgramError(call, seen, "weft.load(folder, stage=...) of the stage that runs here")
-    return (with_adapters(model.params, model.config, model.layout, adapters),)

@@ -1,4 +1,4 @@
-"""Any `nn.Module` as a stage, through `torch.func.functional_call`."""
+"""`from_module`: any `nn.Module` as a stage, through `torch.func.functional_call`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,16 +29,16 @@ class ModuleStage(Summarized):
 
 
 def from_module(module: nn.Module) -> ModuleStage:
-    """Make a stage of `module`: it is called on `x`, or on the batch where it is the first stage (x is None).
+    """Make a stage of `module`. It is called on `x`, or on the batch if it is the first stage (`x` is None).
 
     Args:
-        module: left untouched by every run of the stage, its buffers included.
+        module: a run of the stage changes nothing in it, not even its buffers.
 
     Returns:
         The stage, its parameters, and its buffers as the state.
 
     Raises:
-        ProgramError: it is no module.
+        ProgramError: it is not a module.
 
     >>> made = from_module(nn.Linear(2, 1))
     >>> state, y = made.stage(made.params, made.state, torch.ones(3, 2), None)
@@ -52,7 +52,7 @@ def from_module(module: nn.Module) -> ModuleStage:
     def stage(params: dict[str, Tensor], state: dict[str, Tensor], batch: Any, x: Any) -> tuple[dict[str, Tensor], Any]:
         values = {**params, **state}
         y = torch.func.functional_call(module, values, (batch if x is None else x,))
-        return {name: values[name] for name in state}, y  # a buffer may be another tensor now
+        return {name: values[name] for name in state}, y  # the module may have replaced a buffer
 
     vars(stage)["__weft_module__"] = module  # whose training mode `graphify` asks for
     stage.__name__ = stage.__qualname__ = f"stage {type(module).__name__}"
@@ -64,7 +64,7 @@ def from_module(module: nn.Module) -> ModuleStage:
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         call = "weft.stages.from_module(module)"
-        seen = f"{getattr(module, '__name__', module)!s:.60}, {kind_of(module)} and no nn.Module"
+        seen = f"{getattr(module, '__name__', module)!s:.60}, {kind_of(module)} and not an nn.Module"
         if isinstance(module, type) and issubclass(module, nn.Module):
             raise ProgramError(call, f"{module.__name__}, the class", f"a module of it: {module.__name__}(...)")
         instead = "a function (params, state, batch, x) -> (state, y) is a stage as it is"

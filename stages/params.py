@@ -1,31 +1,56 @@
-"""The parameters of a decoder as a tree of tensors, and a stage's part of them."""
+"""`DecoderParams`: the parameters of a decoder as a tree of tensors, and a stage's part of them."""
 
 import attrs
 from torch import Tensor
 
 from weft.errors import ProgramError
 from weft.stages.layout import StageLayout
-from weft.stages.lora import NO_LORA, LayerLora
 from weft.summary import Summarized
-from weft.trees import pytree, tree_leaves
+from weft.trees import pytree, static, tree_leaves
 
 
 # Compared and hashed by identity: `==` on a field would be a tensor, which is neither true nor false.
 @pytree
 @attrs.frozen(eq=False, repr=False)
-class LayerParams(Summarized):
-    """One decoder layer; None: the model has no such tensor.
+class LoraWeights(Summarized):
+    """The adapter slots of one product of a layer, which may be several linear layers with a pair of matrices each; 0
+    where a slot is empty.
 
-    A projection is `[out, in]`, as `torch.nn.functional.linear` takes it, and its bias `[out]`; those that have one
-    input are one matrix, the rows of each below those of the one before. The layer norms are `[hidden]`; `q_norm` and
-    `k_norm` `[head_dim]`.
+    Args:
+        a: `[slots, pairs, rank, in]`.
+        b: `[slots, out, rank]`, with the scaling in it.
+        starts: the row of `out` where each pair begins, and the end of the last one.
+    """
+
+    a: Tensor
+    b: Tensor
+    starts: tuple[int, ...] = attrs.field(metadata=static())
+
+
+@pytree
+@attrs.frozen(eq=False, repr=False)
+class LayerLora(Summarized):
+    """The adapter slots of a layer's products; None: no adapter changes that product."""
+
+    qkv: LoraWeights | None = None
+    o: LoraWeights | None = None
+    gate_up: LoraWeights | None = None
+    down: LoraWeights | None = None
+
+
+@pytree
+@attrs.frozen(eq=False, repr=False)
+class LayerParams(Summarized):
+    """The parameters of one decoder layer; None: the model has no such tensor.
+
+    A projection is `[out, in]`, as `torch.nn.functional.linear` takes it, and its bias `[out]`. Projections of the same
+    input are one matrix, one below the other. The layer norms are `[hidden]`; `q_norm` and `k_norm` `[head_dim]`.
 
     Where there is a `router` `[experts, hidden]`, `gate_up_proj` is `[experts, 2 * inner, hidden]` and `down_proj`
     `[experts, hidden, inner]`.
 
-    A projection with a scale is float8_e4m3fn, and `scale[…, n // 128, k // 128]`, float32, is what `weight[…, n, k]`
-    is multiplied by. Each of the matrices that it was made of begins at a multiple of 128 rows, and zeros fill the
-    gaps.
+    A projection with a scale is float8_e4m3fn: `weight[…, n, k]` is multiplied by `scale[…, n // 128, k // 128]`, which
+    is float32. Each of the matrices in it begins at a multiple of 128 rows, and zeros fill the gaps.
 
     `lora` holds slots of adapters, in the dtype of the norms.
     """
@@ -47,20 +72,20 @@ class LayerParams(Summarized):
     o_scale: Tensor | None = None
     gate_up_scale: Tensor | None = None
     down_scale: Tensor | None = None
-    lora: LayerLora = NO_LORA
+    lora: LayerLora = LayerLora()
 
 
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class DecoderParams(Summarized):
-    """What a stage owns of a decoder, or the whole of it.
+    """The parameters of one stage of a decoder, or of all of it.
 
     Args:
-        embed_tokens: `[vocab, hidden]`; None but on the first stage.
+        embed_tokens: `[vocab, hidden]`; None except on the first stage.
         layers: the stage's layers, in order.
-        norm: `[hidden]`; None but on the last stage.
-        lm_head: `[vocab, hidden]`; None but on the last stage; the embedding itself where the two are tied.
-        inv_freq: `[head_dim / 2]`, float32 whatever the others are: rounded frequencies would misplace far tokens.
+        norm: `[hidden]`; None except on the last stage.
+        lm_head: `[vocab, hidden]`; None except on the last stage; the embedding itself if the two are tied.
+        inv_freq: `[head_dim / 2]`, always float32: rounded frequencies would misplace far tokens.
     """
 
     embed_tokens: Tensor | None
@@ -74,8 +99,8 @@ def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
     """A stage's part of the whole model's parameters: the same tensors, no copies.
 
     Args:
-        params: of the whole model.
-        layout: of the stage.
+        params: the whole model's.
+        layout: the stage's.
 
     Raises:
         ProgramError: `params` is not a whole model, or has another number of layers than the layouts were made for.
@@ -96,6 +121,6 @@ def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
 
 
 def num_bytes(params: DecoderParams) -> int:
-    """The memory that the tensors take; a tied head is the embedding's memory and counts once."""
+    """The memory of the tensors in bytes; a head that is tied to the embedding counts once."""
     tensors = [leaf for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
     return sum({(t.device, t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())

@@ -1,4 +1,4 @@
-"""Random parameters of a model's structure, drawn where they will stand: for benchmarks and tests."""
+"""Random parameters and adapters for a configuration, drawn on their device: for benchmarks and tests."""
 
 import hashlib
 import math
@@ -18,7 +18,7 @@ from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams
 
 _AT_ONCE = 2**28
-"""Elements that are drawn at a time, in float32: 1 GiB beside the parameters."""
+"""Elements that are drawn at a time: 1 GiB of float32 beside the parameters."""
 
 
 def random_params(
@@ -30,22 +30,22 @@ def random_params(
     dtype: torch.dtype | None = None,
     std: float = 0.02,
 ) -> DecoderParams:
-    """Parameters of the right structure and no meaning, for benchmarks and tests: normal with deviation `std`.
+    """Random parameters of the right structure, for benchmarks and tests: normal with deviation `std`.
 
     A field's values depend on `seed`, its name, the layer and the kind of device alone, so that the stages of any split
     agree with the whole model. Norms are 1 plus the same noise. Weights in FP8 are normal with deviation 16, and their
-    scales `std / 16` times what is uniform from 0.5 to 1.5.
+    scales `std / 16` times a uniform number from 0.5 to 1.5.
 
     Args:
-        config, layout: of the model, and which of its layers.
+        config, layout: the model's, and the stage's.
         seed, std: as above.
-        device: where they are made.
+        device: the device on which they are made.
         dtype: `float32`, `bfloat16` or `float16`; None: the configuration's.
 
     Raises:
         ConfigError: a dtype that no decoder computes in.
         ProgramError: a layout for another number of layers.
-        DeviceError: a device that is not there, or whose memory is too small.
+        DeviceError: a device that this machine does not have, or whose memory is too small.
     """
     call = f"random_params(config, {layout!r}, seed={seed})"
     dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
@@ -65,7 +65,7 @@ def random_params(
 
 
 def _check_memory(fields: Iterable[Field], dtype: torch.dtype, device: torch.device, call: str) -> None:
-    """Refuse what a device could not hold if it held nothing else: on a CPU the whole process would be killed."""
+    """Refuse parameters larger than the device's whole memory: on a CPU the process would be killed."""
     wanted = sum(math.prod(field.shape) * (field.dtype or dtype).itemsize for field in fields)
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
@@ -77,7 +77,7 @@ def _check_memory(fields: Iterable[Field], dtype: torch.dtype, device: torch.dev
 
 
 def _without_gaps(field: Field, whole: Tensor) -> Tensor:
-    """Zeros where no part of the field is."""
+    """Write zeros outside the parts of the field."""
     if sum(math.prod(part.shape) for part in field.parts) < whole.numel():
         kept = torch.zeros_like(whole, dtype=torch.bool)
         for part in field.parts:
@@ -97,12 +97,13 @@ def _noise(path: str, field: Field, like: Tensor, std: float, generator: torch.G
 
 
 def random_adapter(config: ModelConfig, names: Collection[str], *, rank: int, seed: int, std: float) -> Adapter:
-    """An adapter of no meaning, for benchmarks and tests: normal with deviation `std`.
+    """A random adapter for benchmarks and tests: normal with deviation `std`.
 
     Args:
-        config: of the base model.
-        rank, seed, std: of its matrices.
+        config: the base model's.
         names: the linear layers that it changes, as in `Adapter.deltas`.
+        rank: the rank of its matrices.
+        seed, std: as in `random_params`.
     """
     generator = torch.Generator().manual_seed(seed)
     parts = {name: part for i in range(config.num_layers) for name, (_, _, part) in adaptable(config, i).items()}

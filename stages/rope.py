@@ -1,19 +1,39 @@
-"""Rotary position embedding: its parameters as a value, its inverse frequencies, and its tables.
-
-Llama, Qwen2 and Qwen3 share it; `weft.stages.rope_config` reads it from a configuration.
-"""
+"""Rotary position embedding: its parameters, read from a config.json, its frequencies, its tables, and the positions
+that it turns with."""
 
 import math
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import attrs
 import torch
 from torch import Tensor
 
+from weft.batch import Batch, ResolvedBatch
+from weft.errors import DescriptorError
+from weft.json_text import Fields
 from weft.ops.rotary import turn_tables
+from weft.outputs import IntermediateTensors
+from weft.state import State
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+_MROPE = "mrope"
+"""The name in Qwen2-VL's files for type default with an `mrope_section`."""
+_SHARED_KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+_NEEDED_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+_YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_OPTIONAL_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
+    "default": (),
+    "linear": (),
+    "llama3": ("original_max_position_embeddings",),
+    "yarn": ("original_max_position_embeddings", *_YARN_KEYS),
+}
 
 
 @attrs.frozen
@@ -24,15 +44,17 @@ class Rope:
         theta: the base of the frequencies.
         kind: `default`; `linear` (position interpolation, arXiv 2306.15595); `llama3` (Llama 3.1's frequency bands);
             `yarn` (arXiv 2309.00071).
-        factor: how far the context was stretched; None: `max_position_embeddings / original_max_position_embeddings`.
+        factor: the ratio by which the context was stretched; None: `max_position_embeddings` divided by
+            `original_max_position_embeddings`.
         original_max_position_embeddings: the context length before stretching; None: `max_position_embeddings`.
         low_freq_factor, high_freq_factor: llama3's bands, in turns within the original context.
         beta_fast, beta_slow: YaRN's bands, in turns within the original context.
-        attention_factor: what YaRN multiplies cosine and sine by; None: it follows from `factor` and the mscales.
+        attention_factor: YaRN's factor of cosine and sine; None: it follows from `factor` and the mscales.
         mscale, mscale_all_dim: the weights of YaRN's attention factor; they count only when both are given.
         truncate: whether YaRN's bands are rounded outwards to whole dimensions.
-        mrope_section: how many pairs of a head turn with a token's position in time, in height and in width, in this
-            order (mRoPE; Qwen2-VL, arXiv 2409.12191, section 2.1); None: all with its only one.
+        mrope_section: the numbers of pairs of a head that turn with a token's position in time, in height and in width
+            (mRoPE; Qwen2-VL, arXiv 2409.12191, section 2.1); None: a token has one position, and all pairs turn with
+            it.
     """
 
     theta: float = 10_000.0
@@ -50,12 +72,133 @@ class Rope:
     mrope_section: tuple[int, int, int] | None = None
 
 
+def parse_rope(fields: Fields, default: Rope) -> Rope:
+    """Read the rotary embedding from a config.json in either style: `rope_parameters` (transformers 5), or `rope_theta`
+    beside `rope_scaling` (transformers 4).
+
+    Args:
+        default: the theta and the `mrope_section` where the file is silent. The default scaling is none.
+
+    Raises:
+        ConfigError: a rope type that weft does not know, a needed key that is missing, a value of the wrong type, or
+            two places that say different things.
+    """
+    blocks = _blocks(fields)
+    ropes = [_parse_block(fields, block, default) for block in blocks or [attrs.evolve(fields, raw={})]]
+    if ropes[0] != ropes[-1]:
+        values = {block.prefix.rstrip("."): block.raw for block in blocks}
+        raise fields.contradict(values, "say it once: rope_parameters, or rope_scaling beside rope_theta")
+    return ropes[0]
+
+
+def unknown_rope_keys(fields: Fields) -> dict[str, Any]:
+    """The keys of `rope_parameters` and `rope_scaling` that no rope type has, each with its value."""
+    known = set().union(*map(_known_keys, KINDS))
+    return {f"{x.prefix}{name}": value for x in _blocks(fields) for name, value in x.raw.items() if name not in known}
+
+
+def _known_keys(kind: RopeKind) -> set[str]:
+    return {*_SHARED_KEYS, *_NEEDED_KEYS[kind], *_OPTIONAL_KEYS[kind]}
+
+
+def _blocks(fields: Fields) -> list[Fields]:
+    found = (fields.nested(name) for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name))
+    return [block for block in found if block is not None]
+
+
+def _parse_block(fields: Fields, block: Fields, default: Rope) -> Rope:
+    kind = _kind(block)
+    _check_keys(block, kind)
+    theta = _same_in_both(fields, block, "rope_theta", default.theta)
+    section = _section(block) or default.mrope_section
+    rope = Rope(theta=theta.number("rope_theta", default.theta), kind=kind, mrope_section=section)
+    if rope.theta <= 1:
+        raise theta.refuse("rope_theta", "rope_theta is greater than 1, or the frequencies would not fall")
+    if kind == "default":
+        return rope
+    rope = attrs.evolve(rope, factor=block.optional_number("factor"))
+    return rope if kind == "linear" else _with_bands(fields, block, rope)
+
+
+def _kind(block: Fields) -> RopeKind:
+    """The rope type: `rope_type`, or `type` as transformers before 4.45 wrote it. A file may have both."""
+    names = {name: block.raw[name] for name in ("rope_type", "type") if block.raw.get(name) is not None}
+    if len({repr("default" if value == _MROPE else value) for value in names.values()}) > 1:
+        raise block.contradict(names, "keep rope_type alone")
+    for name, value in names.items():
+        if value not in (*KINDS, _MROPE):
+            raise block.refuse(name, f"weft supports the rope types {', '.join((*KINDS, _MROPE))}")
+        kind: RopeKind = "default" if value == _MROPE else value
+        return kind
+    return "default"
+
+
+def _section(block: Fields) -> tuple[int, int, int] | None:
+    """The pairs of a head that turn with time, height and width; None: the file does not say."""
+    value = block.raw.get("mrope_section")
+    if value is None:
+        if _MROPE in (block.raw.get("rope_type"), block.raw.get("type")):
+            raise block.missing("mrope_section", "rope type 'mrope' needs it")
+        return None
+    numbers = isinstance(value, list | tuple) and all(type(one) is int and one >= 0 for one in value)
+    if not numbers or len(value) != 3:
+        raise block.refuse("mrope_section", "mrope_section is three whole numbers: pairs for time, height and width")
+    time, height, width = value
+    return time, height, width
+
+
+def _check_keys(block: Fields, kind: RopeKind) -> None:
+    for name in _NEEDED_KEYS[kind]:
+        if name not in block.raw or (block.raw[name] is None and kind != "yarn"):
+            raise block.missing(name, f"rope type {kind!r} needs it")
+    others = set().union(*map(_known_keys, KINDS)) - _known_keys(kind)
+    for name, value in block.raw.items():
+        if name in others and value is not None:
+            raise block.refuse(name, f"rope type {kind!r} takes {', '.join(sorted(_known_keys(kind)))}")
+    if block.raw.get("partial_rotary_factor") not in (None, 1):
+        raise block.refuse("partial_rotary_factor", "weft rotates whole heads: partial_rotary_factor is 1.0 or missing")
+    if block.raw.get("mrope_interleaved"):
+        raise block.refuse("mrope_interleaved", "weft has the sections of mrope_section one after the other")
+
+
+def _same_in_both(fields: Fields, block: Fields, name: str, default: Any) -> Fields:
+    """Whichever of the two objects has `name`; an error if both have it and disagree."""
+    outer, inner = fields.raw.get(name), block.raw.get(name)
+    if outer is not None and inner is not None and outer != inner:
+        raise fields.contradict({name: outer, f"{block.prefix}{name}": inner}, f"give {name} once")
+    if inner is not None:
+        return block
+    return fields if outer is not None else attrs.evolve(fields, raw={name: default})
+
+
+def _with_bands(fields: Fields, block: Fields, rope: Rope) -> Rope:
+    """`rope` with the parameters that llama3 and yarn have."""
+    original = _same_in_both(fields, block, "original_max_position_embeddings", None)
+    if original.raw["original_max_position_embeddings"] is not None:
+        length = original.integer("original_max_position_embeddings", 1)
+        rope = attrs.evolve(rope, original_max_position_embeddings=length)
+    low, high = ("low_freq_factor", "high_freq_factor") if rope.kind == "llama3" else ("beta_slow", "beta_fast")
+    bands: dict[str, Any] = {name: block.optional_number(name) or getattr(rope, name) for name in (low, high)}
+    if not bands[low] < bands[high]:
+        raise block.contradict(bands, f"{low} is less than {high}")
+    rope = attrs.evolve(rope, **bands)
+    if rope.kind == "llama3":
+        return rope
+    return attrs.evolve(
+        rope,
+        attention_factor=block.optional_number("attention_factor"),
+        mscale=block.optional_number("mscale"),
+        mscale_all_dim=block.optional_number("mscale_all_dim"),
+        truncate=block.flag("truncate", True),
+    )
+
+
 def inverse_frequencies(rope: Rope, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
-    """How fast each pair of dimensions turns, and what cosine and sine are multiplied by.
+    """The frequency of each pair of dimensions, and the factor of cosine and sine.
 
     Returns:
-        float32 `[head_dim / 2]` on the CPU, radians a position, and the attention factor (1.0 unless YaRN). The values
-        are those of transformers 5.23.
+        float32 `[head_dim / 2]` on the CPU, in radians per position, and the attention factor (1.0 unless YaRN). The
+        values are those of transformers 5.23.
 
     Sources: RoFormer (arXiv 2104.09864) for `theta ** (-2i / head_dim)`; position interpolation (arXiv 2306.15595);
     Llama 3.1's reference code, `apply_scaling`; YaRN (arXiv 2309.00071), section 3.
@@ -126,9 +269,9 @@ def rope_tables(
     Args:
         inv_freq: float32 `[head_dim / 2]`.
         positions: integer `[T]`, on the device of `inv_freq`; with a section `[T, 3]`.
-        attention_factor: what both tables are multiplied by.
-        dtype: the tables' dtype. The angles are float32 whatever it is: bfloat16 cannot tell position 257 from 256.
-        mrope_section: of `Rope`. Where a token's three positions are equal, the tables are those of that one.
+        attention_factor: the factor of both tables.
+        dtype: the tables' dtype. The angles are always float32: bfloat16 cannot tell position 257 from 256.
+        mrope_section: as in `Rope`. Where a token's three positions are equal, the tables are those of that position.
 
     Returns:
         `(cos, sin)`, each `[T, head_dim / 2]` of `dtype`.
@@ -137,3 +280,55 @@ def rope_tables(
         columns = positions.split(1, dim=1)
         positions = torch.cat([x.expand(-1, count) for x, count in zip(columns, mrope_section, strict=True)], dim=1)
     return turn_tables(inv_freq, positions, attention_factor, dtype)
+
+
+def mrope_position_delta(positions: Tensor) -> int:
+    """The distance from the places of the tokens after a prompt to their positions: these continue after the largest
+    position in the prompt.
+
+    Args:
+        positions: [3, n], the positions of the whole prompt.
+
+    >>> mrope_position_delta(torch.tensor([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]))
+    -2
+    """
+    return int(positions.max()) + 1 - positions.shape[1]
+
+
+def mrope_positions(state: State, batch: Batch, resolved: ResolvedBatch) -> Tensor:
+    """The position of each token in time, height and width: [num_tokens, 3] int64, without a host read.
+
+    The tokens of a prompt have the positions that the batch gives. The tokens after it have, in all three dimensions,
+    their place in the request plus the request's delta, which the state holds; so a decode batch names rows alone. The
+    delta of a request of text is 0, and three equal positions turn a head as one does.
+    """
+    owner, _ = batch.owners()
+    in_order = (resolved.positions + state.mrope_position_deltas[batch.rows[owner]])[:, None]
+    if batch.positions is None:
+        return in_order.repeat(1, 3)
+    given = batch.positions.T
+    return torch.where(given >= 0, given, in_order).contiguous()
+
+
+def check_positions(stage: str, batch: Batch, x: IntermediateTensors | None, has_mrope: bool) -> None:
+    """Refuse inputs of the first stage at another stage, and positions in a model without mRoPE.
+
+    Args:
+        stage: the stage's name.
+        x: the intermediate tensors from the stage before.
+        has_mrope: whether the model has mRoPE.
+
+    Raises:
+        DescriptorError: there are such inputs, or `x` lacks the positions.
+    """
+    call = f"{stage}(params, state, batch, x)"
+    if x is not None and batch.after_first() is not batch:
+        name = "positions" if batch.positions is not None else "inputs_embeds"
+        seen = f"batch.{name}, which the first stage alone takes"
+        raise DescriptorError(call, seen, "batch.after_first(); what the first stage makes of them comes with x")
+    if batch.positions is not None and not has_mrope:
+        seen = "batch.positions, and a model without mRoPE (no mrope_section in its rope_parameters)"
+        raise DescriptorError(call, seen, "a batch without positions: a token stands where it does in its request")
+    if has_mrope and x is not None and x.positions is None:
+        seen = "no x.positions, in a model with mRoPE"
+        raise DescriptorError(call, seen, "attrs.evolve(y, hidden_states=...) of what the stage before returned")

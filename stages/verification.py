@@ -1,11 +1,11 @@
-"""Verifying drafts: how many of the tokens that were sampled, one behind each token that was read, are a request's own.
+"""`verify`: the number of sampled tokens that a request keeps, when a step samples one after each token that it reads.
 
 A step over `[last token, d_1 … d_k]` samples `t_0 … t_k`, each with the noise that a decode step draws at its position:
-the sampler's noise is a function of the request's seed and of that position alone. So `t_0` is what the request says
-next, and while `d_i` is the token that was sampled in its place, `t_{i-1}`, so is `t_i`. Tokens are those of decoding
-one by one, drawn or greedy, whatever was drafted; a rejection sampler (Leviathan et al., 2023, arXiv 2211.17192) keeps
-no more than their distribution. (Daliri et al., 2024, "Coupling without communication and drafter-invariant
-speculative decoding", arXiv 2408.07978.)
+the sampler's noise is a function of the request's seed and of that position alone. So `t_0` is the request's next
+token; and as long as `d_i` equals the token that was sampled in its place, `t_{i-1}`, the token `t_i` follows. The
+tokens are those of decoding one by one, drawn or greedy, whatever the drafts (Daliri et al., 2024, "Coupling without
+communication and drafter-invariant speculative decoding", arXiv 2408.07978). A rejection sampler (Leviathan et al.,
+2023, arXiv 2211.17192) keeps only their distribution.
 """
 
 import attrs
@@ -19,13 +19,14 @@ from weft.state import State
 
 
 def read_at(batch: Batch, num_drafts: int) -> Tensor:
-    """The tokens of a batch behind which tokens are sampled: [num_reqs, n] int64, of a request that goes on all, and of
-    one that reads its prompt the last; and then the last again. In a uniform class n is its query length. With a
-    `token_mask` n is 1, and drafts hold for nothing: what a grammar allows behind one depends on it, and the device
-    alone knows it.
+    """The tokens of a batch after which the step samples, [num_reqs, n] int64: all of a request that goes on, and the
+    last of a request that reads its prompt; the last token fills the row.
+
+    In a uniform class n is its query length. With a `token_mask` n is 1 and drafts are ignored: the tokens that a
+    grammar allows after a draft depend on the draft, which only the device knows.
 
     Args:
-        num_drafts: of a request at most.
+        num_drafts: the most drafts of a request.
     """
     count = batch.descriptor.query_len or num_drafts + 1
     if batch.token_mask is not None:
@@ -38,19 +39,19 @@ def read_at(batch: Batch, num_drafts: int) -> Tensor:
 
 
 def verify(state: State, batch: Batch, where: Tensor, out: Output) -> Output:
-    """The output, and how many of its tokens hold.
+    """The output with the number of its tokens that each request keeps.
 
     Args:
-        state: before the step.
-        batch: of the step, with the drafts filled in; what was not drafted is negative.
-        where: of `read_at`.
-        out: of each of these tokens one that was sampled.
+        state: the state before the step.
+        batch: the step's batch, with the drafts filled in; negative where there is no draft.
+        where: the result of `read_at`.
+        out: the output, with one sampled token for each of these tokens.
 
     Raises:
         RequestError: the state has no `drafting`.
     """
     if state.drafting is None:
-        seen, instead = "a state without `drafting`", "attrs.evolve(state, drafting=weft.drafting.Drafting.zeros(...))"
+        seen, instead = "a state without `drafting`", "attrs.evolve(state, drafting=weft.state.Drafting.zeros(...))"
         raise RequestError("a stage that verifies drafts", seen, instead)
     again = where[:, 1:] == where[:, :-1]
     drafts = torch.where(again, DRAFT, batch.input_ids[where[:, 1:]])
@@ -60,10 +61,10 @@ def verify(state: State, batch: Batch, where: Tensor, out: Output) -> Output:
 
 
 def count_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
-    """How many drafts are what was sampled in their places, up to the first that is not: [num_reqs] int64.
+    """The number of drafts before the first that differs from the token sampled in its place: [num_reqs] int64.
 
     Args:
-        token_ids: [num_reqs, k + 1], one behind each token that was read.
+        token_ids: [num_reqs, k + 1], the tokens sampled after each token that was read.
         drafts: [num_reqs, k].
     """
     return (drafts == token_ids[:, :-1]).cumprod(1).sum(1)

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from weft.errors import DeviceError
 from weft.ops.byte_copies import Copies
-from weft.placing import place
-from weft.torchapi import current_stream_id
+from weft.torchapi import current_stream_id, to_device
 
 ARITIES = (8, 64, 448)
 """The most tensors of a launch, one kernel for each: the largest stays within the 4 KiB of a kernel's arguments."""
@@ -113,7 +112,7 @@ def plan_launch(copies: Copies) -> Launch:
     if not rows:
         return _nothing
     arity = next(n for n in ARITIES if n >= len(copies.fixed))
-    table = place(torch.tensor(rows, dtype=torch.int64), device)
+    table = to_device(torch.tensor(rows, dtype=torch.int64), device)
     if device.type != "cuda" or (handle := kernel_handle(device, arity)) is None:
         return functools.partial(_launch_by_triton, table, arity, copies)
     return launch_by_driver(handle, arity, table, copies)

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.alike import alike
 from weft.proofs.checks.elements import Place, Tolerance, first_place, plain, unequal, worst_place
 from weft.proofs.checks.structures import structure_difference
 from weft.trees import leaves_with_names, tree_structure
+from weft.value_keys import value_key
 
 ATOL, RTOL = 2e-4, 2e-4
 """Bounds where two runs have different shapes, so that a matrix product may sum in another order (float32)."""
@@ -80,7 +80,7 @@ def find_difference(seen: Any, expected: Any, tolerance: Tolerance | None = None
     """The first leaf, in flattening order, in which `seen` differs from `expected`; None if there is none.
 
     Structures must be equal, classes and static fields included; then the dtype, shape and device of tensors (and of
-    arrays of numpy), and their elements; other leaves as keys of a graph are (`weft.alike`: 1 is not 1.0 or True).
+    arrays of numpy), and their elements; other leaves as keys of a graph are (`weft.value_keys`: 1 is not 1.0 or True).
 
     >>> print(find_difference({"h": torch.tensor([1.0, 2.0])}, {"h": torch.tensor([1.0, 2.5])}))
     ['h'][1]: 2.0 against 2.5
@@ -129,7 +129,7 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
     if isinstance(a, float | complex) and type(a) is type(b):
         kind = torch.complex128 if isinstance(a, complex) else torch.float64
         return not bool(unequal(torch.tensor(a, dtype=kind), torch.tensor(b, dtype=kind), tolerance))
-    return bool(alike(a) == alike(b) and (a is b or a == b))
+    return bool(value_key(a) == value_key(b) and (a is b or a == b))
 
 
 def _element_difference(path: str, kind: str, a: Tensor, b: Tensor, differ: Tensor) -> Difference:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from weft.alike import alike
 from weft.arguments import with_article
 from weft.torchapi import children_of
 from weft.trees import TreeSpec, node_fields
+from weft.value_keys import value_key
 
 
 def structure_difference(seen: TreeSpec, expected: TreeSpec, path: str = "") -> tuple[str, str, str] | None:
@@ -25,7 +25,7 @@ def structure_difference(seen: TreeSpec, expected: TreeSpec, path: str = "") -> 
 
 def _told(spec: TreeSpec) -> tuple[Any, ...]:
     """What a node's class is told apart by, beside its children: their number, keys of dicts, static fields."""
-    return len(children_of(spec)), spec.context, [alike(key) for key in _keys(spec) or ()]
+    return len(children_of(spec)), spec.context, [value_key(key) for key in _keys(spec) or ()]
 
 
 def _keys(spec: TreeSpec) -> list[Any] | None:

@@ -7,7 +7,6 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from weft.alike import alike
 from weft.errors import CheckError
 from weft.padding import pad, unpad
 from weft.proofs.checks.difference import LawViolation, find_difference
@@ -17,6 +16,7 @@ from weft.transforms.graphs.calls.call import invoke
 from weft.transforms.graphs.calls.results import find_next_value
 from weft.transforms.graphs.graphified import Graphified
 from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from weft.value_keys import value_key
 
 Arguments = dict[str, Any]
 """Of one call, by name, defaults included."""
@@ -181,5 +181,5 @@ def _kinds(arguments: Arguments) -> tuple[Any, ...]:
     """What tells calls apart whose values may be exchanged."""
     leaves, structure = tree_flatten(arguments)
     return structure, [
-        (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else alike(x) for x in leaves
+        (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else value_key(x) for x in leaves
     ]

@@ -224,7 +224,7 @@ GRAPHS = (
     Mutant("the key forgets devices", _CALLS, _forgetting("device")),
     Mutant("the key forgets lazy conjugates", _CALLS, _forgetting("flags")),
     Mutant("the key forgets static values", _CALLS, _no_statics),
-    Mutant("the key takes 1, 1.0 and True for one", _CALLS, replace(_CALL, "alike", lambda value: value)),
+    Mutant("the key takes 1, 1.0 and True for one", _CALLS, replace(_CALL, "value_key", lambda value: value)),
     Mutant("the fast path checks no tensor", _CALLS, replace(_FAST_PATH, "tensors_check", _no_check)),
     Mutant("the fast path forgets static values", _CALLS, replace(_READER, "_write_value", _write_no_value)),
     Mutant("any parameters are recalled", _CALLS, partial(mock.patch.object, FastPath, "find_known", _known_blindly)),

@@ -13,11 +13,10 @@ from weft.proofs.strategies.embeds import images, with_mrope
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages.config import ModelConfig, parse_config
-from weft.stages.decoder import decoder_stage
+from weft.stages.decoder import decoder_stage, empty_states
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
-from weft.stages.states import empty_states
 from weft.state import State, admit
 from weft.transforms.engine.inputs import batch_embeds, batch_positions, read_extras
 from weft.transforms.engine.requests import PromptExtras

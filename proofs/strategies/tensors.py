@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
-from weft.arguments import kind_of
+from weft.arguments import is_int, kind_of
 from weft.errors import CheckError
 
 Size = int | st.SearchStrategy[int]
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return is_int(value, 0)
 
 
 def tensors(

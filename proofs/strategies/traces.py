@@ -12,11 +12,10 @@ from weft.proofs.strategies.embeds import images, with_mrope
 from weft.proofs.strategies.models import configs
 from weft.proofs.strategies.sampling import sampling_params
 from weft.stages.config import ModelConfig
-from weft.stages.decoder import DecoderStage, decoder_stage
+from weft.stages.decoder import DecoderStage, decoder_stage, empty_states
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
-from weft.stages.states import empty_states
 from weft.state import State
 from weft.transforms.engine.inputs import EmbedsPrompt, read_extras
 from weft.transforms.engine.requests import Budget, Request

@@ -9,8 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
-from weft.stages.lora import LayerLora, LoraWeights
-from weft.stages.params import DecoderParams
+from weft.stages.params import DecoderParams, LayerLora, LoraWeights
 from weft.state import resolve
 from weft.summary import Summarized
 from weft.torchapi import pytree

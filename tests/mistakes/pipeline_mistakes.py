@@ -10,12 +10,11 @@ from torch import Tensor, nn
 import weft
 from weft.effects import parse_listing
 from weft.errors import ArgumentError, CaptureError, CostError, ProgramError, RankError
-from weft.stages import from_module
+from weft.stages import balance, from_module
 from weft.transforms import (
     Costs,
     Distributed,
     Threads,
-    balance,
     check,
     decode_jobs,
     launch,
@@ -158,7 +157,7 @@ MISTAKES = {
         lambda: from_module(f),
         ProgramError,
         "weft.stages.from_module(module)",
-        "f, a function and no nn.Module",
+        "f, a function and not an nn.Module",
         "a function (params, state, batch, x) -> (state, y) is a stage as it is",
     ),
     "pipeline: stages one by one": Mistake(

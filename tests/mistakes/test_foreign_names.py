@@ -10,7 +10,7 @@ import pytest
 from answers import model
 
 import weft
-from weft import foreign
+from weft import equivalents
 from weft.errors import ArgumentError
 from weft.stages import DEMO
 
@@ -35,13 +35,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 OWN = ("temperature", "top_p")
 TABLES: dict[str, dict[str, str]] = {
-    "generate": foreign.for_generate(OWN),
-    "add": foreign.for_add(OWN),
-    "stream": foreign.for_add(OWN),
-    "SamplingParams": foreign.SAMPLING,
-    "Engine": foreign.ENGINE,
-    "EngineLimits": foreign.LIMITS,
-    "load": foreign.LOAD,
+    "generate": equivalents.for_generate(OWN),
+    "add": equivalents.for_add(OWN),
+    "stream": equivalents.for_add(OWN),
+    "SamplingParams": equivalents.SAMPLING,
+    "Engine": equivalents.ENGINE,
+    "EngineLimits": equivalents.LIMITS,
+    "load": equivalents.LOAD,
 }
 MASK = "mask=...): a function from the tokens said so far to those that may be next"
 STAGES = "weft.transforms.make_runner(model, limits): its stages are functions that return them"

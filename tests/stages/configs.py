@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from theirs import CLASSES
 
-from weft.stages.config import ModelConfig, parse_config
-from weft.stages.moe_config import MoeConfig
+from weft.stages.config import ModelConfig, MoeConfig, parse_config
 from weft.stages.rope import Rope
 
 SMALL: dict[str, Any] = {

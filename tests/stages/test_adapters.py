@@ -20,13 +20,12 @@ from weft.donation import clone
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, RequestError
 from weft.ops.gate import silu_mul
 from weft.sampling import SamplingParams
-from weft.stages.adapters import Adapter, reserve_slots, with_adapters, write_slot
+from weft.stages.adapters import Adapter, reserve_slots, stage_params, with_adapters, write_slot
 from weft.stages.config import parse_config
-from weft.stages.decoder import Normed, decoder_stage, feed_forward, project
+from weft.stages.decoder import Normed, decoder_stage, empty_states, feed_forward, project
 from weft.stages.layout import split_layers
-from weft.stages.model import Model, stage_params
+from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params
-from weft.stages.states import empty_states
 from weft.state import State, admit, advance, resolve
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, lora_rungs, make_ladder

@@ -10,8 +10,7 @@ from theirs import CLASSES
 from transformers import PretrainedConfig
 
 from weft.errors import ConfigError, ConfigWarning
-from weft.stages.architectures import NEUTRAL, NEUTRAL_AT
-from weft.stages.moe_config import MOE_FIELDS
+from weft.stages.architectures import MOE_FIELDS, NEUTRAL, NEUTRAL_AT
 
 CHANGES: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -89,7 +89,7 @@ def test_a_damaged_shard_and_a_damaged_index(shards: Path) -> None:
     for text in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"lm_head.weight": 3}}'):
         index.write_text(text)
         instead = "copy model.safetensors.index.json again from where it came from"
-        assert_refused(shards, "model.safetensors.index.json is no index of shards: ", instead)
+        assert_refused(shards, "model.safetensors.index.json is not an index of shards: ", instead)
 
 
 def test_an_index_that_names_the_wrong_shard(shards: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from weft.stages.adapter_checkpoint import load_adapter
+from weft.stages.adapters import load_adapter
 from weft.stages.model import DEMO, load
 
 

@@ -8,7 +8,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from weft.errors import ConfigError
-from weft.stages.fp8_config import Fp8Config
+from weft.stages.config import Fp8Config
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 

@@ -13,9 +13,9 @@ from weft.ops.attention.paged import paged_attention, paged_attention_quantized
 from weft.ops.fp8 import quantize
 from weft.stages import decoder
 from weft.stages.config import ModelConfig, parse_config
+from weft.stages.layout import split_model
 from weft.stages.model import Model
 from weft.stages.random_weights import random_params
-from weft.stages.split import split_model
 from weft.transforms.cli.presets import PRESETS
 from weft.transforms.engine.runner import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits

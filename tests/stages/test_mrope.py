@@ -16,12 +16,12 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from weft.batch import EMBEDDED, Batch
 from weft.errors import DescriptorError
 from weft.outputs import IntermediateTensors
-from weft.stages import decoder, mrope
+from weft.stages import decoder, rope
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load
-from weft.stages.mrope import mrope_position_delta
 from weft.stages.params import slice_params
+from weft.stages.rope import mrope_position_delta
 from weft.state import State, advance
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.inputs import EmbedsPrompt
@@ -221,7 +221,7 @@ def test_an_engine_says_what_transformers_says(
 
 def test_the_oracle_sees_each_part(theirs: Any, model: Model, embeds: Tensor, positions: Tensor) -> None:
     """Without the delta, with one row for three, or without what travels, logits are others."""
-    find = mrope.mrope_positions
+    find = rope.mrope_positions
 
     def without_delta(state: State, batch: Batch, resolved: Any) -> Tensor:
         zeros = torch.zeros_like(state.mrope_position_deltas)

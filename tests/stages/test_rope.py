@@ -16,10 +16,9 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbeddin
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from weft.errors import ConfigError
+from weft.json_text import Fields
 from weft.ops.rotary import rotate_and_keep
-from weft.stages.fields import Fields
-from weft.stages.rope import Rope, inverse_frequencies, rope_tables
-from weft.stages.rope_config import parse_rope, unknown_keys
+from weft.stages.rope import Rope, inverse_frequencies, parse_rope, rope_tables, unknown_rope_keys
 
 MODULES = [
     (LlamaConfig, LlamaRotaryEmbedding),
@@ -319,7 +318,7 @@ def test_what_is_refused(raw: dict[str, Any], seen: str, instead: str) -> None:
 def test_no_key_is_overlooked(raw: dict[str, Any], name: str) -> None:
     assume(name not in raw and name != "type")
     fields = Fields({"rope_scaling": {**raw, name: 1.5}}, "load_config('m')", "config.json")
-    assert unknown_keys(fields) == {f"rope_scaling.{name}": 1.5}
+    assert unknown_rope_keys(fields) == {f"rope_scaling.{name}": 1.5}
     assert parse({**fields.raw}) == parse({"rope_scaling": raw})
 
 

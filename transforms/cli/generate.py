@@ -9,7 +9,7 @@ from rich.text import Text
 
 from weft.errors import RequestError
 from weft.json_text import write_json
-from weft.stages.adapter_checkpoint import load_adapter
+from weft.stages.adapters import load_adapter
 from weft.stages.model import Model, load
 from weft.transforms.cli.ranks import Here, Place, check_stages, in_ranks
 from weft.transforms.cli.shared import console, counted, printable

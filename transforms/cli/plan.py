@@ -12,8 +12,7 @@ from weft.effects import Program, listing
 from weft.errors import ProgramError
 from weft.json_text import write_json
 from weft.stages.config import ModelConfig
-from weft.stages.layout import StageLayout, balance, split_layers
-from weft.stages.split import Weights, layer_weights
+from weft.stages.layout import StageLayout, Weights, balance, layer_weights, split_layers
 from weft.transforms.cli.shared import check_writable, console, counted, table, write_file
 from weft.transforms.cli.sources import read_config
 from weft.transforms.pipelines.cohorts import CohortPlan, CohortRow, plan_cohorts

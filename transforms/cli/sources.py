@@ -5,11 +5,11 @@ from pathlib import Path
 import attrs
 
 from weft.errors import RequestError
+from weft.stages.checkpoint import Origin, digest_params
 from weft.stages.config import ModelConfig, config_in_folder, load_config, parse_config
-from weft.stages.digest import Origin, digest_params
+from weft.stages.layout import split_model
 from weft.stages.model import Model, load, pick_device, pick_dtype
 from weft.stages.random_weights import random_params
-from weft.stages.split import split_model
 from weft.transforms.cli.presets import PRESETS
 from weft.transforms.cli.ranks import Here
 from weft.transforms.engine.speculation import Speculation

@@ -8,9 +8,9 @@ import attrs
 from tqdm.auto import tqdm
 
 from weft.arguments import kind_of, names_arguments
+from weft.display import bars, element, text, titled
+from weft.equivalents import for_generate
 from weft.errors import RequestError, WeftError
-from weft.foreign import for_generate
-from weft.markup import bars, element, text, titled
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model

@@ -13,12 +13,12 @@ from torch import Tensor
 from weft.arguments import kind_of
 from weft.batch import EMBEDDED, IN_ORDER
 from weft.errors import RequestError
-from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
-from weft.stages.mrope import mrope_position_delta
+from weft.stages.rope import mrope_position_delta
 from weft.summary import Summarized
+from weft.torchapi import to_device
 from weft.transforms.engine.faults import blamed
 from weft.transforms.engine.requests import PromptExtras, Request, position_content, request_seed
 
@@ -141,7 +141,7 @@ def batch_embeds(
     for own, start, ids in zip(extras, starts, token_ids, strict=True):
         if own is not None and own.inputs_embeds is not None:
             rows = own.inputs_embeds[start : start + len(ids)]
-            embeds[first : first + len(rows)] = place(rows, device)
+            embeds[first : first + len(rows)] = to_device(rows, device)
         first += len(ids)
     return embeds
 
@@ -164,7 +164,7 @@ def batch_positions(
             columns = own.positions[:, start : start + len(ids)]
             positions[:, first : first + columns.shape[1]] = columns
         first += len(ids)
-    return place(positions, device) if bool((positions >= 0).any()) else None
+    return to_device(positions, device) if bool((positions >= 0).any()) else None
 
 
 @attrs.frozen

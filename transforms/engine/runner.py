@@ -6,23 +6,23 @@ from typing import Any
 import attrs
 import torch
 
+from weft.arguments import is_int
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
+from weft.display import Table
 from weft.effects import Schema, TensorSchema
 from weft.errors import ProgramError, RequestError
 from weft.outputs import Output
 from weft.sampling import SamplingParams
-from weft.stages.decoder import DecoderStage, decoder_stage
-from weft.stages.layout import StageLayout
-from weft.stages.model import Model, stage_params
+from weft.stages.adapters import stage_params
+from weft.stages.decoder import DecoderStage, decoder_stage, empty_states
+from weft.stages.layout import StageLayout, split_model
+from weft.stages.model import Model
 from weft.stages.params import num_bytes
-from weft.stages.split import split_model
-from weft.stages.states import empty_states
 from weft.state import State, admit, advance
-from weft.table import Table
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder, Limits, make_ladder
-from weft.transforms.pipelines.argument_checks import is_number, wrong_transport
+from weft.transforms.pipelines.argument_checks import wrong_transport
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
@@ -94,7 +94,7 @@ def make_runner(
     ladder = make_ladder(mode, limits)
     if (wrong := wrong_transport(transport)) is not None:
         raise ProgramError(f"make_runner(model, limits, num_stages={num_stages}, transport=...)", *wrong)
-    if not is_number(num_stages, least=1) or num_stages > model.config.num_layers:
+    if not is_int(num_stages, 1) or num_stages > model.config.num_layers:
         seen = f"num_stages={num_stages!r}; the model has {model.config.num_layers} layers"
         call = f"make_runner(model, limits, num_stages={num_stages!r})"
         raise ProgramError(call, seen, "from 1 stage to one a layer")

@@ -7,21 +7,18 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments import kind_of, names_arguments
+from weft.arguments import is_int, kind_of, names_arguments
 from weft.descriptor import BatchDescriptor
 from weft.effects import Schema
+from weft.equivalents import LIMITS
 from weft.errors import RequestError
-from weft.foreign import LIMITS
 from weft.outputs import IntermediateTensors
-from weft.stages.adapters import Adapter, check_slot, write_slot
-from weft.stages.checkpoint import list_some, places, tensor_shapes
-from weft.stages.decoder import decoder_stage
-from weft.stages.digest import digest_params
-from weft.stages.layout import StageLayout, split_layers
-from weft.stages.model import Model, stage_params
+from weft.stages.adapters import Adapter, check_slot, stage_params, write_slot
+from weft.stages.checkpoint import digest_params, list_some, places, tensor_shapes
+from weft.stages.decoder import decoder_stage, empty_states
+from weft.stages.layout import StageLayout, split_layers, split_model
+from weft.stages.model import Model
 from weft.stages.params import DecoderParams
-from weft.stages.split import split_model
-from weft.stages.states import empty_states
 from weft.state import State, advance
 from weft.torchapi import changes_of
 from weft.transforms.engine.inputs import is_count
@@ -393,7 +390,7 @@ def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | Non
         raise RequestError(call, *wrong)
     if not isinstance(model, Model):
         raise RequestError(call, f"model is {kind_of(model)}", "model = weft.load(folder)")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+    if seed is not None and not is_int(seed):
         raise RequestError(call, f"seed={seed!r}", "a whole number, or None")
     if graph not in MODES:
         raise RequestError(call, f"graph={graph!r}", f"one of {', '.join(MODES)}")

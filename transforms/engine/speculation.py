@@ -6,14 +6,13 @@ from typing import Any
 import attrs
 import torch
 
-from weft.arguments import kind_of
-from weft.drafting import Drafting
+from weft.arguments import is_int, kind_of
 from weft.errors import RequestError
 from weft.stages.config import ModelConfig
 from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
-from weft.state import State
+from weft.state import Drafting, State
 
 
 @attrs.frozen
@@ -137,7 +136,7 @@ _MAX_NUM_TOKENS = 1024
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_int(value, 1)
 
 
 def _is_range(value: Any) -> bool:

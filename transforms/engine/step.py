@@ -13,9 +13,9 @@ from weft.batch import EMBEDDED, LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.outputs import Output
-from weft.placing import place
 from weft.sampling import SamplingParams
 from weft.state import State, admit, advance, copy_pages, grow
+from weft.torchapi import to_device
 from weft.transforms.engine.inputs import batch_embeds, batch_positions
 from weft.transforms.engine.masks import stack_masks
 from weft.transforms.engine.requests import PromptExtras
@@ -173,11 +173,11 @@ class Work:
         )
         if self.targets:
             targets = torch.tensor([token for own in self.targets for token in own], dtype=torch.int64)
-            batch = attrs.evolve(batch, targets=place(targets, device))
+            batch = attrs.evolve(batch, targets=to_device(targets, device))
         return DeviceWork(self._masked(batch, device), self.edits)
 
     def _masked(self, batch: Batch, device: torch.device | str) -> Batch:
-        return attrs.evolve(batch, token_mask=place(stack_masks(self.masks), device)) if self.masks else batch
+        return attrs.evolve(batch, token_mask=to_device(stack_masks(self.masks), device)) if self.masks else batch
 
     def __str__(self) -> str:
         counts = [len(ids) if ids != (LAST_TOKEN,) else "last" for ids in self.token_ids] or ["last"] * len(self.rows)

@@ -5,9 +5,8 @@ from typing import Any
 
 import attrs
 
-from weft.markup import COLOURS
+from weft.display import COLOURS, Table, Tabled
 from weft.plots import GREY, new_axes, rows
-from weft.table import Table, Tabled
 from weft.transforms.graphs.calls.memo import CacheInfo, Key, LeafKey
 from weft.transforms.graphs.capture import Entry
 from weft.transforms.graphs.memory import size_text, size_unit

@@ -5,6 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
+from weft.arguments import is_int
 from weft.descriptor import Descriptor
 from weft.errors import DescriptorError
 from weft.transforms.graphs.ladder import Ladder, as_ladder
@@ -104,11 +105,7 @@ def excess(larger: Any, own: Any) -> dict[str, int]:
         return dict(method(own))
     names = getattr(type(own), "__match_args__", ()) or [n for n in vars(own) if not n.startswith("_")]
     pairs = [(name, getattr(larger, name), getattr(own, name)) for name in names]
-    return {name: a - b if _is_size(a) else 0 for name, a, b in pairs if _is_size(b)}
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return {name: a - b if is_int(a) else 0 for name, a, b in pairs if is_int(b)}
 
 
 def padding_text(padding: Sequence[tuple[str, int]]) -> str:

@@ -5,10 +5,10 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from weft.arguments import kind_of
+from weft.arguments import is_int, kind_of
 from weft.descriptor import BatchDescriptor, Descriptor
+from weft.display import Table, Tabled
 from weft.errors import DescriptorError
-from weft.table import Table, Tabled
 
 D = TypeVar("D", bound=Descriptor)
 
@@ -44,7 +44,7 @@ class Limits:
     def __attrs_post_init__(self) -> None:
         for name in ("max_num_reqs", "max_num_tokens"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_int(value, 1):
                 call = f"weft.Limits({self.max_num_reqs!r}, {self.max_num_tokens!r})"
                 raise DescriptorError(call, f"{name}={value!r}", "whole numbers of requests and tokens, at least 1")
         for name in ("query_lens", "active_loras"):

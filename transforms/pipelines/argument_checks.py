@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from weft.arguments import kind_of
+from weft.arguments import is_int, kind_of
 from weft.donation import refuse_donated
 from weft.effects import Schema
 from weft.errors import ProgramError
@@ -70,7 +70,7 @@ def is_number(value: Any, least: int) -> bool:
 def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any) -> None:
     """Raise ProgramError for an argument that `pipeline` cannot take, other than its stages."""
     call = f"pipeline(<{num_stages} stages>, "
-    if not is_number(microbatches, least=1):
+    if not is_int(microbatches, least=1):
         raise ProgramError(f"{call}microbatches={microbatches!r})", "no number of parts", "an int >= 1")
     if advance is not None and not callable(advance):
         instead = "a function (state, batch, out) -> state; for a weft.Batch, weft.advance"

@@ -7,8 +7,8 @@ from typing import Any, cast
 import attrs
 
 from weft.arguments import kind_of
+from weft.display import Table, Tabled
 from weft.errors import CostError, ProgramError
-from weft.table import Table, Tabled
 from weft.transforms.pipelines.events import busy_seconds
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.simulate import Costs, simulate

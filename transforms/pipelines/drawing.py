@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
+from weft.display import COLOURS
 from weft.effects import Broadcast, Fence, Recv, Run
 from weft.errors import CostError
-from weft.markup import COLOURS
 from weft.transforms.pipelines.events import ADVANCE, Event, last_end, num_ranks, ranks_in_words
 from weft.units import duration, ticks, unit_of
 

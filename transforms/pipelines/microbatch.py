@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments import kind_of
+from weft.arguments import is_int, kind_of
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, declare_donated, donated_argnames
@@ -49,7 +49,7 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
     >>> [str(b.descriptor) for b in split(Batch.decode([5, 6, 7]), 2)]
     ['uniform x1, 1 reqs', 'uniform x1, 2 reqs']
     """
-    if not _is_number(parts):
+    if not is_int(parts, 1):
         seen = "fewer than one part" if isinstance(parts, int) else "no number of parts"
         raise DescriptorError(f"split(batch, {parts!r})", seen, "a number of micro-batches >= 1")
     if not isinstance(batch, Batch) and find_descriptors(batch):
@@ -175,10 +175,6 @@ def _batch_dim(axes: Axes | None) -> int:
     return 0 if axes is None else next((d for d in range(len(axes.dims)) if axes.name(d)), 0)
 
 
-def _is_number(parts: Any) -> bool:
-    return isinstance(parts, int) and not isinstance(parts, bool) and parts >= 1
-
-
 def microbatch(step: F, parts: int) -> F:
     """Run a step `(params, state, batch) -> (state, out)` on at most `parts` parts of its batch, and thread the state
     through.
@@ -204,7 +200,7 @@ def microbatch(step: F, parts: int) -> F:
     """
 
     name = getattr(step, "__name__", step)
-    if not callable(step) or not _is_number(parts):
+    if not callable(step) or not is_int(parts, 1):
         seen = "no number of parts" if callable(step) else "no function"
         raise ProgramError(f"microbatch({name!s:.60}, {parts!r})", seen, "a step and an int >= 1")
     check_step(f"microbatch({name!s:.60}, {parts})", step)

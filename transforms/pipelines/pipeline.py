@@ -9,12 +9,12 @@ from typing import Any
 
 import attrs
 
-from weft.arguments import kind_of, names_arguments
+from weft.arguments import is_int, kind_of, names_arguments
 from weft.batch import Batch
+from weft.display import text, titled
 from weft.donation import declare_donated, donated_argnames
 from weft.effects import Program, Schema, listing, programs_html
 from weft.errors import ProgramError
-from weft.markup import text, titled
 from weft.torchapi import in_dispatch_mode
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
 from weft.transforms.graphs.graphified import Graphified
@@ -22,7 +22,6 @@ from weft.transforms.pipelines.argument_checks import (
     check_entries,
     check_options,
     check_stages,
-    is_number,
     refuse_transform,
 )
 from weft.transforms.pipelines.checker import CheckedPrograms
@@ -105,7 +104,7 @@ class Pipelined:
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
         """The checked program of each rank, for so many micro-batches (None: the pipeline's own number)."""
         microbatches = self.microbatches if microbatches is None else microbatches
-        if not is_number(microbatches, least=1):
+        if not is_int(microbatches, 1):
             raise ProgramError(f"{self._text}.programs({microbatches!r})", "no number of parts", "an int >= 1")
         return self._check_programs([Job(feeds=self._returns)] * microbatches, ()).programs
 
@@ -162,7 +161,7 @@ class Pipelined:
             The new state, and the output of each step.
         """
         workers = self._workers(params, state)
-        if not is_number(length, least=0):
+        if not is_int(length, least=0):
             raise ProgramError(f"{self._text}.repeat(..., {length!r})", "no number of steps", "an int >= 0")
         cohorts = split(batch, self.microbatches)
         jobs: Sequence[Job] = decode_jobs(len(cohorts), length)

@@ -10,7 +10,7 @@ from weft.batch import LAST_TOKEN, Batch
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.serving import Window, serve
 from weft.proofs.strategies.traces import Trace
-from weft.stages.states import empty_states
+from weft.stages.decoder import empty_states
 from weft.state import State, admit, advance
 from weft.transforms.engine.requests import PromptExtras, Request
 from weft.transforms.engine.step import FinishedWork, PipelineExecutor, Work, advance_work, with_edits

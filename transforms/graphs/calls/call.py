@@ -8,7 +8,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from weft.alike import alike
 from weft.donation import refuse_donated
 from weft.errors import DescriptorError, DonatedError
 from weft.padding import padded_shape
@@ -33,6 +32,7 @@ from weft.trees import (
     tree_flatten,
     tree_structure,
 )
+from weft.value_keys import value_key
 
 
 @attrs.frozen
@@ -307,7 +307,7 @@ def check_sizes(call: Call, descriptor: Any, name: str) -> None:
 def signature_of(call: Call) -> Key:
     """The key before dispatch, with the batch's own class and sizes."""
     copied = _tree_key(call.copied_tree, (leaf_key(x, None, False) for x in call.copied_leaves))
-    statics = tuple((name, alike(value)) for name, value in call.statics.items())
+    statics = tuple((name, value_key(value)) for name, value in call.statics.items())
     training = () if call.training is None else (("module.training", call.training),)
     return Key((*_ambient(), *training), "", statics, None, call.reference_key(), copied)
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from weft.alike import alike
 from weft.arguments import kind_of
 from weft.errors import CaptureError
 from weft.trees import tree_leaves
+from weft.value_keys import value_key
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ class TreeKey:
     Args:
         structure: their tree structure.
         keys: the dict keys in the structure, made distinct where `==` is not enough (1, 1.0 and True).
-        leaves: one `LeafKey` per tensor; for any other leaf its `alike` value.
+        leaves: one `LeafKey` per tensor; for any other leaf its `value_key`.
     """
 
     structure: Any
@@ -75,7 +75,7 @@ def without_grad_mode(key: Key) -> Key:
 def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> Any:
     """The key of one leaf; `shape` is the padded shape of a sized leaf, whose buffer is contiguous, else None."""
     if not isinstance(leaf, Tensor):
-        return alike(leaf)
+        return value_key(leaf)
     kind, dtype, device = type(leaf), leaf.dtype, leaf.device
     flags = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_quantized)
     if by_reference:

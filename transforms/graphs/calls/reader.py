@@ -2,7 +2,7 @@
 
 torch's pytree visits a tree node by node, in Python. Once a tree's structure is known, a few straight lines of code
 unpack the next tree like it. These lines are generated here, with a check of each type, length and key. They agree with
-`tree_flatten` and `alike`; trees that fail a check are left to those two.
+`tree_flatten` and `value_key`; trees that fail a check are left to those two.
 """
 
 import inspect
@@ -16,10 +16,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.alike import EXACT, alike, by_identity
 from weft.donation import TAKEN, is_donatable
 from weft.transforms.graphs.calls.subtree_cache import SubtreeCache, is_frozen_tree
 from weft.trees import TreeSpec, node_fields, tree_leaves, tree_unflatten
+from weft.value_keys import EXACT, by_identity, value_key
 
 
 class ForeignError(Exception):
@@ -116,7 +116,7 @@ def write_reader(
     key = f"({_tuple(writer.key[:num_first])}, {_tuple(writer.key[num_first:])})"
     results = (key, _tuple(writer.leaves), _tuple(writer.tensors), _tuple(n for n, _ in writer.nodes))
     body = "\n    ".join((*writer.lines, f"return {', '.join(results)}"))
-    names = {**writer.constants, "Tensor": Tensor, "alike": alike, "parameters": signature.parameters}
+    names = {**writer.constants, "Tensor": Tensor, "value_key": value_key, "parameters": signature.parameters}
     read = _compiled(f"def generated(args, kwargs):\n    {body}\n", names)
     return CallLayout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased), num_references)
 
@@ -175,7 +175,9 @@ def _write_cached(writer: _Writer, name: str, value: Any) -> None:
     _write_node(inner, "value", value, True, None)
     lines = (*inner.lines, f"return {', '.join(map(_tuple, (inner.key, inner.leaves, inner.tensors)))}")
     source = "def generated(value):\n    " + "\n    ".join(lines) + "\n"
-    cache = writer.constant(SubtreeCache(_compiled(source, {**inner.constants, "Tensor": Tensor, "alike": alike})))
+    cache = writer.constant(
+        SubtreeCache(_compiled(source, {**inner.constants, "Tensor": Tensor, "value_key": value_key}))
+    )
     writer.lines.append(f"{name} = {cache}.read({name})")
     writer.require(f"{name} is not None")
     writer.key.append(f"{name}[0]")
@@ -204,7 +206,7 @@ def _write_node(writer: _Writer, name: str, value: Any, by_reference: bool, take
     if type(value) is dict:
         writer.require(f"[*{name}] == {writer.constant([*value])}")
         if any(type(key) is not str for key in value):
-            writer.require(f"alike(tuple({name})) == {writer.constant(alike(tuple(value)))}")
+            writer.require(f"value_key(tuple({name})) == {writer.constant(value_key(tuple(value)))}")
         items = f"{name}.values()"
     else:
         writer.require(f"len({name}) == {len(children)}")
@@ -236,14 +238,14 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
 
 
 def _write_value(writer: _Writer, expression: str, value: Any) -> None:
-    """Generate the check of the type of a value that is not a tensor, and add it to the key as `alike` compares it."""
+    """Check the type of a value that is not a tensor, and add it to the key as `value_key` compares it."""
     name = writer.new_name()
     writer.lines.append(f"{name} = {expression}")
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
     if isinstance(value, float):
         writer.key.append(f"{name}.hex()")
     elif type(value) not in EXACT and not by_identity(type(value)):
-        writer.key.append(f"alike({name})")
+        writer.key.append(f"value_key({name})")
     elif value is not None:
         writer.key.append(name)
 

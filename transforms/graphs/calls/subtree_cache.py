@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from weft.alike import EXACT
 from weft.donation import TAKEN, is_donatable
 from weft.trees import node_fields
+from weft.value_keys import EXACT
 
 ReadTree = tuple[Any, tuple[Any, ...], tuple[Tensor, ...]]
 """A subtree: its key, its leaves, and its distinct tensors."""

@@ -27,6 +27,7 @@ import attrs
 import torch
 from tqdm import tqdm
 
+from weft.arguments import is_int
 from weft.errors import ProgramError, RankError
 from weft.torchdist import host_store
 from weft.transforms.pipelines.transports.failures import Failure, check_timeout, described
@@ -71,7 +72,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     In a script, call it under `if __name__ == "__main__":`, as multiprocessing asks.
     """
     call = f"launch({getattr(fn, '__name__', fn)!s:.60}, {num_ranks!r:.60})"
-    if not callable(fn) or isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+    if not callable(fn) or not is_int(num_ranks, 1):
         raise ProgramError(call, "no function, or no number of ranks", "launch(function, 2, *arguments)")
     if getattr(fn, "__module__", None) == "__main__" and not _can_be_imported(sys.modules["__main__"]):
         seen = "a function of a notebook or of an interactive session, which another process cannot import"

@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.alike import alike
 from weft.effects import Broadcast, Fence, Recv, Schema, Send
 from weft.errors import ProgramError
 from weft.ops.transfers import transfer
@@ -20,6 +19,7 @@ from weft.transforms.pipelines.transports.agreement import Agreement, Expected, 
 from weft.transforms.pipelines.transports.monitor import Monitor
 from weft.transforms.pipelines.transports.wire import Wire
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
+from weft.value_keys import value_key
 
 _MAX_LAYOUTS = 1024
 """The layouts that each end of an edge keeps."""
@@ -38,7 +38,7 @@ class Constant:
     """A leaf that is not a tensor, and travels with the layout. Values that compare equal but are unlike, such as 1 and
     True, differ."""
 
-    value: Any = attrs.field(eq=alike)
+    value: Any = attrs.field(eq=value_key)
 
 
 @attrs.frozen

@@ -1,6 +1,6 @@
-"""Names that transformers, vLLM, SGLang and OpenAI's API have for arguments, and what to write here instead.
+"""Names of arguments in transformers, vLLM, SGLang and OpenAI's API, and their equivalents in weft.
 
-Each table is for `weft.arguments.names_arguments` of one function.
+Each table is for `weft.arguments.names_arguments` of one function; its values are the `instead` of an error.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _SAMPLING = {
     **_all("sequence_bias", "logit_bias={...}"),
     **_all("output_scores return_logprob top_logprobs top_logprobs_num", "logprobs=..."),
 }
-"""What is an argument of `SamplingParams` here."""
+"""Names whose equivalents are arguments of `SamplingParams`."""
 
 _NOWHERE = {
     **_all(
@@ -41,7 +41,7 @@ _NOWHERE = {
     **_all("trust_remote_code", "leave it out: weft runs no code of a checkpoint"),
     **_all("data_parallel_size tensor_parallel_size tp_size", "nothing like it: pipeline=... splits the layers"),
 }
-"""What no function has, or needs."""
+"""Names without an equivalent, or without a use."""
 
 _PLACE = {
     **_all("num_stages pipeline_parallel_size pp_size", "pipeline=..."),
@@ -55,7 +55,7 @@ _PLACE = {
         "speculation=weft.Speculation(...)",
     ),
 }
-"""What `generate` and an engine take, of how they run."""
+"""Names whose equivalents are arguments of `generate` and `Engine` about how they run."""
 
 _MASKS = (
     "constraints ebnf grammar guided_decoding guided_json guided_regex json_schema logits_processor logits_processors "
@@ -65,11 +65,11 @@ _MASK = "mask=...): a function from the tokens said so far to those that may be 
 
 
 def _of_requests(sampling: str, own: Iterable[str]) -> dict[str, str]:
-    """What a function that takes a prompt and `SamplingParams` may be given.
+    """The names for a function that takes a prompt and `SamplingParams`.
 
     Args:
-        sampling: how it takes these.
-        own: their fields.
+        sampling: how the function takes `SamplingParams`, with {} for the argument.
+        own: the fields of `SamplingParams`.
     """
     return {
         **{name: sampling.format(f"{name}=...") for name in own},
@@ -90,7 +90,7 @@ def _of_requests(sampling: str, own: Iterable[str]) -> dict[str, str]:
 
 
 def for_generate(own: Iterable[str]) -> dict[str, str]:
-    """`generate`; `own` are the fields of `SamplingParams`."""
+    """The names for `generate`; `own` are the fields of `SamplingParams`."""
     return {
         **_PLACE,
         **_of_requests("sampling=weft.SamplingParams({})", own),
@@ -103,7 +103,7 @@ def for_generate(own: Iterable[str]) -> dict[str, str]:
 
 
 def for_add(own: Iterable[str]) -> dict[str, str]:
-    """`Engine.add` and `Engine.stream`; `own` are the fields of `SamplingParams`."""
+    """The names for `Engine.add` and `Engine.stream`; `own` are the fields of `SamplingParams`."""
     return {
         **_of_requests("weft.SamplingParams({}), after the prompt", own),
         **_all(_MASKS, f"engine.add(prompt, ..., {_MASK}"),
@@ -124,7 +124,7 @@ SAMPLING = {
     **_all("stop_regex stopping_criteria", "stop=[...], stop_token_ids=[...]"),
     **_all(_MASKS, f"engine.add(prompt, ..., {_MASK}"),
 }
-"""`SamplingParams`."""
+"""The names for `SamplingParams`."""
 
 LIMITS = {
     **_all("max_num_seqs max_running_requests", "max_num_reqs=..."),
@@ -133,7 +133,7 @@ LIMITS = {
     **_all("block_size", "page_size=..."),
     **_all("gpu_memory_utilization max_total_tokens mem_fraction_static num_gpu_blocks", "num_pages=..."),
 }
-"""`EngineLimits`."""
+"""The names for `EngineLimits`."""
 
 ENGINE = {
     **_PLACE,
@@ -145,7 +145,7 @@ ENGINE = {
     **_all("enable_chunked_prefill", "leave it out: prompts are always read in chunks"),
     **_all("disable_radix_cache enable_prefix_caching", "leave it out: prompts share pages of what they begin with"),
 }
-"""`Engine`."""
+"""The names for `Engine`."""
 
 LOAD = {
     **_NOWHERE,
@@ -169,4 +169,4 @@ LOAD = {
     **_all("load_format", "weft bench --load-format dummy, for random weights"),
     **_all("config", "leave it out: weft reads the folder's config.json"),
 }
-"""`load`."""
+"""The names for `load`."""

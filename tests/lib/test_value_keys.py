@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from weft.alike import alike
+from weft.value_keys import value_key
 
 
 class Word(str):
@@ -73,30 +73,30 @@ EQUAL: dict[str, tuple[Any, Any]] = {
 def test_equal_values_that_are_not_alike(case: str) -> None:
     one, other = EQUAL[case]
     assert one == other
-    assert alike(one) != alike(other)
+    assert value_key(one) != value_key(other)
 
 
 @pytest.mark.parametrize("case", EQUAL)
 def test_a_value_is_like_itself(case: str) -> None:
     for value in EQUAL[case]:
-        assert alike(value) == alike(value)
-        assert hash(alike(value)) == hash(alike(value))
+        assert value_key(value) == value_key(value)
+        assert hash(value_key(value)) == hash(value_key(value))
 
 
 def test_values_made_anew_are_alike() -> None:
     def make() -> tuple[Any, ...]:
         return (1, "a", 0.5, (2, None), frozenset({1, "b"}), Data((1, 2)), Attrs(range(3)), Lax(3), torch.float32)
 
-    assert alike(make()) == alike(make())
-    assert hash(alike(make())) == hash(alike(make()))
+    assert value_key(make()) == value_key(make())
+    assert hash(value_key(make())) == hash(value_key(make()))
 
 
 def test_an_object_is_like_itself_alone() -> None:
     one, other = object(), object()
-    assert alike(one) == alike(one)
-    assert alike(one) != alike(other)
+    assert value_key(one) == value_key(one)
+    assert value_key(one) != value_key(other)
 
 
 def test_what_cannot_be_told_apart_cannot_be_hashed() -> None:
     with pytest.raises(TypeError, match="a Sealed is compared by its own ==, which may take unlike ones for equal"):
-        hash(alike(Sealed(1)))
+        hash(value_key(Sealed(1)))

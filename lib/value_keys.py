@@ -1,4 +1,4 @@
-"""Python values as parts of a key: told apart where `==` is too lax to do so."""
+"""`value_key`: Python values as parts of a key, which tells apart values that `==` does not."""
 
 import dataclasses
 from typing import Any, NoReturn
@@ -7,21 +7,23 @@ import attrs
 import torch
 
 EXACT = frozenset((bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-"""Values of one of these types are equal only if nothing can tell them apart."""
+"""Values of one of these types are equal only if they are the same in every respect."""
 
 
-def alike(value: Any) -> Any:
+def value_key(value: Any) -> Any:
     """A hashable stand-in for a Python value that tells apart what `==` does not: 1, 1.0 and True; 0.0 and -0.0; also
     inside tuples, frozensets, ranges, complex numbers, dataclasses and attrs classes.
 
-    An object that is compared by identity stands for itself. One with an `==` of its own is told apart by what pickle
-    would write of it; where there is no telling, hashing the stand-in raises TypeError.
+    An object that is compared by identity stands for itself. For an object with its own `==`, the stand-in holds the
+    state that pickle would write; if pickle cannot write it, hashing the stand-in raises TypeError.
 
     Returns:
-        The type, then the value or what stands for it.
+        The type, then the value or its stand-in.
 
-    >>> alike(1) == alike(True), alike((0.0, 2)) == alike((-0.0, 2)), alike((0.0, 2)) == alike((0.0, 2))
-    (False, False, True)
+    >>> value_key(1) == value_key(True), value_key((0.0, 2)) == value_key((-0.0, 2))
+    (False, False)
+    >>> value_key((0.0, 2)) == value_key((0.0, 2))
+    True
     """
     kind = type(value)
     if kind in EXACT:
@@ -31,7 +33,7 @@ def alike(value: Any) -> Any:
     if isinstance(value, complex):
         return (kind, repr(value))
     if isinstance(value, tuple):
-        return (kind, tuple(alike(v) for v in value))
+        return (kind, tuple(value_key(v) for v in value))
     if by_identity(kind) or kind.__hash__ is None or isinstance(value, torch.Tensor):
         return (kind, value)
     return (kind, value, _contents(value))
@@ -43,12 +45,12 @@ def by_identity(kind: Any) -> bool:
 
 
 def _contents(value: Any) -> Any:
-    """What an object with an `==` of its own holds."""
+    """The contents of an object that has its own `==`."""
     if isinstance(value, frozenset):
-        return frozenset(alike(v) for v in value)
+        return frozenset(value_key(v) for v in value)
     if dataclasses.is_dataclass(value) or attrs.has(type(value)):
         fields = attrs.fields(type(value)) if attrs.has(type(value)) else dataclasses.fields(value)
-        return tuple(alike(getattr(value, field.name)) for field in fields)
+        return tuple(value_key(getattr(value, field.name)) for field in fields)
     try:
         return _state(value.__reduce_ex__(2)[1:])
     except Exception:
@@ -56,17 +58,17 @@ def _contents(value: Any) -> Any:
 
 
 def _state(state: Any) -> Any:
-    """`alike`, for the states that pickle writes: those may hold dicts and lists."""
+    """`value_key`, for a state that pickle writes, which may hold dicts and lists."""
     if isinstance(state, dict):
-        return (dict, tuple((alike(key), _state(value)) for key, value in state.items()))
+        return (dict, tuple((value_key(key), _state(value)) for key, value in state.items()))
     if isinstance(state, list | tuple):
         return (type(state), tuple(_state(v) for v in state))
-    return alike(state)
+    return value_key(state)
 
 
 @attrs.frozen(hash=False)
 class Indistinct:
-    """Stands for what an object of class `kind` holds, which cannot be told."""
+    """A stand-in for the contents of an object of class `kind`, which cannot be compared."""
 
     kind: type
 

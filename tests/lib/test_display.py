@@ -10,9 +10,8 @@ import torch
 from rich.console import Console
 
 from weft.descriptor import BatchDescriptor
+from weft.display import Table, bars, columns, strip
 from weft.effects import Schema
-from weft.markup import bars, columns, strip
-from weft.table import Table
 from weft.transforms import (
     Costs,
     Limits,

@@ -1,0 +1,194 @@
+"""`Table`, which prints in a terminal and in a notebook; and the HTML and SVG of the other pictures in notebooks.
+
+The HTML is small and escaped, without scripts or style sheets. Text takes the colour of the page; a part with its own
+background also has its own text colour, so that both themes can be read.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+import attrs
+
+# Light enough for black digits; neighbours differ for colour-blind eyes too.
+COLOURS = ("#8ecae6", "#ffb703", "#b7e4c7", "#f4a6c0", "#cdb4db", "#f6e27a", "#8fb8a8", "#f08a5d", "#a9b8f0", "#d9d2c5")
+_CELL = "text-align: left; padding: 0.1em 0.8em 0.1em 0"
+_TABLE = "border-collapse: collapse; color: inherit; font-size: inherit"
+_WHOLE = "; white-space: nowrap"
+_MOST = 48
+_SHORT = 40
+_NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?( ?(%|s|ms|us|bytes|[KMG]iB))?")
+
+
+@attrs.frozen(repr=False)
+class Table:
+    """Rows of text below the names of their columns. A terminal shows it aligned, `rich` with rules, a notebook
+    as HTML.
+
+    Args:
+        header: the names of the columns.
+        rows: each as long as the header.
+        title: the line above the table; empty: no line.
+
+    >>> print(Table(("size", "name"), (("8", "a"), ("16", "b")), "two rows"))
+    two rows
+    size  name
+       8  a
+      16  b
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    title: str = ""
+
+    @property
+    def right(self) -> tuple[bool, ...]:
+        """For each column, whether it holds only numbers, which are aligned to the right."""
+        columns = [[row[index] for row in self.rows if row[index]] for index in range(len(self.header))]
+        return tuple(bool(column) and all(map(_NUMBER.fullmatch, column)) for column in columns)
+
+    def __str__(self) -> str:
+        lines = [self.header, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        ways = [str.rjust if right else str.ljust for right in self.right]
+        shown = [self.title] if self.title else []
+        for line in lines:
+            cells = (way(cell, width) for way, cell, width in zip(ways, line, widths, strict=True))
+            shown.append("  ".join(cells).rstrip())
+        return "\n".join(shown)
+
+    __repr__ = __str__
+
+    # Not by rich: its HTML is one <pre> in fixed colours, with rules of box-drawing characters.
+    def _repr_html_(self) -> str:
+        header, *rows = ([*map(text, line)] for line in (self.header, *self.rows))
+        found = html_table(header, rows, self.right)
+        return titled(text(self.title), found) if self.title else found
+
+    def __rich__(self) -> Any:
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        made = RichTable(title=Text(self.title) if self.title else None, title_justify="left")
+        for name, right in zip(self.header, self.right, strict=True):
+            made.add_column(Text(name), justify="right" if right else "left")
+        for row in self.rows:
+            made.add_row(*map(Text, row))
+        return made
+
+
+class Tabled(ABC):
+    """A base of frozen values that are shown as a table, in a terminal and in a notebook."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def table(self) -> Table:
+        """The value as a table."""
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def __rich__(self) -> Any:
+        return self.table().__rich__()
+
+
+def element(name: str, *inside: str, style: str = "", title: str = "") -> str:
+    """An HTML element around markup; its title is text."""
+    given = {"style": style, "title": title}
+    attributes = "".join(f' {key}="{escape(value)}"' for key, value in given.items() if value)
+    return f"<{name}{attributes}>{''.join(inside)}</{name}>"
+
+
+def text(value: object) -> str:
+    """A value as text, escaped."""
+    return escape(str(value))
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool] = ()) -> str:
+    """An HTML table of markup; `right` says which columns are aligned to the right."""
+    ends = [*right, *[False] * (len(header) - len(right))]
+    styles = [_CELL.replace("left", "right") if end else _CELL for end in ends]
+
+    def line(name: str, cells: Sequence[str]) -> str:
+        pairs = ((cell, style + _WHOLE * (len(cell) <= _SHORT)) for cell, style in zip(cells, styles, strict=True))
+        return element("tr", *(element(name, cell, style=style) for cell, style in pairs))
+
+    head, body = element("thead", line("th", header)), (line("td", row) for row in rows)
+    return element("table", head, element("tbody", *body), style=_TABLE)
+
+
+def titled(title: str, *parts: str) -> str:
+    """A title above parts of a picture; all of them are markup."""
+    return element("div", element("div", element("b", title), style="margin: 0.3em 0"), *parts)
+
+
+def chip(label: str, colour: int) -> str:
+    """A label on one of the `COLOURS`."""
+    shape = "color: #222; border-radius: 0.3em; padding: 0 0.4em"
+    return element("span", text(label), style=f"background: {COLOURS[colour % len(COLOURS)]}; {shape}")
+
+
+def columns(titles: Sequence[str], cells: Sequence[Sequence[tuple[int, str]]], most: int = 40) -> str:
+    """Columns of lines, each after a number on its colour. A long column shows its first lines and the number
+    of the others.
+
+    Args:
+        titles: the titles of the columns.
+        cells: for each column, the number and the text of each line; text after a colon is shown as a tooltip.
+        most: the most lines of a column.
+    """
+    tall = max(map(len, cells), default=0)
+    rows = [[_numbered(*column[i]) if i < len(column) else "" for column in cells] for i in range(min(tall, most))]
+    if tall > most:
+        rows.append([f"… {len(column) - most} more" if len(column) > most else "" for column in cells])
+    return html_table([*map(text, titles)], rows)
+
+
+def _numbered(number: int, line: str) -> str:
+    short, colon, _ = line.partition(":")
+    return element("span", f"{chip(str(number), number)} {text(short)}", style=_WHOLE[2:], title=line if colon else "")
+
+
+def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
+    """Groups of boxes in a row, as an SVG: for each group the number of boxes and their colour.
+
+    Args:
+        joined: whether to leave out the lines between the boxes of a group.
+    """
+    x, boxes, left = 1.0, [], _MOST
+    for count, colour in groups:
+        shown = min(count, left)
+        wide = shown * 11 if joined else 10
+        step = [x] if joined and shown else [x + 11 * index for index in range(shown)]
+        boxes += [_box(at, wide, COLOURS[colour % len(COLOURS)]) for at in step]
+        x, left = x + 11 * shown + 4, left - shown
+        if count > shown:
+            boxes.append(f'<text x="{x:g}" y="11" font-size="12" fill="currentColor">…</text>')
+            x += 14
+            break
+    size = f'width="{x:g}" height="14" viewBox="0 0 {x:g} 14"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="vertical-align: middle">{"".join(boxes)}</svg>'
+
+
+def bars(heights: Sequence[tuple[float, str]], width: int = 6) -> str:
+    """Bars side by side, as an SVG: for each bar its height from 0 to 1, and its tooltip."""
+    total, tall = max(len(heights), 1) * width, 36
+    found = [
+        f'<rect x="{index * width}" y="{tall * (1 - height):.1f}" width="{width - 1}" height="{tall * height + 1:.1f}" '
+        f'fill="{COLOURS[0]}" stroke="#555" stroke-width="0.4"><title>{escape(label)}</title></rect>'
+        for index, (height, label) in enumerate(heights)
+    ]
+    size = f'width="{total}" height="{tall + 2}" viewBox="0 0 {total} {tall + 2}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="max-width: 100%">{"".join(found)}</svg>'
+
+
+def _box(x: float, width: float, fill: str) -> str:
+    return f'<rect x="{x:g}" y="2" width="{width:g}" height="10" fill="{fill}" stroke="#555" stroke-width="0.5"/>'
