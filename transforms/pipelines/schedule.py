@@ -180,6 +180,10 @@ def decode_jobs(num_cohorts: int, num_steps: int) -> tuple[Job, ...]:
     """The jobs of a decode loop: cohorts of requests take turns, `num_steps` steps each, and a cohort's step waits for
     the tokens of its step before. With as many cohorts as stages, all stages are busy.
 
+    Args:
+        num_cohorts: groups of requests that decode in turn.
+        num_steps: decode steps of each cohort.
+
     Raises:
         ProgramError: fewer than one of either.
 
