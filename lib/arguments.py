@@ -3,7 +3,6 @@
 import difflib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -75,13 +74,15 @@ def _instead(strange: str, known: Collection[str], meant: Mapping[str, str]) -> 
     return f"{near[0]}=..." if near[0] in known else meant[near[0]]
 
 
-def is_int(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
+def is_int(value: object, least: int | None = None, most: int | None = None) -> TypeGuard[int]:
     """Whether a value is an int, not a bool, from `least` to `most`.
 
     >>> is_int(1, 1), is_int(0, 1), is_int(True, 1), is_int(1.0, 1)
     (True, False, False, False)
     """
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return (least is None or value >= least) and (most is None or value <= most)
 
 
 def is_number(value: object, least: float, most: float) -> TypeGuard[float]:

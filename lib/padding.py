@@ -61,7 +61,7 @@ def pad(tree: T, descriptor: Any) -> T:
 
     def grow(value: Tensor, spec: Axes) -> Tensor:
         if len(found) == 1 and (said := padded_shape(value, spec, found[0])) != tuple(value.shape):
-            seen = f"a tensor of shape {tuple(value.shape)} in a batch of class '{found[0]}', which says {said}"
+            seen = f"a tensor of shape {tuple(value.shape)} in a batch of class '{found[0]}', which needs {said}"
             raise DescriptorError(call, seen, "give the batch the descriptor of its tensors")
         shape = padded_shape(value, spec, descriptor)
         if shape == tuple(value.shape):

@@ -87,7 +87,7 @@ def test_ctrl_c_is_quiet_and_ends_all_processes(moment: str) -> None:
 
 
 def test_ctrl_c_is_quiet_before_the_command_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "attrs.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / "argparse.py").write_text("raise KeyboardInterrupt")
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run([sys.executable, "-m", "weft"], capture_output=True, env={**os.environ, "PYTHONPATH": paths})
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")

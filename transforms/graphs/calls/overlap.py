@@ -37,7 +37,7 @@ def overlaps_itself(x: Tensor) -> bool:
     while rest.ndim:
         if len(rest) > 1 and np.shares_memory(rest[:1], rest[1:]):
             return True
-        rest = rest[0]
+        rest = rest[0, ...]  # an array, where `rest[0]` of one dimension would read the element
     return False
 
 
