@@ -44,7 +44,8 @@ def _noise_of_the_first(logits: Tensor, table: SamplingTable, rows: Tensor, posi
     """All tokens of a request are drawn with the noise of one position."""
     same = torch.ones_like(rows, dtype=torch.bool)
     same[1:] = rows[1:] != rows[:-1]
-    return sample_rows(logits, table, rows, positions[same.nonzero()[:, 0]][same.cumsum(0) - 1], mask)
+    first = torch.where(same, torch.arange(len(rows), device=rows.device), 0).cummax(0).values
+    return sample_rows(logits, table, rows, positions[first], mask)
 
 
 def _moved_by_all(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:

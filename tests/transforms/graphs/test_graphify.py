@@ -54,7 +54,7 @@ def test_cache_clear_starts_anew_and_thaws() -> None:
 
 
 def test_it_looks_like_the_function() -> None:
-    assert weft.transforms.graphs.graphify is weft.graphify is graphify
+    assert weft.transforms.graphify is weft.graphify is graphify
 
     @graphify
     def plain(x: Tensor) -> Tensor:

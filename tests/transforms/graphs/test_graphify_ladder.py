@@ -52,7 +52,7 @@ def test_a_result_that_is_not_sized_is_refused_by_its_path() -> None:
     g = graphify(lambda b: {"ok": b, "bad": [b.rows * 2]}, ladder=LADDER)
     with pytest.raises(CaptureError) as error:
         g(Batch.decode([0, 1]))
-    assert error.value.seen.startswith("the result's leaf ['bad'][0] of shape (2,) does not say which")
+    assert error.value.seen.startswith("the result's leaf ['bad'][0] of shape (2,) does not declare which")
     assert "weft.axes('num_reqs')" in error.value.instead
     assert g.cache_info().currsize == 0
     assert g(Batch.decode(range(9)))["bad"][0].shape == (9,)  # eagerly there is nothing to unpad

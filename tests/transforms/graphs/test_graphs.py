@@ -364,7 +364,7 @@ def test_a_plan_is_made_behind_the_last_replay(monkeypatch: pytest.MonkeyPatch) 
         events.append("plan")
         return make_replay(*args)
 
-    backend = TapeBackend(enter=lambda: events.append("enter"))
+    backend = TapeBackend(wait_for_last_replay=lambda: events.append("enter"))
     monkeypatch.setattr("weft.transforms.graphs.cache.make_backend", lambda *_: backend)
     monkeypatch.setattr(import_module("weft.transforms.graphs.graphified"), "make_replay", planned)
     g = graphify(lambda x: x * 2)

@@ -161,7 +161,7 @@ def test_static_fields_are_part_of_the_key() -> None:
     assert g.cache_info().captures == 2
 
 
-UNHASHABLE = "no tensor and cannot be hashed (unhashable type: 'set')"
+UNHASHABLE = "not a tensor and cannot be hashed (unhashable type: 'set')"
 
 
 @pytest.mark.parametrize("method", ["__call__", "explain", "capture"])

@@ -153,7 +153,7 @@ def test_a_miss_by_address_names_what_avoids_it_wherever_it_is_told() -> None:
     with pytest.raises(CacheMissError) as miss:
         g(others, X)
     assert miss.value.seen == f"a miss after freeze(): {seen}"
-    assert miss.value.instead.endswith(f"call with arguments like the captured ones: {IN_PLACE}")
+    assert miss.value.instead.endswith(f"call it with arguments like the captured ones: {IN_PLACE}")
 
 
 def test_of_many_differences_a_few_are_told() -> None:

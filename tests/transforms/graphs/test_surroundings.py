@@ -167,7 +167,7 @@ def test_a_default_device_is_a_mode_by_name() -> None:
 
 def test_what_was_compiled_is_refused() -> None:
     compiled = torch.compile(lambda x: x * 2, backend="eager")
-    with pytest.raises(CaptureError, match=r"saw: what torch\.compile made, which cannot compile"):
+    with pytest.raises(CaptureError, match=r"saw: a result of torch\.compile, which cannot compile"):
         graphify(compiled)
     for _ in range(2):
         with pytest.raises(CaptureError, match=r"saw: it calls what torch\.compile made, which cannot compile"):
