@@ -170,7 +170,7 @@ def test_what_was_compiled_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"saw: a result of torch\.compile, which cannot compile"):
         graphify(compiled)
     for _ in range(2):
-        with pytest.raises(CaptureError, match=r"saw: it calls what torch\.compile made, which cannot compile"):
+        with pytest.raises(CaptureError, match=r"saw: it calls a result of torch\.compile, which cannot compile"):
             graphify(lambda x: compiled(x) + 1)(X)
         assert_equal("outside", compiled(X), X * 2)
 

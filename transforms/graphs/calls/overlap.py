@@ -12,6 +12,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     numpy's answer is exact; its search took 25 ms at most on thousands of random views of up to ten dimensions. torch
     does not answer: `torch._C._overlaps` compares storages.
 
+    >>> import torch
     >>> x = torch.arange(6)
     >>> overlap(x[:4], x[3:]), overlap(x[:3], x[3:]), overlap(x[::2], x[1::2])
     (True, False, False)
@@ -26,6 +27,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
     `torch._debug_has_internal_overlap` answers "too hard" for a view as simple as `x[::2]`.
 
+    >>> import torch
     >>> x = torch.arange(4)
     >>> overlaps_itself(x), overlaps_itself(x.expand(2, 4)), overlaps_itself(x.unfold(0, 3, 1))
     (False, True, True)
