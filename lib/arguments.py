@@ -67,7 +67,7 @@ def _too_many(name: str, count: int, most: int, instead: str) -> ArgumentError:
 
 
 def _instead(strange: str, known: Collection[str], meant: Mapping[str, str]) -> str:
-    """What to write instead of a name, or instead of the known name nearest to it."""
+    """The remedy for an unknown argument name: the nearest known name, or the one that does the same here."""
     near = [strange] if strange in meant else difflib.get_close_matches(strange, sorted({*known, *meant}), n=1)
     if not near:
         return f"one of {', '.join(sorted(known))}"

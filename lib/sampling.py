@@ -28,8 +28,8 @@ def _as_dict(value: Any) -> Any:
 @names_arguments(**SAMPLING)
 @attrs.frozen(kw_only=True, repr=False)
 class SamplingParams:
-    """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM, except
-    `bad_token_ids`, which are texts there (`bad_words`).
+    """The choice of a request's tokens, and the conditions that end it. Names and defaults are those of vLLM, except
+    `bad_token_ids`, where vLLM has texts (`bad_words`).
 
     Args:
         temperature: divides the logits; 0 is greedy.

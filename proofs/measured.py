@@ -117,7 +117,7 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
 
 
 def equality_rows() -> Iterator[tuple[str, ...]]:
-    """How many greedy completions are those of eager steps."""
+    """Rows that count the greedy completions equal to those of eager steps."""
     for model, name, machine, _ in (*SERVED, ("Qwen3-30B-A3B, FP8", "h200-serving-moe-ends", "1 GPU", "")):
         record = read(name)
         for row in (row for row in record.data["rows"] if "equal" in row):
@@ -236,7 +236,7 @@ def page() -> str:
     return "\n".join((_TITLE, *(f"| {' | '.join(cells)} |" for cells in lines), ""))
 
 
-# A grey that reads on white and on black, for an image cannot know which of them is behind it.
+# Readable on white and on black: an image does not know the page's background.
 _GREY, _BLUE, _WIDTH, _LEFT, _ROW = "#7d7d7d", "#3b8fc4", 720, 150, 24
 _PANELS = (
     ("Qwen3-0.6B in bfloat16, one NVIDIA H200", ("h200-serving-dense-modes",)),

@@ -76,7 +76,7 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def kinds(cell: Any) -> list[tuple[str, ...]]:
-    """What a cell's outputs are: the name of a stream, or the MIME types of a value."""
+    """The kind of each of a cell's outputs: the name of a stream, or the MIME types of a value."""
     return [(o.name,) if o.output_type == "stream" else tuple(sorted(o.get("data", {}))) for o in cell.outputs]
 
 

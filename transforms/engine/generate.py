@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import attrs
 from tqdm.auto import tqdm
 
-from weft.arguments import kind_of, names_arguments
+from weft.arguments import is_int, kind_of, names_arguments
 from weft.display import bars, element, text, titled
 from weft.equivalents import for_generate
 from weft.errors import RequestError, WeftError
@@ -15,7 +15,7 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import EmbedsPrompt, check_sampling, encode_prompt, is_count
+from weft.transforms.engine.inputs import EmbedsPrompt, check_sampling, encode_prompt
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.setup import EngineLimits, check_engine
 from weft.transforms.engine.speculation import Speculation
@@ -267,7 +267,7 @@ def _adapter_of_each(call: str, adapter: Any, count: int) -> list[Adapter | None
 
 
 def _check_arguments(call: str, max_tokens: int, temperature: float) -> None:
-    if not is_count(max_tokens):
+    if not is_int(max_tokens, 1):
         raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
     if not isinstance(temperature, int | float) or not 0 <= temperature <= _MAX_TEMPERATURE:
         raise RequestError(call, f"temperature={temperature!r}", "a finite number >= 0; 0 is greedy")

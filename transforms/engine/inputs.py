@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments import kind_of
+from weft.arguments import is_int, kind_of
 from weft.batch import EMBEDDED, IN_ORDER
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
@@ -229,7 +229,7 @@ class RequestBuilder:
         if mask is not None and not callable(mask):
             instead = "a function from the tokens said so far to the ids of those that may be next"
             raise RequestError(call, f"mask is {kind_of(mask)}", instead)
-        if not is_count(max_tokens):
+        if not is_int(max_tokens, 1):
             raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
         check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
@@ -252,11 +252,6 @@ class RequestBuilder:
             with blamed(call, "EmbedsPrompt(...) of dense tensors that can be read on the host"):
                 extras = read_extras(prompt)
         return Request(name, ids, most, params, priority, slot, extras, mask is not None)
-
-
-def is_count(value: Any) -> bool:
-    """Whether a value is an int >= 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:
@@ -286,7 +281,7 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     if any(isinstance(token, str) for token in ids):
         raise RequestError(call, f"{name} is a list of strings", "one prompt: a string or a list of token ids")
     known = ids if embeds is None else [t for t in ids if t != EMBEDDED]
-    if wrong := [t for t in known if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]:
+    if wrong := [t for t in known if not is_int(t, 0, vocab - 1)]:
         instead = f"token ids are ints from 0 to {vocab - 1}"
         if isinstance(wrong[0], Mapping):
             instead = "a text; transformers' apply_chat_template(messages, tokenize=False, …) makes one of a chat"

@@ -21,7 +21,6 @@ from weft.stages.model import Model
 from weft.stages.params import DecoderParams
 from weft.state import State, advance
 from weft.torchapi import changes_of
-from weft.transforms.engine.inputs import is_count
 from weft.transforms.engine.requests import Budget
 from weft.transforms.engine.runner import graph_step
 from weft.transforms.engine.speculation import Speculation
@@ -80,7 +79,7 @@ class EngineLimits:
             call, seen = f"weft.EngineLimits({field.name}={value!r})", f"{field.name}={value!r}"
             if field.name == "mixed" and not isinstance(value, bool):
                 raise RequestError(call, seen, "True or False")
-            if field.name != "mixed" and not is_count(value) and (value is not None or field.default is not None):
+            if field.name != "mixed" and not is_int(value, 1) and (value is not None or field.default is not None):
                 instead = "a whole number >= 1" + (", or None" if field.default is None else "")
                 raise RequestError(call, seen, instead)
 
@@ -394,7 +393,7 @@ def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | Non
         raise RequestError(call, f"seed={seed!r}", "a whole number, or None")
     if graph not in MODES:
         raise RequestError(call, f"graph={graph!r}", f"one of {', '.join(MODES)}")
-    if not is_count(stages) or stages > model.config.num_layers:
+    if not is_int(stages, 1) or stages > model.config.num_layers:
         raise RequestError(
             call, f"pipeline={stages!r}; the model has {model.config.num_layers} layers", "from 1 stage to one a layer"
         )
@@ -408,10 +407,10 @@ def check_options(
     Raises:
         RequestError: one of them is of the wrong type or out of range.
     """
-    if not (is_count(run_ahead) or (run_ahead == 0 and isinstance(run_ahead, int))):
+    if not is_int(run_ahead, 0):
         raise RequestError(call, f"run_ahead={run_ahead!r}", "a whole number of steps, or 0")
     vocab = model.config.vocab_size
-    if num_logprobs != 0 and not (is_count(num_logprobs) and num_logprobs <= vocab):
+    if not is_int(num_logprobs, 0, vocab):
         raise RequestError(call, f"num_logprobs={num_logprobs!r}", f"a whole number from 0 to {vocab}")
     if not isinstance(limits, EngineLimits | None):
         raise RequestError(call, f"limits is {kind_of(limits)}", "weft.EngineLimits(...), or None")

@@ -44,7 +44,7 @@ class Speculation:
 
     def __attrs_post_init__(self) -> None:
         call = f"weft.Speculation(num_tokens={self.num_tokens!r}, ngram={self.ngram!r}, model={self.model!r})"
-        if not _is_count(self.num_tokens) or self.num_tokens > _MAX_NUM_TOKENS:
+        if not is_int(self.num_tokens, 1, _MAX_NUM_TOKENS):
             raise RequestError(call, f"num_tokens={self.num_tokens!r}", f"a whole number from 1 to {_MAX_NUM_TOKENS}")
         if self.ngram is not None and self.model is not None:
             raise RequestError(call, "two ways to draft", "ngram=..., or model=...")
@@ -135,10 +135,6 @@ _MAX_NUM_TOKENS = 1024
 """Limit of `num_tokens`: the classes and buffers of a step have room for the drafts of all requests."""
 
 
-def _is_count(value: Any) -> bool:
-    return is_int(value, 1)
-
-
 def _is_range(value: Any) -> bool:
     pair = isinstance(value, tuple | list) and len(value) == 2
-    return pair and all(map(_is_count, value)) and value[0] <= value[1]
+    return pair and all(is_int(each, 1) for each in value) and value[0] <= value[1]

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict
 import attrs
 from torch import Tensor, nn
 
+from weft.arguments import is_int
 from weft.descriptor import Descriptor
 from weft.donation import donated_argnames, donates
 from weft.errors import CaptureError
@@ -193,7 +194,5 @@ def _check(call: str, options: GraphifyOptions) -> None:
         raise CaptureError(call, seen, instead)
     if options["backend"] not in (None, *NAMES):
         raise no_backend(options["backend"])
-    if max_captures is not None and (
-        isinstance(max_captures, bool) or not isinstance(max_captures, int) or max_captures < 1
-    ):
+    if max_captures is not None and not is_int(max_captures, 1):
         raise CaptureError(call, f"max_captures={max_captures!r}", "an int >= 1, or None for any number")

@@ -62,11 +62,6 @@ def check_step(call: str, step: Callable[..., Any]) -> None:
         raise ProgramError(call, seen, "a step (params, state, batch) -> (state, out)")
 
 
-def is_number(value: Any, least: int) -> bool:
-    """Whether a value is an int of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any) -> None:
     """Raise ProgramError for an argument that `pipeline` cannot take, other than its stages."""
     call = f"pipeline(<{num_stages} stages>, "

@@ -270,7 +270,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
     (8, [11, 12, 14])
     """
     call = f"scan({getattr(step, '__name__', step)!s:.60}, {getattr(length, '__name__', repr(length))})"
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+    if not is_int(length, 1):
         raise ProgramError(call, f"length={getattr(length, '__name__', repr(length))}", "an int >= 1")
     if not callable(step):
         raise ProgramError(call, f"{kind_of(step)}, no function", "a step (params, state, batch) -> (state, out)")
