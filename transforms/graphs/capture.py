@@ -177,10 +177,9 @@ def capture(graphable: Graphable, call: Call, mode: str, descriptor: Any, backen
         torch.OutOfMemoryError: the device's memory is full. Then no state has changed, and only input buffers are held.
     """
     start = time.perf_counter()
-    if backend.wait_for_last_replay is not None:
-        backend.wait_for_last_replay()  # another graph may still be reading the buffers, in another stream
     input_buffers, before = backend.input_buffers, backend.input_buffers.nbytes
-    prepared = prepare(graphable, call, descriptor, input_buffers)
+    with backend.allocating():
+        prepared = prepare(graphable, call, descriptor, input_buffers)
     split_at = graphable.split_at if mode == "piecewise" else frozenset()
     audit = audit_of(graphable, prepared, backend.device)
     with ONE_AT_A_TIME, prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
@@ -203,7 +202,8 @@ def capture(graphable: Graphable, call: Call, mode: str, descriptor: Any, backen
     if not graphable.borrow:
         recording = backend.release_output_memory(recording, audit.own - {storage_id(x) for x in prepared.donated})
     pairs = zip(prepared.buffers, prepared.axes, strict=True)
-    padding_sources = tuple(input_buffers.padding_source(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs))
+    with backend.allocating():
+        padding_sources = tuple(input_buffers.padding_source(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs))
     return Entry(
         recording,
         prepared.buffers,

@@ -204,10 +204,9 @@ class Graphified(Generic[P, R]):
     def _replay_of(self, entry: Entry, call: Call, decision: Decision[Any]) -> Replay:
         padded = decision.descriptor
         own = None if padded is None else find_descriptors(call.copied)[0]
-        if (wait := self._graphs.backend_for(call).wait_for_last_replay) is not None:
-            # Planning the copies puts tables on the device in this stream; a replay in another stream waits for it.
-            wait()
-        return make_replay(entry, call, padded, own, self._graphable.borrow, wait)
+        backend = self._graphs.backend_for(call)
+        with backend.allocating():
+            return make_replay(entry, call, padded, own, self._graphable.borrow, backend.wait_for_last_replay)
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Make a call whose arguments serve as examples: nothing in it is donated."""

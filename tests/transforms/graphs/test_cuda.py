@@ -207,6 +207,29 @@ def test_threads_with_streams_of_their_own_get_right_answers() -> None:
     assert graph.cache_info().replays == 160
 
 
+def test_the_memory_of_a_dropped_graph_is_not_used_again_while_it_replays() -> None:
+    graph = graphify(lambda x: x * 2, max_captures=1)
+    small, large = torch.ones(1024, device="cuda"), torch.ones(4096, device="cuda")
+    first, second, third = (torch.cuda.Stream() for _ in range(3))
+    with torch.cuda.stream(first):
+        graph(small)
+        graph(large)  # so that the next capture needs no warm-up, which waits for the device
+        graph(small)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(second):
+        torch.cuda._sleep(400_000_000)
+        seen = graph(small)
+    with torch.cuda.stream(third):
+        graph(large)
+    with torch.cuda.stream(first):
+        zeros = [torch.zeros(size, device="cuda") for size in (12, 128, 1024, 4096) for _ in range(64)]
+    in_flight = not second.query()
+    torch.cuda.synchronize()
+    assert in_flight, "the replay had ended before its graph was dropped"
+    assert (seen == 2).all()
+    assert len(zeros) == 256
+
+
 def test_a_full_memory_falls_back_to_the_graphs_at_hand() -> None:
     def wide(batch: Rows) -> Rows:
         return Rows(batch.descriptor, (batch.x[:, :, None] * torch.ones(2**20, device="cuda")).sum(-1))

@@ -1,6 +1,7 @@
 """Capture back ends: one small protocol, and the choice of a back end by device."""
 
 from collections.abc import Callable, Iterable, Set
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +58,11 @@ class Backend(Protocol):
     def wait_for_last_replay(self) -> Callable[[], None] | None:
         """A function to call before a replay's buffers are filled: it makes the current stream wait for the last
         replay, if that ran on another stream. None if the device has no streams."""
+
+    def allocating(self) -> AbstractContextManager[None]:
+        """Context in which to allocate what replays read or write and what outlives the call: input buffers, padding
+        sources, tables of copies. On a GPU it is on the back end's own stream, so that no other stream gets the memory
+        of a dropped graph while a replay still uses it."""
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> Recording:
         """Run `fn` under `audit`, once or more, and return the recording.

@@ -84,8 +84,11 @@ def _replay_pieces(pieces: list[tuple[SplitCall | None, Callable[[], None]]]) ->
 
 
 class CudaBackend:
-    """Captures on a side stream; the first capture follows an eager warm-up there, in which kernels compile and
+    """Captures on a stream of its own; the first capture follows an eager warm-up there, in which kernels compile and
     libraries create their workspaces.
+
+    Memory that replays use is allocated on that stream too. The allocator gives freed memory to later work of the
+    stream on which it was allocated, and this stream does no work before it has waited for the last replay.
 
     The outputs of a capture stay referenced, so that no later capture in the pool reuses their memory, unless they are
     copied after every replay (`release_output_memory`).
@@ -113,15 +116,27 @@ class CudaBackend:
         torch.cuda.current_stream(self.device).wait_stream(last)
         self._last_stream = current
 
-    def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
+    def __del__(self) -> None:
+        """Make the stream wait once more: torch may give it, and the memory freed there, to somebody else."""
+        with contextlib.suppress(Exception):  # torch may be gone when the interpreter ends
+            self.stream.wait_stream(torch.cuda.ExternalStream(self._last_stream, self.device))
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Context on the back end's own stream, after the last replay and after the work of the current stream."""
+        self.wait_for_last_replay()
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                return self._capture(fn, audit, split_at)
+                yield
         finally:
             # Also after a refusal, because the restored values must be written after those of the run.
             current.wait_stream(self.stream)
+
+    def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
+        with self.allocating():
+            return self._capture(fn, audit, split_at)
 
     def _capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
         """Warm up before the first capture of a kind; before later ones only if CUDA refuses a capture without it."""

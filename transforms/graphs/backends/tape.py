@@ -6,6 +6,7 @@ break; so the laws can be tested without a GPU.
 """
 
 from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -129,6 +130,9 @@ class TapeBackend:
     wait_for_last_replay: None = None
     input_buffers: InputBufferPool = attrs.field(factory=InputBufferPool)
     _warm: list[bool] = attrs.field(factory=list)
+
+    def allocating(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> TapeRecording:
         with torch.no_grad():
