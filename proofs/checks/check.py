@@ -187,7 +187,8 @@ def _row(
             remember(error, calls)
             raise
 
-    found = search(run, examples, _count(max_examples)) if is_strategy(examples) else once(run, examples)
+    title = f"check({subject.name}), law {law.name!r}"
+    found = search(run, examples, title, _count(max_examples)) if is_strategy(examples) else once(run, examples)
     outcome = "holds" if total else "no evidence"
     if found.error is not None:
         outcome = "broken" if isinstance(found.error, _Broken) else "raises"

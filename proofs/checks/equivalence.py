@@ -71,8 +71,8 @@ def assert_equivalent(
     strategy; inside one, pass the arguments that it drew: either way the failure is of the smallest that were found.
 
     Args:
-        f: what is looked at.
-        g: what it should be.
+        f: the function under test.
+        g: the function that it should equal.
         given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a tuple or dict, whose
             entries may be strategies. Without any strategy, the two are called once.
         atol, rtol: by how much floating-point and complex elements may differ, as for `torch.isclose`.
@@ -84,7 +84,7 @@ def assert_equivalent(
     Raises:
         Counterexample: they differ. It shows the first leaf that does by its path, the first element, both values, how
             far they are apart in ULPs, how many elements differ, and the arguments as code to paste.
-        CheckError: an argument that is no such thing.
+        CheckError: `given`, `raises`, `max_examples` or a tolerance is not as described above.
 
     >>> import torch
     >>> assert_equivalent(torch.exp, lambda x: x.exp(), given=(torch.ones(3),))
@@ -112,7 +112,7 @@ def assert_equivalent(
     options = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan, "raises": raises}
     drawn = as_given(given, call)
     comparison = _Comparison(f, g, names, tolerance, raises, _call(names, options))
-    found = search(comparison, drawn, max_examples) if is_strategy(drawn) else once(comparison, drawn)
+    found = search(comparison, drawn, call, max_examples) if is_strategy(drawn) else once(comparison, drawn)
     if found.error is not None:
         if isinstance(found.error, Counterexample):
             found.error.with_traceback(None)  # where it was raised is of no use to anybody

@@ -1,4 +1,5 @@
-"""Hypothesis as a search: the smallest example on which a function raises; and what a user may say to draw examples."""
+"""Hypothesis as a search: the smallest example on which a function raises, and the arguments that a user may pass to
+draw examples."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from weft.arguments import kind_of
 from weft.errors import CheckError
@@ -15,19 +17,22 @@ from weft.trees import tree_map
 if TYPE_CHECKING:
     from hypothesis import strategies as st
 
+BAR_AFTER = 2.0
+"""Seconds after which a search shows a progress bar."""
 NOT_AGAIN = "It did not happen again with the same arguments: something reads what changes from call to call."
 
 
 @attrs.frozen
 class Found:
-    """What a search ended with: examples until the first that failed, or all, and the error of the smallest one."""
+    """The result of a search: the number of examples up to the first failure, or of all, and the error of the smallest
+    failing example."""
 
     examples: int
     error: Exception | None
 
 
 def once(run: Callable[[Any], None], example: Any) -> Found:
-    """As `search`, of one example."""
+    """As `search`, for one example."""
     try:
         run(example)
     except CheckError:
@@ -37,65 +42,79 @@ def once(run: Callable[[Any], None], example: Any) -> Found:
     return Found(1, None)
 
 
-def search(run: Callable[[Any], None], examples: "st.SearchStrategy[Any]", max_examples: int | None = None) -> Found:
-    """Call `run` on examples until it raises, and then on ever smaller ones.
+def search(
+    run: Callable[[Any], None], examples: "st.SearchStrategy[Any]", title: str, max_examples: int | None = None
+) -> Found:
+    """Call `run` on examples until it raises, and then on ever smaller ones, with a progress bar.
 
-    The active Hypothesis profile says how many there are, unless `max_examples` does, and whether they are the same
-    each time. Nothing is printed, or remembered in a database: a failure prints the code of its example.
+    The active Hypothesis profile says how many there are, unless `max_examples` does, whether they are the same each
+    time, and which database remembers what failed, so that the next search begins there. Nothing is printed.
+
+    Args:
+        title: names the search in the progress bar and in the database.
     """
     from hypothesis import Phase, Verbosity, given, settings
     from hypothesis.errors import Flaky
 
     failures: list[Exception] = []
     count = 0
-    more: dict[str, Any] = {} if max_examples is None else {"max_examples": max_examples}
+    profile = settings()
+    most = profile.max_examples if max_examples is None else max_examples
 
     @settings(
         deadline=None,
-        database=None,
+        max_examples=most,
         report_multiple_bugs=False,
         verbosity=Verbosity.quiet,
         print_blob=False,
-        phases=(Phase.generate, Phase.target, Phase.shrink),
-        **more,
+        phases=[
+            phase for phase in profile.phases if phase in (Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
+        ],
     )
     @given(examples)
     def test(example: Any) -> None:
         nonlocal count
         count += not failures
+        bar.update()
         try:
             run(example)
         except Exception as error:
             if not is_control(error):
+                if not failures:
+                    bar.set_description(f"{title}: failed, searching for a smaller example")
                 failures.append(error)
             raise
 
-    try:
-        test()
-    except Flaky:
-        if not failures:
-            raise
-        failures[-1].add_note(NOT_AGAIN)
-    except Exception as error:
-        if not failures or error is not failures[-1]:
-            raise
+    # Without a key of its own every search would have that of `test`; `hypothesis.find` sets the same attribute.
+    test._hypothesis_internal_database_key = f"weft.proofs: {title}".encode()  # type: ignore[attr-defined]
+    shown = sys.stderr.isatty() or "ipykernel" in sys.modules
+    with tqdm(total=most, desc=title, unit="example", leave=False, delay=BAR_AFTER, disable=not shown) as bar:
+        try:
+            test()
+        except Flaky:
+            if not failures:
+                raise
+            failures[-1].add_note(NOT_AGAIN)
+        except Exception as error:
+            if not failures or error is not failures[-1]:
+                raise
     if failures and isinstance(failures[-1], CheckError):
         raise failures[-1]
     return Found(count, failures[-1] if failures else None)
 
 
 def remember(error: Exception, given: Any) -> None:
-    """Keep with an error the arguments on which a user's function raised it, unless that was done."""
+    """Attach to an error the arguments on which a user's function raised it, unless it has some."""
     vars(error).setdefault("__weft_given__", given)
 
 
 def remembered(error: Exception) -> Any:
-    """What `remember` kept; None if it was not the user's function that raised."""
+    """The arguments that `remember` attached; None if the user's function did not raise the error."""
     return vars(error).get("__weft_given__")
 
 
 def check_numbers(call: str, max_examples: Any, atol: Any, rtol: Any) -> None:
-    """Raise CheckError for a number of examples, or a tolerance, that is none."""
+    """Raise CheckError if `max_examples` is not a whole number >= 1 or None, or if a tolerance is not a number >= 0."""
     if max_examples is not None and (isinstance(max_examples, bool) or not isinstance(max_examples, int)):
         raise CheckError(call, f"max_examples={max_examples!r:.40}", "a whole number >= 1, or None")
     if max_examples is not None and max_examples < 1:
@@ -106,19 +125,19 @@ def check_numbers(call: str, max_examples: Any, atol: Any, rtol: Any) -> None:
 
 
 def is_control(error: BaseException) -> bool:
-    """Whether an error is how Hypothesis itself is told of something: of `assume`, mostly."""
+    """Whether an error is a signal to Hypothesis itself, such as that of `assume`."""
     errors = sys.modules.get("hypothesis.errors")
     return errors is not None and isinstance(error, errors.HypothesisException)
 
 
 def is_strategy(value: Any) -> bool:
-    """Whether a value is a strategy of Hypothesis, which is not imported to find out."""
+    """Whether a value is a strategy of Hypothesis; Hypothesis is not imported for the answer."""
     module = sys.modules.get("hypothesis.strategies")
     return module is not None and isinstance(value, module.SearchStrategy)
 
 
 def as_given(given: Any, call: str) -> Any:
-    """A strategy that draws arguments, or the arguments themselves where none of them is a strategy.
+    """Make a strategy that draws arguments; return the arguments themselves if none of them is a strategy.
 
     Args:
         given: a strategy that draws a tuple (of positional arguments) or a dict (of arguments by name); or such a tuple
@@ -126,7 +145,7 @@ def as_given(given: Any, call: str) -> Any:
         call: for the error.
 
     Raises:
-        CheckError: it is none of these.
+        CheckError: `given` is something else.
     """
     if is_strategy(given):
         return given  # what it draws is for `check_arguments`
@@ -144,7 +163,7 @@ def as_given(given: Any, call: str) -> Any:
 
 
 def check_arguments(given: Any, call: str, verb: str = "is ") -> Any:
-    """Arguments of a call, or CheckError."""
+    """Return `given` if it is the arguments of a call, and raise CheckError if not."""
     if type(given) is tuple or (type(given) is dict and all(isinstance(name, str) for name in given)):
         return given
     instead = "given=(x, y), or given={'x': x, 'y': y}: the arguments of a call, of which each may be a strategy; "
@@ -153,7 +172,7 @@ def check_arguments(given: Any, call: str, verb: str = "is ") -> Any:
 
 
 def copies(tree: Any, device: torch.device | str | None = None) -> Any:
-    """The tree with tensors of its own, which may be on another device."""
+    """Copy a tree with its tensors, to another device if one is given."""
 
     def copy(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -170,13 +189,14 @@ def call_with(fn: Callable[..., Any], given: tuple[Any, ...] | dict[str, Any]) -
 
 
 def name_of(fn: Any, otherwise: str = "f") -> str:
-    """What to call a function in a message."""
+    """The name of a function in a message."""
     name = getattr(fn, "__name__", "")
     name = name if name and "<" not in name else otherwise
     return f"graphify({name})" if hasattr(fn, "cache_info") and hasattr(fn, "explain") else name
 
 
 def names_of(fns: Sequence[Any]) -> list[str]:
-    """What to call two functions in one message: of one name, as after `functools.wraps`, `f` and `g` in code."""
+    """The names of two functions in one message; if they have the same name, as after `functools.wraps`, with `f` and
+    `g` added."""
     names = [name_of(fn, other) for fn, other in zip(fns, "fg", strict=True)]
     return names if len(set(names)) == len(names) else [f"{n} ({name})" for name, n in zip(names, "fg", strict=True)]

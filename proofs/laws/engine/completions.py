@@ -18,12 +18,15 @@ from weft.transforms.engine.setup import EngineLimits
 Said = Mapping[tuple[int, int], tuple[list[int], str]]
 """The tokens of each call's completions, and why they ended."""
 
+MOST_STEPS = 3000
+"""The steps after which an engine counts as one that never ends; drawn loads take some hundred."""
+
 
 def engine_serves_as_alone(load: Load) -> None:
     """L11: the tokens of each completion are those of running it by itself, eagerly; of an aborted one the first of
     them; each is one that its mask allows; and nothing is left."""
     engine = load.engine()
-    said = run(load, engine)
+    said = run("L11 an engine serves as alone", load, engine)
     check_nothing_is_left(engine)
     _compare("L11 an engine serves as alone", load, said)
     for (index, sample), (tokens, _) in said.items():
@@ -41,7 +44,7 @@ def _check_allowed(name: str, mask: Half, tokens: Sequence[int]) -> None:
 def run_ahead_is_none(load: Load) -> None:
     """L19: an engine whose host runs ahead, however far, says what one says whose host reads every step before it
     launches the next."""
-    near, far = run(load, load.engine(run_ahead=0)), run(load, load.engine())
+    near, far = (run("L19 run-ahead is none", load, load.engine(ahead)) for ahead in (0, load.run_ahead))
     for key, (tokens, reason) in near.items():
         others, other = far[key]
         same = min(len(tokens), len(others)) if "abort" in (reason, other) else max(len(tokens), len(others))
@@ -50,12 +53,14 @@ def run_ahead_is_none(load: Load) -> None:
             raise LawViolation(f"L19 run-ahead is none: completion {key} is {seen}")
 
 
-def run(load: Load, engine: Engine, before: Callable[[int], None] = lambda step: None) -> Said:
-    """Let everything come, and go, and end; `before` each step something else may happen."""
+def run(law: str, load: Load, engine: Engine, before: Callable[[int], None] = lambda step: None) -> Said:
+    """Add each call at its step, abort those that are aborted, and run until all have ended; `before` each step
+    something else may happen."""
     tracks: dict[tuple[int, int], CompletionState] = {}
     last = max(call.step for call in load.calls)
     step = 0
     while step <= last or engine.num_unfinished:
+        check_ends(law, step - last)
         outputs = []
         before(step)
         for index, call in enumerate(load.calls):
@@ -77,6 +82,12 @@ def run(load: Load, engine: Engine, before: Callable[[int], None] = lambda step:
     while not engine.is_idle:
         engine.step()
     return {key: (track.token_ids, track.reason) for key, track in tracks.items()}
+
+
+def check_ends(law: str, steps: int) -> None:
+    """Raise LawViolation after so many `steps` since the last call came that the engine will never be done."""
+    if steps > MOST_STEPS:
+        raise LawViolation(f"{law}: requests that had not ended {MOST_STEPS} steps after the last one came")
 
 
 def check_nothing_is_left(engine: Engine) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from weft.errors import RequestError, WeftError
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.laws.engine.completions import alone, check_nothing_is_left
+from weft.proofs.laws.engine.completions import alone, check_ends, check_nothing_is_left
 from weft.proofs.strategies.engines import VOCABULARY
 from weft.proofs.strategies.odd import MUTE, OddCall, OddLoad, OddMask
 from weft.sampling import SamplingParams
@@ -85,6 +85,7 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
     outputs: Outputs = {}
     step, last = 0, max(call.step for call in load.calls)
     while step <= last or engine.num_unfinished:
+        check_ends("L11 faults", step - last)
         got = []
         for index, call in enumerate(load.calls):
             if call.step == step and (name := _add(engine, index, call, tally)) is not None:

@@ -46,7 +46,7 @@ def changed_parameters_compute_all(load: Load, step: int, how: str) -> None:
             drawn.update(_drawn_by_now(load, engine))
             _change(engine, new, how)
 
-    said = run(load, engine, before)
+    said = run("L23 changed parameters compute all that follows", load, engine, before)
     check_nothing_is_left(engine)
     for (index, sample), (tokens, reason) in said.items():
         call = load.calls[index]
