@@ -14,6 +14,9 @@ import attrs
 
 # Light enough for black digits; neighbours differ for colour-blind eyes too.
 COLOURS = ("#8ecae6", "#ffb703", "#b7e4c7", "#f4a6c0", "#cdb4db", "#f6e27a", "#8fb8a8", "#f08a5d", "#a9b8f0", "#d9d2c5")
+_PIECE = "display: inline-block; white-space: pre"
+# As wide as the text below: a width of 0 does not widen the box, and the minimum width then fills it.
+_BAR = "display: block; width: 0; min-width: 100%; height: 2em; border-bottom: 1px solid"
 _CELL = "text-align: left; padding: 0.1em 0.8em 0.1em 0"
 _TABLE = "border-collapse: collapse; color: inherit; font-size: inherit"
 _WHOLE = "; white-space: nowrap"
@@ -178,16 +181,22 @@ def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="vertical-align: middle">{"".join(boxes)}</svg>'
 
 
-def bars(heights: Sequence[tuple[float, str]], width: int = 6) -> str:
-    """Bars side by side, as an SVG: for each bar its height from 0 to 1, and its tooltip."""
-    total, tall = max(len(heights), 1) * width, 36
-    found = [
-        f'<rect x="{index * width}" y="{tall * (1 - height):.1f}" width="{width - 1}" height="{tall * height + 1:.1f}" '
-        f'fill="{COLOURS[0]}" stroke="#555" stroke-width="0.4"><title>{escape(label)}</title></rect>'
-        for index, (height, label) in enumerate(heights)
-    ]
-    size = f'width="{total}" height="{tall + 2}" viewBox="0 0 {total} {tall + 2}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="max-width: 100%">{"".join(found)}</svg>'
+def bars_over_text(pieces: Sequence[tuple[str, float, str]], most: int = 160) -> str:
+    """Pieces of a text, each under a bar as wide as itself; of a long text the first ones, and the number of the rest.
+
+    Args:
+        pieces: for each its text, the height of its bar from 0 to 1, and its tooltip.
+    """
+    found = []
+    for piece, height, title in pieces[:most]:
+        bar = f'<rect y="{1 - height:.3f}" width="1" height="{height:.3f}" fill="{COLOURS[0]}"/>'
+        drawn = f'<svg viewBox="0 0 1 1" preserveAspectRatio="none" style="{_BAR}">{bar}</svg>'
+        shown = piece.replace("\n", "↵") or "·"
+        found.append(element("span", drawn, escape(shown), style=_PIECE, title=title))
+        found += ["<br/>"] * piece.count("\n")
+    if len(pieces) > most:
+        found.append(f" … {len(pieces) - most} more")
+    return element("div", *found, style="font-family: monospace; margin: 0.3em 0")
 
 
 def _box(x: float, width: float, fill: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from weft.descriptor import BatchDescriptor
-from weft.display import Table, bars, columns, strip
+from weft.display import Table, bars_over_text, columns, strip
 from weft.effects import Schema
 from weft.transforms import (
     Costs,
@@ -52,6 +52,7 @@ def drawn() -> dict[str, Any]:
         "program": programs[1],
         "pipeline": pipeline(stages, microbatches=3, schema=schema),
         "completion": Completion(NASTY, [1, 2, 3], [-0.1, float("nan"), -9.0], "stop"),
+        "aligned": Completion("ab c", [1, 2, 3], [-0.1, -0.5, -9.0], "stop", text_offsets=[0, 1, 2]),
         "ids": Completion(None, [1, 2], [-0.1, -0.2], "length"),
         "cohorts": plan_cohorts(lambda size: [1e-3 * size] * 2, 8, 2),
         "timeline": simulate(programs, costs),
@@ -147,7 +148,9 @@ def test_long_columns_and_strips_are_cut_and_say_so() -> None:
     assert strip([(30, 0)], joined=True).count("<rect") == 1
 
 
-def test_bars_say_what_they_are() -> None:
-    html = bars([(0.5, NASTY), (1.0, "b")])
-    assert html.count("<title>") == 2
+def test_bars_stand_over_their_text_and_say_what_they_are() -> None:
+    html = bars_over_text([(NASTY, 0.5, NASTY), ("b\n", 1.0, "second"), ("", 0.0, "third")])
+    assert html.count("<svg") == html.count("title=") == 3
     assert "<script" not in html
+    assert html.index("second") < html.index("b↵") < html.index("<br/>") < html.index("third")
+    assert "… 2 more" in bars_over_text([("a", 0.1, "a")] * 5, most=3)

@@ -1,6 +1,7 @@
 """`generate`: prompts in, completions out, with an engine of its own."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import exp, inf
 from typing import Any, Literal, overload
 
@@ -8,7 +9,7 @@ import attrs
 from tqdm.auto import tqdm
 
 from weft.arguments import is_int, kind_of, names_arguments
-from weft.display import bars, element, text, titled
+from weft.display import bars_over_text, element, text, titled
 from weft.equivalents import for_generate
 from weft.errors import RequestError, WeftError
 from weft.sampling import SamplingParams
@@ -43,6 +44,7 @@ class Completion:
         prompt_logprobs: for each token of the prompt but the first; None unless `SamplingParams.prompt_logprobs` asks.
         prompt_top_logprobs: for each of those, the logprobs of the likeliest tokens.
         error: with the reason `error`, what went wrong after these tokens, such as logits that are NaN.
+        text_offsets: for each token, where its text begins in `text`; None where there is no text.
     """
 
     text: str | None
@@ -53,13 +55,24 @@ class Completion:
     prompt_logprobs: list[float] | None = None
     prompt_top_logprobs: list[dict[int, float]] | None = None
     error: WeftError | None = None
+    text_offsets: list[int] | None = attrs.field(default=None, repr=False)
 
     def _repr_html_(self) -> str:
-        shown = [(exp(p), f"token {i}: {t}, p = {exp(p):.3f}") for i, (t, p) in enumerate(self._tokens())]
-        said = text(self.token_ids if self.text is None else self.text)
         what = f"{len(self.token_ids)} tokens, {self.finish_reason}; the bars: the model's probability of each"
-        written = element("div", said, style="white-space: pre-wrap; font-family: monospace; margin: 0.3em 0")
-        return titled(text(what), written, bars(shown))
+        if self.text is not None and self.text_offsets is None:
+            written = element("div", text(self.text), style="white-space: pre-wrap; font-family: monospace")
+            return titled(text(what), written)
+        said = [(exp(p), f"token {i}: {t}, p = {exp(p):.3f}") for i, (t, p) in enumerate(self._tokens())]
+        pieces = [(piece, *own) for piece, own in zip(self._pieces(), said, strict=False)]
+        return titled(text(what), bars_over_text(pieces))
+
+    def _pieces(self) -> Iterator[str]:
+        """The text of each token; its id where there is no text."""
+        if self.text is None or self.text_offsets is None:
+            yield from (f"{token} " for token in self.token_ids)
+            return
+        for start, end in pairwise((*self.text_offsets, len(self.text))):
+            yield self.text[start:end]
 
     def _tokens(self) -> Iterator[tuple[int, float]]:
         """Tokens and logprobs; NaN counts as probability 0."""
@@ -214,6 +227,7 @@ def _completion(output: RequestOutput) -> Completion:
         state.prompt_logprobs if with_prompt else None,
         state.prompt_top_logprobs if with_prompt else None,
         output.error,
+        state.text_offsets if state.tokenizer is not None else None,
     )
 
 

@@ -91,6 +91,7 @@ class CompletionState:
         special_ids: the tokens that text does not show.
         token_ids, logprobs, top_logprobs: one entry for each generated token.
         prompt_logprobs, prompt_top_logprobs: one entry for each token of the prompt but the first, as far as computed.
+        text_offsets: for each generated token, where its text begins in the text so far.
         text: the text to show: whole characters, without an end that may be the beginning of a stop text.
         reason: why it ended; empty: it has not.
     """
@@ -103,6 +104,7 @@ class CompletionState:
     top_logprobs: list[TopLogprobs] = attrs.field(factory=list)
     prompt_logprobs: list[float] = attrs.field(factory=list)
     prompt_top_logprobs: list[TopLogprobs] = attrs.field(factory=list)
+    text_offsets: list[int] = attrs.field(factory=list)
     text: str = ""
     reason: str = ""
     _decoded: str = ""
@@ -130,6 +132,7 @@ class CompletionState:
             self.top_logprobs.append(dict(result.top_logprobs[row][index][:wanted]) if result.top_logprobs else {})
         if self.tokenizer is None:
             return False
+        self.text_offsets.append(len(self._decoded))
         self._decoded += self._detokenizer.add(token, special=token in self.special_ids)
         return self._update_text()
 

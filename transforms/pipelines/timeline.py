@@ -14,7 +14,7 @@ from weft.arguments import kind_of
 from weft.display import element
 from weft.effects import Effect, Run
 from weft.errors import ProgramError
-from weft.plots import axes_for, pyplot
+from weft.plots import axes_for, new_axes
 from weft.transforms.pipelines.drawing import draw_plot, draw_svg, draw_text
 from weft.transforms.pipelines.events import Event, busy_seconds, last_end, num_ranks, ranks_in_words
 from weft.units import duration
@@ -150,8 +150,8 @@ class Comparison:
             MissingPackageError: matplotlib is not installed.
         """
         high = 1.6 + 1.1 * self.measured.num_ranks
-        plt = pyplot("compare(simulated, measured).plot()")
-        figure, places = plt.subplots(2, 1, figsize=(9.0, high), sharex=True, layout="constrained")
+        call = "compare(simulated, measured).plot()"
+        figure, places = new_axes(call, 9.0, high, nrows=2, ncols=1, sharex=True)
         for ax, (name, one) in zip(places, self._both(), strict=True):
             draw_plot(ax, one.events, one.bubble, self._span, f"{name}: {duration(one.step_time)}")
             ax.label_outer()
