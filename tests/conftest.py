@@ -18,7 +18,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_
 # The models are small, and the workers of pytest-xdist share the cores.
 torch.set_num_threads(1)
 
-FEW_EXAMPLES = 10
+FEW_EXAMPLES = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

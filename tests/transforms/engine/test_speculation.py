@@ -181,6 +181,7 @@ def test_greedy_tokens_are_those_of_transformers_with_prompt_lookup(tmp_path: Pa
         assert completion.token_ids == theirs[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lookup", "another"])
 def test_the_distribution_is_the_model_s(way: str) -> None:
     """Chi-square of the second and third token of 4,000 completions, with drafts, against the model's probabilities."""

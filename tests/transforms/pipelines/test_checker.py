@@ -203,6 +203,7 @@ def test_a_fence_waits_until_all_that_was_sent_of_its_micro_batch_is_received() 
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
 
+@pytest.mark.slow
 def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refused() -> None:
     """A case of `broken_programs` has a dozen of them; the law of `edited_programs` tells right from wrong itself."""
     refused_ones = accepted = 0

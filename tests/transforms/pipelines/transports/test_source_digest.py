@@ -149,6 +149,7 @@ print(source_digest("advance", parse_config))
 """
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_every_process() -> None:
     said = {
         subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=True).stdout
