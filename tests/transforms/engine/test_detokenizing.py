@@ -46,18 +46,40 @@ def word_piece() -> Tokenizer:
 KINDS = {"byte level": byte_level(), "byte fallback": byte_fallback(), "word piece": word_piece()}
 
 
-def said(tokenizer: Tokenizer, token_ids: list[int], stop: tuple[str, ...] = (), min_tokens: int = 0) -> list[str]:
-    """The text shown after each token, and at the end."""
+def complete(
+    tokenizer: Tokenizer, token_ids: list[int], stop: tuple[str, ...] = (), min_tokens: int = 0
+) -> tuple[CompletionState, list[str]]:
+    """A completion of these tokens, up to the one that completes a stop text; and the text shown after each token, and
+    at the end."""
     params = SamplingParams(stop=stop, min_tokens=min_tokens)
-    track = CompletionState(Request("a", (1,), len(token_ids), params), tokenizer, special_ids(tokenizer))
+    state = CompletionState(Request("a", (1,), len(token_ids), params), tokenizer, special_ids(tokenizer))
     shown = [""]
     for token in token_ids:
-        stopped = track.append(StepResult([[token]], [[0.0]], [], [], []), 0)
-        shown.append(track.text)
+        stopped = state.append(StepResult([[token]], [[0.0]], [], [], []), 0)
+        shown.append(state.text)
         if stopped:
             break
-    track.end("stop" if len(shown) <= len(token_ids) else "length")
-    return [*shown, track.text]
+    state.end("stop" if len(shown) <= len(token_ids) else "length")
+    return state, [*shown, state.text]
+
+
+def said(tokenizer: Tokenizer, token_ids: list[int], stop: tuple[str, ...] = (), min_tokens: int = 0) -> list[str]:
+    """The text shown after each token, and at the end."""
+    return complete(tokenizer, token_ids, stop, min_tokens)[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data(), st.sampled_from(((), ("a",), ("the", "é"))))
+@settings(max_examples=200)
+def test_offsets_divide_the_text_among_the_tokens(kind: str, data: st.DataObject, stop: tuple[str, ...]) -> None:
+    tokenizer = KINDS[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 1), min_size=1, max_size=30))
+    state, _ = complete(tokenizer, ids, stop)
+    assert len(state.text_offsets) == len(state.token_ids)
+    assert state.text_offsets[0] == 0
+    pieces = [state.text[start:end] for start, end in pairwise((*state.text_offsets, len(state.text)))]
+    assert "".join(pieces) == state.text
+    assert state.text_offsets == sorted(state.text_offsets)
 
 
 @pytest.mark.parametrize("kind", KINDS)
