@@ -22,6 +22,8 @@ VARIES = "varies"
 _TIME = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)? ?(%|µs|us|ms|s)(?![\w/])")
 _CELL = re.compile(r"\S*/ipykernel_\d+/\d+\.py")
 _LONG = 200
+_BAR = "application/vnd.jupyter.widget-view+json"
+"""The MIME type of a progress bar, which only a slow machine shows."""
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}|/tmp/\S+")
 
 
@@ -49,7 +51,7 @@ def run(notebook: Any, folder: Path) -> Any:
         "weft": {"torch": torch_version()},
     }
     for cell in code_cells(notebook):
-        cell.outputs = [cleaned(output) for output in cell.outputs]
+        cell.outputs = [cleaned(output) for output in cell.outputs if _BAR not in output.get("data", {})]
     return notebook
 
 

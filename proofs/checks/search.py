@@ -81,7 +81,7 @@ def search(
         except Exception as error:
             if not is_control(error):
                 if not failures:
-                    bar.set_description(f"{title}: failed, searching for a smaller example")
+                    bar.set_description(f"{title}: failed, searching for a smaller example", refresh=False)
                 failures.append(error)
             raise
 
