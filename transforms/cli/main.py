@@ -118,7 +118,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     arguments, strange = parser.parse_known_args(words)
     if strange:
         command = commands[arguments.command]
-        near = difflib.get_close_matches(strange[0].partition("=")[0], command.format_help().split(), n=1)
+        flags = [word.strip(".,;]") for word in command.format_help().split() if word.startswith("--")]
+        near = difflib.get_close_matches(strange[0].partition("=")[0], flags, n=1)
         remedy = f"{near[0]}, or see {command.prog} --help" if near else f"see {command.prog} --help"
         command.error(f"unrecognized arguments: {' '.join(strange)} (instead: {remedy})")
     return arguments
