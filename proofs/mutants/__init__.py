@@ -8,7 +8,7 @@ from weft.proofs.mutants.agreement import AGREEMENT
 from weft.proofs.mutants.derivatives import DERIVATIVES
 from weft.proofs.mutants.drafts import DRAFTS
 from weft.proofs.mutants.graphs import GRAPHS
-from weft.proofs.mutants.planted import Mutant
+from weft.proofs.mutants.mutant import Mutant
 from weft.proofs.mutants.schedules import SCHEDULES
 from weft.proofs.mutants.serving import SERVING
 from weft.proofs.mutants.steps import STEPS

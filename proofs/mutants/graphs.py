@@ -11,20 +11,20 @@ import attrs
 from torch import Tensor
 
 from weft.padding import inert, pad
-from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.transforms.graphs.backends.tape import Operation, TapeBackend, TapeRecording
-from weft.transforms.graphs.cache import Graphs
 from weft.transforms.graphs.calls.call import hashable_signature, key_of, make_call_from_known
 from weft.transforms.graphs.calls.fast_path import FastPath
-from weft.transforms.graphs.calls.memo import LeafKey, leaf_key
+from weft.transforms.graphs.calls.key import LeafKey, leaf_key
 from weft.transforms.graphs.calls.results import Outputs
 from weft.transforms.graphs.calls.transfer import CopyIn, GroupedCopy, Handover, hand_over, tails
 from weft.transforms.graphs.capture import Entry, SavedTensors
+from weft.transforms.graphs.memo import Graphs
 from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
 _GRAPHS, _REPLAY, _MEMORY = (
-    "weft.transforms.graphs.cache",
+    "weft.transforms.graphs.memo",
     "weft.transforms.graphs.replay",
     "weft.transforms.graphs.memory",
 )

@@ -16,7 +16,7 @@ from weft.effects import Effect, Run
 from weft.ops.sampling.logits import SEED
 from weft.ops.sampling.sample import count_tokens, sample_rows
 from weft.outputs import Output
-from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.sampling_table import SamplingTable
 from weft.state import State, _find_adapters, advance, resolve
@@ -26,7 +26,7 @@ from weft.transforms.graphs.ladder import Ladder, as_ladder
 from weft.transforms.pipelines.microbatch import join, split
 from weft.transforms.pipelines.worker import Link, Worker
 
-_GRAPHS = "weft.transforms.graphs.cache"
+_GRAPHS = "weft.transforms.graphs.memo"
 _COMPARE, _DECODER, _STATE = "weft.proofs.laws.compare", "weft.stages.decoder", "weft.state"
 _PIPELINE, _MICROBATCH = "weft.transforms.pipelines.pipeline", "weft.transforms.pipelines.microbatch"
 
