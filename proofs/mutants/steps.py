@@ -143,7 +143,7 @@ def _in_order_of_rows(state: State, batch: Batch) -> Any:
 
 STEPS = (
     Mutant("dispatch finds no graph", find("L1", "models"), replace(_GRAPHS, "dispatch", _lost_dispatch)),
-    Mutant("padding points to row 0", find("L2", "inert"), replace(_COMPARE, "advance", _padding_is_row_0)),
+    Mutant("padding points to row 0", find("L2", "padding is inert"), replace(_COMPARE, "advance", _padding_is_row_0)),
     Mutant("the head reads the tail", find("L2", "stages"), replace(_DECODER, "resolve", _head_reads_the_tail)),
     Mutant(
         "rank 0 does not learn the tokens",
