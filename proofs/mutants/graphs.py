@@ -216,8 +216,14 @@ GRAPHS = (
     Mutant("new state is not written", find("L1", "pure"), replace(_RESULTS, "_write_back", _home_without_writing)),
     Mutant("two results change places", find("L1", "pure"), replace(_REPLAY, "hand_over", _swapped)),
     Mutant("the key forgets addresses", find("L1", "pure"), _forgetting("address")),
-    Mutant("padding is written once", find("L1", "functions under a ladder"), replace(_TRANSFER, "GroupedCopy", _PadsOnce)),
-    Mutant("a capture counts as a step", find("L1", "functions under a ladder"), replace(_CAPTURE, "SavedTensors", _Unrestored)),
+    Mutant(
+        "padding is written once", find("L1", "functions under a ladder"), replace(_TRANSFER, "GroupedCopy", _PadsOnce)
+    ),
+    Mutant(
+        "a capture counts as a step",
+        find("L1", "functions under a ladder"),
+        replace(_CAPTURE, "SavedTensors", _Unrestored),
+    ),
     Mutant("the key forgets shapes", _CALLS, _forgetting("shape")),
     Mutant("the key forgets strides", _CALLS, _forgetting("stride")),
     Mutant("the key forgets types", _CALLS, _forgetting("dtype")),

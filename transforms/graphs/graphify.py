@@ -56,8 +56,8 @@ def graphify(
         fn: a pure function over pytrees of tensors. Without it, `graphify` is a decorator.
         ladder: the classes that may be captured (`make_ladder`). A call's batch is padded to the least class that
             covers it, and runs eagerly if none does. None: every signature is captured as it is. Under a ladder,
-            padding must not change what the function writes: a capture runs on padding, and a donated tensor of over
-            64 MiB is not saved before and restored after it.
+            padding must not change the donated tensors: captures run on padding, and a donated tensor of over 64 MiB is
+            not saved before a capture.
         split_at: names of operators (`weft::paged_attention`) that stay outside the graphs in mode piecewise: the
             classes of the ladder's `piecewise` part (without a ladder, all signatures) are captured as the pieces
             between them.

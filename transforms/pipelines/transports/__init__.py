@@ -42,7 +42,8 @@ class Transport(Protocol):
         next message, before anything is computed from one that differs."""
 
     def check(self) -> None:
-        """Raise RankError if the work on a device may never end because a rank is known to have failed."""
+        """Raise RankError if a rank is known to have failed. A host calls it while it waits for a device, whose work may
+        then never end."""
 
     def received(self, last: int | None = None, /) -> Callable[[], None]:
         """A check of the messages received so far (in a session: up to job `last`).

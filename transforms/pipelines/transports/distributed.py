@@ -39,7 +39,7 @@ _LAUNCHERS = "torchrun --nproc-per-node N script.py, or weft.transforms.launch(f
 
 
 class Distributed:
-    """A transport between processes, of which this one is one rank.
+    """A transport between processes, each of which is one rank.
 
     Every rank makes it, in the same order: under `torchrun`, or under another launcher that sets its variables (RANK,
     WORLD_SIZE, MASTER_ADDR, MASTER_PORT), on any number of nodes. It neither needs nor makes a default process group.
