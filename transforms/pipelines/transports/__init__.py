@@ -42,8 +42,10 @@ class Transport(Protocol):
         next message, before anything is computed from one that differs."""
 
     def check(self) -> None:
-        """Raise RankError if a rank is known to have failed. A host calls it while it waits for a device, whose work may
-        then never end."""
+        """Raise RankError if a rank is known to have failed.
+
+        A host calls it while it waits for its device, whose work then may never end.
+        """
 
     def received(self, last: int | None = None, /) -> Callable[[], None]:
         """A check of the messages received so far (in a session: up to job `last`).
