@@ -35,8 +35,10 @@ SCRATCH_ROW = -1
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class Batch(Summarized):
-    """A descriptor and the tensors that fit it. It names rows of the state, never their contents, so that the host can
-    launch a step before it knows the tokens of the step before.
+    """The input of a step: a descriptor, and tensors of the sizes that it gives.
+
+    It names rows of the state and not their contents, so the host can launch a step before it has read the tokens of
+    the last one.
 
     Args:
         descriptor: the shape class.
@@ -170,7 +172,7 @@ class Batch(Summarized):
         return self.input_ids[first] == LAST_TOKEN
 
     def owners(self) -> tuple[Tensor, Tensor]:
-        """`find_owners` for the batch's tokens."""
+        """The request of each of the batch's tokens, and the token's place in it, as `find_owners` returns them."""
         return find_owners(self.query_start_loc, len(self.input_ids))
 
     def after_first(self) -> Self:

@@ -11,9 +11,12 @@ from weft.errors import DescriptorError
 
 @runtime_checkable
 class Descriptor(Protocol):
-    """The protocol of a shape class: hashable, ordered by `covers`, with an int attribute for each axis name in the
-    sized classes of its batches. Any `@attrs.frozen` class of ints with a `covers` will do; the class of its batches
-    holds it in a `weft.descriptor_field()`. `weft.axes` shows both."""
+    """The protocol of a shape class: hashable, ordered by `covers`, with the size of each named axis of its batches as
+    an int attribute.
+
+    An `@attrs.frozen` class of ints with a method `covers` follows it. A batch class has a field
+    `weft.descriptor_field()` for it. The example of `weft.axes` has both classes.
+    """
 
     def covers(self, other: Self, /) -> bool:
         """Whether a batch of class `other`, padded, may run under this one. A partial order."""

@@ -29,7 +29,10 @@ _INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep 
 
 
 def donatable(cls: C) -> C:
-    """Make a frozen attrs class (with a `_taken_by: str = attrs.field(default="", init=False, ...)` slot) movable."""
+    """Let `donate` empty the instances of a frozen attrs class.
+
+    The class has slots, and a field `_taken_by: str = attrs.field(default="", init=False, ...)`.
+    """
 
     def missing(self: Any, name: str) -> NoReturn:
         taker = object.__getattribute__(self, "_taken_by")

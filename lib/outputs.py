@@ -15,8 +15,8 @@ class IntermediateTensors(Summarized):
     Args:
         hidden_states: [num_tokens, hidden_size], the residual stream; the model's dtype.
         input_ids: [num_tokens] int64, the batch's with the drafts filled in; None unless the step verifies drafts.
-        positions: [num_tokens, 3] int64, each token's position in time, height and width; None unless
-            the model has mRoPE.
+        positions: [num_tokens, 3] int64, each token's position in time, height and width; None unless the model has
+            mRoPE. Tokens come first, as in every tensor between stages (`Batch.positions` is [3, num_tokens]).
     """
 
     hidden_states: Tensor = attrs.field(metadata=axes("num_tokens"))

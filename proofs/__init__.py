@@ -1,4 +1,4 @@
-"""Evidence: laws of your own functions, tests that two functions are one, and strategies to draw what they are given.
+"""Tests of your own functions: `check` tests their laws, `assert_equivalent` compares two, `strategies` draw arguments.
 
 **Check a function of your own.** `check` draws sequences of calls and holds the function's graph against the function
 itself: on tapes on a CPU, on CUDA graphs where the arguments are on a GPU. `given` says what to draw: the arguments, of

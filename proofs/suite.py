@@ -8,6 +8,7 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
+from weft.errors import ArgumentError
 from weft.proofs import laws, strategies
 from weft.proofs.laws.engine.versions import HOW
 from weft.proofs.strategies.agreement import conversations
@@ -95,7 +96,7 @@ def _started(data: st.DataObject, device: str) -> None:
     laws.nothing_is_captured_after_start(data.draw(strategies.scenarios(max_layers=2)), mode, device)
 
 
-def _called(data: st.DataObject, device: str) -> None:
+def _on_call_sequences(data: st.DataObject, device: str) -> None:
     laws.graph_is_eager_on_calls(data.draw(strategies.call_sequences()), device)
 
 
@@ -123,7 +124,7 @@ def _commuted_functions(data: st.DataObject, device: str) -> None:
     laws.transforms_commute_on_functions(functions, inputs, data.draw(st.integers(1, 3)), device)
 
 
-def _kept(data: st.DataObject, device: str) -> None:
+def _on_kept_inputs(data: st.DataObject, device: str) -> None:
     laws.graph_keeps_what_it_reads(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=6)), device)
 
 
@@ -174,11 +175,11 @@ def _scheduled(data: st.DataObject, device: str) -> None:
     laws.hosts_agree(data.draw(strategies.traces(max_layers=1)), 2, device)
 
 
-def _asked(data: st.DataObject, device: str) -> None:
+def _on_conversations(data: st.DataObject, device: str) -> None:
     laws.differences_are_refused(*data.draw(conversations()))
 
 
-def _paged(data: st.DataObject, device: str) -> None:
+def _on_shared_pages(data: st.DataObject, device: str) -> None:
     trace = data.draw(strategies.traces(max_layers=1, alone=0, page_sizes=(4, 8, 2, 8)))
     laws.pages_are_read_by_whom_they_were_written_for(trace)
 
@@ -202,7 +203,7 @@ def _faulty(data: st.DataObject, device: str) -> None:
     laws.faults_end_their_own_request(data.draw(odd_loads()))
 
 
-def _ahead(data: st.DataObject, device: str) -> None:
+def _on_run_ahead(data: st.DataObject, device: str) -> None:
     laws.run_ahead_is_none(data.draw(loads(("none", "full"))))
 
 
@@ -220,7 +221,7 @@ LAWS = (
     Law("L1", "graph is eager, on models", _with_ladder(laws.graph_is_eager)),
     Law("L1", "graph is eager, on pure functions", _on_functions(laws.graph_is_eager_on_functions)),
     Law("L1", "graph is eager, on functions under a ladder", _padded_functions),
-    Law("L1", "graph is eager, on calls that differ in one thing", _called),
+    Law("L1", "graph is eager, on calls that differ in one thing", _on_call_sequences),
     Law("L1", "graph is eager, on images under a ladder", _on_images(laws.graph_is_eager_on_images)),
     Law("L2", "padding is inert", _with_ladder(laws.padding_is_inert)),
     Law("L2", "padding is inert, between stages", _with_ladder(laws.stage_padding_is_inert, min_layers=2)),
@@ -239,9 +240,9 @@ LAWS = (
     Law("L8", "capture leaves no trace, on pure functions", _on_functions(laws.capture_leaves_no_trace_on_functions)),
     Law("L9", "ownership is kept", _with_ladder(laws.ownership_is_kept)),
     Law("L9", "borrowed results are right", _on_functions(laws.borrowed_results_are_right)),
-    Law("L9", "graph keeps what it reads", _kept),
+    Law("L9", "graph keeps what it reads", _on_kept_inputs),
     Law("L9", "dropped graphs are not in use", _dropped),
-    Law("L9", "pages are read by whom they were written for", _paged),
+    Law("L9", "pages are read by whom they were written for", _on_shared_pages),
     Law("L10", "schedules are right", _on_programs(laws.schedules_are_right, strategies.programs())),
     Law("L10", "the checker is right", _on_programs(laws.checker_is_right, strategies.edited_programs())),
     Law(
@@ -257,7 +258,7 @@ LAWS = (
         _served(embeds=True, drafts=st.one_of(st.none(), lookups())),
     ),
     Law("L11", "hosts agree", _scheduled),
-    Law("L11", "what differs is refused with the first message", _asked),
+    Law("L11", "what differs is refused with the first message", _on_conversations),
     Law("L11", "an engine serves each completion as alone", _engine(masks=False)),
     Law("L11", "completions with masks are served as if alone", _engine(masks=True)),
     Law("L11", "faults end their own request, and nothing forbidden is said", _faulty),
@@ -272,12 +273,21 @@ LAWS = (
     Law("L16", "seed and position fix the sample", _sampled),
     Law("L17", "order is free", _reordered),
     Law("L18", "requests are served in turn, and end", _in_turn),
-    Law("L19", "run-ahead is none", _ahead),
+    Law("L19", "run-ahead is none", _on_run_ahead),
     Law("L23", "pages are of the parameters that there are", _changed),
     Law("L23", "changed parameters compute all that follows", _changed_engine),
 )
 
 
 def find(number: str, part: str = "") -> Law:
-    """The first law of that number whose name contains `part`."""
-    return next(law for law in LAWS if law.number == number and part in law.name)
+    """The law of that number whose name is `part`, or the only one whose name contains it.
+
+    Raises:
+        ArgumentError: there is no such law, or more than one.
+    """
+    found = [law for law in LAWS if law.number == number and part in law.name]
+    found = [law for law in found if law.name == part] or found
+    if len(found) != 1:
+        seen = f"{len(found)} such laws: {', '.join(map(str, found))}" if found else "no such law"
+        raise ArgumentError(f"find({number!r}, {part!r})", seen, "a part of the name of one law of that number")
+    return found[0]

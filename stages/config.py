@@ -1,7 +1,7 @@
 """`ModelConfig`: the configuration of a decoder, read from a checkpoint's config.json.
 
-Every field of the file is used, known to be neutral, or refused. A field that weft does not know causes a warning, or
-an error if the file is read strictly. A field that is known to ask for something weft does not do is always an error.
+Weft uses a field, or knows that its value changes nothing, or raises an error because it asks for something that weft
+does not do. Fields that weft does not know are listed in one warning; reading the file strictly makes that an error.
 """
 
 import functools
@@ -203,7 +203,7 @@ def parse_config(raw: Mapping[str, Any], *, source: str, strict: bool = False) -
 
     Raises:
         ConfigError: a field that weft does not support, named with its value; a value of the wrong type; an
-            architecture other than the five; sizes that contradict each other.
+            architecture that weft does not know; sizes that contradict each other.
 
     >>> parse_config({"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 5}, source="a dict")
     Traceback (most recent call last):

@@ -62,9 +62,12 @@ class Model:
 
     @property
     def weights(self) -> str:
-        """The dtype and a digest of the weights, which the ranks of a pipeline compare: of samples of the whole
-        checkpoint, and whether 4 values of each tensor still are those of the checkpoint; without a checkpoint, of
-        these values of a whole model."""
+        """The dtype and a digest of the weights, which the ranks of a pipeline compare.
+
+        The digest of a loaded model is of samples of the whole checkpoint. It says so if 4 values of each tensor are no
+        longer those that were loaded. A model without a checkpoint has a digest of these values; a stage of one has
+        none.
+        """
         if self.origin is None:
             return f"{self.dtype}, {digest_params(self.params) if self.layout.num_stages == 1 else 'of no checkpoint'}"
         return f"{self.dtype}, {self.origin.describe(self.params)}"

@@ -1,7 +1,8 @@
 """Footguns: what surprises people, the likeliest first, and the way around each.
 
-A page to read from the top; it goes on in `test_more_footguns.py`. Each function is a surprise (its docstring), shown
-to be real, and then its workaround, shown to work. What raises says so itself; what does not raise is what to remember.
+Read it from the top; `test_more_footguns.py` continues it. The docstring of each test is a surprise. The test shows
+that it is real, and then that its workaround works. Some surprises raise an error that explains them: remember the
+others.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""`check`: the laws that concern any pure function, on a user's own."""
+"""`check`: weft's laws of pure functions, checked on a function of the user's."""
 
 import textwrap
 import warnings
@@ -71,10 +71,11 @@ def check(
     console: Console | None = None,
     **options: Unpack[GraphifyOptions],
 ) -> None:
-    """Check the laws of a pure function on your own: print what held, and raise at the smallest calls that break one.
+    """Check weft's laws on a function of yours. Print a row for each law, and raise an error with the smallest calls
+    found that break one.
 
-    An example is a sequence of calls, so that a replay follows others': on tapes where the arguments are on a CPU, on
-    CUDA graphs where they are on a GPU. Arguments that are donated are passed on as each call returned them.
+    An example is a sequence of calls, so that replays of different calls follow one another: on tapes if the arguments
+    are on a CPU, on CUDA graphs if they are on a GPU. Each call gets the donated arguments that the last one returned.
 
     Args:
         f: the function; or what `graphify` made of it, with its options.

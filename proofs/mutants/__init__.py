@@ -1,14 +1,14 @@
 """Bugs planted on purpose: for each law, versions of weft that break it. A law that misses its mutant is not a law.
 
-Each is a real bug of an engine that patched a mutable runner, or its nearest kin here; while a mutant is planted, weft
-computes wrong results. `python -m weft.proofs.mutants --out FOLDER` says which law caught which, and on what case.
+Engines that patch a mutable runner had these bugs, or close relatives of them. While a mutant is planted, weft computes
+wrong results. `python -m weft.proofs.mutants --out FOLDER` records which law caught which mutant, and on what case.
 """
 
 from weft.proofs.mutants.agreement import AGREEMENT
 from weft.proofs.mutants.derivatives import DERIVATIVES
 from weft.proofs.mutants.drafts import DRAFTS
 from weft.proofs.mutants.graphs import GRAPHS
-from weft.proofs.mutants.planted import Mutant
+from weft.proofs.mutants.mutant import Mutant
 from weft.proofs.mutants.schedules import SCHEDULES
 from weft.proofs.mutants.serving import SERVING
 from weft.proofs.mutants.steps import STEPS

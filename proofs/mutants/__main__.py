@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from weft.proofs.mutants import MUTANTS
 from weft.proofs.mutants.catch import catch
-from weft.proofs.mutants.planted import Mutant
+from weft.proofs.mutants.mutant import Mutant
 
 HEADER = ("law", "planted bug", "example", "smallest case", "what was different")
 

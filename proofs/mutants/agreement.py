@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from weft.proofs.mutants.planted import Mutant
+from weft.proofs.mutants.mutant import Mutant
 from weft.proofs.suite import find
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.transports.agreement import Agreement, JournalState

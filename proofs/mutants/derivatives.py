@@ -6,7 +6,7 @@ from torch import Tensor
 
 from weft.ops.attention.functional import _by_kv_head, keep
 from weft.ops.norm import functional_rms_norm
-from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.mutants.steps import _in_capture
 from weft.proofs.suite import find
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.ops.sampling.sample import sample_rows
 from weft.outputs import Output
-from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.sampling_table import SamplingTable
 from weft.stages.verification import count_right

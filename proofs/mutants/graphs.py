@@ -11,20 +11,20 @@ import attrs
 from torch import Tensor
 
 from weft.padding import inert, pad
-from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.transforms.graphs.backends.tape import Operation, TapeBackend, TapeRecording
-from weft.transforms.graphs.cache import Graphs
 from weft.transforms.graphs.calls.call import hashable_signature, key_of, make_call_from_known
 from weft.transforms.graphs.calls.fast_path import FastPath
-from weft.transforms.graphs.calls.memo import LeafKey, leaf_key
+from weft.transforms.graphs.calls.key import LeafKey, leaf_key
 from weft.transforms.graphs.calls.results import Outputs
 from weft.transforms.graphs.calls.transfer import CopyIn, GroupedCopy, Handover, hand_over, tails
 from weft.transforms.graphs.capture import Entry, SavedTensors
+from weft.transforms.graphs.memo import Graphs
 from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
 _GRAPHS, _REPLAY, _MEMORY = (
-    "weft.transforms.graphs.cache",
+    "weft.transforms.graphs.memo",
     "weft.transforms.graphs.replay",
     "weft.transforms.graphs.memory",
 )
@@ -216,8 +216,14 @@ GRAPHS = (
     Mutant("new state is not written", find("L1", "pure"), replace(_RESULTS, "_write_back", _home_without_writing)),
     Mutant("two results change places", find("L1", "pure"), replace(_REPLAY, "hand_over", _swapped)),
     Mutant("the key forgets addresses", find("L1", "pure"), _forgetting("address")),
-    Mutant("padding is written once", find("L1", "under a ladder"), replace(_TRANSFER, "GroupedCopy", _PadsOnce)),
-    Mutant("a capture counts as a step", find("L1", "under a ladder"), replace(_CAPTURE, "SavedTensors", _Unrestored)),
+    Mutant(
+        "padding is written once", find("L1", "functions under a ladder"), replace(_TRANSFER, "GroupedCopy", _PadsOnce)
+    ),
+    Mutant(
+        "a capture counts as a step",
+        find("L1", "functions under a ladder"),
+        replace(_CAPTURE, "SavedTensors", _Unrestored),
+    ),
     Mutant("the key forgets shapes", _CALLS, _forgetting("shape")),
     Mutant("the key forgets strides", _CALLS, _forgetting("stride")),
     Mutant("the key forgets types", _CALLS, _forgetting("dtype")),

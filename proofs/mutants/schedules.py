@@ -10,7 +10,7 @@ import attrs
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send
 from weft.errors import ProgramError
-from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.transforms.pipelines.checker import (
     Machine,

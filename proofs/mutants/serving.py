@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.batch import Batch, ResolvedBatch
 from weft.errors import RequestError
 from weft.proofs import serving
-from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.sampling import SamplingParams
 from weft.stages.rope import mrope_positions

@@ -16,7 +16,7 @@ from weft.effects import Effect, Run
 from weft.ops.sampling.logits import SEED
 from weft.ops.sampling.sample import count_tokens, sample_rows
 from weft.outputs import Output
-from weft.proofs.mutants.planted import Mutant, replace
+from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.sampling_table import SamplingTable
 from weft.state import State, _find_adapters, advance, resolve
@@ -26,7 +26,7 @@ from weft.transforms.graphs.ladder import Ladder, as_ladder
 from weft.transforms.pipelines.microbatch import join, split
 from weft.transforms.pipelines.worker import Link, Worker
 
-_GRAPHS = "weft.transforms.graphs.cache"
+_GRAPHS = "weft.transforms.graphs.memo"
 _COMPARE, _DECODER, _STATE = "weft.proofs.laws.compare", "weft.stages.decoder", "weft.state"
 _PIPELINE, _MICROBATCH = "weft.transforms.pipelines.pipeline", "weft.transforms.pipelines.microbatch"
 
@@ -143,7 +143,7 @@ def _in_order_of_rows(state: State, batch: Batch) -> Any:
 
 STEPS = (
     Mutant("dispatch finds no graph", find("L1", "models"), replace(_GRAPHS, "dispatch", _lost_dispatch)),
-    Mutant("padding points to row 0", find("L2", "inert"), replace(_COMPARE, "advance", _padding_is_row_0)),
+    Mutant("padding points to row 0", find("L2", "padding is inert"), replace(_COMPARE, "advance", _padding_is_row_0)),
     Mutant("the head reads the tail", find("L2", "stages"), replace(_DECODER, "resolve", _head_reads_the_tail)),
     Mutant(
         "rank 0 does not learn the tokens",

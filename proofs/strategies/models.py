@@ -12,6 +12,7 @@ from weft.proofs.strategies.adapters import hold_adapters, slots
 from weft.proofs.strategies.embeds import images, with_mrope
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
+from weft.stages import architectures
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.decoder import decoder_stage, empty_states
 from weft.stages.layout import StageLayout, split_layers
@@ -22,13 +23,15 @@ from weft.transforms.engine.inputs import batch_embeds, batch_positions, read_ex
 from weft.transforms.engine.requests import PromptExtras
 from weft.trees import tree_map
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+ARCHITECTURES = tuple(name for name, known in architectures.ARCHITECTURES.items() if not known.text_types)
+"""Every architecture of text alone, by name."""
 
 
 @st.composite
 def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelConfig:
-    """Small decoders of the four architectures: any ratio of grouped queries, any rope scaling, tied and untied."""
+    """Small decoders of every text architecture: any ratio of grouped queries, any rope scaling, tied and untied."""
     architecture = draw(st.sampled_from(ARCHITECTURES))
+    known = architectures.ARCHITECTURES[architecture]
     kv_heads = draw(st.sampled_from((1, 2)))
     head_dim = draw(st.sampled_from((4, 6, 8)))
     heads = kv_heads * draw(st.sampled_from((1, 2, 3)))
@@ -44,11 +47,11 @@ def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelC
         "tie_word_embeddings": draw(st.booleans()),
         "rope_parameters": draw(st.sampled_from(ROPES)),
     }
-    if architecture.startswith("Qwen3"):
+    if known.defaults["head_dim"] is not None:
         raw["head_dim"] = head_dim
-    if architecture == "Qwen3MoeForCausalLM":
+    if known.experts:
         raw |= draw(st.sampled_from(EXPERTS))
-    if architecture != "Qwen2ForCausalLM":
+    if not known.qkv_bias_only:
         raw["attention_bias"] = draw(st.booleans())
     return parse_config(raw, source="a drawn configuration")
 

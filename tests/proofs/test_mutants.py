@@ -7,12 +7,14 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from refusal import refused
 
+from weft.errors import ArgumentError
 from weft.proofs.laws import LawViolation
 from weft.proofs.mutants import MUTANTS, Mutant
 from weft.proofs.mutants.__main__ import table
 from weft.proofs.mutants.catch import catch, replay
-from weft.proofs.suite import LAWS, Law
+from weft.proofs.suite import LAWS, Law, find
 
 RESULTS = Path(__file__).parents[2] / "proofs" / "results"
 RECORD = json.loads((RESULTS / "mutants.json").read_text(encoding="utf-8"))
@@ -42,6 +44,16 @@ def test_the_law_catches_its_mutant_on_a_drawn_case(mutant: Mutant) -> None:
 def test_each_law_has_a_mutant() -> None:
     assert {str(law) for law in LAWS} == {str(mutant.law) for mutant in MUTANTS}
     assert len({str(mutant) + str(mutant.law) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_find_takes_a_name_or_a_part_that_only_one_law_has() -> None:
+    assert str(find("L2", "padding is inert")) == "L2 padding is inert"
+    assert str(find("L2", "images")) == "L2 padding is inert, on images"
+    instead = "a part of the name of one law of that number"
+    with refused(ArgumentError, "find('L3', 'pipeline')", "2 such laws: <any>", instead):
+        find("L3", "pipeline")
+    with refused(ArgumentError, "find('L99', '')", "no such law", instead):
+        find("L99")
 
 
 def test_a_law_that_holds_catches_nothing() -> None:

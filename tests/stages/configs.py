@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from theirs import CLASSES
 
 from weft.stages.config import ModelConfig, MoeConfig, parse_config
 from weft.stages.rope import Rope
@@ -17,8 +16,11 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-LLAMA, QWEN2, QWEN3, QWEN3_MOE = ({"architectures": [name]} for name in CLASSES)
-QWEN2_VL = {"architectures": ["Qwen2VLForConditionalGeneration"]}
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
+QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"]}
+QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"]}
+QWEN3_MOE: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"]}
+QWEN2_VL: dict[str, Any] = {"architectures": ["Qwen2VLForConditionalGeneration"]}
 
 
 def parse(raw: dict[str, Any], *, strict: bool = False) -> ModelConfig:

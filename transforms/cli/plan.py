@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 from rich.text import Text
 
+from weft.durations import duration
 from weft.effects import Program, listing
 from weft.errors import ProgramError
 from weft.json_text import write_json
@@ -20,7 +21,6 @@ from weft.transforms.pipelines.drawing import LEAST_WIDTH
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.simulate import Costs, simulate
 from weft.transforms.pipelines.timeline import Timeline
-from weft.units import duration
 
 _MOST_JOBS = 10_000
 """The most steps of all cohorts that are drawn."""

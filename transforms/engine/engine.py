@@ -301,7 +301,7 @@ class Engine:
             return [*failed, *(self._read(self._pending.popleft()) if self._pending else [])]
 
     def launch(self) -> None:
-        """Launch work as far ahead as is allowed, or as there is any."""
+        """Launch steps until `run_ahead` of them follow the next one to read, or until there is no work."""
         changed = self._weights.are_changed
         if changed and self._is_distributed:
             seen = "parameters that were changed in place, of which other ranks do not know"

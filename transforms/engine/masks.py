@@ -1,5 +1,10 @@
 """Masks: the user's function that says, before each token of a request, which tokens are allowed: a grammar, a schema,
-a list of names."""
+a list of names.
+
+A mask reaches the device in four steps: `outputs.apply_masks` calls it and puts its bits into `step.Work.masks`; the
+work's batch has them as `Batch.token_mask`; and `weft.ops.sampling.logits.adjust`, or the sampling kernel, bars the
+other tokens.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +26,7 @@ vocabulary, [ceil(vocab_size / 32)] int32, the lowest bit first, as XGrammar fil
 Every rank that has a stage calls it for the same tokens, and must get the same answer."""
 
 _MAX_REPEATS = 16
-"""A mask may give so many times as many ids as there are tokens."""
+"""A mask may return at most this many times `vocab_size` ids. More is an error, since the iterator may be endless."""
 
 
 @attrs.frozen(eq=False)

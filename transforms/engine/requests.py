@@ -99,7 +99,8 @@ class RequestState:
         pages: its pages of the KV cache, in order.
         page_hashes: the content hashes of its full pages of known tokens.
         num_published: its leading pages that are published in the prefix cache.
-        num_prefilled: tokens, of those it began with, that are in the cache once the launched steps are done.
+        num_prefilled: its leading tokens that are in the cache once the launched chunks are done, those that were found
+            in the prefix cache included.
         num_unread: launched steps that sample for it and that the host has not read.
         max_unread: the most tokens that those steps sample.
         on_device: whether the device state holds the token that it continues from.

@@ -202,9 +202,12 @@ def _schedule_decodes(
 
 
 def choose_query_len(host: HostState, budget: Budget, ready: Sequence[RequestState]) -> int:
-    """The tokens per request of a decode, drafts included: the smallest captured length that some request has use for,
-    or the next smaller one for which the step has room and pages are free, since nobody is preempted for drafts. It is
-    1 if any request has a mask, which is known for its next token alone."""
+    """The tokens per request of a decode, drafts included.
+
+    It is the smallest captured length that holds all tokens that any request can use. If the step has no room for that,
+    or too few pages are free, it is the next smaller one that fits: no request is preempted for drafts. It is 1 if any
+    request has a mask, which is known for the next token only.
+    """
     if max(budget.query_lens) == 1 or any(req.request.is_masked for req in ready):
         return 1
     useful = max((req.max_useful for req in ready), default=1)

@@ -21,7 +21,7 @@ from weft.transforms.engine.masks import stack_masks
 from weft.transforms.engine.requests import PromptExtras
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.memory import MemoryEstimate
-from weft.transforms.pipelines.pipeline import Pipelined
+from weft.transforms.pipelines.pipeline import Pipelined, Stage
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.session import Session
 from weft.trees import pytree
@@ -193,9 +193,6 @@ class DeviceWork:
 
     batch: Batch
     edits: Edits = attrs.field(metadata=_STATIC)
-
-
-Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
 def with_edits(stage: Stage) -> Stage:

@@ -9,10 +9,10 @@ import torch
 from weft.ops.register import triton_version
 from weft.torchapi import DispatchMode, storage_id
 from weft.transforms.graphs.backends.operators import tensors_in
-from weft.transforms.graphs.cache import Graphs
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.capture import ONE_AT_A_TIME, audit_of, prepare
+from weft.transforms.graphs.memo import Graphs
 from weft.transforms.graphs.options import Graphable
 
 

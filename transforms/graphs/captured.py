@@ -6,11 +6,11 @@ from typing import Any
 import attrs
 
 from weft.display import COLOURS, Table, Tabled
+from weft.durations import duration
 from weft.plots import GREY, new_axes, rows
-from weft.transforms.graphs.calls.memo import CacheInfo, Key, LeafKey
+from weft.transforms.graphs.calls.key import CacheInfo, Key, LeafKey
 from weft.transforms.graphs.capture import Entry
 from weft.transforms.graphs.memory import size_text, size_unit
-from weft.units import duration
 
 HEADER = ("mode", "of", "pieces", "operators", "buffers", "tensors", "captured in")
 

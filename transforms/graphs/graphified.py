@@ -16,7 +16,6 @@ from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY, may_capture
 from weft.torchapi import in_plain_surroundings, uncompiled
 from weft.transforms.graphs.ahead import compile_ahead
-from weft.transforms.graphs.cache import Explanation, Graphs
 from weft.transforms.graphs.calls.borrowing import lend, watches_borrows
 from weft.transforms.graphs.calls.call import (
     Call,
@@ -31,12 +30,13 @@ from weft.transforms.graphs.calls.call import (
     with_training_guard,
 )
 from weft.transforms.graphs.calls.fast_path import FastPath, add_fast_path
-from weft.transforms.graphs.calls.memo import CacheInfo, Key, without_grad_mode
+from weft.transforms.graphs.calls.key import CacheInfo, Key, without_grad_mode
 from weft.transforms.graphs.capture import Entry
 from weft.transforms.graphs.captured import CapturedGraphs, captured_graphs
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.graphs.lower import Compiled, Lowered, lower
+from weft.transforms.graphs.memo import Explanation, Graphs
 from weft.transforms.graphs.memory import MemoryAnalysis, MemoryEstimate, analysis_of, estimate
 from weft.transforms.graphs.misses import miss_between
 from weft.transforms.graphs.options import Graphable

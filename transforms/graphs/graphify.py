@@ -49,14 +49,15 @@ def graphify(
     not change them. Inside another capture or a torch.func transform, and where autograd would record, the function
     itself runs.
 
-    During a capture `torch.cuda.is_current_stream_capturing()` is True, with or without a GPU, so that code which skips
-    host reads inside CUDA graphs skips them in every capture.
+    `torch.cuda.is_current_stream_capturing()` is True during every capture, even without a GPU. So code that skips host
+    reads inside CUDA graphs skips them in captures on a CPU too.
 
     Args:
         fn: a pure function over pytrees of tensors. Without it, `graphify` is a decorator.
         ladder: the classes that may be captured (`make_ladder`). A call's batch is padded to the least class that
-            covers it, and runs eagerly if none does. None: every signature is captured as it is. A step under a ladder
-            must treat padding as inert: a donated tensor of over 64 MiB is not saved while its capture runs on padding.
+            covers it, and runs eagerly if none does. None: every signature is captured as it is. Under a ladder,
+            padding must not change the donated tensors: captures run on padding, and a donated tensor of over 64 MiB is
+            not saved before a capture.
         split_at: names of operators (`weft::paged_attention`) that stay outside the graphs in mode piecewise: the
             classes of the ladder's `piecewise` part (without a ladder, all signatures) are captured as the pieces
             between them.

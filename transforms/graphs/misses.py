@@ -13,7 +13,7 @@ import attrs
 from torch import Tensor, nn
 
 from weft.transforms.graphs.backends.host_reads import user_line
-from weft.transforms.graphs.calls.memo import Key, LeafKey
+from weft.transforms.graphs.calls.key import Key, LeafKey
 from weft.transforms.graphs.calls.structures import structure_differences
 from weft.trees import TreeSpec
 

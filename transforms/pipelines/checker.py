@@ -7,8 +7,9 @@ received.
 
 Ranks are deterministic, and each queue has one writer and one reader. So the messages, and whether all ranks reach
 their end, do not depend on the order in which ranks move, and more capacity never blocks (Kahn, 1974, "The semantics of
-a simple language for parallel programming"). One run with one message per edge therefore decides.
-`weft.proofs.solver.programs_exhaustive` compares that with all interleavings.
+a simple language for parallel programming"). So one run of the machine, with one message per edge, is enough: programs
+that pass it end in every order and with every capacity. `weft.proofs.solver.programs_exhaustive` compares that with all
+interleavings.
 """
 
 import functools

@@ -8,11 +8,11 @@ import attrs
 
 from weft.arguments import kind_of
 from weft.display import Table, Tabled
+from weft.durations import duration
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.events import busy_seconds
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.simulate import Costs, simulate
-from weft.units import duration
 
 
 @attrs.frozen

@@ -11,10 +11,10 @@ from html import escape
 from typing import Any
 
 from weft.display import COLOURS
+from weft.durations import duration, ticks, unit_of
 from weft.effects import Broadcast, Fence, Recv, Run
 from weft.errors import CostError
 from weft.transforms.pipelines.events import ADVANCE, Event, last_end, num_ranks, ranks_in_words
-from weft.units import duration, ticks, unit_of
 
 # The SVG. Text and marks have the colour of the page, and nothing is drawn below them, so that a dark page stays dark.
 

@@ -30,8 +30,8 @@ class _Submitted:
 class Session:
     """A pipeline under way. Made by `Pipelined.session`.
 
-    The schedule says when an output returns from the last stage, which may be some submissions later; that `submit`
-    then returns it. Every rank gets the same outputs from the same call.
+    The schedule says when an output returns from the last stage. A later `submit`, or `close`, may be the call that
+    returns it. Every rank gets the same outputs from the same call.
 
     >>> from weft.transforms import pipeline
     >>> stages = [lambda p, s, batch, x: (s, 10 * batch), lambda p, s, batch, x: (s, x + s)]

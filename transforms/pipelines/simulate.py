@@ -5,9 +5,8 @@ and an edge holds `capacity` messages, from their send to the end of their recei
 starts the transfer and goes on. The transfers of an edge go one after the other, and those of different edges side by
 side. A receive waits until its message has arrived, and a fence until the messages of its micro-batch were received.
 
-So each moment is a maximum of sums of costs and earlier moments, whatever the order in which the effects are performed.
-Any order that the programs allow gives the same timeline; a larger cost never makes it shorter, nor a larger capacity
-longer.
+So each start and end is a maximum of earlier times plus costs, and any order of simulation that the programs allow
+gives the same timeline. A larger cost never makes it shorter, and a larger capacity never makes it longer.
 """
 
 import math

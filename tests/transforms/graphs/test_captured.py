@@ -6,7 +6,7 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.stages.model import DEMO, load
 from weft.transforms import CapturedGraph, CapturedGraphs, Limits, graphify, make_runner, make_state, piecewise
-from weft.transforms.graphs.calls.memo import CacheInfo
+from weft.transforms.graphs.calls.key import CacheInfo
 
 
 def doubled(params: Tensor, x: Tensor) -> Tensor:

@@ -372,7 +372,7 @@ def test_copies_are_planned_where_the_back_end_allocates(monkeypatch: pytest.Mon
         events.append("plan")
         return make_replay(*args)
 
-    monkeypatch.setattr("weft.transforms.graphs.cache.make_backend", lambda *_: Backend())
+    monkeypatch.setattr("weft.transforms.graphs.memo.make_backend", lambda *_: Backend())
     monkeypatch.setattr(import_module("weft.transforms.graphs.graphified"), "make_replay", planned)
     g = graphify(lambda x: x * 2)
     g(torch.ones(2))

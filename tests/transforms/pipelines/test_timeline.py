@@ -10,13 +10,13 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
+from weft.durations import ticks
 from weft.effects import Run, Send
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.events import Event
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs, streaming
 from weft.transforms.pipelines.simulate import Costs, simulate
 from weft.transforms.pipelines.timeline import Timeline, compare, measure
-from weft.units import ticks
 
 
 def decoding(stages: int, cohorts: int, steps: int) -> Timeline:

@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.errors import CaptureError
 from weft.torchapi import storage_id
 from weft.transforms.graphs.calls.call import Call
-from weft.transforms.graphs.calls.memo import PLAIN
+from weft.transforms.graphs.calls.key import PLAIN
 from weft.trees import (
     TreeSpec,
     leaves_with_names,

@@ -3,13 +3,13 @@
 What carries messages:
 - `local`, `threads`, `distributed`: the transports. Each gives a rank's worker a `Link`, which sends and receives.
 - `gloo`, `nccl`, `peer`: the ends of edges between processes, which carry tensors for `distributed`.
-- `messages`, `wire`, `json_values`, `agreement`, `network`: a message's header and layout, the connections between
-hosts,
-  values as JSON, what ranks compare, and the run's addresses and secret.
+- `messages`: `ProcessLink`, and a message's header and layout. `wire`: the connections that carry headers.
+- `json_values`: values as JSON. `agreement`: the values that ranks compare. `network`: the run's addresses and secret.
 
 What finds failures:
 - `launch`: starts the processes, and sees how they end.
-- `records`, `heartbeat`, `monitor`, `failures`: what ranks write for each other, that they run, who is to blame.
+- `records`: what ranks write for each other. `heartbeat`: the threads that show that a rank runs.
+- `monitor`: a rank's view of the others. `failures`: finds the rank that is to blame.
 
 A new transport is a class with the methods of `Transport`; a new carrier of tensors is a `messages.ProcessEnd`.
 """
@@ -42,11 +42,17 @@ class Transport(Protocol):
         next message, before anything is computed from one that differs."""
 
     def check(self) -> None:
-        """Raise RankError if a rank is known to have failed while a device computes or waits for it."""
+        """Raise RankError if a rank is known to have failed.
+
+        A host calls it while it waits for its device, whose work then may never end.
+        """
 
     def received(self, last: int | None = None, /) -> Callable[[], None]:
-        """A function to call before the host reads what was computed from the messages received so far (in a session:
-        up to job `last`). It raises if their senders were asked for something else."""
+        """A check of the messages received so far (in a session: up to job `last`).
+
+        The host calls the function that this returns before it reads what was computed from them. It raises if a sender
+        was asked for something else than this rank.
+        """
 
     def mail(self, num_ranks: int, /) -> Any:
         """A holder for messages that are sent in one run and received in a later one."""

@@ -39,7 +39,7 @@ _LAUNCHERS = "torchrun --nproc-per-node N script.py, or weft.transforms.launch(f
 
 
 class Distributed:
-    """A transport in which this process is one rank, whose messages go by torch.distributed.
+    """A transport between processes, each of which is one rank.
 
     Every rank makes it, in the same order: under `torchrun`, or under another launcher that sets its variables (RANK,
     WORLD_SIZE, MASTER_ADDR, MASTER_PORT), on any number of nodes. It neither needs nor makes a default process group.
@@ -50,7 +50,8 @@ class Distributed:
     NCCL, are neither encrypted nor signed: use a network that you trust.
 
     On a GPU a step returns before it is done, and a rank that fails leaves the others' results unfilled. Call
-    `synchronize()` before the host reads results. If nobody asks, the process ends with the named error.
+    `synchronize()` before the host reads results: it raises the error of the failed rank. If the host makes no call
+    that could raise it, the process ends with that error.
 
     Args:
         device: of this rank's tensors; None: `cuda:LOCAL_RANK` if there is one, else the CPU.
@@ -143,9 +144,8 @@ class Distributed:
             ProgramError: a value of another kind.
         """
         found = []
-        for peer in range(
-            self.num_ranks
-        ):  # of two ranks the lower one sends first, so that they do not wait in a circle
+        # The lower one of two ranks sends first, so that they do not wait for each other.
+        for peer in range(self.num_ranks):
             if self.rank < peer:
                 self._send_value(peer, value)
             found.append(value if peer == self.rank else self._recv_value(peer))

@@ -1,4 +1,4 @@
-"""The threads beside a rank: a heartbeat, by which others see that its process runs; and a watchdog for its device.
+"""The threads beside a rank: `Heartbeat` shows the others that its process runs; `Watchdog` watches its device.
 
 On a device, a rank that fails shows as a kernel that never ends on the others. The host launches work and goes on;
 events of the device's stream mark what it launched. The watchdog looks at the oldest event that is not done, and at the

@@ -1,4 +1,7 @@
-"""Messages between processes: tensors, and a header with the layout of the value, which a receiver gets once."""
+"""Messages between processes, which `ProcessLink` sends and receives: tensors, and a header.
+
+The header has the layout of the value, which a receiver gets once.
+"""
 
 import hashlib
 import json

@@ -36,7 +36,7 @@ process groups wait as long."""
 _SILENT = 1.0
 """Seconds without a heartbeat after which a process counts as ended or stopped; fewer if the time-out is short."""
 _GRACE = 3.0
-"""Seconds in which a rank whose connections closed may write why: it may itself have waited in vain."""
+"""Seconds to wait for a record of why a rank's connections closed: another rank may have made it fail."""
 _MAX_PROGRAMS = 16
 """The programs that are kept to say who waits for whom. A rank that keeps others waiting is only a few steps back."""
 _CONNECT_POLL = 0.025

@@ -22,8 +22,8 @@ from weft.transforms.pipelines.transports.failures import Failure, blockers, che
 from weft.transforms.pipelines.worker import Worker
 from weft.trees import tree_map
 
-CAPACITY = 2
-"""Messages that an edge holds."""
+_CAPACITY = 2
+"""Messages that an edge between threads holds; a sender waits if there are more."""
 _AUTOCAST = ("cpu", "cuda")
 """The devices whose autocast a rank's thread takes over."""
 
@@ -301,12 +301,12 @@ class SharedRun:
         return str(effects[index]) if index < len(effects) else "its end"
 
     def _stalled(self, peer: int) -> Failure:
-        rank = culprit(peer, lambda waiting: blockers(self.programs, self.at, waiting, CAPACITY))
+        rank = culprit(peer, lambda waiting: blockers(self.programs, self.at, waiting, _CAPACITY))
         return Failure(rank, self.instruction(rank), f"no progress for {self.timeout:g} s")
 
 
 def _has_room(queue: Queue) -> bool:
-    return len(queue) < CAPACITY
+    return len(queue) < _CAPACITY
 
 
 def _holds_none(queue: Queue, microbatch: int) -> bool:

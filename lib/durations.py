@@ -1,4 +1,4 @@
-"""Units of time: seconds as text, and ticks for an axis."""
+"""Durations: seconds as text, and ticks for an axis of time."""
 
 import math
 

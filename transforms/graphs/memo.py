@@ -16,7 +16,7 @@ from weft.errors import CacheMissError, CaptureError, DescriptorError
 from weft.settings import MAY_REPLAY, config, count_capture, may_capture
 from weft.transforms.graphs.backends import Backend, cuda_device, make_backend
 from weft.transforms.graphs.calls.call import Call, check_sizes, key_of
-from weft.transforms.graphs.calls.memo import CacheInfo, Key
+from weft.transforms.graphs.calls.key import CacheInfo, Key
 from weft.transforms.graphs.capture import Entry, capture
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.ladder import Ladder

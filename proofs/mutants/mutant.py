@@ -1,4 +1,4 @@
-"""What a planted bug is, and how it is planted."""
+"""`Mutant`: a planted bug and the law that must catch it; `replace` plants it at a dotted name."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
