@@ -1,7 +1,8 @@
-"""Bugs planted on purpose: for each law, versions of weft that break it. A law that misses its mutant is not a law.
+"""Bugs planted on purpose: for each law, versions of weft that break it. A law must catch each of its mutants.
 
-Each is a real bug of an engine that patched a mutable runner, or its nearest kin here; while a mutant is planted, weft
-computes wrong results. `python -m weft.proofs.mutants --out FOLDER` says which law caught which, and on what case.
+Each is a real bug of an engine that patched a mutable runner, or the closest equivalent here. While a mutant is
+planted, weft computes wrong results. `python -m weft.proofs.mutants --out FOLDER` records the law that caught each
+mutant, and the case.
 """
 
 from weft.proofs.mutants.agreement import AGREEMENT
