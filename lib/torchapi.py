@@ -276,8 +276,9 @@ def signal_capture() -> Iterator[None]:
     """A context in which `torch.cuda.is_current_stream_capturing()` is True, in this thread alone.
 
     Code that reads tensors on the host calls it, so as not to do so in a CUDA graph (transformers' masks, torch's
-    SyncBatchNorm), and CUDA itself returns True during a capture. `torch.compiler.is_compiling()` would claim too much,
-    and in all threads: optimizers, collectives and mixtures of experts then compute in other ways.
+    SyncBatchNorm: https://github.com/pytorch/pytorch/issues/78549), and CUDA itself returns True during a capture.
+    `torch.compiler.is_compiling()` would claim too much, and in all threads: optimizers, collectives and mixtures of
+    experts then compute in other ways.
     """
     _hear_the_signal()
     token = _SIGNALLED.set(True)
@@ -409,7 +410,8 @@ def current_stream_id(device_index: int) -> Callable[[], int]:
 
 
 def stop_allocating_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
-    """Tell the allocator that a capture is over, in case `capture_end` failed before it did so itself."""
+    """Tell the allocator that a capture is over, in case `capture_end` failed before it did so itself
+    (https://github.com/pytorch/pytorch/pull/180395)."""
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
         torch._C._cuda_releasePool(device.index or 0, pool)

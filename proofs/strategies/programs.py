@@ -15,7 +15,7 @@ SCHEMAS = tuple(Schema((TensorSchema("h", ("num_tokens", width), torch.float32),
 
 @attrs.frozen(repr=False)
 class Scheduled:
-    """All ranks' programs, the jobs that they were made from, and the results that a stage holds at once (None: all)."""
+    """All ranks' programs, the jobs that they were made from, and the results that a stage holds (None: all)."""
 
     jobs: tuple[Job, ...]
     programs: tuple[Program, ...]
