@@ -24,7 +24,7 @@ QUICK = settings(max_examples=100, database=None)
 
 
 def unspoken(cls: type) -> list[str]:
-    """The places that do not handle a field of the library's present BatchDescriptor."""
+    """The fields of a descriptor class, each with a place that does not handle it."""
     found = []
     for field in attrs.fields(cls):
         found += [f"{field.name}: {where}" for where in _unspoken(field.name)]

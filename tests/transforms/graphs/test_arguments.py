@@ -23,7 +23,7 @@ X = torch.arange(1.0, 4.0)
 
 
 class Negated(Tensor):
-    """A product of such tensors is one too."""
+    """A tensor whose products are negated."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -126,7 +126,7 @@ class Plain(NamedTuple):
 
 
 class Bare:
-    """A shape class without `__iter__`."""
+    """A plain Python class as a shape class."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -36,7 +36,7 @@ def fresh() -> Tensor:
 
 
 def swapped(g: Any, kept: list[Tensor]) -> None:
-    """A step whose output takes the state's storage, since it comes first; outputs are kept, so no state gets it back."""
+    """A step whose output comes first and takes the state's storage. Outputs are kept, so no state gets it back."""
     kept += g(kept[-1] if kept else fresh(), X)
 
 
