@@ -70,7 +70,7 @@ __all__ = [
 
 
 READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
-"""An attribute of tensors that `Tensor.__reduce_ex__` reads, and little other code; see `in_pickle`."""
+"""An attribute of tensors that `Tensor.__reduce_ex__` reads, and hardly any other code; see `in_pickle`."""
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 """The dispatch key that comes first inside a transform of torch.func, and nowhere else."""
 F = TypeVar("F", bound=Callable[..., Any])
@@ -82,7 +82,7 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that says so to torch.compile costs more than most handlers
+        return False  # the wrapper that tells torch.compile so costs more than most handlers
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -96,8 +96,8 @@ class DispatchMode(TorchDispatchMode):
 
 
 class FunctionMode(TorchFunctionMode):
-    """`TorchFunctionMode` with types; a subclass defines `__torch_function__(func, types, args, kwargs)`, and says
-    whether it `only_looks`, so that results are what they are without it."""
+    """`TorchFunctionMode` with types; a subclass defines `__torch_function__(func, types, args, kwargs)`, and
+    `only_looks`: whether it only observes, and changes no result."""
 
     only_looks = False
 
@@ -110,19 +110,19 @@ class FunctionMode(TorchFunctionMode):
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether `torch.compile` made a function or a module."""
+    """Whether a function or a module is a result of `torch.compile`."""
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
 def uncompiled(function: F) -> F:
-    """Keep `torch.compile` off the frames of a function, and off all that it calls."""
+    """Keep `torch.compile` from compiling a function and everything that it calls."""
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function
 
 
 def in_compiled(below: str) -> bool:
-    """Whether what `torch.compile` made is running, called after the innermost frame of the module `below`."""
+    """Whether a result of `torch.compile` runs in the frames above the innermost one of the module `below`."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and (name := frame.f_globals.get("__name__")) != below:
         if name == "torch._dynamo.eval_frame" and frame.f_code.co_qualname.startswith("_TorchDynamoContext."):
@@ -132,43 +132,43 @@ def in_compiled(below: str) -> bool:
 
 
 def is_higher_order(func: Any) -> bool:
-    """Whether an operator takes functions, as torch.cond does."""
+    """Whether an operator takes functions as arguments, as torch.cond does."""
     return isinstance(func, HigherOrderOperator)
 
 
 def operator_name(operator: Any) -> str | None:
-    """`aten::sort` for `torch.ops.aten.sort` and its overloads; None for what is no operator."""
+    """The name `aten::sort` for `torch.ops.aten.sort` and its overloads; None for anything but an operator."""
     if isinstance(operator, OpOverload):
         return str(operator.name()).partition(".")[0]
     return str(operator).replace(".", "::", 1) if isinstance(operator, OpOverloadPacket) else None
 
 
 def pytree_node(kind: type) -> Any:
-    """How a class is registered with torch's pytree (`flatten_fn`, `unflatten_fn`); None where it is not."""
+    """A class's registration with torch's pytree (`flatten_fn`, `unflatten_fn`); None if it is not registered."""
     return pytree.SUPPORTED_NODES.get(kind)
 
 
 def overload_of(name: str) -> Any:
-    """The operator `weft::linear`, or of its overloads `weft::linear.quantized`."""
+    """The operator by its name, such as `weft::linear`, or the overload, such as `weft::linear.quantized`."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def unwrapped_call(operator: Any) -> Callable[..., Any]:
-    """What calls an operator's overload, without the Python around it."""
+    """The C++ function that calls an operator's overload, without the Python around it."""
     call: Callable[..., Any] = operator._op
     return call
 
 
 def unnamed_children(node: Any) -> list[Any] | None:
-    """The children of a node whose class was registered with torch's pytree without names for them; None for others."""
+    """The children of a node whose class is registered with torch's pytree without key paths; None for any other."""
     known = pytree.SUPPORTED_NODES.get(type(node))
     return None if known is None or known.flatten_with_keys_fn is not None else list(known.flatten_fn(node)[0])
 
 
 def unseen() -> contextlib.AbstractContextManager[Any]:
-    """A context in which no dispatch mode sees what is done."""
+    """A context in which operators bypass all dispatch modes."""
     modes: contextlib.AbstractContextManager[Any] = _disable_current_modes()
     return modes
 
@@ -185,7 +185,7 @@ def in_functorch_transform() -> bool:
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether autograd, or a torch.func transform at any level, follows what is made of a tensor now."""
+    """Whether autograd, or a torch.func transform at any level, tracks operations on a tensor now."""
     while True:
         dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
         if dual or (tensor.requires_grad and torch.is_grad_enabled()):
@@ -208,28 +208,28 @@ def in_plain_surroundings() -> bool:
 
 
 def global_state_check() -> Callable[[], bool]:
-    """A check that autograd's mode, autocast and its dtypes, the default dtype, and the switches of precision and
-    determinism are as they are now. It says nothing about inference mode."""
+    """A function that returns whether autograd's mode, autocast and its dtypes, the default dtype, and the switches of
+    precision and determinism still have their present values. It does not check inference mode."""
     check: Callable[[], bool] = GlobalStateGuard().check
     return check
 
 
 def tensors_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A check that as many tensors have the types, dtypes, devices, shapes, strides, flags (conjugate, negative,
-    requires_grad, inference) and dispatch keys that these have now, and are different objects.
+    """A function that checks the same number of tensors: that they have the types, dtypes, devices, shapes, strides,
+    flags (conjugate, negative, requires_grad, inference) and dispatch keys of these, and are different objects.
 
-    It reads no storage: addresses are the caller's to check."""
+    It reads no storage; the caller must check addresses."""
     check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 
 
 def copy_all(targets: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...]) -> None:
-    """`target.copy_(value)` for all pairs; one launch on a GPU if dtypes, shapes and strides agree."""
+    """`target.copy_(value)` for all pairs, in one launch on a GPU if dtypes, shapes and strides agree."""
     torch._foreach_copy_(targets, values)
 
 
 def clone_all(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """A clone of each; on a GPU one launch for those of one dtype."""
+    """A clone of each tensor; on a GPU one launch per dtype."""
     fresh = [torch.empty_like(x) for x in tensors]
     torch._foreach_copy_(fresh, tensors)
     return fresh
@@ -245,15 +245,15 @@ def empty_strided_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[i
 
 
 def current_device() -> Callable[[], int | None]:
-    """`torch.cuda.current_device`, without the Python around it; constantly None where there is no CUDA."""
+    """`torch.cuda.current_device`, without the Python around it; always None without CUDA."""
     if not torch.cuda.is_available():
-        return lambda: None  # a build for CUDA would look for the driver
+        return lambda: None  # a CUDA build of torch would look for the driver
     index: Callable[[], int] = torch._C._cuda_getDevice
     return index
 
 
 def is_capturing() -> Callable[[], bool]:
-    """`torch.cuda.is_current_stream_capturing`, without the Python around it; constant where there is no CUDA."""
+    """`torch.cuda.is_current_stream_capturing`, without the Python around it; constant without CUDA."""
     if not torch.cuda.is_available():
         return lambda: False
     check: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
@@ -265,7 +265,7 @@ _SIGNALLED: ContextVar[bool] = ContextVar("weft.capture_signalled", default=Fals
 
 @functools.cache
 def _hear_the_signal() -> None:
-    """Let `torch.cuda.is_current_stream_capturing` answer for `signal_capture` too, under whatever name it is known."""
+    """Make `torch.cuda.is_current_stream_capturing` report `signal_capture` too, under each of its names."""
     graphs: Any = torch.cuda.graphs
     asked: Callable[[], bool] = graphs._cuda_isCurrentStreamCapturing
     graphs._cuda_isCurrentStreamCapturing = lambda: _SIGNALLED.get() or asked()
@@ -275,9 +275,10 @@ def _hear_the_signal() -> None:
 def signal_capture() -> Iterator[None]:
     """A context in which `torch.cuda.is_current_stream_capturing()` is True, in this thread alone.
 
-    Code that reads tensors on the host asks it in order to leave that out of a CUDA graph (transformers' masks, torch's
-    SyncBatchNorm), and in the capture of one CUDA itself answers so. `torch.compiler.is_compiling()` would say more
-    than is so, in all threads: optimizers, collectives and mixtures of experts then compute in other ways.
+    Code that reads tensors on the host calls it, so as not to do so in a CUDA graph (transformers' masks, torch's
+    SyncBatchNorm: https://github.com/pytorch/pytorch/issues/78549), and CUDA itself returns True during a capture.
+    `torch.compiler.is_compiling()` would claim too much, and in all threads: optimizers, collectives and mixtures of
+    experts then compute in other ways.
     """
     _hear_the_signal()
     token = _SIGNALLED.set(True)
@@ -288,7 +289,7 @@ def signal_capture() -> Iterator[None]:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor on `device`, without a wait of the host.
+    """Copy a tensor to `device` without making the host wait.
 
     A copy from pageable memory waits for all earlier work of the device. A copy from pinned memory does not, and torch
     keeps that memory until the copy has been made.
@@ -304,8 +305,8 @@ def replayer(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 
 def function_modes() -> tuple[Any, ...]:
-    """What the torch function modes in force change: a default device by its name, any other mode by itself, but for
-    those that only look."""
+    """The active torch function modes, by what they change: a default device by its name, any other mode by itself.
+    Modes that only look are left out."""
     if _len_torch_function_stack() == 0:
         return ()
     modes = [mode for mode in _get_current_function_mode_stack() if not getattr(mode, "only_looks", False)]
@@ -313,8 +314,9 @@ def function_modes() -> tuple[Any, ...]:
 
 
 def switches() -> tuple[tuple[str, Any], ...]:
-    """What a result depends on beside the arguments, by name: autograd's mode, autocast, defaults, and the switches by
-    which torch chooses among its kernels. `global_state_check` sees a change of any but those of `backend_switches`."""
+    """The settings that a result depends on besides its arguments, by name: autograd's mode, autocast, defaults, and
+    the switches by which torch chooses its kernels. `global_state_check` detects a change of any but
+    `backend_switches`."""
     devices = ("cpu", "cuda")
     return (
         ("inference mode", torch.is_inference_mode_enabled()),
@@ -330,7 +332,7 @@ def switches() -> tuple[tuple[str, Any], ...]:
 
 
 def backend_switches() -> tuple[tuple[str, Any], ...]:
-    """The switches, by name, that attention, convolutions and recurrent layers consult."""
+    """The switches that attention, convolutions and recurrent layers consult, by name."""
     c: Any = torch._C
     attention = (c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(), c._get_math_sdp_enabled())
     attention += (c._get_cudnn_sdp_enabled(), *c._get_sdp_priority_order(), torch.backends.mha.get_fastpath_enabled())
@@ -341,13 +343,13 @@ def backend_switches() -> tuple[tuple[str, Any], ...]:
     )
 
 
-# The next two functions read frames. torch says neither thing anywhere else:
+# The next two functions read frames, since torch offers neither fact in another way:
 # - A module of torch.nn leaves its fast path under a function mode, and computes other bits than outside a capture. Its
-#   reasons are a local variable of `forward`. To ask in another way would repeat the conditions of three modules, 15 to
-#   21 in each, which change from one torch to the next.
+#   reasons are a local variable of `forward`. Any other test would repeat the conditions of three modules, 15 to 21 in
+#   each, which change from one torch to the next.
 # - A function mode does not see `Tensor.__reduce_ex__`, which returns early for plain tensors, nor the pickler, which
-#   reads storages and not tensors. `copy.copy` calls the same method and reads nothing; only the caller tells it apart.
-#   A patch of `Tensor.__reduce_ex__` would hold in all threads, and could not see the caller either.
+#   reads storages and not tensors. `copy.copy` calls the same method and reads nothing; only the caller differs.
+#   A patch of `Tensor.__reduce_ex__` would affect all threads, and could not see the caller either.
 
 
 def off_fast_path() -> bool:
@@ -368,7 +370,7 @@ def off_fast_path() -> bool:
 
 
 def in_pickle() -> bool:
-    """Whether a tensor's `__reduce_ex__` is running, called by other code than `copy`, which keeps the storage."""
+    """Whether a tensor's `__reduce_ex__` is running, called by code other than `copy`, which keeps the storage."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__reduce_ex__":
         frame = frame.f_back
@@ -377,7 +379,7 @@ def in_pickle() -> bool:
 
 
 def generator_bytes(generator: torch.Generator) -> bytes:
-    """The state of a random generator, read without any dispatch."""
+    """A random generator's state, read without dispatch."""
     with torch._C.DisableTorchFunction():
         state = generator.get_state()
         return ctypes.string_at(state.data_ptr(), state.numel())
@@ -389,7 +391,7 @@ def children_of(spec: Any) -> list[Any]:
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor at the same place that does not keep the memory: whoever uses it must know that somebody else does."""
+    """A tensor at the same address that does not keep the memory alive: the caller must make sure that it lives."""
     storage = tensor.untyped_storage()
     held = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -397,7 +399,7 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def seen_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A view of `tensor` that is a lazy conjugate, or negative, of what is stored, where `like` is."""
+    """A view of `tensor` with the lazy conjugate and negative flags of `like`."""
     view = torch._conj(tensor) if like.is_conj() else tensor
     return torch._neg_view(view) if like.is_neg() else view
 
@@ -408,16 +410,16 @@ def current_stream_id(device_index: int) -> Callable[[], int]:
 
 
 def stop_allocating_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
-    """Tell the allocator that a capture is over, where `capture_end` failed before it did; it may have been told."""
+    """Tell the allocator that a capture is over, in case `capture_end` failed before it did so itself
+    (https://github.com/pytorch/pytorch/pull/180395)."""
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
         torch._C._cuda_releasePool(device.index or 0, pool)
 
 
 def changes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """How often these tensors, none of them made in inference mode, were changed in place as far as torch counts it.
-    It counts operators; and neither what is done to a tensor's `.data`, nor fused optimizers, nor what writes to memory
-    behind its back."""
+    """The number of in-place changes to these tensors that torch has counted; none of them was made in inference mode.
+    torch counts operators. It counts neither writes to `.data`, nor fused optimizers, nor other writes to memory."""
     return sum(map(_version_of, tensors))
 
 
@@ -425,5 +427,5 @@ _version_of = operator.attrgetter("_version")
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """An identity of the storage that `tensor` is a view of, as long as the storage lives; a resize keeps it."""
+    """A number that identifies the storage of `tensor` as long as the storage lives; a resize does not change it."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,7 +1,8 @@
 """Functions that several Triton kernels share: sums of parts, blocks of 128 columns in FP8, and the product loop.
 
 Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, kernels run on CPU tensors, for
-tests; not in bfloat16, whose products Triton's interpreter computes wrongly.
+tests; not in bfloat16, whose products Triton's interpreter computes wrongly
+(https://github.com/triton-lang/triton/issues/11584).
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -32,7 +33,8 @@ def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
 @triton.jit
 def to_fp8(x):
     """float8_e4m3fn of float32 values in its range, rounded to nearest, ties to even."""
-    if INTERPRETED:  # the interpreter rounds wrongly to FP8
+    # The interpreter rounds ties and subnormals to FP8 wrongly: https://github.com/triton-lang/triton/pull/11897
+    if INTERPRETED:
         step = tl.exp2(tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 1e-30))), -6.0) - 3.0)
         down = tl.floor(x / step)
         rest = x / step - down

@@ -39,7 +39,7 @@ MOST_REPEATED = 2**14
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether the elements of `x`, in some order of its dimensions, lie one after another."""
+    """Whether the elements of `x` are contiguous in some order of its dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
         if stride != expected:
@@ -49,7 +49,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def is_bytes(x: Tensor) -> bool:
-    """Whether a copy of its bytes is a copy of `x`: it is dense, and its values need no conjugation or negation."""
+    """Whether copying the bytes of `x` copies `x`: it is dense, without lazy conjugation or negation."""
     return (
         x.layout is torch.strided
         and not (x.is_conj() or x.is_neg() or x._is_zerotensor() or x.is_quantized)

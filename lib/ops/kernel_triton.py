@@ -10,13 +10,13 @@ constant with its earlier value. That was half of the time of an eager step of 5
 compiled for arguments of the same kinds. Triton's launch hooks are called, and its compilation settings are read when
 a kind is new.
 
-Early placement (programmatic dependent launch: CUDA programming guide, "Programmatic Dependent Launch and
-Synchronization"; sm_90 and later): a kernel's programs are placed while the last kernel's still run, and wait there
-for its end. A step of hundreds of short kernels then does not pay for the start of each one. Every kernel that is
-launched with the options of `early` calls `begin()` first, in all of its programs: the end of one kernel then implies
-the end of all before it, and nothing is read or written too soon. A kernel that has little left to do calls
-`release()`, and the next kernel's programs are placed; any earlier, they would crowd on the multiprocessors that are
-free first. A captured graph holds this as a kind of edge.
+Early placement (programmatic dependent launch, sm_90 and later:
+https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/programmatic-dependent-launch.html): a kernel's
+programs are placed while the last kernel's still run, and wait there for its end. A step of hundreds of short kernels
+then does not pay for the start of each one. Every kernel that is launched with the options of `early` calls `begin()`
+first, in all of its programs: the end of one kernel then implies the end of all before it, and nothing is read or
+written too soon. A kernel that has little left to do calls `release()`, and the next kernel's programs are placed; any
+earlier, they would crowd on the multiprocessors that are free first. A captured graph holds this as a kind of edge.
 
 Import this module only where triton is installed.
 """

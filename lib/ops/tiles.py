@@ -82,7 +82,7 @@ def expert_key(rows: int, columns: int, num_experts: int, fp8: bool) -> str:
 
 
 def _is_measured(key: str, tokens: int) -> tuple[bool, Tile | None]:
-    """Whether these shapes were measured for so many tokens, and the best tile."""
+    """Whether these shapes were measured for this many tokens, and the best tile."""
     return next(((True, tile) for most, tile in measured().get(key, {}).items() if tokens <= most), (False, None))
 
 

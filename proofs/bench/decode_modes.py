@@ -1,13 +1,13 @@
-"""Decode steps in each graph mode: the milliseconds of one, and the floor that the memory sets.
+"""Decode steps in each graph mode: the milliseconds of a step, and the floor set by memory bandwidth.
 
     python -m weft.proofs.bench.decode_modes --out FOLDER [--curves] [--quick]
 
 The model has Qwen3-0.6B's dimensions and random weights, bfloat16, on one GPU: a step embeds, runs all layers, samples
 and advances the state, and is timed by the device's clock over steps issued one after another. The floor is the bytes
 that a step must read (the weights, and the keys and values of the context) over the bandwidth of a large copy, measured
-in the same run. With `--curves` there are more cases, and a drawing of them: 1 to 256 requests at a context of 256, and
-64 requests at contexts of 256 to 8,192 tokens. Without a GPU a tiny model runs on the tape, to show that it runs: its
-figures mean nothing.
+in the same run. With `--curves` there are more cases, and a plot of them: 1 to 256 requests at a context of 256, and
+64 requests at contexts of 256 to 8,192 tokens. Without a GPU a tiny model runs on the tape, only to show that it runs:
+its figures mean nothing.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from weft.proofs.gpu_run import QWEN3_0_6B, copy_bandwidth, random_model, time_d
 
 MODES = ("none", "piecewise", "full")
 CASES = ((1, 256), (64, 256), (128, 512))
-"""Requests, and the context of each."""
+"""A number of requests, and the context of each."""
 BY_REQUESTS = tuple((2**i, 256) for i in range(9))
 BY_CONTEXT = tuple((64, 256 * 2**i) for i in range(6))
 QUICK = ((2, 8), (2, 16))
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], title: str, *curves: Sequence[tuple[int, int]]) -> Any:
-    """A panel for each curve: milliseconds a step, in each mode, and the floor."""
+    """One panel per curve: milliseconds per step in each mode, and the floor."""
     figure, axes = new_axes("decode_modes --curves", 10, 4, ncols=len(curves))
     figure.suptitle(title, color=GREY)
     for ax, cases, name in zip(axes, curves, ("requests", "context"), strict=True):

@@ -8,8 +8,8 @@ import torch
 
 
 def graph_seconds(calls: Sequence[Callable[[], Any]], device: str, repeats: int = 20) -> float:
-    """The median over five rounds of the device's time for one call, replayed in a graph of at least 16; by the host's
-    clock where there is no GPU."""
+    """The median over five rounds of the device's time for one call, replayed in a graph of at least 16 calls; without
+    a GPU, by the host's clock."""
     if device != "cuda":
         start = time.perf_counter()
         for call in calls:

@@ -1,20 +1,20 @@
-"""The host's time for one call of a graphified function, beside its peers, in one run.
+"""The host's time for one call of a graphified function, compared to its peers in the same run.
 
     python -m weft.proofs.bench.graphify_overhead --out FOLDER [--quick]
 
-A step of n tensor leaves adds neighbours, so that it has n results and one small kernel each; what is timed is the
-host alone: calls are issued in bursts with the device idle at the start, and a burst is short enough that the device's
-queue never makes the host wait. As in `timeit`, Python's garbage collector is off. Rows say what a call is given and
-gives back:
+A step of n tensor leaves adds neighbours, so that it has n results, each from one small kernel. Only the host is timed:
+calls are issued in bursts that start with the device idle, and a burst is short enough that the device's queue never
+makes the host wait. As in `timeit`, Python's garbage collector is off. Each row names the arguments and the results of
+a call:
 
     reference, borrowed   the same input tensors in each call, the graph's own results
     fresh, borrowed       inputs copied in, the graph's own results
     fresh, safe           inputs copied in, results that no later call changes
 
-`make_graphed_callables` copies in whatever is not its own sample (`fresh`) or is given its own samples (`reference`),
-and its results are borrowed in both; so are those of `reduce-overhead`, which copies inputs in. A bare replay is given
-nothing. Without a GPU the same code runs on the tape, in `--quick` numbers, to show that it runs: its figures mean
-nothing.
+`make_graphed_callables` copies in inputs that are not its own samples (`fresh`), or is given its own samples
+(`reference`); its results are borrowed in both. `reduce-overhead` copies inputs in, and its results are borrowed too. A
+bare replay takes no arguments. Without a GPU the same code runs on the tape, with `--quick` numbers, only to show that
+it runs: its figures mean nothing.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Step = Callable[..., tuple[Tensor, ...]]
 
 @attrs.frozen(eq=False)
 class Contender:
-    """Something to call: what it is, what a call is given and gives back, the leaves of its step, the captures held."""
+    """A contender: its name, the arguments and results of a call, the leaves of its step, and the captures it holds."""
 
     what: str
     given: str
@@ -54,7 +54,7 @@ class Contender:
 
 @attrs.frozen
 class Row:
-    """One figure: microseconds of the host a call, the median and the least over rounds."""
+    """One figure: the host's microseconds per call, the median and the least over rounds."""
 
     what: str
     given: str
@@ -66,7 +66,7 @@ class Row:
 
 @attrs.frozen
 class Sizes:
-    """How much to run: leaves of a step, captures held, for which leaves the peers, calls a burst, and bursts."""
+    """The amount to run: leaves per step, captures held, leaves for which peers run, calls per burst, and bursts."""
 
     leaves: tuple[int, ...] = (3, 30, 300)
     captures: tuple[int, ...] = (1, 100, 1000)
@@ -79,17 +79,17 @@ QUICK = Sizes(leaves=(3, 30), captures=(1, 10), peers=(), calls=20, bursts=3)
 
 
 def neighbours(*leaves: Tensor) -> tuple[Tensor, ...]:
-    """The step: n leaves in, n results out."""
+    """The step: n leaves in, n leaves out."""
     return tuple(a + b for a, b in zip(leaves, (*leaves[1:], leaves[0]), strict=True))
 
 
 def inputs(count: int, size: int, device: str) -> tuple[Tensor, ...]:
-    """Leaves of `size` elements."""
+    """A list of leaves of `size` elements."""
     return tuple(torch.full((size,), float(i), device=device) for i in range(count))
 
 
 def fixed(count: int) -> Step:
-    """`neighbours` with as many named arguments: by reference needs names."""
+    """`neighbours` with one named argument per leaf: by reference needs names."""
     names = ", ".join(f"x{i}" for i in range(count))
     made: dict[str, Any] = {"neighbours": neighbours}
     exec(f"def step({names}):\n    return neighbours({names})\n", made)
@@ -98,13 +98,13 @@ def fixed(count: int) -> Step:
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device, if it is one."""
+    """Wait for the device, if it is a GPU."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> Iterator[Row]:
-    """One row each; the bursts of all contenders take turns, so that a slow moment of the machine meets all of them."""
+    """One row per contender. Their bursts take turns, so that a slow moment of the machine affects all of them."""
     rounds: list[list[float]] = [[] for _ in contenders]
     for burst in range(sizes.bursts + 1):
         for contender, times in zip(contenders, rounds, strict=True):
@@ -112,7 +112,7 @@ def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> It
             start = time.perf_counter()
             for _ in range(sizes.calls):
                 contender.call()
-            if burst:  # the first warms up
+            if burst:  # the first burst warms up
                 times.append((time.perf_counter() - start) / sizes.calls * 1e6)
     synchronize(device)
     for c, times in zip(contenders, rounds, strict=True):
@@ -120,7 +120,7 @@ def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> It
 
 
 def graphified(count: int, captures: int, device: str) -> Iterator[Contender]:
-    """All modes, with `captures` signatures captured: one called again and again, and all of them in turn."""
+    """All modes, with `captures` signatures captured: one of them called repeatedly, and all of them in turn."""
     names = [f"x{i}" for i in range(count)]
     modes: list[tuple[str, Graphified[..., Any]]] = [
         ("reference, borrowed", graphify(fixed(count), reference_argnames=names, outputs="borrow")),
@@ -143,7 +143,7 @@ def _in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def bare_replays(count: int, captures: int) -> Iterator[Contender]:
-    """`torch.cuda.CUDAGraph.replay` of the same step, the floor; also of many graphs in turn."""
+    """`torch.cuda.CUDAGraph.replay` of the same step, which is the floor; also of many graphs in turn."""
     replays = []
     for i in range(captures):
         leaves, graph = inputs(count, 8 + i, "cuda"), torch.cuda.CUDAGraph()
@@ -163,7 +163,7 @@ def _replay(graph: torch.cuda.CUDAGraph, *held: Any) -> None:
 
 
 def peers(count: int) -> Iterator[Contender]:
-    """The step as it is, `make_graphed_callables` and `torch.compile(mode="reduce-overhead")`."""
+    """The eager step, `make_graphed_callables` and `torch.compile(mode="reduce-overhead")`."""
     samples, fresh = inputs(count, 8, "cuda"), inputs(count, 8, "cuda")
     yield Contender("eager", "fresh, safe", count, 1, partial(fixed(count), *fresh))
     made: Any = torch.cuda.make_graphed_callables(fixed(count), samples)
@@ -182,7 +182,7 @@ def peers(count: int) -> Iterator[Contender]:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Without Python's garbage collector: with thousands of graphs alive, a collection takes as long as many calls."""
+    """Turn Python's garbage collector off: with thousands of graphs alive, a collection takes as long as many calls."""
     gc.disable()
     try:
         yield
@@ -191,7 +191,7 @@ def collector_off() -> Iterator[None]:
 
 
 def contenders(count: int, sizes: Sizes, device: str) -> Iterator[Contender]:
-    """All that run a step of `count` leaves."""
+    """All contenders for a step of `count` leaves."""
     for captures in sizes.captures:
         if device == "cuda":
             yield from bare_replays(count, captures)
@@ -217,7 +217,7 @@ def main() -> None:
         for count in sizes.leaves:
             start = time.perf_counter()
             rows += host_times(list(contenders(count, sizes, device)), sizes, device)
-            gc.collect()  # the graphs go before the next capture
+            gc.collect()  # free the graphs before the next capture
             print(f"{count} leaves: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     report = {"environment": environment(device), "rows": [attrs.asdict(row) for row in rows]}
     given["out"].mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
-"""What `import weft` costs beside `import torch`, in new processes: `python -m weft.proofs.bench.import_time`.
+"""The time of `import weft` compared to `import torch`, in new processes: `python -m weft.proofs.bench.import_time`.
 
-`weft` imports its names on first use, so two figures are told: the import alone, and with every name of `weft.__all__`.
+`weft` imports its names on first use, so there are two figures: the import alone, and with every name of
+`weft.__all__`.
 """
 
 import statistics
@@ -18,15 +19,15 @@ _CASES = {
 
 
 def seconds(code: str) -> float:
-    """The time that a line of code takes in a process of its own."""
+    """The seconds that a line of code takes in a new process."""
     done = subprocess.run([sys.executable, "-c", _TIMED.format(code)], check=True, capture_output=True, text=True)
     return float(done.stdout)
 
 
 def measure(rounds: int) -> Mapping[str, float]:
-    """The median time of each case, the cases in turn, so that what else the machine does hits all; in seconds."""
+    """The median seconds of each case. The cases take turns, so that other load on the machine affects all of them."""
     for code in _CASES.values():
-        seconds(code)  # files into the page cache, and .pyc files written
+        seconds(code)  # brings files into the page cache, and writes .pyc files
     times: dict[str, list[float]] = {name: [] for name in _CASES}
     for _ in range(rounds):
         for name, code in _CASES.items():
@@ -35,7 +36,7 @@ def measure(rounds: int) -> Mapping[str, float]:
 
 
 def report(found: Mapping[str, float]) -> str:
-    """A line a case, with its ratio to `import torch`.
+    """One line per case, with its ratio to `import torch`.
 
     >>> print(report({"import torch": 2.0, "import weft": 0.5}))
     import torch                2.000 s  1.00 x

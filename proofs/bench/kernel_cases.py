@@ -1,4 +1,4 @@
-"""The kernels of a decoder layer at given sizes: what each reads and writes, how to call it, and what is right."""
+"""The kernels of a decoder layer at given sizes: the bytes that each must move, its calls, and the expected result."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from weft.ops.experts.routing import route
 from weft.ops.parts import sum_parts
 
 _LEAST_BYTES = 2**28
-"""Weights in turn, so that no call finds them in a cache of 50 MB."""
+"""Bytes of weights to call in turn, so that no call finds its weights in a cache of 50 MB."""
 
 
 @attrs.frozen
@@ -33,7 +33,7 @@ class Sizes:
 
     @property
     def qkv(self) -> int:
-        """The rows of the query-key-value product."""
+        """The rows of the query-key-value weights."""
         return (self.heads + 2 * self.kv_heads) * self.dim
 
 
@@ -48,10 +48,10 @@ class Case:
     """A kernel to time.
 
     Args:
-        kernel, shape: what it is.
-        bytes: that must move at least.
-        calls: the same call with other weights each.
-        expected: what the first of them should return; None: torch's own, not checked.
+        kernel, shape: its name and shape.
+        bytes: the least that it must move.
+        calls: the same call, each time with other weights.
+        expected: the right result of the first call; None: torch's own kernel, which is not checked.
     """
 
     kernel: str
@@ -70,18 +70,18 @@ class Maker:
     dtype: torch.dtype
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Standard normal."""
+        """A standard normal tensor."""
         return torch.randn(*shape, device=self.device).to(dtype or self.dtype)
 
     def copies(self, *shape: int, itemsize: int = 2) -> int:
-        """How many tensors of this shape are enough to be in no cache."""
+        """The number of tensors of this shape that do not fit in the cache together."""
         size = itemsize
         for one in shape:
             size *= one
         return max(1, min(64, -(-_LEAST_BYTES // size))) if self.device == "cuda" else 1
 
     def fp8(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """Weights and scales."""
+        """FP8 weights and their scales."""
         *outer, rows, columns = shape
         weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
         for some in weight.view(-1, columns).split(2**16):
@@ -90,18 +90,18 @@ class Maker:
         return weight, (0.5 + torch.rand(blocks, device=self.device)) / 16 / columns**0.5
 
     def route(self, sizes: Sizes, tokens: int) -> tuple[Tensor, Tensor]:
-        """Weights and experts of tokens to which all experts are as likely."""
+        """The routing weights and experts of tokens, with all experts equally likely."""
         logits = torch.randn(tokens, sizes.num_experts, device=self.device)
         return route.reference(logits, sizes.top_k, True, torch.float32)
 
 
 def nbytes(*values: Any) -> int:
-    """The bytes of all tensors among these."""
+    """The total bytes of the tensors among the values."""
     return sum(x.nbytes for x in values if isinstance(x, Tensor))
 
 
 def layer_cases(make: Maker, sizes: Sizes, tokens: int) -> Iterator[Case]:
-    """All kernels of a layer, attention excepted, in the order of the computation."""
+    """All kernels of a layer except attention, in the order of the computation."""
     parts = sizes.top_k or 0
     yield norm_case(make, sizes, tokens, parts)
     yield linear_case(make, "qkv", tokens, sizes.qkv, sizes.hidden, "quantized" if parts else "plain")
@@ -119,7 +119,7 @@ def layer_cases(make: Maker, sizes: Sizes, tokens: int) -> Iterator[Case]:
 
 
 def norm_case(make: Maker, sizes: Sizes, tokens: int, parts: int) -> Case:
-    """The residual addition and the norm behind a block, quantised where the next layer is in FP8."""
+    """The residual addition and the norm after a block, quantised if the next layer is in FP8."""
     x = make.randn(parts, tokens, sizes.hidden, dtype=torch.float32) if parts else make.randn(tokens, sizes.hidden)
     args = x, make.randn(tokens, sizes.hidden), make.randn(sizes.hidden), 1e-6
     name = "add_rms_norm_quantized" if parts else "add_rms_norm"
@@ -136,7 +136,7 @@ def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, ki
     """A linear layer.
 
     Args:
-        kind: `plain`; or in FP8, of an input that is `quantized` or is still to be, `fp8`.
+        kind: `plain`; `quantized`, in FP8 with a quantised input; or `fp8`, which quantises its input itself.
     """
     copies, x = make.copies(rows, columns, itemsize=2 if kind == "plain" else 1), make.randn(tokens, columns)
     shape, out_bytes = f"{name} {rows}x{columns}", tokens * rows * 2
@@ -156,7 +156,7 @@ def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, ki
 
 
 def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
-    """QK norm, rotation and the KV cache, of a product in as many parts as `fp8_linear` makes."""
+    """QK norm, rotation and the writes to the KV cache, from a product in as many parts as `fp8_linear` makes."""
     x = make.randn(tokens, sizes.hidden)
     if sizes.num_experts:
         made = linear.fp8_linear(x, *make.fp8(sizes.qkv, sizes.hidden), dtype=make.dtype)
@@ -185,7 +185,7 @@ def gate_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
 
 
 def route_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
-    """Softmax, top-k and division."""
+    """The router: softmax, top-k and division."""
     logits = linear.linear(make.randn(tokens, sizes.hidden), make.randn(sizes.num_experts, sizes.hidden))
     args = logits, sizes.top_k, True, make.dtype
     shape = f"{logits.shape[0] if logits.dim() == 3 else 1} parts, {sizes.top_k} of {sizes.num_experts}"
@@ -200,7 +200,7 @@ def experts_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     copies = 2 if make.device == "cuda" else 1
     first = [make.fp8(sizes.num_experts, 2 * sizes.inner, sizes.hidden) for _ in range(copies)]
     second = [make.fp8(sizes.num_experts, sizes.hidden, sizes.inner) for _ in range(copies)]
-    # Other experts in each call, since those of one token would stay in the cache.
+    # Each call has other experts, since those of one token would stay in the cache.
     routes = [make.route(sizes, tokens) for _ in range(16 if make.device == "cuda" else 1)]
     touched = sum(len(experts.unique()) for _, experts in routes) / len(routes) / sizes.num_experts
     moved = int(nbytes(*first[0], *second[0]) * touched) + nbytes(x.values, x.scales)
@@ -220,7 +220,7 @@ def experts_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
 
 
 def relative_error(found: Any, expected: Any) -> float:
-    """The greatest ||found - expected|| / ||expected|| over the tensors of two results, parts added up."""
+    """The greatest ||found - expected|| / ||expected|| over the tensors of two results, after adding up parts."""
     pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected)), strict=True)
     errors = []
     for one, other in pairs:

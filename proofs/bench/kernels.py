@@ -2,11 +2,11 @@
 
     python -m weft.proofs.bench.kernels [--out FOLDER] [--quick] [--search SECONDS] [--tokens 1 64]
 
-For the sizes of Qwen3-30B-A3B in FP8 and of Qwen3-0.6B in bfloat16: microseconds a call over repeated replays of a
-graph that goes through enough copies of the weights to leave no cache a chance, the floor at 4.27 TB/s (the copy
-bandwidth of an H200), their quotient, and the greatest relative error against the reference. With `--search` the tiles
-of the products are tried out first (needs a GPU), and the best are written to `tiles.json`, into the package and the
-folder. Without a GPU tiny sizes run by their references, to show that it runs: the figures mean nothing.
+The sizes are those of Qwen3-30B-A3B in FP8 and of Qwen3-0.6B in bfloat16. Each row has the microseconds per call over
+repeated replays of a graph (which uses more copies of the weights than a cache holds), the floor at 4.27 TB/s (the copy
+bandwidth of an H200), their ratio, and the greatest relative error against the reference. With `--search` the tiles of
+the products are timed first (which needs a GPU), and the best are written to `tiles.json`, in the package and in the
+folder. Without a GPU the references run at tiny sizes, only to show that it runs: the figures mean nothing.
 """
 
 import argparse
@@ -38,7 +38,7 @@ TOKENS = (1, 8, 64, 128, 256)
 
 @attrs.frozen
 class Row:
-    """One figure: microseconds a call, the floor, the floor's share of them, and the error (None: not checked)."""
+    """One figure: microseconds per call, the floor, the ratio of both, and the error (None: not checked)."""
 
     model: str
     kernel: str
@@ -51,7 +51,7 @@ class Row:
 
 
 def time_case(case: Case, model: str, device: str) -> Row:
-    """Check, then time."""
+    """Check a kernel, then time it."""
     error = None if case.expected is None else relative_error(case.calls[0](), case.expected())
     us = graph_seconds(case.calls, device) * 1e6
     floor = case.bytes / BANDWIDTH * 1e6
@@ -59,7 +59,7 @@ def time_case(case: Case, model: str, device: str) -> Row:
 
 
 def time_layers(sizes: Sequence[Sizes], tokens: Sequence[int], device: str) -> list[Row]:
-    """All kernels of all layers."""
+    """The figures of all kernels of all layers."""
     rows = []
     for size in sizes:
         for count in tokens:
@@ -70,7 +70,7 @@ def time_layers(sizes: Sequence[Sizes], tokens: Sequence[int], device: str) -> l
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the table, and what the kernels of a layer take together."""
+    """Print the table, and the total of each layer's kernels."""
     print(f"{'model':<14}{'tokens':>7} {'kernel':<23}{'shape':<30}{'us':>8}{'floor':>8}{'share':>7}{'error':>9}")
     for row in rows:
         sizes = f"{row.model:<14}{row.tokens:>7} {row.kernel:<23}{row.shape:<30}"
@@ -83,7 +83,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    """Search if asked to, time everything, write `kernels.json`, and print the table."""
+    """Search for tiles if asked to, time everything, write `kernels.json`, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")

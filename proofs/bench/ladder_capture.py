@@ -1,12 +1,12 @@
-"""Capturing a whole ladder: the seconds, the memory, and how near the estimate of it was.
+"""The capture of a whole ladder: its seconds, its memory, and the error of the estimate.
 
     python -m weft.proofs.bench.ladder_capture --out FOLDER [--quick]
 
 The model has Qwen3-0.6B's dimensions and random weights, bfloat16, on one GPU, in mode full_and_piecewise with 128
 requests: 31 classes, 19 whole decode graphs and 12 in pieces of up to 256 tokens. Its kernels are compiled, and the
-ladder is captured, twice: the first time compiles what no earlier process left in triton's cache on disk. Memory is
-what the GPU's free memory falls by at the captures, the driver's own included, and the input buffers. Without a GPU a
-tiny model runs on the tape, to show that it runs: its figures mean nothing.
+ladder is captured, twice: the first time compiles whatever is not yet in triton's cache on disk. Memory is the loss of
+free memory on the GPU during the captures, the driver's share included, plus the input buffers. Without a GPU a tiny
+model runs on the tape, only to show that it runs: its figures mean nothing.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Sampling at a model's head: the microseconds of `sample_rows`, by what the requests of a batch ask.
+"""Sampling at a model's head: the microseconds of `sample_rows`, by the sampling features that requests use.
 
     python -m weft.proofs.bench.sampling --out FOLDER [--quick]
 
-Logits of 151,936 tokens, bfloat16, of a normal distribution of deviation 3, in one graph of 20 draws; a time is the
-device's, of one draw, and beside it that of `sample`, which knows temperature alone. Without a GPU the references run,
-on a small vocabulary, to show that it runs: their figures mean nothing.
+Logits are bfloat16, normal with deviation 3, over 151,936 tokens; one graph holds 20 draws. A time is the device's time
+for one draw, and beside it stands that of `sample`, which supports only temperature. Without a GPU the references run
+on a small vocabulary, only to show that it runs: their figures mean nothing.
 """
 
 import argparse
@@ -40,7 +40,7 @@ DRAWS = 20
 
 
 def time_draws(draw: Callable[[], Tensor], device: str) -> float:
-    """Microseconds of one of `DRAWS` draws in a graph, the least of several replays."""
+    """Microseconds per draw in a graph of `DRAWS` draws, the least of several replays."""
     graph = graphify(lambda: [draw() for _ in range(DRAWS)][-1])
     graph()
     found = []
@@ -54,7 +54,7 @@ def time_draws(draw: Callable[[], Tensor], device: str) -> float:
 
 
 def time_case(name: str, count: int, vocab: int, device: str) -> dict[str, Any]:
-    """One row of the report: a batch of `count` requests that all ask the same."""
+    """One row of the report: a batch of `count` requests with the same sampling parameters."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(count, vocab, generator=generator) * 3).to(device, torch.bfloat16)
     table = SamplingTable.zeros(count + 1, vocab, 300, device)

@@ -1,14 +1,13 @@
-"""`weft bench` over graph modes and workloads in one go, and whether the modes say the same tokens.
+"""`weft bench` over graph modes and workloads in one run, and a check that all modes give the same tokens.
 
     python -m weft.proofs.bench.serving --preset qwen3-0.6b --modes none piecewise full --out FOLDER
     python -m weft.proofs.bench.serving --preset qwen3-30b-a3b-fp8 --pp 2 --transport peer --modes full_decode_only
 
-Random weights of the preset's dimensions are drawn once; each mode has an engine of its own, which serves the
-workloads one after the other, every one `--repeats` times. With `--check` it then completes prompts of each workload's
-length greedily, four for each request, 64 at most, and an engine without graphs does so first: all must
-say the same tokens, to the last one, and the command ends with 1 if they do not. Where graphs pad and eager steps do
-not, sums may be made in another order: so completions go on for tokens that are not compared, while requests end one
-after the other. (The last chunk of prompts may be padded all the same.)
+Random weights of the preset's dimensions are drawn once. Each mode has its own engine, which serves the workloads one
+after another, each `--repeats` times. With `--check` it then completes prompts of each workload's length greedily, four
+per request and at most 64. An engine without graphs does so first. All tokens must be the same; otherwise the command
+exits with 1. If graphs pad and eager steps do not, sums may be formed in another order, so completions go on for tokens
+that are not compared, while requests end one after another. (The last chunk of prompts may still be padded.)
 """
 
 import argparse
@@ -45,19 +44,19 @@ _PROMPTS, _MORE = 64, 64
 _MAX_NUM_TOKENS = 2048
 
 Said = dict[int, list[list[int]]]
-"""Completions, by the length of the prompts."""
+"""Completions by the length of their prompts."""
 
 
 @attrs.frozen
 class Plan:
-    """What is run.
+    """The plan of a run.
 
     Args:
-        modes, workloads: by name, in order.
-        requests: all there from the start, and under way at once.
-        lengths: of the prompts and completions of each workload.
+        modes, workloads: names, in order.
+        requests: their number; all are there from the start, and run at once.
+        lengths: the lengths of prompts and completions in each workload.
         repeats: of each workload, in each mode.
-        check: tokens that prompts are completed by, to compare the modes with `none`; 0: they are not compared.
+        check: the tokens of each completion that is compared with mode `none`; 0: no comparison.
     """
 
     modes: Sequence[str]
@@ -68,17 +67,17 @@ class Plan:
     check: int
 
     def input_lens(self) -> list[int]:
-        """The lengths of prompts, each once."""
+        """The distinct lengths of prompts."""
         return list(dict.fromkeys(self.lengths[name][0] for name in self.workloads))
 
     def wanted(self, source: Source, place: Place, mode: str, input_len: int, output_len: int) -> BenchOptions:
-        """The options of `weft bench`."""
+        """The corresponding options of `weft bench`."""
         count, tokens = self.requests, max(_MAX_NUM_TOKENS, self.requests)
         return BenchOptions(source, input_len, output_len, count, count, tokens, mode, 1.0, 0, 1, place)
 
 
 def run(here: Here, source: Source, place: Place, plan: Plan) -> list[dict[str, Any]]:
-    """The rows of this process's run; the first one prints them as they come."""
+    """Run, and return this process's rows; the first rank prints them as they come."""
     model, rows, said = source.open(here, progress=here.first), list[dict[str, Any]](), dict[str, Said]()
     checked = [(length, plan.check + _MORE) for length in plan.input_lens() if plan.check]
     longest = max((*(plan.lengths[name] for name in plan.workloads), *checked), key=sum)
@@ -101,7 +100,7 @@ def run(here: Here, source: Source, place: Place, plan: Plan) -> list[dict[str, 
 def measure(
     here: Here, engine: Engine, wanted: BenchOptions, started: RankFigures, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Serve a workload, after a few tokens that warm it up."""
+    """Serve a workload, after a few tokens of warm-up."""
     draw = random.Random(wanted.seed)
     own, _ = warm_up(engine, wanted, draw, started)
     for index in range(repeats):
@@ -113,7 +112,7 @@ def measure(
 
 
 def complete(engine: Engine, plan: Plan, input_len: int) -> list[list[int]]:
-    """Greedy completions of prompts, as many at once as there is room for; without their ends."""
+    """Greedy completions of prompts, as many at once as fit; the last tokens of each are left out."""
     draw, vocabulary = random.Random(1), range(engine.model.config.vocab_size)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     said: dict[str, list[int]] = {}
@@ -125,7 +124,7 @@ def complete(engine: Engine, plan: Plan, input_len: int) -> list[list[int]]:
 
 
 def compared(said: dict[str, Said]) -> list[dict[str, Any]]:
-    """How many of the completions of each mode are those of `none`, and how many tokens before they differ.
+    """For each mode, the number of completions equal to those of `none`, and the number of tokens before they differ.
 
     >>> compared({"none": {2: [[1, 2], [3, 4]]}, "full": {2: [[1, 2], [3, 5]]}})
     [{'mode': 'full', 'against': 'none', 'input_len': 2, 'prompts': 2, 'equal': 1, 'tokens': 4, 'same': 3}]
@@ -140,17 +139,17 @@ def compared(said: dict[str, Said]) -> list[dict[str, Any]]:
 
 
 def _agreement(own: list[list[int]], eager: list[list[int]]) -> tuple[int, int, int]:
-    """The completions that are equal, the tokens of all, and those of them before they differ."""
+    """The number of equal completions, of all tokens, and of tokens before completions differ."""
     return sum(map(list.__eq__, own, eager)), sum(map(len, eager)), sum(map(_agreeing, own, eager))
 
 
 def _agreeing(own: list[int], other: list[int]) -> int:
-    """How many tokens they begin with alike."""
+    """The length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
 
 
 def show(row: dict[str, Any]) -> str:
-    """A line of a row that was measured."""
+    """The printed line of a measured row."""
     tpot, ttft, use = row["tpot"] or {"p50": 0.0}, row["ttft"] or {"p50": 0.0}, row["graphs"]
     shares = ", ".join(f"{mode} {share:.0%}" for mode, share in use["shares"].items() if share)
     parts = (
@@ -163,7 +162,7 @@ def show(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run, print, and write `serving-NAME.json`."""
+    """Run the plan, print the rows, and write `serving-NAME.json`."""
     parser = argparse.ArgumentParser(
         prog="python -m weft.proofs.bench.serving",
         description=__doc__,
@@ -185,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.check and {*given.modes} == {"none"}:
         parser.error("--modes none leaves nothing for --check to compare: name another mode")
     if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)  # before the run, which may be long
+        given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
     place = Place("python -m weft.proofs.bench.serving", given.pp, given.transport, None)
     lengths = {name: (max(1, a // given.scale), max(1, b // given.scale)) for name, (a, b) in WORKLOADS.items()}
     plan = Plan(given.modes, given.workloads, given.requests, lengths, given.repeats, given.check)
@@ -195,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         seen = f"{row['equal']} of {row['prompts']} greedy completions are those of {row['against']}"
         tokens = f"{row['same']:,} of {row['tokens']:,} tokens before they differ"
         print(f"{row['mode']}, prompts of {row['input_len']}: {seen}; {tokens}")
-    if given.out is not None and rows:  # of torchrun's ranks the first alone has them
+    if given.out is not None and rows:  # only torchrun's first rank has them
         source = {"preset": given.preset, "stages": given.pp or 1, "transport": given.transport}
         record = {
             **source,

@@ -1,13 +1,13 @@
-"""Where a step goes: the kernels of a replay, how long each takes, and the gaps between them.
+"""A profile of a step's time: the kernels of a replay, the time of each, and the gaps between them.
 
     python -m weft.proofs.bench.step_profile --preset qwen3-0.6b --requests 128 1 --context 256 --out FOLDER
     python -m weft.proofs.bench.step_profile --preset qwen3-0.6b --prompt-tokens 2048 --context 512 --graph piecewise
 
-An engine serves requests until all of them decode at about the context, or, with `--prompt-tokens`, takes prompts of
-that length, so many tokens a step; then some steps are timed by the clock, and some more are profiled. A gap is time in
-which the device does nothing: the host is late, or one kernel waits for another to be launched. Since a profiler makes
-the host late, the idle share is of the steps without it: what is left of their time beside that of the kernels. Without
-a GPU there is nothing to profile: it says so, and ends.
+An engine serves requests until all of them decode at about the context. With `--prompt-tokens N`, it instead reads
+prompts as long as the context, N tokens per step. Then some steps are timed by the clock, and some more are
+profiled. A gap is time in which the device is idle: the host is late, or one kernel waits for another to be launched.
+Since a profiler makes the host late, the idle share comes from the steps without it: their time less the time of the
+kernels. Without a GPU there is nothing to profile, and the command says so and ends.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _WIDTH = 78
 
 @attrs.frozen
 class Kernel:
-    """A kernel: launches a step, and microseconds a step."""
+    """A kernel: its launches per step, and its microseconds per step."""
 
     name: str
     launches: float
@@ -48,12 +48,12 @@ class Profile:
     """A step.
 
     Args:
-        requests: that decode; of a step of prompts, those whose prompts it takes.
-        ms: by the clock, without the profiler.
-        busy_ms: in which the device ran a kernel, or more.
+        requests: the number of requests that decode, or whose prompts the step reads.
+        ms: the time by the clock, without the profiler.
+        busy_ms: the time in which the device ran at least one kernel.
         idle: 1 - busy_ms / ms.
         kernels: the longest first.
-        gaps: where the profiled steps stood still, the most first.
+        gaps: the idle time before each kernel in the profiled steps, the longest first.
     """
 
     preset: str
@@ -84,7 +84,7 @@ class Profile:
 
 
 def profile_decode(preset: str, requests: int, context: int, graph: str) -> Profile:
-    """Serve so many requests, and profile steps in which all of them decode."""
+    """Serve a number of requests, and profile steps in which all of them decode."""
     length = context + 4 * _STEPS
     engine = _engine(preset, EngineLimits(max_num_reqs=requests, max_model_len=length), graph)
     prompt_len = max(1, context - 2 * _STEPS)
@@ -95,7 +95,7 @@ def profile_decode(preset: str, requests: int, context: int, graph: str) -> Prof
 
 
 def profile_prompts(preset: str, num_tokens: int, context: int, graph: str) -> Profile:
-    """Profile steps of so many tokens of prompts as long as the context."""
+    """Profile steps that read a number of tokens of prompts, which are as long as the context."""
     each = -(-num_tokens // context)
     limits = EngineLimits(max_num_reqs=4 * each, max_model_len=context + 1, max_num_tokens=num_tokens)
     engine = _engine(preset, limits, graph)
@@ -152,7 +152,7 @@ def _longest(totals: dict[str, list[float]]) -> tuple[Kernel, ...]:
 
 
 def _gaps(spans: Sequence[tuple[float, float, str]]) -> tuple[float, dict[str, list[float]]]:
-    """The microseconds that spans, in order, cover, and the number and length of the gaps before each name."""
+    """The microseconds covered by spans in order, and the number and length of the gaps before each name."""
     covered, reached = 0.0, spans[0][0]
     gaps: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for start, end, name in spans:

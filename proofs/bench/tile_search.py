@@ -1,4 +1,4 @@
-"""The search for tiles: a small set of them is compiled by several processes, then timed by one."""
+"""The search for tiles: several processes compile a small set of them, then one process times them."""
 
 import multiprocessing
 import time
@@ -20,11 +20,11 @@ from weft.proofs.bench.tile_table import Product, Timed, best, update
 
 _PROCESSES = 14
 _PART_BYTES_PER_SECOND = 8e12
-"""At which the next kernel reads parts that a product left to add up: they come from the cache."""
+"""The bytes per second at which the next kernel reads the parts of a product: they come from the cache."""
 
 
 def products(sizes: Sizes, tokens: int) -> Iterator[Product]:
-    """The products of a layer."""
+    """All products of a layer."""
     if sizes.num_experts:
         yield Product("fp8_linear", tokens, sizes.qkv, sizes.hidden, sizes)
         yield Product("fp8_linear", tokens, sizes.hidden, sizes.heads * sizes.dim, sizes)
@@ -40,7 +40,7 @@ def products(sizes: Sizes, tokens: int) -> Iterator[Product]:
 
 
 def candidates(product: Product) -> Iterator[Tile]:
-    """The tiles to try."""
+    """The tiles to try for a product."""
     count, many = product.tokens, product.tokens > 512
     if not product.kind.endswith("linear"):
         yield from _expert_candidates(product, many)
@@ -66,7 +66,7 @@ def _expert_candidates(product: Product, many: bool) -> Iterator[Tile]:
 
 
 def maker(product: Product) -> Callable[[Tile | None], list[Callable[[], Any]]]:
-    """What makes calls of the product with a tile, on weights, or tokens' choices, that take turns."""
+    """A function that makes calls of the product for a tile. Weights, or tokens' experts, take turns between calls."""
     return _linear_maker(product) if product.kind.endswith("linear") else _expert_maker(product)
 
 
@@ -114,13 +114,13 @@ def _expert_maker(product: Product) -> Callable[[Tile | None], list[Callable[[],
 
 
 def compile_some(work: tuple[Product, list[Tile]]) -> None:
-    """Run each tile once, so that the compiled kernel stands in triton's cache on disk."""
+    """Run each tile once, so that triton's cache on disk has the compiled kernel."""
     product, some = work
     make = maker(product)
     for tile in some:
         try:
             make(tile)[0]()
-        except Exception:  # a tile that does not fit: the one who times it leaves it out
+        except Exception:  # a tile that does not fit; the timing process leaves it out
             continue
     torch.cuda.synchronize()
 
@@ -142,7 +142,7 @@ def compile_all(work: Sequence[Product]) -> None:
 
 
 def time_product(product: Product, until: float) -> Iterator[Timed]:
-    """Every candidate that fits the GPU, until the clock says so."""
+    """Time every candidate that fits the GPU, until the time is over."""
     make = maker(product)
     if product.kind == "linear":
         yield Timed(product, None, graph_seconds(make(None), "cuda"))
@@ -160,8 +160,8 @@ def time_product(product: Product, until: float) -> Iterator[Timed]:
 
 
 def search(sizes: Sequence[Sizes], tokens: Sequence[int], limit: float, out: Path | None) -> list[Timed]:
-    """Time the candidates, and write `tiles.json` after each number of tokens; what was not reached in `limit` seconds
-    keeps the tiles that it had."""
+    """Time the candidates, and write `tiles.json` after each number of tokens. Sizes not reached within `limit` seconds
+    keep their old tiles."""
     start, everything = time.time(), list[Timed]()
     compile_all([product for size in sizes for count in tokens for product in products(size, count)])
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
@@ -179,7 +179,7 @@ def search(sizes: Sequence[Sizes], tokens: Sequence[int], limit: float, out: Pat
 
 
 def _align_seconds(size: Sizes, tokens: int) -> float:
-    """What it takes to sort the pairs of so many tokens."""
+    """The seconds that it takes to sort the pairs of a number of tokens."""
     from weft.ops.experts.routing_triton import align
 
     if not size.num_experts:

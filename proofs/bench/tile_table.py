@@ -1,4 +1,4 @@
-"""Which of the tiles that were timed are best, and the table that the package keeps of them."""
+"""The best of the tiles that were timed, and the table of them that the package ships."""
 
 import json
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from weft.proofs.bench.kernel_cases import Sizes
 
 @attrs.frozen
 class Product:
-    """What a tile is searched for.
+    """The kind of product that a tile is searched for.
 
     Args:
         kind: `linear`, `fp8_linear`, `gate_up` or `down`.
-        plain: whether its input is still to be quantised; of the way down.
+        plain: for `down`, whether its input is still to be quantised.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Product:
 
 @attrs.frozen
 class Timed:
-    """A tile and its seconds, what it leaves to others included; or torch's, for tile None."""
+    """A tile and its seconds, including work that it leaves to other kernels. With tile None, torch's own product."""
 
     product: Product
     tile: Tile | None
@@ -45,7 +45,7 @@ class Timed:
 
 
 def best(seen: Sequence[Timed], align_seconds: float) -> dict[str, Tile | None]:
-    """The tiles for one number of tokens, by key; both products with experts are chosen together."""
+    """The best tiles for one number of tokens, by key. Both products with experts are chosen together."""
     chosen: dict[str, Tile | None] = {}
     for product in dict.fromkeys(one.product for one in seen if one.product.kind.endswith("linear")):
         chosen[product.key] = min((one for one in seen if one.product == product), key=lambda one: one.seconds).tile
@@ -59,7 +59,7 @@ def best(seen: Sequence[Timed], align_seconds: float) -> dict[str, Tile | None]:
 
 
 def _fit(first: Tile | None, second: Timed) -> bool:
-    """Whether the second product gets what the first one makes, quantised or not."""
+    """Whether the second product takes the first one's output as it is, quantised or not."""
     return first is not None and second.product.plain == (first.rows != 256)
 
 
@@ -69,7 +69,7 @@ def _sorts(first: Timed, second: Timed) -> int:
 
 
 def update(tokens: int, found: dict[str, Tile | None], out: Path | None) -> None:
-    """Put the tiles for one number of tokens into the table, and the table into the package and the folder."""
+    """Put the tiles for one number of tokens into the table, and write the table to the package and to the folder."""
     table = {key: dict(rows) for key, rows in tiles.measured().items()}
     for key, tile in found.items():
         table.setdefault(key, {})[tokens] = tile
@@ -83,7 +83,7 @@ def update(tokens: int, found: dict[str, Tile | None], out: Path | None) -> None
 
 
 def format_table(table: dict[str, dict[int, Tile | None]]) -> str:
-    """`tiles.json`, a line a tile."""
+    """The text of `tiles.json`, one line per tile."""
     lists = []
     for key, rows in sorted(table.items()):
         entries = [{"tokens": n, "tile": tile and attrs.astuple(tile)} for n, tile in sorted(rows.items())]

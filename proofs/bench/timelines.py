@@ -1,10 +1,10 @@
-"""Simulated against measured: pipelines whose parts are measured alone, and then all at once.
+"""Simulated against measured times: pipelines whose parts are first measured alone, and then run together.
 
     python -m weft.proofs.bench.timelines [--ranks N] [--backend gloo|nccl|peer] [--out FOLDER]
 
-Each rank measures its own stage by itself, and ranks 0 and 1 measure their link; from these costs alone `simulate`
-predicts programs (streaming, and decode loops of several cohorts), which then run. On GPUs a stage is a captured
-graph of matrix products. On CPUs, whose cores share caches and clocks, it waits some milliseconds, as for a device.
+Each rank measures its own stage alone, and ranks 0 and 1 measure their link. From these costs `simulate` predicts
+programs (streaming, and decode loops of several cohorts), which then run. On GPUs a stage is a captured graph of matrix
+products. On CPUs, whose cores share caches and clocks, it sleeps some milliseconds, as if it waited for a device.
 """
 
 import argparse
@@ -38,14 +38,14 @@ ROUNDS = 5
 
 @attrs.frozen
 class Case:
-    """A program: its jobs, and what it is called."""
+    """A program: its name and its jobs."""
 
     name: str
     jobs: tuple[Job, ...]
 
 
 def cases(num_ranks: int) -> tuple[Case, ...]:
-    """What is run."""
+    """The plan of a run."""
     streams = (Case(f"{m} micro-batches", tuple(Job(feeds=True) for _ in range(m))) for m in (1, num_ranks, 8))
     loops = (Case(f"{c} cohorts, 6 steps each", decode_jobs(c, 6)) for c in (1, num_ranks, num_ranks + 1))
     return (*streams, *loops)
@@ -53,7 +53,7 @@ def cases(num_ranks: int) -> tuple[Case, ...]:
 
 @attrs.frozen
 class Found:
-    """A case on all ranks: predicted and measured seconds, and by how much they differ."""
+    """A case on all ranks: its predicted and measured seconds, and their relative difference."""
 
     name: str
     simulated: float
@@ -66,8 +66,8 @@ class Found:
 
 
 def make_stage(kind: str, device: torch.device, rank: int) -> tuple[Callable[..., Any], Tensor]:
-    """The stage of a rank that runs on a `kind` of device, of some milliseconds, more on later ranks, and its weights;
-    it keeps the shape of what it gets."""
+    """A rank's stage for a `kind` of device, and its weights. It takes some milliseconds, more on later ranks, and
+    keeps the shape of its input."""
     size = _shape(kind)[1]
     weights = torch.randn(12 + 2 * rank, size, size, device=device) / size**0.5
 
@@ -85,12 +85,12 @@ def make_stage(kind: str, device: torch.device, rank: int) -> tuple[Callable[...
 
 
 def _shape(kind: str) -> tuple[int, int]:
-    """Of a batch, and of what travels."""
+    """The shape of a batch, and of the tensors sent."""
     return (64, 512) if kind == "cpu" else (512, 4096)
 
 
 def seconds(fn: Callable[[], Any], device: torch.device) -> float:
-    """The median of some calls, each to the end of its device's work."""
+    """The median seconds of some calls, each timed until its device's work has ended."""
     spans = []
     for _ in range(ROUNDS + 2):
         start = time.perf_counter()
@@ -102,7 +102,7 @@ def seconds(fn: Callable[[], Any], device: torch.device) -> float:
 
 
 def link_costs(transport: Distributed, batch: Tensor) -> tuple[float, float]:
-    """Seconds of a transfer whatever its size, and bytes a second, between ranks 0 and 1: of round trips of two
+    """The latency in seconds and the bandwidth in bytes per second between ranks 0 and 1, from round trips of two
     sizes."""
     end, rank = transport.end, transport.rank
     found = []
@@ -123,8 +123,8 @@ def link_costs(transport: Distributed, batch: Tensor) -> tuple[float, float]:
 
 @attrs.frozen
 class Measured:
-    """A rank: seconds of its stage alone, of a transfer whatever its size, of saying where it is before each effect;
-    bytes a second of its link; and of each case the events, in a run as long as most."""
+    """One rank's measurements: the seconds of its stage alone, of a transfer's latency, and of reporting its position
+    before an effect; the bytes per second of its link; and each case's events, from the run of median length."""
 
     stage: float
     latency: float
@@ -134,7 +134,7 @@ class Measured:
 
 
 def measure_rank(backend: BackendName | None, timeout: float) -> Measured:
-    """On each rank: its parts alone, and then each case."""
+    """Run on each rank: measure its parts alone, and then each case."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     transport = Distributed(backend=backend, timeout=timeout)
@@ -145,7 +145,7 @@ def measure_rank(backend: BackendName | None, timeout: float) -> Measured:
     link = link_costs(transport, batch)
     alone = seconds(lambda: stage(weights, state, batch, batch), device)
     step = pipeline([stage for stage, _ in made], advance=lambda state, batch, out: state, transport=transport)
-    # a GPU's host is ahead of it
+    # the host runs ahead of a GPU
     launch = 0.0 if device.type == "cuda" else seconds(lambda: transport.monitor.move_to(0, Run("stage 0", 0)), device)
     events = [_run_case(transport, step, case, weights, state, batch) for case in cases(num_ranks)]
     return Measured(alone, *link, launch, events)
@@ -157,17 +157,17 @@ def _run_case(
     kind: Literal["cpu", "cuda"] = "cuda" if batch.is_cuda else "cpu"
     runs = []
     for _ in range(ROUNDS):
-        transport.collect(None)  # all begin together
+        transport.collect(None)  # all ranks begin together
         with measure(kind) as recorder:
             step.stream((weights,), (state,), [batch] * len(case.jobs), case.jobs)
         runs.append(recorder.events())
     spans = transport.collect([events[-1].end - events[0].start for events in runs])
     longest = [max(own) for own in zip(*spans, strict=True)]
-    return runs[sorted(range(1, ROUNDS), key=longest.__getitem__)[(ROUNDS - 1) // 2]]  # the same one on every rank
+    return runs[sorted(range(1, ROUNDS), key=longest.__getitem__)[(ROUNDS - 1) // 2]]  # the same run on every rank
 
 
 def hold_together(ranks: Sequence[Measured], nbytes: int) -> list[Found]:
-    """What `simulate` says of each case, and what all ranks did."""
+    """For each case, the times that `simulate` predicts and those that the ranks measured."""
     costs = Costs(
         stages=tuple(rank.stage for rank in ranks),
         latency=ranks[0].latency,
@@ -185,7 +185,7 @@ def hold_together(ranks: Sequence[Measured], nbytes: int) -> list[Found]:
 
 
 def _from_first_run(events: Sequence[Event]) -> list[Event]:
-    """Events, of which none waits for the first run to begin: processes come when they come."""
+    """The events with their times cut to begin at the first run: ranks' processes start at different times."""
     first = min(event.start for event in events if isinstance(event.effect, Run))
     return [
         attrs.evolve(e, start=first, waited=min(e.waited, e.end - first)) if e.start < first < e.end else e

@@ -1,10 +1,10 @@
-"""A message there and back between two GPUs, inside a captured graph and eagerly.
+"""Round trips of a message between two GPUs, inside a captured graph and eagerly.
 
     python -m weft.proofs.bench.transfers [--backends nccl peer] [--out FOLDER]
 
 Rank 0 sends [64, 2048] bfloat16, the hidden states of a decode step of 64 requests, and rank 1 sends them back. A graph
-holds some round trips in a row; the figure is the device's time of a replay over their number, the median of rounds.
-The floor is the bytes over the bandwidth of the link, measured in the same run by a large message.
+holds several round trips in a row. The figure is the device's time of a replay divided by their number, the median of
+rounds. The floor is the bytes over the bandwidth of the link, measured in the same run by a large message.
 """
 
 import argparse
@@ -30,8 +30,8 @@ TRIPS, ROUNDS = 20, 9
 
 @attrs.frozen
 class Row:
-    """Microseconds of a round trip by one back end, in a graph and eagerly; the floor; and whether the message came
-    back as it was sent."""
+    """One back end's microseconds per round trip, in a graph and eagerly; the floor; and whether the message came back
+    as it was sent."""
 
     backend: str
     graph_us: float
@@ -41,7 +41,7 @@ class Row:
 
 
 def trips(end: ProcessEnd, rank: int, message: Tensor, back: Tensor, count: int) -> None:
-    """`count` round trips, one after the other."""
+    """Make `count` round trips, one after another."""
     for _ in range(count):
         if rank == 0:
             end.send([message], 1, 0)
@@ -52,7 +52,7 @@ def trips(end: ProcessEnd, rank: int, message: Tensor, back: Tensor, count: int)
 
 
 def timed(fn: Callable[[], Any], rounds: int) -> float:
-    """The median seconds of a call, by device events; the first is not counted."""
+    """The median seconds of a call, by device events; the first call is not counted."""
     spans = []
     for _ in range(rounds + 1):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -65,7 +65,7 @@ def timed(fn: Callable[[], Any], rounds: int) -> float:
 
 
 def measure(backend: BackendName, timeout: float) -> Row:
-    """On each of two ranks."""
+    """Run on each of the two ranks."""
     transport = Distributed(backend=backend, timeout=timeout)
     end, rank = transport.end, transport.rank
     message = torch.randn(SHAPE, dtype=torch.bfloat16, device=transport.device)

@@ -36,19 +36,19 @@ from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.options import GraphifyOptions
 
 MOST_CALLS = 4
-"""In a sequence of calls that is one example."""
+"""The most calls in one example, which is a sequence of calls."""
 
 
 @attrs.define(eq=False)
 class Row:
-    """A law, and what came of it.
+    """A law and its outcome.
 
     Args:
-        outcome: in a word or two.
-        examples: until the first that broke it, or all.
-        compared: results that were compared.
-        error: what broke it, or what the function itself raised.
-        note: why there is no evidence.
+        outcome: a word or two.
+        examples: the number of examples, up to the first that broke the law.
+        compared: the number of results that were compared.
+        error: the violation, or the exception that the function itself raised.
+        note: the reason why there is no evidence.
     """
 
     law: UserLaw
@@ -78,23 +78,24 @@ def check(
     are on a CPU, on CUDA graphs if they are on a GPU. Each call gets the donated arguments that the last one returned.
 
     Args:
-        f: the function; or what `graphify` made of it, with its options.
+        f: the function, or the result of `graphify` with its options.
         given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a tuple or dict, whose
             entries may be strategies. A list of tuples or dicts is one sequence of calls, without Hypothesis.
-        laws: names, of `pure`, `graph`, `replay`, `trace`, `pad`, `func` and `microbatch`. None: all but the
+        laws: names among `pure`, `graph`, `replay`, `trace`, `pad`, `func` and `microbatch`. None: all but the
             last, which is for functions separable by rows, `(params, state, batch) -> (state, out)`.
-        atol, rtol: by how much results may differ where shapes do (`pad`, `microbatch`). All else is bitwise.
-        device: where the arguments go, `"cuda"` for CUDA graphs; None: where they were drawn.
+        atol, rtol: the tolerance where two runs have different shapes (`pad`, `microbatch`). All else is bitwise.
+        device: the device of the arguments, `"cuda"` for CUDA graphs; None: the device they were drawn on.
         max_examples: for each law; None: a quarter of what the active Hypothesis profile says, since an example
             is up to four calls.
-        console: where the table goes; None: the terminal.
-        options: as `graphify` takes them: `ladder`, `donate_argnames`, `static_argnames`, `split_at`.
+        console: where to print the table; None: the terminal.
+        options: options of `graphify`: `ladder`, `donate_argnames`, `static_argnames`, `split_at`.
 
     Raises:
-        Counterexample: a law does not hold: which, what differs, and the smallest calls found, as code to paste.
+        Counterexample: a law does not hold. It names the law, shows the difference, and has the smallest calls found
+            as code to paste.
         CheckError: no such law, no such arguments; or a law that was named and cannot be checked.
         DeviceError: this machine has no such device.
-        Exception: what the function itself raises, with a note of the arguments.
+        Exception: whatever the function itself raises, with a note of the arguments.
 
     >>> import torch
     >>> check(lambda x: x.tanh(), (torch.ones(2),), laws=("pure", "graph"))
@@ -170,7 +171,7 @@ def _row(
     max_examples: int | None,
     before: Sequence[Row],
 ) -> Row:
-    """Check one law, unless it does not concern the function, or that is known not to be one."""
+    """Check one law, unless it does not apply, or the function is already known not to be pure."""
     if needs := law.needs(subject):
         return Row(law, needs)
     if any(row.error is not None and row.law.name == "pure" for row in before):
@@ -198,7 +199,7 @@ def _row(
 
 
 def _why_no_replay(subject: Subject, call: Arguments) -> str:
-    """Why a call that was captured is not replayed; empty where it is."""
+    """The reason why a captured call is not replayed; empty if it is replayed."""
     graphed = subject.fresh()
     subject.call(graphed, copies(call))
     found = subject.call(graphed.explain, copies(call))
@@ -206,7 +207,7 @@ def _why_no_replay(subject: Subject, call: Arguments) -> str:
 
 
 class _Broken(LawViolation):
-    """A law that broke, and the calls on which it did."""
+    """A law that broke, and the calls that broke it."""
 
     def __init__(self, violation: LawViolation, calls: list[Arguments]) -> None:
         super().__init__(str(violation))
@@ -229,7 +230,7 @@ def _show(subject: Subject, rows: Sequence[Row], console: Console) -> None:
 
 
 def _raise_first(f: Callable[..., Any], rows: Sequence[Row], options: Any) -> None:
-    """Raise what broke first, with the code of its calls."""
+    """Raise the first violation, with code for its calls."""
     __tracebackhide__ = True
     error, law = next(((row.error, row.law) for row in rows if row.error is not None), (None, None))
     if error is None or law is None:

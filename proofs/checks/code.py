@@ -1,4 +1,4 @@
-"""Values as code to paste: `eval` of it gives the value again. What is too large to print is saved, and loaded."""
+"""Values as code to paste, which evaluates to an equal value. Tensors too large to print are saved, and loaded."""
 
 import enum
 import inspect
@@ -19,7 +19,7 @@ from weft.proofs.checks.digits import digits
 from weft.proofs.checks.elements import has_no_numbers
 
 MOST_PRINTED = 256
-"""Elements of a tensor that are printed, unless all are the same."""
+"""The most elements of a tensor that are printed, unless all are the same."""
 _WIDTH = 100
 _FACE = sys.modules["weft"]
 _PLAIN = (type(None), bool, int, str, bytes, type(...))
@@ -27,14 +27,14 @@ _PLAIN = (type(None), bool, int, str, bytes, type(...))
 
 @attrs.frozen
 class Group:
-    """An expression of parts, which are printed on a line each where one line would be too long."""
+    """An expression of parts, printed one per line if a single line would be too long."""
 
     before: str
     parts: tuple["Code", ...]
     after: str
 
     def flat(self) -> str:
-        """On one line."""
+        """The expression on one line."""
         comma = "," * (self.before == "(" and len(self.parts) == 1)
         return self.before + ", ".join(map(_flat, self.parts)) + comma + self.after
 
@@ -49,7 +49,7 @@ def _flat(code: Code) -> str:
 
 
 def _lines(code: Code, indent: int, before: str = "") -> list[str]:
-    """The expression in lines, the first with `before` in front."""
+    """The lines of the expression; the first one starts with `before`."""
     if isinstance(code, tuple):
         return _lines(code[1], indent, before + code[0])
     line = " " * indent + before + _flat(code)
@@ -65,7 +65,7 @@ def _with_comma(lines: list[str]) -> list[str]:
 
 @attrs.define
 class Writer:
-    """Writes values as code, and keeps what that code needs: imports, saved tensors, and remarks."""
+    """Writes values as code, and collects what that code needs: imports, saved tensors, and remarks."""
 
     imports: set[str] = attrs.field(factory=set)
     saved: list[Tensor] = attrs.field(factory=list)
@@ -86,7 +86,7 @@ class Writer:
         return self._unknown(value)
 
     def named(self, thing: Any) -> str:
-        """A class or function by a name that the code imports, or that stands in the user's own code."""
+        """The name of a class or function: imported by the code, or defined in the user's own code."""
         name, module = thing.__qualname__, thing.__module__
         if name in _FACE.__all__ and getattr(_FACE, name) is thing:
             self.imports.add("import weft")
@@ -99,7 +99,7 @@ class Writer:
         return str(name)
 
     def _fields(self, value: Any) -> Code:
-        """An object of an attrs class or a dataclass, without the fields that have their default."""
+        """An attrs or dataclass instance, without the fields that equal their defaults."""
         if attrs.has(type(value)):
             fields = [(f.name, f.alias or f.name, f.default) for f in attrs.fields(type(value)) if f.init]
         else:
@@ -109,12 +109,12 @@ class Writer:
         return Group(f"{self.named(type(value))}(", parts, ")")
 
     def _unknown(self, value: Any) -> str:
-        """What nobody can write: an ellipsis, and a remark that says so."""
+        """An ellipsis for a value that has no code, with a remark that says so."""
         self.remarks.append(f"the `...` stands for {value!r:.200}, of class {type(value).__name__}: put yours there")
         return "..."
 
     def tensor(self, x: Tensor) -> Code:
-        """A tensor: printed in full, as one number, or as saved."""
+        """A tensor: printed in full, filled with one number, or loaded from a file."""
         self.imports.add("import torch")
         where = "" if x.device.type in ("cpu", "meta") else f", device={str(x.device)!r}"
         grad = ".requires_grad_()" if x.requires_grad else ""
@@ -128,11 +128,11 @@ class Writer:
         return _strided(own, written) + grad
 
     def block(self, lines: Iterable[tuple[str, Any]], folder: Path | None = None) -> str:
-        """Statements `name = value`, with the imports and the loading that they need in front.
+        """Statements `name = value`, after the imports and loads that they need.
 
         Args:
             lines: the names and values.
-            folder: where large tensors are saved; None: a new one among the system's temporary files.
+            folder: where large tensors are saved; None: a new temporary folder.
         """
         body = list(itertools.chain.from_iterable(_lines(self.write(value), 0, f"{name} = ") for name, value in lines))
         head = sorted(self.imports, key=lambda line: (line.startswith("from"), line))
@@ -146,11 +146,11 @@ class Writer:
 
 
 def to_code(value: Any, name: str = "value", folder: Path | None = None) -> str:
-    """Statements that make a value again: imports, what must be loaded, and `name = ...`.
+    """Statements that rebuild a value: imports, loads of saved tensors, and `name = ...`.
 
-    Tensors, containers, attrs classes and dataclasses, enums, numbers, dtypes and devices. Nothing is left out: a
-    tensor of more than 256 elements that are not all the same is saved in a file, which the code loads. What has no
-    code is `...`, and a remark says what belongs there.
+    Supports tensors, containers, attrs classes and dataclasses, enums, numbers, dtypes and devices. A tensor of more
+    than 256 elements that are not all the same is saved to a file, which the code loads. A value of any other type
+    becomes `...`, with a remark that says what belongs there.
 
     >>> print(to_code({"h": torch.zeros(2, 3), "x": torch.tensor([0.1, float("nan")])}))
     import torch
@@ -178,7 +178,7 @@ def _number(value: Any) -> str:
 
 
 def _constant(x: Tensor, where: str) -> str | None:
-    """A tensor of one value, of any size; None if it is not, or if a list would be shorter."""
+    """`torch.full` or the like for a tensor of equal elements; None for any other, or if a list is shorter."""
     if x.numel() < 2 or has_no_numbers(x.dtype) or x.layout != torch.strided:
         return None
     first = x[(0,) * x.dim()]
@@ -193,7 +193,7 @@ def _constant(x: Tensor, where: str) -> str | None:
 
 
 def _printed(x: Tensor, where: str) -> str | None:
-    """A tensor as the list of its elements."""
+    """A tensor written as the list of its elements."""
     if has_no_numbers(x.dtype) or x.layout != torch.strided:
         return None
     numbers = iter(digits(x.reshape(-1)))
@@ -210,7 +210,7 @@ def _printed(x: Tensor, where: str) -> str | None:
 
 
 def _strided(x: Tensor, written: str) -> str:
-    """With the strides, where they are not those of a new tensor, and a copy keeps them."""
+    """Add the strides, if they are not a new tensor's and a copy keeps them."""
     if x.layout != torch.strided or (like := torch.empty_like(x)).is_contiguous() or written.startswith("saved"):
         return written
     device = "" if x.device.type == "cpu" else f", device={str(x.device)!r}"

@@ -1,4 +1,4 @@
-"""How two values are compared, everywhere in weft: leaf by leaf of their trees, bitwise unless a tolerance is given."""
+"""The comparison of values, everywhere in weft: leaf by leaf of their trees, bitwise unless a tolerance is given."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,11 @@ from weft.trees import leaves_with_names, tree_structure
 from weft.value_keys import value_key
 
 ATOL, RTOL = 2e-4, 2e-4
-"""Bounds where two runs have different shapes, so that a matrix product may sum in another order (float32)."""
+"""Tolerances (float32) for runs of different shapes, whose matrix products may sum in another order."""
 
 
 class LawViolation(AssertionError):
-    """A law that did not hold: which, where the first difference is, and both values there."""
+    """A law that did not hold: its name, the path of the first difference, and both values there."""
 
 
 @attrs.frozen
@@ -26,12 +26,12 @@ class Difference:
     """The first leaf in which two trees differ.
 
     Args:
-        path: of the leaf, or of the node where the trees have different structures.
-        seen, expected: what stands there, in words: a value; or dtype, shape and device; or a class.
+        path: of the leaf, or of the node where the structures differ.
+        seen, expected: both sides in words: a value; or dtype, shape and device; or a class.
         kind: dtype, shape and device of both, where their elements differ; otherwise empty.
-        first, worst: of the elements that differ, the first by index, and the one that differs most.
-        count, size: elements of the leaf that differ, and all.
-        num_leaves, of_leaves: leaves that differ, and all; 0 where the structures differ.
+        first, worst: the first element that differs, by index, and the one that differs most.
+        count, size: the leaf's elements that differ, and all of its elements.
+        num_leaves, of_leaves: the leaves that differ, and all leaves; 0 if the structures differ.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Difference:
         return f"{self.path}{index}: {self.seen} against {self.expected}"
 
     def text(self, seen: str = "seen", expected: str = "expected") -> str:
-        """All of it, in lines; what the two trees are called goes in front of their values."""
+        """All fields, in lines; each tree's name stands before its values."""
         rows = [("at", self._where()), (seen, self.seen), (expected, self.expected), *self._counts()]
         width = max(len(name) for name, _ in rows) + 1
         return "\n".join(f"{f'{name}:':<{width}} {value}" for name, value in rows)
@@ -79,8 +79,8 @@ class Difference:
 def find_difference(seen: Any, expected: Any, tolerance: Tolerance | None = None) -> Difference | None:
     """The first leaf, in flattening order, in which `seen` differs from `expected`; None if there is none.
 
-    Structures must be equal, classes and static fields included; then the dtype, shape and device of tensors (and of
-    arrays of numpy), and their elements; other leaves as keys of a graph are (`weft.value_keys`: 1 is not 1.0 or True).
+    Structures must be equal, classes and static fields included; so must the dtype, shape, device and elements of
+    tensors (and of numpy arrays). Other leaves compare as a graph's keys do (`weft.value_keys`: 1 is not 1.0 or True).
 
     >>> print(find_difference({"h": torch.tensor([1.0, 2.0])}, {"h": torch.tensor([1.0, 2.5])}))
     ['h'][1]: 2.0 against 2.5
@@ -98,14 +98,14 @@ def assert_equal(law: str, seen: Any, expected: Any, *, exact: bool = True) -> N
     """Raise LawViolation at the first leaf of `seen` that differs from `expected`.
 
     Args:
-        exact: bitwise (NaN equals NaN); else within ATOL and RTOL, and integers exactly.
+        exact: compare bitwise (NaN equals NaN); otherwise within ATOL and RTOL, integers exactly.
     """
     if (found := find_difference(seen, expected, Tolerance() if exact else Tolerance(ATOL, RTOL))) is not None:
         raise LawViolation(f"{law}: {found}")
 
 
 def _leaf_difference(path: str, a: Any, b: Any, tolerance: Tolerance) -> Callable[[], Difference] | None:
-    """What describes the difference of two leaves; None if they are equal."""
+    """The description of how two leaves differ; None if they are equal."""
     if not isinstance(a, Tensor | np.ndarray) or not isinstance(b, Tensor | np.ndarray):
         return None if _same(a, b, tolerance) else lambda: Difference(path, _words(a), _words(b))
     if (kinds := (_words(a), _words(b)))[0] != kinds[1]:
@@ -117,7 +117,7 @@ def _leaf_difference(path: str, a: Any, b: Any, tolerance: Tolerance) -> Callabl
 
 
 def _words(value: Any) -> str:
-    """A leaf in words; of tensors and arrays, what must be equal before elements are compared."""
+    """A leaf in words; for tensors and arrays, the properties that must agree before elements are compared."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
     if isinstance(value, np.ndarray):

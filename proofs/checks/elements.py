@@ -1,4 +1,4 @@
-"""Elements of two tensors, compared: which differ, which most, and how many numbers lie between them."""
+"""The elements of two tensors compared: which differ, which differ most, and by how many ULPs."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @attrs.frozen
 class Tolerance:
-    """By how much floating-point and complex elements may differ, as `torch.isclose` has it: 0 and 0 are bitwise, where
-    0.0 is not -0.0. Everything else must be equal.
+    """The tolerance for floating-point and complex elements, as in `torch.isclose`. With 0 and 0 they compare bitwise,
+    so that 0.0 is not -0.0. Everything else must be equal.
 
     Args:
-        equal_nan: whether NaN equals NaN, of any bits.
+        equal_nan: whether NaN equals NaN, whatever the bits.
     """
 
     atol: float = 0.0
@@ -34,7 +34,7 @@ class Tolerance:
 
 @attrs.frozen
 class Place:
-    """One element: where it stands, both values, and how many floating-point numbers lie between them (`ulps`)."""
+    """One element: its index, both values, and their distance in ULPs."""
 
     index: tuple[int, ...]
     seen: Any
@@ -42,7 +42,7 @@ class Place:
     ulps: int | None
 
     def apart(self) -> str:
-        """The distance of both values, in steps of their type and as a number."""
+        """The distance between both values, as a number and in ULPs."""
         if self.ulps == 0:
             return "0 ULPs: zeros of either sign"
         if isinstance(self.seen, bool):
@@ -54,7 +54,7 @@ class Place:
 
 
 def plain(x: Tensor | np.ndarray[Any, Any]) -> Tensor:
-    """Elements in memory as they read, without what autograd knows."""
+    """A detached tensor whose memory holds the elements as they read, with nothing conjugated or negated lazily."""
     if isinstance(x, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(x))
     x = x.detach().resolve_conj().resolve_neg()
@@ -62,7 +62,7 @@ def plain(x: Tensor | np.ndarray[Any, Any]) -> Tensor:
 
 
 def unequal(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:
-    """Which elements of two `plain` tensors of one shape and type differ, as bools of that shape."""
+    """A bool tensor that is True where two `plain` tensors of one shape and dtype differ."""
     if a.dtype.is_complex and tolerance.exact:
         return unequal(torch.view_as_real(a), torch.view_as_real(b), tolerance).any(-1)
     if has_no_numbers(a.dtype) or not (a.dtype.is_floating_point or a.dtype.is_complex):
@@ -79,23 +79,23 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def has_no_numbers(dtype: torch.dtype) -> bool:
-    """Whether torch holds elements of the type as bits alone: two in a byte."""
+    """Whether a dtype packs two elements into a byte, which torch stores without any arithmetic on them."""
     return "_x2" in str(dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The same numbers in a type that torch compares."""
+    """The same numbers in a dtype that torch can compare."""
     small = x.dtype.itemsize == 1 and x.dtype.is_floating_point
     return x.to(torch.float32) if small else x.to(torch.complex64) if x.dtype == torch.complex32 else x
 
 
 def first_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
-    """The first of the elements that differ."""
+    """The first element that differs."""
     return _place(a, b, tuple(int(i) for i in differ.nonzero()[0]))
 
 
 def worst_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
-    """Of the elements that differ, the one that does so most; NaN on one side is more than all."""
+    """The element that differs most; NaN on one side counts as more than any number."""
     if has_no_numbers(a.dtype):
         return first_place(a, b, differ)
     wide = torch.complex128 if a.dtype.is_complex else torch.float64
@@ -111,10 +111,10 @@ def _place(a: Tensor, b: Tensor, index: tuple[int, ...]) -> Place:
 
 
 def ulps(a: Tensor, b: Tensor) -> int | None:
-    """Steps between two numbers of one floating-point type, both without dimensions: 1 for neighbours. None for NaN,
-    and for a type that has no such steps.
+    """The distance in ULPs between two 0-dimensional tensors of one floating-point dtype: 1 for neighbours. None for
+    NaN, and for other dtypes.
 
-    Infinity is one step behind the largest number. Of complex numbers, the larger count of both parts.
+    Infinity is one step after the largest number. For complex numbers, the larger distance of both parts.
 
     >>> ulps(torch.tensor(1.0), torch.tensor(1.0).nextafter(torch.tensor(2.0)))
     1
@@ -131,7 +131,7 @@ def ulps(a: Tensor, b: Tensor) -> int | None:
 
 
 def _rank(x: Tensor) -> int:
-    """A whole number for each floating-point number, in their order and without gaps; one for zeros of either sign."""
+    """An integer for each floating-point number, in the same order and without gaps; both zeros have the same one."""
     bits = int(_bits(x).item())
     if x.dtype == torch.float8_e8m0fnu:  # which has no sign
         return bits

@@ -1,4 +1,4 @@
-"""`assert_equivalent`: two functions give the same, or the smallest arguments for which they do not, as code."""
+"""`assert_equivalent`: compare two functions, and show the smallest arguments for which they differ as code."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ from weft.proofs.checks.search import (
 
 
 class Counterexample(LawViolation):
-    """What differs, and the arguments for which it does, as code to paste.
+    """A difference, and the arguments that show it, as code to paste.
 
     Args:
-        text: what differs.
+        text: the difference.
         values: names and values that the code assigns.
         call: the code's last line, which raises this again.
     """
@@ -43,12 +43,12 @@ class Counterexample(LawViolation):
         self._code = ""
 
     def code(self, folder: Path | None = None) -> str:
-        """The code; written once, since it saves tensors that are too large to print (in `folder`)."""
+        """The code to paste. Written once, since it saves tensors that are too large to print (in `folder`)."""
         self._code = self._code or f"{Writer({'import weft.proofs'}).block(self.values, folder)}\n{self.call}"
         return self._code
 
     def __str__(self) -> str:
-        """Both; what differs alone, where somebody shows the code apart."""
+        """The difference and the code; the difference alone if the code is shown separately."""
         return (
             self.text if self.code_apart else f"{self.text}\nto see it again:\n{textwrap.indent(self.code(), '    ')}"
         )
@@ -65,25 +65,25 @@ def assert_equivalent(
     raises: type[Exception] | tuple[type[Exception], ...] = (),
     max_examples: int | None = None,
 ) -> None:
-    """Raise unless `f` and `g` return the same for the same arguments: bitwise, in trees of the same structure.
+    """Raise unless `f` and `g` return equal results for the same arguments: bitwise, in trees of the same structure.
 
-    Each gets copies of the arguments, so that both may take or overwrite theirs. Outside a Hypothesis test, pass a
-    strategy; inside one, pass the arguments that it drew: either way the failure is of the smallest that were found.
+    Each gets its own copies of the arguments, which it may donate or overwrite. Outside a Hypothesis test, pass a
+    strategy; inside one, pass the drawn arguments. Either way, the failure shows the smallest arguments found.
 
     Args:
         f: the function under test.
         g: the function that it should equal.
         given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a tuple or dict, whose
             entries may be strategies. Without any strategy, the two are called once.
-        atol, rtol: by how much floating-point and complex elements may differ, as for `torch.isclose`.
+        atol, rtol: the tolerance for floating-point and complex elements, as for `torch.isclose`.
         equal_nan: whether NaN equals NaN.
-        raises: exceptions that both may raise; then they must raise one of the same type. Any other that both raise
-            is raised, since nothing was compared.
-        max_examples: to try; None: as many as the active Hypothesis profile says.
+        raises: exception types that both may raise; then both must raise the same one. Any other exception that both
+            raise is raised, since nothing was compared.
+        max_examples: the number of examples; None: the active Hypothesis profile's.
 
     Raises:
-        Counterexample: they differ. It shows the first leaf that does by its path, the first element, both values, how
-            far they are apart in ULPs, how many elements differ, and the arguments as code to paste.
+        Counterexample: they differ. It shows the path of the first leaf that differs, its first such element, both
+            values and their distance in ULPs, the number of elements that differ, and the arguments as code to paste.
         CheckError: `given`, `raises`, `max_examples` or a tolerance is not as described above.
 
     >>> import torch
@@ -115,7 +115,7 @@ def assert_equivalent(
     found = search(comparison, drawn, call, max_examples) if is_strategy(drawn) else once(comparison, drawn)
     if found.error is not None:
         if isinstance(found.error, Counterexample):
-            found.error.with_traceback(None)  # where it was raised is of no use to anybody
+            found.error.with_traceback(None)  # a traceback through the search would not help the reader
         elif remembered(found.error) is not None:
             code = Writer().block([("args", remembered(found.error))])
             found.error.add_note(f"Both raised this for\n{textwrap.indent(code, '    ')}")
@@ -131,7 +131,7 @@ def _check_types(call: str, raises: Any) -> None:
 
 
 def _call(names: Sequence[str], options: dict[str, Any]) -> str:
-    """The code that compares again, with the options that are not left alone."""
+    """Code for the same comparison, with the options that were not left at their defaults."""
     own = {"atol": 0.0, "rtol": 0.0, "equal_nan": True, "raises": ()}
     given = [f"{name}={_written(value)}" for name, value in options.items() if value != own[name]]
     functions = [name.partition(" ")[0] for name in names]
@@ -146,7 +146,7 @@ def _written(value: Any) -> str:
 
 @attrs.frozen
 class _Comparison:
-    """Calls both functions with the same arguments, and raises Counterexample where they differ."""
+    """Calls both functions with the same arguments, and raises Counterexample if they differ."""
 
     f: Callable[..., Any]
     g: Callable[..., Any]
@@ -184,7 +184,7 @@ def _said(error: Exception | None) -> str:
 
 
 def _outcome(fn: Callable[..., Any], given: Any) -> tuple[Any, Exception | None]:
-    """What a function returns for copies of the arguments, or raises."""
+    """The function's result for copies of the arguments, or the exception that it raised."""
     try:
         return call_with(fn, copies(given)), None
     except Exception as error:

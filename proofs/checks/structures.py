@@ -1,4 +1,4 @@
-"""Where the structures of two trees differ."""
+"""The first difference between the structures of two trees."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from weft.value_keys import value_key
 
 
 def structure_difference(seen: TreeSpec, expected: TreeSpec, path: str = "") -> tuple[str, str, str] | None:
-    """The path of the first node that differs, and what stands there in both, in words; None if there is none.
+    """The path of the first node that differs, and both sides in words; None if the structures are equal.
 
     >>> from weft.trees import tree_structure
     >>> structure_difference(tree_structure({"a": (1, 2)}), tree_structure({"a": [1, 2]}))
@@ -24,7 +24,7 @@ def structure_difference(seen: TreeSpec, expected: TreeSpec, path: str = "") -> 
 
 
 def _told(spec: TreeSpec) -> tuple[Any, ...]:
-    """What a node's class is told apart by, beside its children: their number, keys of dicts, static fields."""
+    """The properties of a node besides its children: the class, the number of children, dict keys, static fields."""
     return len(children_of(spec)), spec.context, [value_key(key) for key in _keys(spec) or ()]
 
 
@@ -37,7 +37,7 @@ def _keys(spec: TreeSpec) -> list[Any] | None:
 
 
 def _names(spec: TreeSpec) -> list[str]:
-    """The children's paths from the node, as `weft.trees.leaves_with_names` writes them."""
+    """The children's paths relative to the node, as `weft.trees.leaves_with_names` writes them."""
     if (keys := _keys(spec)) is not None:
         return [f"[{key!r}]" for key in keys]
     if isinstance(spec.type, type) and (fields := node_fields(spec.type)) is not None:

@@ -19,12 +19,12 @@ from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_structu
 from weft.value_keys import value_key
 
 Arguments = dict[str, Any]
-"""Of one call, by name, defaults included."""
+"""One call's arguments by name, defaults included."""
 
 
 @attrs.frozen(eq=False)
 class Subject:
-    """A function, how it is made to replay, and how much its results may differ where shapes do.
+    """The function under test, the options that graphify it, and the tolerance where shapes differ.
 
     Args:
         graph: of the function; it serves as the pattern, and captures nothing itself.
@@ -47,11 +47,11 @@ class Subject:
         return copy.copy(self.graph)
 
     def call(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
-        """Call it, or what a transform made of it, with arguments by name."""
+        """Call the function, or a transform of it, with arguments by name."""
         return invoke(fn, self.graph.roles, arguments)
 
     def bind(self, given: Any) -> Arguments:
-        """The arguments by name, and the defaults of those that were not given.
+        """The arguments by name, with defaults for those that were not given.
 
         Raises:
             CheckError: the function has no such arguments.
@@ -71,11 +71,11 @@ class Subject:
         return dict(bound.arguments)
 
     def referenced(self, arguments: Arguments) -> Arguments:
-        """Those that a graph reads where they are."""
+        """The arguments that a graph reads in place."""
         return {name: arguments[name] for name in self.graph.roles.by_reference if name in arguments}
 
     def donated(self, arguments: Arguments) -> Arguments:
-        """Those whose storage the function takes."""
+        """The arguments whose storage the function takes."""
         return {name: arguments[name] for name in self.graph.roles.donated if name in arguments}
 
     def copied(self, arguments: Arguments) -> Arguments:
@@ -88,22 +88,23 @@ class Subject:
             raise LawViolation(found.text(*names))
 
     def attempt(self, what: str, run: Callable[[], Any]) -> Any:
-        """What `run` returns; LawViolation if it raises, which the function itself does not."""
+        """Call `run` and return its result; raise LawViolation if it raises, since the function itself does not."""
         try:
             return run()
         except Exception as error:
             raise LawViolation(f"{what} raises {type(error).__name__}, and {self.name} does not:\n{error}") from error
 
     def beside_the_state(self, result: Any, call: Arguments) -> Any:
-        """A call's result without the next value of what it donated, whose storage the next call takes."""
+        """A call's result without the next values of donated arguments, whose storage the next call takes."""
         leaves, structure = tree_flatten(result)
         for span in _next_spans(result, self.donated(call)).values():
             leaves[span.start : span.stop] = [None] * len(span)
         return tree_unflatten(leaves, structure)
 
     def replays(self, calls: Sequence[Arguments], graph: Graphified[..., Any]) -> Iterator[tuple[Any, Any, Arguments]]:
-        """What the graph and the function return, and for which call; each twice: so that a replay follows others', on
-        the state that the call before returned, and on other calls' values where these have its shapes."""
+        """Yield the results of the graph and of the function, and the call they are for. Each call runs twice, so that
+        a replay follows those of other calls: on the state that the previous call returned, and, where shapes agree, on
+        the values of other calls."""
         worlds = [_World(self, call) for call in calls]
         for _ in range(2):
             for world in worlds:
@@ -116,7 +117,7 @@ class Subject:
 
 @attrs.define(eq=False)
 class _World:
-    """One call's params and state, which a graph reads where they are: twice, for the function and for the graph."""
+    """One call's params and state, which a graph reads in place; two copies, for the function and for the graph."""
 
     subject: Subject
     own: Arguments
@@ -128,13 +129,13 @@ class _World:
         self.reset()
 
     def reset(self) -> None:
-        """As the call was drawn."""
+        """Start again from the call as it was drawn."""
         references = self.subject.referenced(self.own)
         self.eager, self.graphed, self.fresh = copies(references), copies(references), True
 
     def step(self, graph: Graphified[..., Any], call: Arguments) -> tuple[Any, Any] | None:
-        """What the graph and the function return for the values of a call; None where the function itself raises for
-        values that were not drawn together, or on the state of its own making: it need not know them."""
+        """Run the graph and the function on the values of a call. None if the function itself raises: it need not
+        accept values that were not drawn together, nor the state that it returned."""
         subject, copied = self.subject, self.subject.copied(call)
         given = {**self.graphed, **copies(copied)}
         padded, own = subject.call(graph.explain, given).decision.descriptor, find_descriptors(copied)
@@ -153,7 +154,7 @@ class _World:
         return seen, expected
 
     def _advance(self, seen: Any, expected: Any) -> None:
-        """Go on from what the call returned, where it returned the next value of all that it took."""
+        """Continue from the call's result, if it has the next value of every donated argument."""
         kept = self.subject.donated(self.own)
         spans = _next_spans(expected, kept)
         if tree_structure(seen) != tree_structure(expected) or len(spans) < len(kept):
@@ -167,7 +168,7 @@ class _World:
 
 
 def _next_spans(result: Any, donated: Arguments) -> dict[str, range]:
-    """Which leaves of a result are the next value of each donated argument."""
+    """For each donated argument, the range of the result's leaves that is its next value."""
     spans: dict[str, range] = {}
     taken: set[int] = set()
     for name, old in donated.items():
@@ -178,7 +179,7 @@ def _next_spans(result: Any, donated: Arguments) -> dict[str, range]:
 
 
 def _kinds(arguments: Arguments) -> tuple[Any, ...]:
-    """What tells calls apart whose values may be exchanged."""
+    """A key that is equal for calls whose values may be exchanged."""
     leaves, structure = tree_flatten(arguments)
     return structure, [
         (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else value_key(x) for x in leaves

@@ -1,4 +1,4 @@
-"""The laws that concern any pure function, as `weft.proofs.check` runs them on a user's own."""
+"""The laws for any pure function, as `weft.proofs.check` runs them on a user's function."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,15 +23,15 @@ Calls = Sequence[Arguments]
 
 @attrs.frozen
 class UserLaw:
-    """A law of one function, on a sequence of its calls.
+    """A law for one function, checked on a sequence of its calls.
 
     Args:
-        name: what a user asks for.
-        number: as in `weft.proofs.suite`; empty: the function's own duty, of which all else follows.
-        promise: what must hold.
-        run: raises LawViolation where it does not, and returns how many results it compared.
-        needs: what the function must have, in words; empty if it has it, or needs nothing.
-        asked: whether only a user can know that it must hold, and asks for it.
+        name: the name in `check(..., laws=...)`.
+        number: as in `weft.proofs.suite`; empty for purity, which the other laws presuppose.
+        promise: the statement that must hold.
+        run: raises LawViolation if it does not hold, and returns the number of results compared.
+        needs: what the law needs and the function lacks, in words; empty if it lacks nothing.
+        asked: whether the law runs only on request, since only the user can know that it must hold.
     """
 
     name: str
@@ -43,7 +43,7 @@ class UserLaw:
 
 
 def pure(subject: Subject, calls: Calls) -> int:
-    """The function gives the same for equal arguments, changes none that it does not take, and no result of before."""
+    """Equal arguments give equal results; a call changes neither earlier results nor arguments that are not donated."""
     held = []
     for call in calls:
         given = copies(call)
@@ -59,7 +59,7 @@ def pure(subject: Subject, calls: Calls) -> int:
 
 
 def graph(subject: Subject, calls: Calls) -> int:
-    """L1: a replay gives what the function gives, at the same padded shape, the next state included."""
+    """L1: a replay returns the function's results at the same padded shape, the next state included."""
     graphed = subject.fresh()
     for seen, expected, _ in subject.replays(calls, graphed):
         subject.expect(seen, expected, (f"graphify({subject.name})", subject.name))
@@ -67,7 +67,7 @@ def graph(subject: Subject, calls: Calls) -> int:
 
 
 def replay(subject: Subject, calls: Calls) -> int:
-    """L9: what a call returned does not change in later replays; but for the state, whose storage they take."""
+    """L9: later replays do not change an earlier call's results, except for the state, whose storage they take."""
     graphed, held = subject.fresh(), []
     for seen, _, call in subject.replays(calls, graphed):
         result = subject.beside_the_state(seen, call)
@@ -78,7 +78,7 @@ def replay(subject: Subject, calls: Calls) -> int:
 
 
 def trace(subject: Subject, calls: Calls) -> int:
-    """L8: to explain, lower and capture a call changes nothing that it was shown."""
+    """L8: explaining, lowering and capturing a call do not change its arguments."""
     for call in calls:
         graphed, given = subject.fresh(), copies(call)
         subject.call(graphed.explain, given)
@@ -88,7 +88,7 @@ def trace(subject: Subject, calls: Calls) -> int:
 
 
 def padding(subject: Subject, calls: Calls) -> int:
-    """L2: a batch that is padded to a class of the ladder gives what it gives by itself."""
+    """L2: a batch padded to a class of the ladder gives the same results as the batch itself."""
     count = 0
     for call in calls:
         own = find_descriptors(subject.copied(call))
@@ -104,7 +104,7 @@ def padding(subject: Subject, calls: Calls) -> int:
 
 
 def _of_requests(tree: Any) -> Any:
-    """The tree, of each `State` in it what it says of requests."""
+    """The tree with each `State` replaced by its requests' part."""
 
     def seen(node: Any) -> Any:
         return visible([node]) if isinstance(node, State) else node
@@ -113,7 +113,7 @@ def _of_requests(tree: Any) -> Any:
 
 
 def microbatches(subject: Subject, calls: Calls) -> int:
-    """L13: the step on two or three parts of its batch gives what it gives on the whole."""
+    """L13: the step on two or three parts of its batch gives the same as on the whole batch."""
     for call in calls:
         expected = subject.call(subject.fn, copies(call))
         for parts in (2, 3):
@@ -130,7 +130,7 @@ FUNC: dict[str, Callable[[Callable[..., Floats], Floats], Any]] = {
     "grad": lambda fn, xs: func.grad(_loss(fn), argnums=tuple(range(len(xs))))(*xs),
     "jvp": lambda fn, xs: func.jvp(fn, xs, tuple(map(torch.ones_like, xs))),
 }
-"""Transforms of torch.func, of a function of floating-point tensors to a tuple of such."""
+"""Transforms of torch.func for a function from floating-point tensors to a tuple of them."""
 
 
 def _loss(fn: Callable[..., Floats]) -> Callable[..., Tensor]:
@@ -138,7 +138,7 @@ def _loss(fn: Callable[..., Floats]) -> Callable[..., Tensor]:
 
 
 def functorch(subject: Subject, calls: Calls) -> int:
-    """L15: torch.func of the graph, and the graph of torch.func, are torch.func of the function, where that can be."""
+    """L15: torch.func of the graph and the graph of torch.func equal torch.func of the function, where that exists."""
     count = 0
     for call in calls:
         warm = subject.fresh()
@@ -166,7 +166,7 @@ def _compare_transformed(
 
 
 def _on_floats(subject: Subject, fn: Callable[..., Any], call: Arguments) -> Callable[..., Floats]:
-    """A function of a call's floating-point tensors alone, and of its results that are such."""
+    """The call as a function from its floating-point tensors to its floating-point results."""
 
     def on_floats(*xs: Tensor) -> Floats:
         leaves, structure = tree_flatten(call)
@@ -199,4 +199,4 @@ LAWS = (
     UserLaw("func", "L15", "vmap, grad, jvp pass through", functorch),
     UserLaw("microbatch", "L13", "2 and 3 parts are the whole", microbatches, asked=True),
 )
-"""In the order in which they are checked."""
+"""The laws in the order in which they are checked."""

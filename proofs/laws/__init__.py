@@ -1,8 +1,7 @@
-"""The laws: what graphify, padding, pipelines and donation may not change. Each raises `LawViolation` where it breaks.
+"""The laws: graphify, padding, pipelines and donation do not change results. A law that breaks raises `LawViolation`.
 
-A law takes a scenario (a model and a *sequence* of batches, so that a replay follows somebody else's replay) or a
-random pure function, and compares with a run that no transform touched. `weft.proofs.mutants` plants the bug that each
-is to catch.
+A law takes a scenario (a model and a *sequence* of batches, so that a replay follows other replays) or a random pure
+function, and compares it with a run without transforms. `weft.proofs.mutants` plants the bugs that each law must catch.
 """
 
 from weft.proofs.checks.difference import LawViolation, assert_equal

@@ -1,4 +1,4 @@
-"""What laws share: what a state says of its requests, the whole step, and the classes that cover a batch."""
+"""Helpers of the laws: the visible part of a state, the whole step, and the classes that cover a batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ D = TypeVar("D", bound=Descriptor)
 
 
 def visible(state: Sequence[State]) -> Any:
-    """What a state says of its requests: all but the scratch row, which belongs to nobody."""
+    """The part of a state that belongs to requests: all but the scratch row."""
     names = ("block_table", "positions", "last_tokens", "mrope_position_deltas")
     return [
         {"kv_pages": s.kv_pages, "sampling": tree_map(_of_requests, s.sampling)}
@@ -29,10 +29,10 @@ def _of_requests(table: Tensor) -> Tensor:
 
 
 def whole(scenario: Scenario) -> Callable[..., Any]:
-    """The scenario's model as one step."""
+    """The scenario's model as one step function."""
     return compose(scenario.stages(1), advance=advance)
 
 
 def larger(descriptor: D, ladder: Sequence[D]) -> list[D]:
-    """The classes of the ladder that cover a batch of this one."""
+    """The classes of the ladder that cover a batch of this class."""
     return [d for d in ladder if d.covers(descriptor)]

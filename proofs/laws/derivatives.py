@@ -1,4 +1,4 @@
-"""L15 on the models' steps: their derivatives are those of what runs without them, and graphs of these replay."""
+"""L15 on the models' steps: derivatives agree with finite differences of the plain steps, and their graphs replay."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ from weft.transforms.graphs.graphify import graphify
 from weft.trees import leaves_with_names, tree_leaves, tree_map
 
 STEP = 1e-2
-"""Of a difference, in deviations of the direction. Weights have a deviation of 0.3."""
+"""The step of a finite difference, as a multiple of the direction. Weights have a deviation of 0.3."""
 NEAR, NOISE = 1e-3, 1e-4
-"""How far a slope may be from that of differences in float32: relative to what one in a random direction is, and at
-all."""
+"""The tolerances in float32 between a slope and its finite difference: relative to a random direction's slope, and
+absolute."""
 
 
 def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: str = "cpu") -> None:
-    """L15: under torch.func a model's steps, one after the other over one state, give the loss, tokens and state that
-    they give without; `grad`, `jvp` and `backward` give the slope of that loss, in a direction of all parameters, or of
-    the `place`-th."""
+    """L15: under torch.func a model's steps, run in order over one state, give the loss, tokens and state of the plain
+    steps. `grad`, `jvp` and `backward` give the slope of that loss in a direction of all parameters, or of the
+    `place`-th one alone."""
     run, params = _steps(scenario, device), scenario.params(1, device)
     expected = run(params)
     slopes, seen = func.grad_and_value(run, has_aux=True)(params)
@@ -52,7 +52,7 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
 
 
 def graphs_of_gradients_are_gradients(scenario: Scenario, device: str = "cpu") -> None:
-    """L15: a graph of a step and of its gradient gives both, bitwise, for each batch of a sequence."""
+    """L15: a graph of a step and its gradient gives both, bitwise, for each batch of a sequence."""
     step, params = whole(scenario), scenario.params(1, device)
 
     def learn(params: Any, state: Any, batch: Batch) -> Any:
@@ -76,7 +76,7 @@ def graphs_of_gradients_are_gradients(scenario: Scenario, device: str = "cpu") -
 
 
 def _steps(scenario: Scenario, device: str) -> Callable[[Any], tuple[Tensor, tuple[list[Tensor], Any]]]:
-    """All steps of the scenario as one function of the parameters: a loss of all logits; the tokens, and the state."""
+    """All steps of the scenario as one function of the parameters: a loss over all logits, the tokens, the state."""
     step, batches, start = whole(scenario), scenario.batches(device), scenario.state(1, device)
 
     def run(params: Any) -> tuple[Tensor, tuple[list[Tensor], Any]]:
@@ -91,12 +91,12 @@ def _steps(scenario: Scenario, device: str) -> Callable[[Any], tuple[Tensor, tup
 
 
 def _loss(logits: Tensor) -> Tensor:
-    """Each logit with a weight of its own."""
+    """A weighted sum of the logits, with a different weight for each."""
     return (logits * torch.arange(logits.numel(), device=logits.device).view_as(logits).cos()).mean()
 
 
 def _direction(params: Any, places: Sequence[int], seed: int) -> Any:
-    """Noise of deviation 0.3 in some leaves, 0 in the others."""
+    """Noise with deviation 0.3 in some leaves, zeros in the others."""
     generator, index = torch.Generator().manual_seed(seed), iter(range(len(tree_leaves(params))))
     return tree_map(lambda x: (0.3 * torch.randn(x.shape, generator=generator)).to(x) * (next(index) in places), params)
 
@@ -108,8 +108,8 @@ def _product(one: Any, other: Any, places: Sequence[int] | None = None) -> float
 
 
 def _measured(run: Callable[[Any], Any], params: Any, direction: Any, tokens: list[Tensor]) -> float | None:
-    """The slope by differences, of second order and then of fourth (Richardson); None where the loss jumps in between:
-    another token was drawn, or another expert chosen."""
+    """The slope by finite differences of second order, extrapolated to fourth (Richardson). None if the loss jumps in
+    between, since another token was drawn or another expert chosen."""
     found = []
     for step in (STEP, STEP / 2):
         ends = [run(tree_map(lambda x, d, by=by: x + by * d, params, direction)) for by in (step, -step)]

@@ -1,4 +1,4 @@
-"""L6 and L7: dispatch is least, nothing is captured after start-up, and a class is kept."""
+"""L6 and L7: dispatch chooses the least class, nothing is captured after start-up, and the class is kept."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,8 +20,8 @@ from weft.transforms.graphs.ladder import Limits, make_ladder
 
 
 def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
-    """L6: dispatch is total and deterministic, takes a class that covers the batch, a whole graph before pieces, and
-    none smaller would do; each class of the ladder is reached by its own batches."""
+    """L6: dispatch is total and deterministic. It takes the least class that covers the batch, a whole graph rather
+    than pieces, and each class of the ladder is reached by its own batches."""
     ladder = make_ladder(mode, limits)
     decision = graphs_module().dispatch(own, ladder)
     if decision != graphs_module().dispatch(own, ladder):
@@ -63,8 +63,8 @@ def graphs_module() -> Any:
 
 
 def own_classes_are_dispatched(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
-    """L6 for a user's own descriptor: the least resolution that covers, by its definition; its padding as it is; and
-    once the ladder is captured and frozen, what it covers replays and nothing is captured."""
+    """L6 for a user's own descriptor: dispatch takes the least resolution that covers, by the definition, and reports
+    the actual padding. Once the ladder is captured and frozen, every covered image replays and nothing is captured."""
     graph, params, state = graphify(scenario.step(), ladder=ladder), scenario.params(device), scenario.state(device)
     images = scenario.images(device)
     captures = graph.capture(params, state, images[0]).captures
@@ -87,8 +87,8 @@ def own_classes_are_dispatched(scenario: ImageScenario, ladder: Sequence[Resolut
 
 
 def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L7: the graph that runs is of the class that dispatch says, its number of LoRAs included; a uniform one only for
-    a batch whose maker declared it uniform, in capture, warm-up and replay; and the tensors have its sizes."""
+    """L7: the graph that runs has the class that dispatch chose, its number of LoRAs included. In capture, warm-up and
+    replay, a uniform class is used only for a batch that was declared uniform, and the tensors have its sizes."""
     step = whole(scenario)
 
     def recording(params: Any, state: Any, batch: Batch) -> Any:
@@ -98,7 +98,7 @@ def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device:
                 f"L7 class is kept: '{d}' with {batch.input_ids.shape[0]} tokens, {batch.rows.shape[0]} rows"
             )
         state, out = step(params, state, batch)
-        ran = torch.full_like(out.logprobs, _code(d))  # frozen at capture: the class that a replay is of
+        ran = torch.full_like(out.logprobs, _code(d))  # frozen at capture: it tells which class a replay has
         return state, attrs.evolve(out, logprobs=ran)
 
     graph = graphify(declare_donated(recording, ["state"]), ladder=ladder)
@@ -115,5 +115,5 @@ def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device:
 
 
 def _code(descriptor: BatchDescriptor) -> float:
-    """A number that tells the classes of one size apart."""
+    """A number that differs between the classes of one size."""
     return float(descriptor.is_uniform + 2 * descriptor.num_active_loras)

@@ -1,4 +1,4 @@
-"""L15: graphs and torch.func's transforms go through each other."""
+"""L15: graphs and torch.func's transforms compose in both orders."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ Transform = Callable[[F, Tensor, Tensor], Any]
 
 
 class _Holding(nn.Module):
-    """A module of one weight, whose forward pass is a function of it."""
+    """A module with one weight, whose forward pass is a given function of it."""
 
     def __init__(self, fn: F, weight: Tensor) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ TRANSFORMS: dict[str, Transform] = {
     "gradients of each sample": lambda f, p, x: func.vmap(func.grad(_loss(f)), in_dims=(None, 0))(p, _stack(x)),
     "around a call of its own": lambda f, p, x: func.grad(lambda q: (f(p, x) * q.sum()).sum())(p),
 }
-"""Each takes a function `(params, x) -> y` of that shape, and applies a transform of torch.func to it."""
+"""The transforms of torch.func by name; each applies to a function `(params, x) -> y` that keeps the shape of x."""
 
 
 def functions_of_graphs_are_functions(mapping: Mapping, transform: str) -> None:
-    """L15: torch.func of a graphified function, captured before or not, is torch.func of the function; and afterwards
-    the graph replays as before."""
+    """L15: torch.func of a graphified function, captured before or not, equals torch.func of the function. Afterwards
+    the graph still replays."""
     apply, fn, params = TRANSFORMS[transform], mapping.fn, mapping.params
     cold, warm = graphify(fn), graphify(fn)
     for x in mapping.inputs:
@@ -74,7 +74,7 @@ def _applied(apply: Transform, graph: Any, params: Tensor, x: Tensor, name: str)
 
 
 def graphs_of_functions_are_functions(mapping: Mapping, transform: str) -> None:
-    """L15: torch.func inside a graph is torch.func outside, for other values in each replay; one capture serves all."""
+    """L15: torch.func inside a graph equals torch.func outside, for new values in each replay, with one capture."""
     apply, fn, params = TRANSFORMS[transform], mapping.fn, mapping.params
 
     def applied(params: Tensor, x: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""L1: a graph is its function, run eagerly."""
+"""L1: a graph gives the results of its function, run eagerly."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from weft.trees import tree_map
 def graph_is_eager(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
     """L1: at the same padded descriptor a replay gives the outputs and the whole state of an eager run, bitwise.
 
-    Every batch that a class covers replays, and no class is captured twice for batches with the same fields.
+    Every batch that some class covers replays, and no class is captured twice for batches with the same fields.
     """
     eager, graph = whole(scenario), graphify(whole(scenario), ladder=ladder)
     params = scenario.params(1, device)
@@ -45,7 +45,7 @@ def graph_is_eager(scenario: Scenario, ladder: Sequence[BatchDescriptor], device
 def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None:
     """L1 for any pure function: a replay of each signature equals the function itself, its next state included.
 
-    Calls of two worlds alternate: other parameters and another state, in the same shapes.
+    Calls of two worlds alternate: they differ in parameters and state, and have the same shapes.
     """
     graph = graphify(function.fn)
     params = [function.params.to(device), (function.params + 1).to(device)]
@@ -67,10 +67,10 @@ def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None
 
 
 def graph_is_eager_on_padded_functions(function: Function, rungs: Iterable[int], device: str = "cpu") -> None:
-    """L1 and L8 for any pure function under a ladder, one that counts its calls in its state: a capture counts none.
+    """L1 and L8 for any pure function under a ladder, which counts its calls in its state: a capture adds none.
 
-    Each size comes again after the others, which left what they hold in buffers that it shares with them; and a result
-    is of all rows, padding among them."""
+    Each size comes again after the others, which left their values in the buffers that all sizes share. A result
+    contains all rows, padding included."""
 
     def step(params: Any, state: Any, batch: Rows) -> tuple[Any, Any]:
         state, out = function.counted(params, state, batch)
@@ -89,7 +89,7 @@ def graph_is_eager_on_padded_functions(function: Function, rungs: Iterable[int],
 
 
 def graph_is_eager_on_calls(calls: Sequence[Call], device: str = "cpu") -> None:
-    """L1 for calls that differ in one thing: the place, shape, stride, type, device or value of an argument."""
+    """L1 for calls that differ in one thing: the address, shape, stride, type, device or value of an argument."""
     graph = graphify(called, static_argnames="static")
     own, x = worlds(device), torch.arange(4.0, device=device).reshape(2, 2)
     for call in calls:
@@ -103,7 +103,7 @@ def graph_is_eager_on_calls(calls: Sequence[Call], device: str = "cpu") -> None:
 
 
 def graph_is_eager_on_images(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
-    """L1 for a user's own descriptor, of two sizes: the image and the state of an eager run at the padded class."""
+    """L1 for a user's own descriptor with two sizes: the image and the state equal an eager run at the padded class."""
     step, graph = scenario.step(), graphify(scenario.step(), ladder=ladder)
     params, state, other = scenario.params(device), scenario.state(device), scenario.state(device)
     for image in scenario.images(device):

@@ -1,4 +1,4 @@
-"""L14, and L9 for graphs that make room for others: what graphs take is known before, and none is dropped in use."""
+"""L14, and L9 for graphs that are evicted: the memory of graphs is known beforehand, and none is dropped in use."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map
 
 SHARE = 0.1
-"""By how much an estimate may exceed what is used."""
+"""The share by which an estimate may exceed the memory used."""
 
 
 def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -> None:
-    """L14: `used <= estimate <= used * (1 + SHARE)` for a ladder of so many classes; to estimate changes nothing."""
+    """L14: `used <= estimate <= used * (1 + SHARE)` for a ladder of some classes, and estimating changes nothing."""
 
     ladder = [BatchDescriptor(n, n) for n in range(classes, 0, -1)]
     graph = graphify(function.counted, ladder=ladder, donate_argnames="state")
@@ -36,7 +36,7 @@ def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -
 
 
 def dropped_graphs_are_not_in_use(function: Function, most: int, device: str = "cpu") -> None:
-    """L9: with room for few graphs every call gives what the function gives, and no more graphs are held."""
+    """L9: with room for few graphs, every call gives the function's results, and no more graphs are held."""
     graph = graphify(function.fn, max_captures=most)
     params, state = function.params.to(device), tree_map(lambda t: t.to(device), function.state)
     other: Any = clone(state)

@@ -1,4 +1,4 @@
-"""L8 and L9: a capture leaves no trace, and what is held does not change."""
+"""L8 and L9: a capture leaves no trace, and results that callers hold do not change."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -20,7 +20,7 @@ from weft.trees import tree_map
 
 
 def capture_leaves_no_trace(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L8: explaining, capturing the whole ladder, and a capture that fails leave the state bitwise as it was."""
+    """L8: explaining, capturing the whole ladder, and a failed capture leave the state bitwise as it was."""
     graph, params, state = (
         graphify(whole(scenario), ladder=ladder),
         scenario.params(1, device),
@@ -52,7 +52,7 @@ def _then_fail(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu") -> None:
-    """L8 for any pure function, which has no inert batch to be captured on."""
+    """L8 for any pure function, which has no inert batch to capture on."""
     graph = graphify(function.fn)
     params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
     before = clone(state)
@@ -62,7 +62,7 @@ def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu"
 
 
 def ownership_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L9: what a call returned never changes, and a donated state refuses to be used again and names its taker."""
+    """L9: a call's results never change; using a donated state again is an error that names the call that took it."""
     graph, params, state = (
         graphify(whole(scenario), ladder=ladder),
         scenario.params(1, device),
@@ -85,7 +85,7 @@ def ownership_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], dev
 
 
 def borrowed_results_are_right(function: Function, device: str = "cpu") -> None:
-    """L9 for borrowed results: right until the next call, and as the inputs of that, though they change places."""
+    """L9 for borrowed results: they are right until the next call, and as its arguments, even in exchanged places."""
 
     @donates("state")
     def step(params: Any, state: Any, pair: tuple[Tensor, Tensor]) -> Any:
@@ -105,8 +105,8 @@ def borrowed_results_are_right(function: Function, device: str = "cpu") -> None:
 
 
 def graph_keeps_what_it_reads(code: Sequence[int], device: str = "cpu") -> None:
-    """L9: a tensor that a graph reads lives as long as the graph, even where its owner forgets it: here a cache of one
-    table, which the next size evicts."""
+    """L9: a tensor that a graph reads lives as long as the graph, even if its owner drops it. Here the owner is a cache
+    of one table, which the next size evicts."""
 
     @lru_cache(maxsize=1)
     def table(size: int) -> Tensor:
@@ -118,5 +118,5 @@ def graph_keeps_what_it_reads(code: Sequence[int], device: str = "cpu") -> None:
     graph = graphify(fn)
     for size in code:
         x = torch.full((size,), 2.0, device=device)
-        expected = fn(x)  # which makes the table, so that a capture finds it made
+        expected = fn(x)  # makes the table, so that the capture finds it in the cache
         assert_equal("L9 a graph keeps what it reads", graph(x), expected)

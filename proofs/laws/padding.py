@@ -1,4 +1,4 @@
-"""L2: padding is inert."""
+"""L2: padding does not change results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from weft.trees import tree_map
 
 
 def padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L2: `unpad(f(pad(b, d)))` is `f(b)` for each d that covers b, whatever padding and unwritten memory hold."""
+    """L2: `unpad(f(pad(b, d)))` is `f(b)` for each d that covers b, whatever padding and unwritten memory contain."""
     step, params = whole(scenario), scenario.params(1, device)
     for batch_index, batch in enumerate(scenario.batches(device)):
         for descriptor in larger(batch.descriptor, ladder):
@@ -40,25 +40,25 @@ def _run_to(scenario: Scenario, step: Any, params: Any, index: int, device: str,
 
 
 def _garbage_scratch(state: Sequence[State]) -> Sequence[State]:
-    """The state with old data in the row that padding points to."""
+    """The state with stale data in the row that padding points to."""
     for s in state:
         s.positions[-1], s.last_tokens[-1] = 1, 3
         s.sampling.floats[-1] = float("nan")
         for other in (s.sampling.ints, s.sampling.bias_ids, s.sampling.allowed, s.sampling.counts):
-            other[-1] = 77  # which uses penalties, a mask, min_tokens
+            other[-1] = 77  # the stale row uses penalties, a mask and min_tokens
         s.block_table[-1], s.adapters[-1] = s.block_table[0], 1
     return state
 
 
 def _garbage_tail(padded: Batch, batch: Batch) -> Batch:
-    """The padded batch with tokens of somebody else where its padding is."""
+    """The padded batch with another request's tokens in its padding."""
     tail = padded.input_ids.clone()
     tail[batch.descriptor.num_tokens :] = 2
     return attrs.evolve(padded, input_ids=tail)
 
 
 def stage_padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L2 between stages: NaN in the tail of a received buffer reaches no request and no page."""
+    """L2 between stages: NaN in the padding of a received buffer reaches neither a request nor a page."""
     stages, params = scenario.stages(2), scenario.params(2, device)
     state, other = list(scenario.state(2, device)), list(scenario.state(2, device))
     for batch in scenario.batches(device)[:1]:
@@ -75,7 +75,7 @@ def stage_padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor]
 
 
 def image_padding_is_inert(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
-    """L2 for a user's own descriptor: padded on two sides, with NaN there, an image and the state are the same; and
+    """L2 for a user's own descriptor: padding two dimensions with NaN changes neither an image nor the state, and
     unpadding is the inverse of padding."""
     step, params = scenario.step(), scenario.params(device)
     for image in scenario.images(device):

@@ -1,4 +1,4 @@
-"""L5: pieces are the whole."""
+"""L5: a step captured in pieces equals the whole step."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ from weft.trees import tree_map
 
 
 def pieces_are_the_whole(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L5: captured in pieces, with attention between them, a step gives bitwise what the whole graph and the function
-    itself give at the same padded class; and it is really in pieces, one more than there are layers."""
+    """L5: a step captured in pieces, with attention between them, gives bitwise the results of the whole graph and of
+    the function at the same padded class. It has one piece more than there are layers."""
     pieces = piecewise(whole(scenario), split_at="weft::paged_attention", ladder=ladder)
     one, eager, params = graphify(whole(scenario), ladder=ladder), whole(scenario), scenario.params(1, device)
     states = [scenario.state(1, device) for _ in range(3)]
@@ -35,7 +35,7 @@ def pieces_are_the_whole(scenario: Scenario, ladder: Sequence[BatchDescriptor], 
 def pieces_are_the_whole_on_functions(function: Function, device: str = "cpu") -> None:
     """L5 for any pure function, cut at every matrix product, sort and softmax in it."""
     split_at = {"matmul": "aten::mm", "sort": "aten::sort", "softmax": "aten::_softmax"}
-    split_at["gather"] = split_at["sort"]  # by argsort
+    split_at["gather"] = split_at["sort"]  # called by argsort
     names = [split_at[name] for name in function.code if name in split_at]
     if not names:
         return

@@ -1,4 +1,4 @@
-"""L3, L4 and L13: pipelines and micro-batches are the composition of their stages."""
+"""L3, L4 and L13: pipelines and micro-batches equal the composition of their stages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +24,8 @@ def pipeline_is_composition(
     ladder: Sequence[BatchDescriptor] | None,
     device: str = "cpu",
 ) -> None:
-    """L3: a pipeline of any split and any number of micro-batches gives the outputs and each stage's state of the
-    hand-written sequence; with a ladder, its stages replay."""
+    """L3: a pipeline with any split and any number of micro-batches gives the outputs and states of the hand-written
+    sequence; with a ladder, its stages replay."""
     stages, params = scenario.stages(num_stages), scenario.params(num_stages, device)
     plain = compose(stages, advance=advance)
     parts = stages if ladder is None else [graphify(stage, ladder=ladder) for stage in stages]
@@ -42,7 +42,7 @@ def pipeline_is_composition(
 def pipeline_is_composition_on_functions(
     functions: Sequence[Function], x: Tensor, microbatches: int, device: str = "cpu"
 ) -> None:
-    """L3 for any pure functions as stages."""
+    """L3 for arbitrary pure functions as stages."""
     stages, x = [f.fn for f in functions], x.to(device)
     params, states = tree_map(lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions]))
     state, out = compose(stages)(params, states, x)
@@ -52,7 +52,7 @@ def pipeline_is_composition_on_functions(
 
 
 def microbatches_are_one(scenario: Scenario, parts: int, device: str = "cpu") -> None:
-    """L13: `microbatch(f, m)` is `f`, its state included."""
+    """L13: `microbatch(f, m)` gives the results of `f`, the state included."""
     step, params = whole(scenario), scenario.params(1, device)
     cut = microbatch(step, parts)
     state, other = scenario.state(1, device), scenario.state(1, device)
@@ -72,7 +72,7 @@ def transforms_commute(
 ) -> None:
     """L4: `graphify(pipeline(s))` is `pipeline(map(graphify, s))` is `compose(s)`: outputs and each stage's state.
 
-    A graph cannot cut a ragged batch, which reads the host: more than one micro-batch goes with uniform classes alone.
+    A graph cannot cut a ragged batch, since that reads the host: several micro-batches need uniform classes.
     """
     stages, params = scenario.stages(num_stages), scenario.params(num_stages, device)
     steps: dict[str, Any] = {
@@ -96,7 +96,7 @@ def transforms_commute(
 def transforms_commute_on_functions(
     functions: Sequence[Function], inputs: Sequence[Tensor], microbatches: int, device: str = "cpu"
 ) -> None:
-    """L4 for any pure functions as stages, bitwise where the shapes are the same: all but `compose` cut alike."""
+    """L4 for arbitrary pure functions as stages; bitwise where shapes agree, since all but `compose` cut the same."""
     stages = [f.fn for f in functions]
     params, state = tree_map(lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions]))
     steps: dict[str, Any] = {

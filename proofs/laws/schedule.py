@@ -1,8 +1,8 @@
 """L10: generated programs are right, and the checker accepts right programs and nothing else.
 
-`weft.proofs.solver.programs_exhaustive` says what is right: it tries every order in which ranks could move. The checker
-asks for one thing more: where a stage overwrites a result that it sent, its program must have the fence, though
-something else (what returned, or a full edge) may keep the two apart in every order. So it accepts exactly the
+`weft.proofs.solver.programs_exhaustive` defines what is right: it tries every order in which ranks could move. The
+checker requires one thing more: a stage that overwrites a result that it sent must have the fence in its program, even
+if something else (a returned output, or a full edge) keeps the two apart in every order. So it accepts exactly the
 programs that are right and `fenced`.
 """
 
@@ -16,11 +16,11 @@ from weft.proofs.strategies.programs import Broken, Scheduled
 from weft.transforms.pipelines.checker import check
 
 WORLDS = 5_000
-"""Places that ranks can be at, for which all orders are tried of what a generator made."""
+"""The most positions of ranks for which every order of a generated program is tried."""
 
 
 def refusal(case: Scheduled) -> str | None:
-    """Why the checker refuses programs; None if it accepts them."""
+    """The checker's error for programs; None if it accepts them."""
     try:
         check(case.programs, buffers=case.buffers)
     except ProgramError as error:
@@ -39,7 +39,7 @@ def checker_is_right(case: Scheduled) -> None:
 
 
 def broken_programs_are_refused(case: Broken) -> None:
-    """L10: the checker accepts right programs, and refuses them with any fault."""
+    """L10: the checker accepts right programs, and refuses them once they have a fault."""
     if (refused := refusal(case.right)) is not None:
         raise LawViolation(f"L10 broken programs are refused: and right ones: {refused}")
     for name, wrong in case.wrong.items():
@@ -49,7 +49,7 @@ def broken_programs_are_refused(case: Broken) -> None:
 
 
 def schedules_are_right(case: Scheduled) -> None:
-    """L10: what `make_programs` makes is right, passes the checker, and runs no job before what it waits for."""
+    """L10: the programs of `make_programs` are right, pass the checker, and run no job before the jobs it waits for."""
     refused = refusal(case)
     if refused is not None:
         raise LawViolation(f"L10 schedules are right: refused: {refused}")
@@ -64,7 +64,7 @@ def schedules_are_right(case: Scheduled) -> None:
 
 
 def _waits(program: Program, mb: int, after: int) -> bool:
-    """Whether a rank has taken in what returned of a job, and advanced with it, before it runs another."""
+    """Whether a rank receives a job's returned output, and advances with it, before it runs another job."""
     before = program.effects[: program.effects.index(Run(f"stage {program.rank}", mb))]
     needed = [e for e in program.effects if isinstance(e, Broadcast) or e == Run("advance", after)]
     return all(e in before for e in needed if e.microbatch == after)

@@ -1,6 +1,6 @@
-"""The record of mutants: which law catches which planted bug, and on what smallest case.
+"""The record of mutants: the law that catches each planted bug, and the smallest case.
 
-`python -m weft.proofs.mutants --out FOLDER` writes it; with `--missing`, only what FOLDER lacks is searched for.
+`python -m weft.proofs.mutants --out FOLDER` writes it; with `--missing`, only mutants that FOLDER lacks are searched.
 """
 
 import argparse
@@ -21,7 +21,7 @@ HEADER = ("law", "planted bug", "example", "smallest case", "what was different"
 
 
 def row(mutant: Mutant, device: str, shrinks: int) -> dict[str, Any]:
-    """One planted bug, and what its law made of it."""
+    """One planted bug, and the result of its law."""
     with mutant.plant():
         caught = catch(mutant.law, device, shrinks=shrinks)
     found = {"examples": None, "case": [], "violation": "survived", "choices": ""} if caught is None else {
@@ -41,13 +41,13 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _stored(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """The rows of a record that have a case to replay, by law and planted bug."""
+    """The rows of a record that have a case to replay, by law and bug."""
     rows = json.loads((folder / "mutants.json").read_text(encoding="utf-8"))["mutants"]
     return {(r["law"], r["mutant"]): r for r in rows if r.get("choices")}
 
 
 def main() -> None:
-    """Plant every bug, write `mutants.json` and `mutants.md`, and exit with 1 if one survived."""
+    """Plant every bug, write `mutants.json` and `mutants.md`, and exit with 1 if a bug survived."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--device", default="cpu")

@@ -1,4 +1,4 @@
-"""Bugs of what ranks compare with each message."""
+"""Planted bugs of agreement between ranks: the journal of requests, and its comparison with each message."""
 
 import hashlib
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def _last_alone(self: Agreement, subject: str, value: str) -> None:
 
 
 def _newest(self: Agreement, checked: CheckedPrograms, first: int, step: int) -> None:
-    """Late messages are held against what the rank is asked for now."""
+    """Late messages are compared with the rank's current requests."""
     self._programs[checked.digest] = checked
     state = JournalState(step, self._count, self._chain, checked.digest)
     self._states = dict.fromkeys(range(first, first + checked.num_microbatches), state)
@@ -62,4 +62,4 @@ AGREEMENT = (
     Mutant("late messages are compared with the newest notes", _LAW, _method("begin", _newest)),
     Mutant("programs are not compared", _LAW, _method("begin", _any_program)),
 )
-"""Bugs of the journal, and of what is compared of it."""
+"""The bugs of the journal and of its comparison."""

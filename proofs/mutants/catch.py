@@ -1,4 +1,4 @@
-"""A search for a case that breaks a law, and the replay of one that was found."""
+"""The search for a case that breaks a law, and the replay of a case found before."""
 
 from base64 import b64decode, b64encode
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from weft.proofs.suite import Law
 
 @attrs.frozen
 class Caught:
-    """A law that broke.
+    """A broken law, and the case that broke it.
 
     Args:
-        examples: cases checked until the first that broke it.
+        examples: the number of cases checked, up to the first that broke it.
         case: the smallest case found, in words.
-        violation: what was different there.
+        violation: the difference in that case.
         choices: the same case as Hypothesis drew it, for `replay`.
     """
 
@@ -35,7 +35,7 @@ class Caught:
 
 @attrs.define
 class _Drawing:
-    """Draws, and keeps in words what was drawn."""
+    """Draws values, and records them in words."""
 
     data: st.DataObject
     drawn: list[str] = attrs.field(factory=list)
@@ -47,13 +47,13 @@ class _Drawing:
 
 
 def catch(law: Law, device: str = "cpu", *, max_examples: int = 200, shrinks: int = 0) -> Caught | None:
-    """Check a law on up to so many cases, the same each time; None if it holds on all.
+    """Check a law on some cases, the same ones each time; None if it holds on all of them.
 
     Args:
         law: a row of `weft.proofs.suite.LAWS`.
-        device: where.
-        max_examples: cases.
-        shrinks: once a case broke the law, how many smaller ones to try.
+        device: the device of the cases.
+        max_examples: the most cases.
+        shrinks: the most smaller cases to try once a case broke the law.
     """
     found: list[Caught] = []
     count = tried = 0
@@ -91,12 +91,12 @@ def catch(law: Law, device: str = "cpu", *, max_examples: int = 200, shrinks: in
 
 
 def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
-    """Check a law on one case that was found before; None if it holds there.
+    """Check a law on one case found before; None if it holds there.
 
     Args:
         law: a row of `weft.proofs.suite.LAWS`.
         choices: `Caught.choices`. Another version of Hypothesis, or of the strategies, may draw another case from them.
-        device: where.
+        device: the device of the case.
     """
     found: list[tuple[Caught, LawViolation]] = []
 
@@ -133,7 +133,7 @@ def _written(data: st.DataObject) -> str:
 
 
 class _OneCase(ExampleDatabase):
-    """A database of Hypothesis's that holds one case, whatever the test."""
+    """A Hypothesis database that returns one case for every test."""
 
     def __init__(self, choices: bytes) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _OneCase(ExampleDatabase):
         return () if key.endswith((b".secondary", b".pareto")) else (self.choices,)
 
     def save(self, key: bytes, value: bytes) -> None:
-        """Nothing: the record is written by `weft.proofs.mutants`."""
+        """Do nothing: `weft.proofs.mutants` writes the record."""
 
     def delete(self, key: bytes, value: bytes) -> None:
-        """Nothing: a case stays where it no longer breaks the law, and the test says so."""
+        """Do nothing: a case that no longer breaks its law is kept, and the test reports it."""

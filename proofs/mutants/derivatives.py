@@ -1,4 +1,4 @@
-"""Bugs of derivatives: zeros where there are none."""
+"""Planted bugs of derivatives: gradients that are zero where they should not be."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from weft.proofs.suite import find
 
 
 def _keeps_constants(k: Tensor, v: Tensor, *where: Any) -> Tensor:
-    """What a step writes into the cache is read as if it had always been there."""
+    """Keys and values that a step writes to the cache are read as constants."""
     return keep(k.detach(), v.detach(), *where)
 
 
@@ -21,7 +21,7 @@ def _keeps_constants_in_graphs(k: Tensor, v: Tensor, *where: Any) -> Tensor:
 
 
 def _norm_of_constants(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """An operator that torch.func sees nothing of."""
+    """An operator that torch.func cannot see into."""
     return functional_rms_norm(x.detach(), weight.detach(), eps)
 
 
@@ -45,4 +45,4 @@ DERIVATIVES = (
         replace(_ROTARY, "keep", _keeps_constants_in_graphs),
     ),
 )
-"""Bugs of the operators' derivatives."""
+"""The bugs of the operators' derivatives."""

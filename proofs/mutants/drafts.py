@@ -1,4 +1,4 @@
-"""Bugs of speculative decoding."""
+"""Planted bugs of speculative decoding."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,19 +24,19 @@ _REQUESTS = "weft.transforms.engine.requests"
 
 
 def _one_more(token_ids: Tensor, drafts: Tensor) -> Tensor:
-    """The draft behind the last right one is taken too."""
+    """The draft after the last right one is accepted too."""
     right = count_right(token_ids, drafts)
     there = (drafts >= 0).cumprod(1).sum(1)
     return torch.minimum(right + 1, there)
 
 
 def _all_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
-    """What the draft model says is not verified."""
+    """The draft model's tokens are accepted without verification."""
     return (drafts >= 0).cumprod(1).sum(1)
 
 
 def _any_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
-    """Right drafts are counted behind a wrong one."""
+    """Right drafts after a wrong one are counted."""
     return (drafts == token_ids[:, :-1]).sum(1)
 
 
@@ -49,7 +49,7 @@ def _noise_of_the_first(logits: Tensor, table: SamplingTable, rows: Tensor, posi
 
 
 def _moved_by_all(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
-    """A request moves on by all that was read, but not to its end, where it would get no more tokens."""
+    """A request advances by all tokens that were read, though not to its end, where it would get no more tokens."""
     assert state.drafting is not None, "it drafts"
     read = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
     old, most = state.positions[batch.rows], state.drafting.limits[batch.rows] - 2
@@ -61,13 +61,13 @@ def _moved_by_all(state: State, batch: Batch, out: Output, num_tokens: Tensor) -
 
 
 def _first_stages_move_by_one(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
-    """How many drafts were right returns to the last stage alone."""
+    """Only the last stage gets the number of right drafts."""
     alone = state.sampling.vocab_size == 0
     return _advance_verified(state, batch, out, num_tokens.clamp(max=1) if alone else num_tokens)
 
 
 def _pages_of_one_token(host: HostState, req: RequestState, query_len: int) -> int:
-    """The pages of a step are those of its last token: for the drafts behind it there may be none."""
+    """A step gets pages only up to its last token, so the drafts after it may have none."""
     return _pages_needed(host, req, 1)
 
 

@@ -1,4 +1,4 @@
-"""Bugs of graphs: what their keys forget, what their replays leave behind, what their captures disturb."""
+"""Planted bugs of graphs: in their keys, their replays and their captures."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +63,7 @@ def _padding_of_ones(target: Tensor, value: Tensor, spec: Any) -> None:
 
 
 def _forgetting(field: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The key of a tensor without one of its fields."""
+    """Leaves one field out of a tensor's key."""
 
     def forgetful(leaf: Any, shape: Any, by_reference: bool) -> Any:
         key, nothing = leaf_key(leaf, shape, by_reference), dict[str, Any]({field: None})
@@ -95,7 +95,7 @@ def _write_no_value(writer: Any, expression: str, value: Any) -> None:
 
 
 def _known_blindly(self: FastPath[Any], roles: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What was known of one call's arguments by reference is taken for those of any other of its structure."""
+    """The remembered references of one call are used for every other call of the same structure."""
     seen = self.layout.read(args, kwargs)
     known = [guarded.value for found in self.known.values() for guarded in found]
     if seen is None or not known:
@@ -104,7 +104,7 @@ def _known_blindly(self: FastPath[Any], roles: Any, name: str, args: Any, kwargs
 
 
 class _Idle(Operation):
-    """An operator of the tape that does not run again where a capture in pieces is cut."""
+    """The operator at which a capture in pieces is cut does not run again in a replay."""
 
     def run(self) -> None:
         if self.func._schema.name not in ("weft::paged_attention", "aten::mm", "aten::sort", "aten::_softmax"):
@@ -113,7 +113,7 @@ class _Idle(Operation):
 
 @contextmanager
 def _held_weakly() -> Iterator[None]:
-    """The tape does not keep what it reads: once its owner drops it, somebody else writes there."""
+    """The tape does not keep tensors that it reads alive: once their owner drops one, others write to its memory."""
     owners: list[tuple[weakref.ref[Tensor], Tensor]] = []
 
     def alias(value: Any) -> Any:
@@ -140,14 +140,14 @@ def _live(tree: Any, descriptor: Any) -> Any:
 
 @contextmanager
 def _live_warm_up() -> Iterator[None]:
-    """As for a state that is too large to be saved; once, or the state would run out of pages before a law looks."""
+    """Treats the state as too large to be saved; once, or it would run out of pages before the law is checked."""
     once = replace(_TAPE, "TapeBackend", lambda: TapeBackend(warm=[True]))
     with replace(_CAPTURE, "inert", _live)(), replace(_CAPTURE, "SAVED_BYTES", -1)(), once():
         yield
 
 
 def _drop_in_use(self: Graphs, key: Any, entry: Entry) -> None:
-    """A graph is dropped, its memory with it, and calls are still answered by it."""
+    """A graph and its memory are dropped, and it still answers calls."""
     for old in self.memo.values():
         object.__setattr__(old.recording, "operations", ())
     self.memo = {key: entry}
@@ -181,7 +181,7 @@ def _lending_inputs(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> H
 
 @contextmanager
 def _blind_to_func() -> Iterator[None]:
-    """A call inside a torch.func transform is taken for a plain one, on both paths."""
+    """A call inside a torch.func transform is treated as a plain one, on both paths."""
     with ExitStack() as stack:
         for home, name, value in (
             (_CALL, "in_functorch_transform", False),
@@ -197,7 +197,7 @@ _CALLS, _IMAGES = find("L1", "calls"), find("L1", "images")
 
 @attrs.frozen(eq=False)
 class _PadsOnce(GroupedCopy):
-    """Writes padding at the first call of a plan alone."""
+    """Writes padding only at the first call of a plan."""
 
     _calls: list[None] = attrs.field(factory=list, init=False)
 
@@ -257,4 +257,4 @@ GRAPHS = (
     Mutant("a torch.func transform is not inlined", find("L15", "functions of graphs"), _blind_to_func),
     Mutant("a replay reads its capture's inputs", find("L15", "graphs of functions"), _FILL_NOTHING),
 )
-"""Bugs of `graphify`, its back ends and its padding."""
+"""The bugs of `graphify`, its back ends and its padding."""

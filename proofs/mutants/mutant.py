@@ -16,7 +16,7 @@ class Mutant:
     """A planted bug and the law that must catch it.
 
     Args:
-        name: what is wrong.
+        name: a description of the bug.
         law: the law that breaks.
         plant: a context in which weft has the bug.
     """
@@ -30,6 +30,6 @@ class Mutant:
 
 
 def replace(home: str, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """A context in which `name` of the module `home` is `value`."""
+    """A context in which the attribute `name` of the module `home` is `value`."""
     # By import_module: a package may show a function under the name of the module that defines it.
     return lambda: mock.patch.object(import_module(home), name, value)

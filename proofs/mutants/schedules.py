@@ -1,4 +1,4 @@
-"""Bugs of schedules: of what generators make, and of what the checker lets through."""
+"""Planted bugs of schedules: in the generators of programs, and in the checker."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -27,7 +27,7 @@ _SCHEDULE, _CHECKER = "weft.transforms.pipelines.schedule", "weft.transforms.pip
 
 
 def _generating(change: Callable[[int, list[Effect]], None]) -> Callable[[], AbstractContextManager[Any]]:
-    """Generators whose list of a rank's effects is changed."""
+    """Changes the list of a rank's effects in the generators."""
 
     def changed(rank: int, *args: Any) -> list[Effect]:
         effects = list(_effects(rank, *args))
@@ -85,7 +85,7 @@ def _nothing(*args: Any) -> None:
 
 
 def _what_was_sent(program: Program, buffers: int) -> None:
-    """Looks at what is in flight, and not at what is yet to be sent."""
+    """Checks the messages in flight, and not those still to be sent."""
     seen: list[Effect] = []
     for effect in program.effects:
         seen.append(effect)
@@ -94,13 +94,13 @@ def _what_was_sent(program: Program, buffers: int) -> None:
 
 
 def _any_root(program: Program) -> None:
-    """Looks at who sends and receives, and not at whose output returns."""
+    """Checks senders and receivers, and not whose output returns."""
     known = (e for e in program.effects if not (isinstance(e, Broadcast) and e.root < program.num_ranks))
     check_peers(attrs.evolve(program, effects=tuple(known)))
 
 
 def _in_order_of_numbers(programs: Sequence[Program]) -> None:
-    """Refuses micro-batches in any other order than that of their numbers, which is right on all ranks alike."""
+    """Refuses micro-batches that are not in the order of their numbers, though the same order on all ranks is right."""
     ran = [e.microbatch for e in programs[0].effects if isinstance(e, Run) and e.what != "advance"]
     if ran != sorted(ran):
         raise ProgramError("check", f"micro-batches {ran}", "in order")
@@ -133,4 +133,4 @@ SCHEDULES = (
     Mutant("ranks may differ in what they run", _BROKEN, replace(_CHECKER, "_check_runs", _nothing)),
     Mutant("any rank's result may return", _BROKEN, replace(_CHECKER, "check_peers", _any_root)),
 )
-"""Bugs of `make_programs`, of its window, and of each part of `check`."""
+"""The bugs of `make_programs`, of its window, and of each part of `check`."""

@@ -1,4 +1,4 @@
-"""Bugs of the scheduler and of the pages."""
+"""Planted bugs of the scheduler and of the pages."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ _STEP, _INPUTS = "weft.transforms.engine.step", "weft.transforms.engine.inputs"
 
 
 class _Trusting(Pages):
-    """Shares what was found, kept or not."""
+    """Shares pages found in the prefix cache, even those that are not retained."""
 
     def acquire(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -43,7 +43,7 @@ class _Trusting(Pages):
 
 
 class _OwnersForgotten(_Trusting):
-    """Frees a page when the first of those that hold it goes."""
+    """Frees a page when the first of its holders releases it."""
 
     def release(self, pages: Sequence[int]) -> None:
         for page in pages:
@@ -60,7 +60,7 @@ _START = scheduler._admit
 
 
 def _predicting() -> AbstractContextManager[Any]:
-    """Every second rank ends a request one token early, taking the last one for granted."""
+    """Every second rank ends a request one token early, without waiting for the last one."""
     hosts: list[HostState] = []
 
     def observed(host: HostState, job: int, token_ids: Sequence[Sequence[int]]) -> Any:
@@ -94,7 +94,7 @@ def _in_order_without_delta(state: State, batch: Batch, resolved: ResolvedBatch)
 
 
 def _in_their_chunk(given: Sequence[Any], starts: Sequence[int], *where: Any) -> Any:
-    """A chunk of a prompt takes the positions of the prompt's first tokens."""
+    """Each chunk of a prompt gets the positions of the prompt's first tokens."""
     return batch_positions(given, [0] * len(starts), *where)
 
 
@@ -112,7 +112,7 @@ def _makes_room_from_the_first(host: HostState, req: RequestState, count: int) -
 
 
 def _found_before_computed(host: HostState, req: RequestState, *args: Any) -> None:
-    """A prompt's last page is found as soon as the prompt is given its pages."""
+    """A prompt's last page is published as soon as the prompt is given its pages."""
     _START(host, req, *args)
     if (name := req.hash_partial_page(host.pages.page_size)) is not None:
         host.pages.publish_partial(req.pages[len(req.page_hashes)], name)
@@ -128,7 +128,7 @@ def _latest_first() -> Iterator[None]:
 
 
 class _PartsOutlive(_Trusting):
-    """Finds what a page began with after it went to somebody else."""
+    """Finds a page by its old prefix after it was given to another request."""
 
     def _unpublish_partial(self, page: int) -> None:
         pass
@@ -155,7 +155,7 @@ _MASKED = Work._masked
 
 
 class _MasksStay(Engine):
-    """A request without a mask has that of the one which had its row before."""
+    """A request without a mask gets the mask of the previous request in its row."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -181,7 +181,7 @@ class _Staying:
 
 
 def _free_to_run_ahead(*args: Any) -> Request:
-    """A request with a mask does not wait until what it said has been read."""
+    """A request with a mask does not wait until the host has read its tokens."""
     return attrs.evolve(Request(*args), is_masked=False)
 
 
@@ -190,7 +190,7 @@ def _without_version(adapter: int, version: int) -> bytes:
 
 
 def _pages_are_kept(host: HostState) -> HostState:
-    """Requests that have begun go on with their pages."""
+    """Running requests keep their pages when the parameters change."""
     host.version += 1
     for req in host.requests.values():
         req.version = host.version
@@ -198,7 +198,7 @@ def _pages_are_kept(host: HostState) -> HostState:
 
 
 class _AllLeft(RequestMask):
-    """Forgets what the parameters of its request bar."""
+    """Forgets the tokens that the request's parameters forbid."""
 
     def allowed_after(self, _: int) -> torch.Tensor:
         return torch.full_like(self.allowed, -1)
@@ -206,7 +206,7 @@ class _AllLeft(RequestMask):
 
 @contextmanager
 def _some_token_where_none_is_left() -> Iterator[None]:
-    """The token of a row without one is taken for what was drawn."""
+    """The token of a row without an allowed token is taken for a drawn one."""
     with (
         replace(_OUTPUTS, "RequestMask", _AllLeft)(),
         replace("weft.transforms.engine.faults", "is_fault", math.isnan)(),
@@ -216,7 +216,7 @@ def _some_token_where_none_is_left() -> Iterator[None]:
 
 @contextmanager
 def _refused_where_it_is_admitted() -> Iterator[None]:
-    """Parameters are not checked with the model's own ends before a step admits their request."""
+    """Parameters are not checked together with the model's end tokens before a step admits their request."""
 
     def without_ends(call: str, model: Any, params: SamplingParams, num_logprobs: int) -> None:
         if params.seed is None:  # those that the user gave
@@ -228,7 +228,7 @@ def _refused_where_it_is_admitted() -> Iterator[None]:
 
 @contextmanager
 def _blames_value_errors_alone(call: str, instead: str) -> Iterator[None]:
-    """Of what a mask may raise, only what was thought of ends its request."""
+    """Only the expected exceptions of a mask end its request; others end the step."""
     try:
         yield
     except ValueError as error:

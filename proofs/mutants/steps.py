@@ -1,4 +1,4 @@
-"""Bugs of steps: of dispatch, of padding in a model, of pipelines, of sampling and of the order of requests."""
+"""Planted bugs of steps: in dispatch, padding in a model, pipelines, sampling and the order of requests."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -110,7 +110,7 @@ def _with_seeds(table: SamplingTable, seeds: Any) -> SamplingTable:
 
 
 def _baked_seed(logits: Tensor, table: SamplingTable, *where: Any) -> Any:
-    """The host gives the kernel its seed as a number, which a capture freezes."""
+    """The host passes the seed to the kernel as a Python number, which a capture freezes."""
     return sample_rows(logits, _with_seeds(table, 77) if _in_capture() else table, *where)
 
 
@@ -120,7 +120,7 @@ def _seed_of_place(logits: Tensor, table: SamplingTable, rows: Tensor, *where: A
 
 
 def _rules_of_the_first(logits: Tensor, table: SamplingTable, rows: Tensor, *where: Any) -> Any:
-    """One request's parameters are taken for the whole batch."""
+    """One request's parameters are used for the whole batch."""
     floats = table.floats[rows[:1]].expand_as(table.floats).contiguous()
     return sample_rows(logits, attrs.evolve(table, floats=floats), rows, *where)
 
@@ -131,12 +131,12 @@ def _counts_nothing(table: SamplingTable, *what: Any) -> SamplingTable:
 
 
 def _counts_chunks(table: SamplingTable, rows: Tensor, token_ids: Tensor, kept: Tensor) -> SamplingTable:
-    """What is drawn behind a chunk of a prompt, and thrown away, is counted."""
+    """A discarded draw after a chunk of a prompt is counted."""
     return count_tokens(table, rows, token_ids, torch.ones_like(kept))
 
 
 def _in_order_of_rows(state: State, batch: Batch) -> Any:
-    """Requests are sorted, as attention back ends like them, and not put back."""
+    """Requests are sorted, as attention back ends prefer, and not restored to their order."""
     found = resolve(state, batch)
     return attrs.evolve(found, last_index=found.last_index[batch.rows.argsort(descending=True)])
 
@@ -184,4 +184,4 @@ STEPS = (
     ),
     Mutant("requests are sorted and not put back", find("L17"), replace(_DECODER, "resolve", _in_order_of_rows)),
 )
-"""Bugs of `dispatch`, `pipeline`, `microbatch`, and of the models' stages."""
+"""The bugs of `dispatch`, `pipeline`, `microbatch` and the models' stages."""

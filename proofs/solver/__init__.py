@@ -1,1 +1,1 @@
-"""Proofs for all cases at once: by z3 on unknown numbers, and by every interleaving of small programs."""
+"""Proofs that cover all cases: by z3 for unknown numbers, and by trying every interleaving of small programs."""

@@ -3,8 +3,8 @@
 It runs `BatchDescriptor.covers`, `dispatch` and `make_ladder` themselves on unknown integers
 (`weft.proofs.solver.symbolic`). The order is proved for all descriptors. Dispatch is proved for `BatchDescriptor` with
 short ladders, and for any shape class with longer ones, where `covers` is an unknown partial order and padding an
-unknown number.
-`tests/transforms/graphs/test_ladder.py` checks what needs known numbers: `rungs`, and the capabilities of back ends.
+unknown number. What needs known numbers (`rungs`, and the capabilities of back ends) is checked by
+`tests/transforms/graphs/test_ladder.py`.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from weft.transforms.graphs.ladder import MODES, Ladder, Limits, make_ladder
 
 
 def unknown_descriptor(path: Path, name: str) -> Any:
-    """A descriptor of unknown values, valid or not: all its fields are `int`, or `int | None`."""
-    cls = BatchDescriptor  # looked up here, so that a test can prove it of another
+    """A descriptor with unknown values, valid or not. All its fields are `int` or `int | None`."""
+    cls = BatchDescriptor  # looked up here, so that a test can run the proof on another class
     made = object.__new__(cls)
     for field in attrs.fields(cls):
         label = f"{name}.{field.name}"
@@ -37,8 +37,8 @@ def unknown_descriptor(path: Path, name: str) -> Any:
 
 
 class AnyClass:
-    """A shape class of any type: all that is known of it is that `covers` is a partial order. It has no hash, and
-    dispatch needs none."""
+    """A shape class of any type, of which only one thing is known: `covers` is a partial order. It is not hashable, and
+    dispatch does not hash it."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -72,7 +72,7 @@ def _padding(name: str) -> str:
 
 
 def partial_order(names: Sequence[str]) -> list[z3.BoolRef]:
-    """That `covers` is antisymmetric and transitive on classes of these names, and that equal ones pad the same."""
+    """The assumptions: `covers` is antisymmetric and transitive on the named classes, and equal ones pad the same."""
     pairs, triples = list(permutations(names, 2)), permutations(names, 3)
     order = [_equals(a, b) == z3.And(_covers(a, b), _covers(b, a)) for a, b in pairs]
     order += [z3.Implies(z3.And(_covers(a, b), _covers(b, c)), _covers(a, c)) for a, b, c in triples]
@@ -80,7 +80,7 @@ def partial_order(names: Sequence[str]) -> list[z3.BoolRef]:
 
 
 def decided_rightly(own: Any, ladder: Ladder[Any]) -> dict[str, Any]:
-    """What is claimed of one decision, each part by its name."""
+    """The claims about one decision, by name."""
     decision, again = dispatch(own, ladder), dispatch(own, ladder)
     full, pieces = ([d for d in classes if d.covers(own)] for classes in (ladder.full, ladder.piecewise))
     mode, covering = ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [own])
@@ -97,7 +97,7 @@ def decided_rightly(own: Any, ladder: Ladder[Any]) -> dict[str, Any]:
 
 
 def reaches_its_own(rung: Any, ladder: Ladder[Any]) -> dict[str, Any]:
-    """That a batch of a rung's own class reaches it; as pieces, where no whole graph covers it."""
+    """The claim that a batch of a rung's own class reaches it; in pieces, if no whole graph covers it."""
     decision = dispatch(rung, ladder)
     whole = any(d.covers(rung) for d in ladder.full)
     shadowed = whole and not any(rung is d for d in ladder.full)
@@ -126,7 +126,7 @@ def prove_order() -> Iterator[Verdict]:
 
 
 def prove_valid() -> Iterator[Verdict]:
-    """What the constructor lets pass as uniform has T = R*q."""
+    """A uniform descriptor that the constructor accepts has T = R*q."""
 
     def constructed(path: Path) -> dict[str, Any]:
         tokens, reqs, query_len = (unknown(path, name) for name in ("tokens", "reqs", "query_len"))
@@ -140,9 +140,9 @@ def prove_valid() -> Iterator[Verdict]:
 
 
 def prove_dispatch(any_classes: int, classes: int) -> Iterator[Verdict]:
-    """Dispatch on ladders of up to so many classes of any type, and of up to so many `BatchDescriptor`s.
+    """Dispatch is right on ladders of up to so many classes of any type, and of up to so many `BatchDescriptor`s.
 
-    Right is: total, deterministic, sound, least, of least padding; and each rung is reachable by its own class.
+    That means: total, deterministic, sound, least, with the least padding; and a rung's own class reaches it.
     """
 
     def claim(make: Callable[[Path, str], Any], own: str, names: Sequence[str], cut: int) -> Callable[[Path], Any]:
@@ -168,13 +168,13 @@ def prove_dispatch(any_classes: int, classes: int) -> Iterator[Verdict]:
 
 
 def _together(claim: str, verdicts: Sequence[Verdict]) -> Verdict:
-    """Several proofs of one claim, as one; the first counterexample is its."""
+    """One result for several proofs of a claim; its counterexample is the first one found."""
     found = next((v.counterexample for v in verdicts if not v.holds), None)
     return Verdict(claim, sum(v.paths for v in verdicts), sum(v.seconds for v in verdicts), found)
 
 
 def prove_ladders() -> Iterator[Verdict]:
-    """`make_ladder` for unknown limits and any two sizes: its bounds, and that cutting one part cuts no other."""
+    """`make_ladder` keeps its bounds for unknown limits and any two sizes, and cutting one part cuts no other."""
 
     def limits(path: Path, tokens: str = "max_num_tokens", reqs: str = "max_num_reqs") -> Limits:
         return Limits(unknown(path, reqs), unknown(path, tokens), query_lens, (unknown(path, "loras"),))
@@ -183,7 +183,7 @@ def prove_ladders() -> Iterator[Verdict]:
         return [unknown(path, "size 0"), unknown(path, "size 1")]
 
     def made(most: Limits, given: Sequence[Any]) -> Any:
-        """The ladder; an empty one where no size is within the limits, which `make_ladder` refuses."""
+        """The ladder; empty if no size is within the limits, which `make_ladder` refuses."""
         try:
             return make_ladder(mode, most, given)
         except DescriptorError:
@@ -219,12 +219,12 @@ def prove_ladders() -> Iterator[Verdict]:
     assumed = [z3.Int(name) >= 1 for name in at_least_1] + [z3.Int("loras") >= 0]
     for mode, query_lens in product(MODES, ((1,), (3,))):
         yield prove(f"{mode}, query length {query_lens[0]}: the ladder is within its limits", bounded, assumed)
-        if query_lens != (1,) and mode != "full":  # whose whole graphs of ragged classes are bounded by both
+        if query_lens != (1,) and mode != "full":  # in full, both bounds apply to ragged whole graphs
             yield prove(f"{mode}, query length {query_lens[0]}: cutting one part cuts no other", uncut, assumed)
 
 
 def prove_all(any_classes: int = 4, classes: int = 2) -> Iterator[Verdict]:
-    """Every proof, one after the other; see `prove_dispatch` for the arguments."""
+    """Run every proof, one after another; see `prove_dispatch` for the arguments."""
     yield from prove_order()
     yield from prove_valid()
     yield from prove_dispatch(any_classes, classes)

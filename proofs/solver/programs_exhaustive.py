@@ -1,9 +1,9 @@
-"""What it means that programs are right, by trying every order in which ranks could move.
+"""The definition of right programs, by trying every order in which the ranks could move.
 
-A second, slower definition, which shares nothing with `weft.transforms.pipelines.checker` but the effects: a world is
-where each rank is, what it holds, and what is in flight; every step that some rank can take leads to another world.
-Programs are right if in no world that can be reached a rank goes wrong, and if the only worlds with no way on are those
-in which all ranks are at their end and nothing is in flight; on edges that hold one, two or three messages."""
+It is a second, slower definition, and shares only the effects with `weft.transforms.pipelines.checker`. A world is the
+position of each rank, what it holds, and what is in flight; each step that some rank can take leads to another world.
+Programs are right if no rank goes wrong in any reachable world, and if a world without a next step has all ranks at
+their end and nothing in flight. Edges hold one, two or three messages."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,16 +16,16 @@ CAPACITIES = (1, 2, 3)
 Value = tuple[str, int]  # "input", "ran", "result", "sent" or "output", of a micro-batch
 Message = tuple[int, Schema | None]
 Wire = tuple[str, int, int]  # "stage" or "return", from, to
-Flying = tuple[tuple[Wire, tuple[Message, ...]], ...]  # in order of wires, and on a wire oldest first; none empty
+Flying = tuple[tuple[Wire, tuple[Message, ...]], ...]  # in order of wires, oldest first on each; no wire is empty
 
 
 class Wrong(Exception):
-    """What a rank does wrong, in words."""
+    """A fault of a rank, in words."""
 
 
 @attrs.frozen
 class Rank:
-    """Where a rank is in its program, what it holds, and the micro-batches that its stage ran, in order."""
+    """A rank's position in its program, what it holds, and the micro-batches that its stage ran, in order."""
 
     at: int = 0
     holds: frozenset[Value] = frozenset()
@@ -47,10 +47,10 @@ class Move:
     flying: dict[Wire, tuple[Message, ...]]
 
     def done(self, capacity: int, buffers: int | None, returning: frozenset[int]) -> bool:
-        """Do it; false if the rank has to wait.
+        """Execute the effect; False if the rank has to wait.
 
         Raises:
-            Wrong: it must not be done.
+            Wrong: the effect is a fault here.
         """
         mb = self.effect.microbatch
         match self.effect:
@@ -83,30 +83,30 @@ class Move:
             raise Wrong(f"rank {self.rank}: '{self.effect}' {wrong}")
 
     def take(self, what: str) -> None:
-        """Use a value up."""
+        """Consume a value."""
         value = (what, self.effect.microbatch)
         self.require(value in self.holds, f"finds no {what}")
         self.holds.remove(value)
 
     def flies(self, mb: int) -> bool:
-        """Whether anything that this rank sent of a micro-batch is in flight."""
+        """Whether a message of this rank for a micro-batch is in flight."""
         return any(wire[1] == self.rank and any(m[0] == mb for m in sent) for wire, sent in self.flying.items())
 
     def run(self, buffers: int | None) -> None:
-        """Run the stage, into the buffer of so many runs ago."""
+        """Run the stage, which overwrites the oldest of its output buffers."""
         if self.rank > 0:
             self.take("input")
         if buffers is not None and len(self.ran) >= buffers:
             old = self.ran[-buffers]
             self.require(not self.flies(old), f"overwrites micro-batch {old} in flight")
             self.holds.discard(("result", old))
-            if self.rank == self.last:  # where the output is the result, as the stage left it
+            if self.rank == self.last:  # the output is the result, as the stage left it
                 self.holds.discard(("output", old))
         self.ran.append(self.effect.microbatch)
         self.holds |= {("ran", self.effect.microbatch), ("result", self.effect.microbatch)}
 
     def launch(self, wires: Sequence[Wire], schema: Schema | None, capacity: int) -> bool:
-        """Put the result on wires, once all have room."""
+        """Put the result on its wires, once all of them have room."""
         if any(len(self.flying.get(wire, ())) >= capacity for wire in wires):
             return False
         self.take("result")
@@ -116,7 +116,7 @@ class Move:
         return True
 
     def land(self, wire: Wire, schema: Schema | None, what: str) -> bool:
-        """Take what comes next on a wire."""
+        """Take the next message from a wire."""
         if wire not in self.flying:
             return False
         message, *others = self.flying.pop(wire)
@@ -131,7 +131,7 @@ def ways_on(programs: Sequence[Program], world: World, capacity: int, buffers: i
     """Each world that one effect of one rank leads to.
 
     Raises:
-        Wrong: a rank could now do what it must not.
+        Wrong: a rank's next effect is a fault.
     """
     ranks, flying = world
     last = len(programs) - 1
@@ -145,10 +145,10 @@ def ways_on(programs: Sequence[Program], world: World, capacity: int, buffers: i
 
 
 def explore(programs: Sequence[Program], capacity: int, buffers: int | None = None) -> int:
-    """Visit every world that can be reached; how many there are.
+    """Visit every reachable world, and return their number.
 
     Raises:
-        Wrong: in one of them a rank goes wrong, or nobody can move though not all is done.
+        Wrong: in one of them a rank goes wrong, or no rank can move although work is left.
     """
     start: World = (tuple(Rank() for _ in programs), ())
     seen, waiting = {start}, [start]
@@ -167,7 +167,7 @@ def explore(programs: Sequence[Program], capacity: int, buffers: int | None = No
 
 
 def compare_ranks(programs: Sequence[Program]) -> None:
-    """That ranks take part in the same micro-batches, in one order, of one class, and advance with all or none.
+    """Raise unless all ranks run the same micro-batches in one order and class, and advance with all or none of them.
 
     Raises:
         Wrong: they do not.
@@ -186,7 +186,7 @@ def compare_ranks(programs: Sequence[Program]) -> None:
 
 
 def fault(programs: Sequence[Program], *, buffers: int | None = None) -> str | None:
-    """What is wrong with programs, in words; None if nothing is."""
+    """The fault of some programs, in words; None if they are right."""
     try:
         compare_ranks(programs)
         for capacity in CAPACITIES:
@@ -197,8 +197,8 @@ def fault(programs: Sequence[Program], *, buffers: int | None = None) -> str | N
 
 
 def fenced(programs: Sequence[Program], buffers: int | None) -> bool:
-    """Whether each result that is sent is fenced before it is overwritten: between the two, the fence stands in the
-    program, whatever else would keep them apart."""
+    """Whether every result that is sent is fenced before it is overwritten. The program must have the fence between the
+    two, even if something else would keep them apart."""
     return buffers is None or all(_fenced(program, buffers) for program in programs)
 
 

@@ -1,11 +1,11 @@
 """Proofs by z3 that schedules are right for all jobs up to a bound, on edges of any capacity: `python -m
 weft.proofs.solver.schedule_proof`.
 
-It runs `make_programs`, `streaming`, `decode_jobs` and `jobs_for` themselves on jobs of which nothing is known
-(`weft.proofs.solver.symbolic`): whether each feeds, which it runs after, which share a request. On each path the
-programs are known. Then z3 looks for a time for each effect that is later than all it must wait for (`timetable`), and
-proves that these times hold for every capacity. Where such times exist nobody waits for ever: the earliest effect that
-is not done has what it waits for.
+It runs `make_programs`, `streaming`, `decode_jobs` and `jobs_for` themselves on unknown jobs
+(`weft.proofs.solver.symbolic`): whether each feeds, which job it runs after, which jobs share a request. On each path
+the programs are known. Then z3 looks for a time for each effect that is later than all it must wait for (`timetable`),
+and proves that these times work for every capacity. If such times exist, there is no deadlock: the earliest effect that
+is not done never has to wait for another one.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from weft.proofs.solver.symbolic import Integer, Path, Verdict, flag, prove, unk
 from weft.transforms.pipelines.checker import Edge, Step, check, puts, takes
 from weft.transforms.pipelines.schedule import Job, decode_jobs, jobs_for, make_programs, streaming
 
-Place = tuple[int, int]  # of an effect: its rank, and how many of that rank's are before it
+Place = tuple[int, int]  # an effect's rank, and its index in that rank's program
 
 
 def choice(path: Path, name: str, values: Sequence[Any]) -> Any:
-    """One of some values, any."""
+    """An unknown one of several values."""
     number = z3.Int(name)
     for index, value in enumerate(values[:-1]):
         if path.branch(number == index):
@@ -35,7 +35,7 @@ def choice(path: Path, name: str, values: Sequence[Any]) -> Any:
 
 
 class Truth:
-    """An unknown truth value, decided once it is asked for."""
+    """An unknown truth value, decided when it is first asked for."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class Truth:
 
 
 class Jobs(Sequence[Job]):
-    """Jobs that an unknown number can index."""
+    """Jobs that an unknown integer can index."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = tuple(jobs)
@@ -66,7 +66,7 @@ class Jobs(Sequence[Job]):
 
 
 def unknown_jobs(path: Path, count: int) -> Jobs:
-    """Jobs of which nothing is known but that `make_programs` takes them."""
+    """Unknown jobs, assumed only to be valid for `make_programs`."""
     jobs, returning = list[Job](), list[Any]()
     for index in range(count):
         feeds: Any = Truth(path, f"job {index} feeds")
@@ -80,7 +80,7 @@ def unknown_jobs(path: Path, count: int) -> Jobs:
 
 
 class Requests:
-    """The requests of a micro-batch: all that is asked of them is whether some are another's too."""
+    """The requests of a micro-batch, which can only be asked whether it shares any with another."""
 
     def __init__(self, path: Path, index: int) -> None:
         self.path = path
@@ -95,9 +95,9 @@ def _shared(earlier: int, later: int) -> str:
 
 
 def happens_before(programs: Sequence[Program], capacity: Any) -> Iterator[tuple[Place, Place, Any]]:
-    """What must happen before what, each with the condition under which it must: a rank's effects are in order; a
-    message is taken after it is put; it is put after that one was taken which is `capacity` before it on its edge; a
-    fence is passed after all was taken that it waits for."""
+    """The pairs of effects that must happen in order, each with its condition: a rank's effects run in program order; a
+    message is taken after it is put, and put after the message `capacity` before it on its edge is taken; a fence is
+    passed after every message that it waits for is taken."""
     putting, taking = defaultdict[Edge, list[Place]](list), defaultdict[Edge, list[Place]](list)
     effects = {(p.rank, index): effect for p in programs for index, effect in enumerate(p.effects)}
     for (rank, index), effect in effects.items():
@@ -119,7 +119,7 @@ def happens_before(programs: Sequence[Program], capacity: Any) -> Iterator[tuple
 
 
 def timetable(programs: Sequence[Program]) -> dict[Place, int] | None:
-    """A time for each effect, such that all is in order where an edge holds one message; None if there is none."""
+    """A time for each effect that keeps every order if an edge holds one message; None if there is none."""
     solver, times = z3.Solver(), dict[Place, Any]()
     for before, after, holds in happens_before(programs, 1):
         terms = [times.setdefault(place, z3.Int(f"time of {place}")) for place in (before, after)]
@@ -131,9 +131,9 @@ def timetable(programs: Sequence[Program]) -> dict[Place, int] | None:
     return {place: model.eval(term, model_completion=True).as_long() for place, term in times.items()}
 
 
-@functools.lru_cache(4096)  # of other jobs the programs are often the same
+@functools.lru_cache(4096)  # different jobs often have the same programs
 def never_stuck(programs: tuple[Program, ...]) -> Any:
-    """That all reach their end, on edges of an unknown capacity of at least one: the times found for one do for all."""
+    """The claim that all programs end, on edges of any capacity from one up: the times found for one work for all."""
     times, capacity = timetable(programs), z3.Int("capacity")
     if times is None:
         return False
@@ -146,7 +146,7 @@ def never_stuck(programs: tuple[Program, ...]) -> Any:
 
 
 def edges_agree(programs: Sequence[Program]) -> bool:
-    """That on each edge what is put and what is taken are the same micro-batches, in the same order and schema."""
+    """The claim that each edge's sends and receives are the same micro-batches, in the same order and schema."""
     putting, taking = defaultdict[Edge, list[Any]](list), defaultdict[Edge, list[Any]](list)
     for program in programs:
         for effect in program.effects:
@@ -163,7 +163,7 @@ def _message(effect: Effect) -> Any:
 
 
 def accepted(programs: Sequence[Program], buffers: int | None) -> bool:
-    """That the checker accepts them."""
+    """The claim that the checker accepts the programs."""
     try:
         check(programs, buffers=buffers)
     except ProgramError:
@@ -172,14 +172,14 @@ def accepted(programs: Sequence[Program], buffers: int | None) -> bool:
 
 
 def right(programs: tuple[Program, ...], buffers: int | None) -> dict[str, Any]:
-    """What is claimed of any programs, each part by its name."""
+    """The claims about any programs, by name."""
     if not edges_agree(programs):
         return {"edges agree": False}
     return {"never stuck": never_stuck(programs), "passes the checker": accepted(programs, buffers)}
 
 
 def taken_in(programs: Sequence[Program], mb: int, earlier: int) -> bool:
-    """Whether every rank has learnt what returned of an earlier micro-batch, and advanced, before it runs another."""
+    """Whether every rank receives the returned output of one micro-batch, and advances, before it runs another."""
     for program in programs:
         before = program.effects[: program.effects.index(Run(f"stage {program.rank}", mb))]
         needed = [e for e in program.effects if e.microbatch == earlier and isinstance(e, Broadcast)]
@@ -189,7 +189,7 @@ def taken_in(programs: Sequence[Program], mb: int, earlier: int) -> bool:
 
 
 def prove_jobs(stages: int, count: int, buffers: Sequence[int | None]) -> Iterator[Verdict]:
-    """`make_programs` of any jobs."""
+    """`make_programs` is right for any jobs."""
 
     def run(path: Path) -> dict[str, Any]:
         jobs, held = unknown_jobs(path, count), choice(path, "buffers", buffers)
@@ -206,8 +206,8 @@ def prove_jobs(stages: int, count: int, buffers: Sequence[int | None]) -> Iterat
 
 
 def prove_requests(stages: int, count: int) -> Iterator[Verdict]:
-    """`jobs_for` of any micro-batches, and the programs of its jobs: no stage runs on a request before the ranks have
-    advanced with every earlier micro-batch of it that it must know."""
+    """`jobs_for` and the programs of its jobs are right for any micro-batches: no stage runs on a request before the
+    ranks have advanced with every earlier micro-batch that it depends on."""
 
     def run(path: Path) -> dict[str, Any]:
         rows: Any = [Requests(path, index) for index in range(count)]
@@ -224,7 +224,7 @@ def prove_requests(stages: int, count: int) -> Iterator[Verdict]:
 
 
 def prove_loops(stages: int, microbatches: int, steps: int) -> Iterator[Verdict]:
-    """`streaming` and `decode_jobs`, at every size."""
+    """`streaming` and `decode_jobs` are right at every size."""
 
     def streamed(path: Path) -> dict[str, Any]:
         ranks, mbs = choice(path, "stages", range(1, stages + 1)), choice(path, "count", range(microbatches + 1))
@@ -248,12 +248,12 @@ def _listed(buffers: Sequence[int | None]) -> str:
 
 
 def prove_all(stages: int = 4, jobs: int = 4, longest: int = 6) -> Iterator[Verdict]:
-    """Every proof, one after the other.
+    """Run every proof, one after another.
 
     Args:
-        stages: ranks, up to so many.
-        jobs: of which nothing is known, up to so many.
-        longest: so many jobs at the most, which are proved without buffers alone.
+        stages: the most ranks.
+        jobs: the most unknown jobs.
+        longest: the most unknown jobs in all; more than `jobs` are proved only without buffers.
     """
     yield from prove_loops(stages, 3 * stages, 3)
     for ranks in range(1, stages + 1):

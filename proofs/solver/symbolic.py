@@ -1,8 +1,8 @@
 """A small symbolic executor: it runs a Python function once for each path that unknown integers can take through it.
 
 An unknown is an object whose arithmetic makes z3 terms. Where the function asks for a truth value (`if`, `and`, `any`,
-`min`), the path decides it, both ways if both are possible: the function is run again for the other. So what is proved
-is proved of the very code that runs in production, and of nothing typed a second time.
+`min`), the path decides it; if both values are possible, the function is run again for the other one. So a proof is
+about the code that runs in production, and not about a model of it.
 """
 
 import time
@@ -14,27 +14,27 @@ import z3
 
 
 class Path:
-    """One run of a function: the branches that it took so far, which it and its unknowns ask.
+    """One run of a function, which decides the branches that the function and its unknowns ask about.
 
     Args:
-        prefix: what to decide at the first branches, which an earlier run has explored.
-        solver: holds what is assumed of the unknowns.
+        prefix: the decisions at the first branches, which an earlier run left to this one.
+        solver: holds the assumptions about the unknowns.
     """
 
     def __init__(self, prefix: Sequence[bool], solver: z3.Solver) -> None:
         self._prefix = tuple(prefix)
         self._solver = solver
         self._known: dict[int, bool] = {}
-        self._terms: list[z3.BoolRef] = []  # holds the terms, so that no other gets the id of one
+        self._terms: list[z3.BoolRef] = []  # keeps the terms alive, so that no other term gets the id of one
         self.taken: list[bool] = []
         self.untried: list[tuple[bool, ...]] = []
 
     def assume(self, condition: z3.BoolRef) -> None:
-        """Let a condition hold from here on."""
+        """Assume a condition from here on."""
         self._solver.add(condition)
 
     def branch(self, condition: Any) -> bool:
-        """Decide a condition: as the path already implies, or else as true, and leave the other way to a later run."""
+        """Decide a condition: as the path already implies, or else as true, leaving false to a later run."""
         key = condition.get_id()
         if (known := self._known.get(key)) is not None:
             return known
@@ -51,14 +51,14 @@ class Path:
         return value
 
     def _possible(self, condition: Any) -> bool:
-        """Whether the path can go on with it; where z3 cannot say, yes, which explores more and proves no less."""
+        """Whether the condition can hold on this path. If z3 cannot tell, yes: an extra path is still sound."""
         return bool(self._solver.check(condition) != z3.unsat)
 
     def counterexample(self, claim: Any) -> str | None:
-        """Values of the unknowns on this path for which `claim` is false, in words; None if there are none.
+        """Values of the unknowns on this path that make `claim` false, in words; None if there are none.
 
         Raises:
-            ArithmeticError: z3 cannot say.
+            ArithmeticError: z3 cannot decide.
         """
         verdict = self._solver.check(z3.Not(claim) if z3.is_expr(claim) else z3.BoolVal(not claim))
         if verdict == z3.unsat:
@@ -70,7 +70,7 @@ class Path:
 
 
 class Integer:
-    """An unknown integer, unbounded. It passes for an int, and whatever it is not made for raises a TypeError."""
+    """An unknown, unbounded integer. It stands in for an int; an operation that it does not support is a TypeError."""
 
     __slots__ = ("path", "term")
 
@@ -87,7 +87,7 @@ class Integer:
         raise TypeError("an unknown stays one")
 
     def __hash__(self) -> int:
-        return 0  # so that sets and dicts ask `==`
+        return 0  # one hash for all, so that sets and dicts compare by `==`
 
     def __repr__(self) -> str:
         return str(self.term)
@@ -100,7 +100,7 @@ class Integer:
 
     def __floordiv__(self, other: int) -> "Integer":
         if type(other) is not int or other < 1:
-            raise TypeError(f"{self} // {other}: only by a known positive number")  # where z3 divides as Python does
+            raise TypeError(f"{self} // {other}: only by a known positive number")  # else z3 divides in another way
         return Integer(self.path, self.term / other)
 
 
@@ -151,7 +151,7 @@ def flag(path: Path, name: str) -> bool:
 
 @attrs.frozen
 class Verdict:
-    """What became of a claim: proved on so many paths, or refuted by a counterexample."""
+    """The result for a claim: proved on a number of paths, or refuted by a counterexample."""
 
     claim: str
     paths: int
@@ -160,7 +160,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether it was proved."""
+        """Whether the claim was proved."""
         return self.counterexample is None
 
     def __str__(self) -> str:
@@ -169,13 +169,13 @@ class Verdict:
 
 
 def prove(claim: str, run: Callable[[Path], Any], assumptions: Sequence[z3.BoolRef] = ()) -> Verdict:
-    """Run `run(path)` on every path that its unknowns can take; what it returns must be true on each.
+    """Run `run(path)` on every path that its unknowns can take, and prove the claims that it returns on each.
 
     Args:
         claim: in words.
         run: makes unknowns on the path, calls the code under proof, and returns a dict: for each part of the claim, a
             truth value or a z3 term. An exception refutes the claim too.
-        assumptions: what holds of the unknowns.
+        assumptions: about the unknowns.
     """
     start, count = time.perf_counter(), 0
     for path, result in explore(run, assumptions):
@@ -201,7 +201,7 @@ def explore(run: Callable[[Path], Any], assumptions: Sequence[z3.BoolRef] = ()) 
         result: Any
         try:
             result = run(path)
-        except Exception as error:  # the claim's to judge
+        except Exception as error:  # an exception is a result, which refutes the claim
             result = error
         waiting += path.untried
         yield path, result

@@ -1,21 +1,21 @@
-"""Hypothesis strategies, the shared vocabulary: what weft's own laws draw from, to import and to combine.
+"""Hypothesis strategies that weft's own laws draw from, for tests to import and to combine.
 
 | strategy | draws |
 |---|---|
-| `tensors(*shape)` | tensors of few plain values, dimensions that may be drawn too |
+| `tensors(*shape)` | tensors with few plain values; dimensions may be drawn too |
 | `descriptors()` | a `weft.BatchDescriptor`, uniform or ragged |
 | `batches()` | a `weft.Batch` of any class |
-| `ladders(batches)` | classes that cover these batches, largest first |
+| `ladders(batches)` | ladders with classes that cover these batches, largest first |
 | `limits()` | `weft.Limits`, for `weft.make_ladder` |
-| `pure_functions()` | a random function `.fn(params, state, batch) -> (state, out)`, and its arguments |
+| `pure_functions()` | a random function `.fn(params, state, batch) -> (state, out)`, and arguments for it |
 | `mappings()` | a random function `(params, x) -> y` that can be differentiated and mapped |
 | `stage_lists()` | functions that fit together as stages of a pipeline |
 | `scenarios()` | a small random model, and batches in an order that its state can serve |
-| `traces()` | requests that come, go and end, and a model that serves them |
-| `programs()` | all ranks' programs of a pipeline; `edited_programs()` and `broken_programs()`: with faults |
-| `image_scenarios()`, `resolution_ladders()` | a shape class that is no batch of requests |
+| `traces()` | requests that arrive, end or are aborted, and a model that serves them |
+| `programs()` | all ranks' programs of a pipeline; `edited_programs()` and `broken_programs()` have faults |
+| `image_scenarios()`, `resolution_ladders()` | images of a resolution, a shape class other than batches of requests |
 
-They are Hypothesis strategies like any other: `st.tuples(tensors(4, 4), batches())`, `ladders().filter(bool)`,
+They combine like any other strategies: `st.tuples(tensors(4, 4), batches())`, `ladders().filter(bool)`,
 `batches().flatmap(lambda b: st.tuples(st.just(b), ladders([b])))`.
 
 >>> from hypothesis import find, strategies as st

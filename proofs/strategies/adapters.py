@@ -1,4 +1,4 @@
-"""Two LoRA adapters of any model, and parameters that hold them: requests in scenarios and traces draw from these."""
+"""Two LoRA adapters for any model, and parameters with both; requests in scenarios and traces use them."""
 
 from itertools import cycle, islice
 
@@ -14,14 +14,20 @@ NUM_ADAPTERS = 2
 
 
 def slots(count: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """The adapter of each of `count` requests, in turn; -1 for none; empty: the model has no adapters."""
-    patterns = ((), (0, 1, -1), (0,), (-1, 1), (1, 0, 0))  # in one draw: more are fewer examples of all else
+    """The adapter of each of `count` requests, -1 for none; empty if the model has no adapters."""
+    patterns = (
+        (),
+        (0, 1, -1),
+        (0,),
+        (-1, 1),
+        (1, 0, 0),
+    )  # one draw: more would leave fewer examples of everything else
     return st.sampled_from(patterns).map(lambda pattern: tuple(islice(cycle(pattern), count)))
 
 
 def hold_adapters(params: DecoderParams, config: ModelConfig, layout: StageLayout, seed: int) -> DecoderParams:
-    """A stage's parameters with both: one changes all linear layers that can be, the other some, in another rank. Their
-    weights are large, so that differences show."""
+    """A stage's parameters with both adapters: one for all linear layers that can have one, the other for some of them
+    and with another rank. Their weights are large, so that differences show."""
     names = [name for index in range(config.num_layers) for name in adaptable(config, index)]
     first = random_adapter(config, names, rank=3, seed=seed, std=0.4)
     second = random_adapter(config, names[::2], rank=1, seed=seed + 1, std=0.6)

@@ -1,4 +1,4 @@
-"""Sequences of calls in which one differs from the next in a single thing that a graph must not be blind to."""
+"""Sequences of calls in which each differs from the one before in a single thing that a graph must notice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
     "as real": lambda z: torch.view_as_real(z).flatten(1),
     "one row": lambda z: z[:1],
 }
-"""Views of one storage: what is captured by reference is told apart by more than its address."""
+"""Views of one storage: tensors captured by reference differ in more than their address."""
 
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "float32": lambda x: x,
@@ -27,14 +27,14 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.t(),
     "meta": lambda x: x.to("meta"),
 }
-"""What is copied in."""
+"""The inputs that are copied in."""
 
 STATICS: tuple[bool | int | float, ...] = (1, 2, True, 1.0)
 
 
 @attrs.frozen
 class Call:
-    """A call of `called`: whose parameter (of `worlds`) and which view of it, which input, and a static value."""
+    """A call of `called`: a parameter (from `worlds`), a view of it, an input, and a static value."""
 
     world: int
     place: str
@@ -47,12 +47,12 @@ class Call:
 
 
 def called(params: Tensor, x: Tensor, static: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A pure function whose result shows each property of its arguments."""
+    """A pure function whose result depends on each property of its arguments."""
     return params.sum(-1) * static, torch.cumsum(x, 0) * static, torch.full((2,), static, device=x.device)
 
 
 def worlds(device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
-    """Two complex matrices [2, 2] of the same shape."""
+    """Two complex matrices [2, 2]."""
     z = torch.tensor([[1 + 2j, 3 - 1j], [-2 + 5j, 4 + 7j]], device=device)
     return z, z + 1
 

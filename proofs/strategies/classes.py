@@ -1,4 +1,4 @@
-"""Shape classes: descriptors, limits and ladders; and batches of them."""
+"""Shape classes: descriptors, limits and ladders, and batches of these classes."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from weft.transforms.graphs.ladder import Limits, lora_rungs
 
 @st.composite
 def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> BatchDescriptor:
-    """Any valid descriptor, uniform and ragged alike, equal shapes of both classes often.
+    """Any valid descriptor, uniform or ragged, often both with the same shape.
 
     >>> from hypothesis import find
     >>> print(find(descriptors(), lambda d: d.num_tokens > 2))
@@ -26,7 +26,7 @@ def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> 
 
 
 def limits() -> st.SearchStrategy[Limits]:
-    """What a batch can be: few requests and tokens, one or two query lengths, and numbers of LoRAs."""
+    """Limits of batches: few requests and tokens, one or two query lengths, and numbers of LoRAs."""
     query_lens = st.lists(st.integers(1, 4), min_size=1, max_size=2, unique=True).map(tuple)
     loras = st.builds(lora_rungs, st.integers(0, 3), specialised=st.booleans())
     return st.builds(Limits, st.integers(1, 12), st.integers(1, 40), query_lens, loras)
@@ -34,11 +34,11 @@ def limits() -> st.SearchStrategy[Limits]:
 
 @st.composite
 def batches(draw: st.DrawFn, max_reqs: int = 4, max_query_len: int = 4, vocab_size: int = 32) -> Batch:
-    """A batch of requests in some of the first `max_reqs` rows of a state: a uniform decode; or prompts, chunks of
-    prompts and single decode tokens in any mixture.
+    """A batch of requests in some of the first `max_reqs` rows of a state: a uniform decode, or any mixture of prompts,
+    chunks of prompts and single decode tokens.
 
-    A step that reads a state must find these rows in it, and for a decode past their prefill: for batches in an order
-    that a state can serve, draw `scenarios()`.
+    A step that reads a state must find these rows in it, and for a decode, rows whose prefill is done. For batches in
+    an order that a state can serve, draw `scenarios()`.
 
     >>> from hypothesis import find
     >>> find(batches(), lambda b: b.descriptor.is_uniform).descriptor
@@ -59,9 +59,9 @@ def _largest_first(found: Iterable[BatchDescriptor]) -> tuple[BatchDescriptor, .
 def ladders(
     batches: Sequence[Batch] | None = None, covered: bool = True
 ) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
-    """Ladders for these batches: for each its own class or a larger one, and, to collide with a ragged batch of one
-    token a request, often the uniform class of its shape. Not `covered`: some batches may find no class. Without
-    batches: up to four classes.
+    """Ladders for these batches: for each batch, its own class or a larger one. For a ragged batch of one token per
+    request, the ladder often has the uniform class of its shape too, so that the two can be confused. Unless `covered`,
+    some batches may find no class. Without batches: up to four classes.
 
     >>> from hypothesis import find
     >>> find(ladders([Batch.decode([0])]), lambda ladder: True)
@@ -71,7 +71,7 @@ def ladders(
         return st.lists(descriptors(), max_size=4).map(_largest_first)
 
     def larger(descriptor: BatchDescriptor, reqs: int, tokens: int) -> BatchDescriptor:
-        loras = descriptor.num_active_loras  # as many, so that classes of other numbers stand beside it
+        loras = descriptor.num_active_loras  # kept, so that some classes of the ladder have other numbers
         if descriptor.query_len is not None:
             return BatchDescriptor.uniform(descriptor.num_reqs + reqs, descriptor.query_len, loras)
         return BatchDescriptor(descriptor.num_tokens + tokens, descriptor.num_reqs + reqs, None, loras)

@@ -1,5 +1,4 @@
-"""How requests of a trace, or of an engine, are drafted for: by prompt lookup, or by a model that is right often or
-seldom."""
+"""Drafters for the requests of a trace or an engine: prompt lookup, or a model that is often or seldom right."""
 
 from pathlib import Path
 
@@ -19,8 +18,8 @@ MODELS = ("itself", "another")
 
 @attrs.frozen
 class Drafts:
-    """So many tokens a step at most, found by prompt lookup of n-grams, or said by a model: the one that is drafted
-    for, or another with one layer."""
+    """The most tokens drafted per step, by prompt lookup of n-grams or by a model: the served one itself, or another
+    with one layer."""
 
     num_tokens: int
     way: tuple[int, int] | str
@@ -28,7 +27,7 @@ class Drafts:
     def speculation(
         self, config: ModelConfig, seed: int, std: float, device: torch.device | str = "cpu"
     ) -> Speculation:
-        """For a model of these weights (`random_params`)."""
+        """The drafter for a model with these weights (`random_params`)."""
         if not isinstance(self.way, str):
             return Speculation(self.num_tokens, ngram=self.way)
         own = config if self.way == "itself" else attrs.evolve(config, num_layers=1)
@@ -40,10 +39,10 @@ class Drafts:
 
 
 def lookups() -> st.SearchStrategy[Drafts]:
-    """By prompt lookup, single tokens often."""
+    """Prompt lookup, often of single tokens."""
     return st.builds(Drafts, st.sampled_from((4, 3, 2, 1)), st.sampled_from(((1, 3), (1, 1), (2, 3))))
 
 
 def models() -> st.SearchStrategy[Drafts]:
-    """By a model."""
+    """A draft model."""
     return st.builds(Drafts, st.sampled_from((3, 4, 2, 1)), st.sampled_from(MODELS))

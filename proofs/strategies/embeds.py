@@ -1,4 +1,4 @@
-"""Prompts with an image in them, and models that place it: requests in scenarios and traces draw from these."""
+"""Prompts with an image, and models with mRoPE to place it; requests in scenarios and traces draw from them."""
 
 import attrs
 import torch
@@ -10,7 +10,7 @@ from weft.transforms.engine.inputs import EmbedsPrompt
 
 
 def with_mrope(config: ModelConfig) -> ModelConfig:
-    """The model with mRoPE: its pairs shared out to time, height and width."""
+    """The model with mRoPE, its pairs divided among time, height and width."""
     pairs = config.head_dim // 2
     section = (1, (pairs - 1) // 2, pairs - 1 - (pairs - 1) // 2)
     return attrs.evolve(config, rope=attrs.evolve(config.rope, mrope_section=section))
@@ -18,12 +18,12 @@ def with_mrope(config: ModelConfig) -> ModelConfig:
 
 @st.composite
 def images(draw: st.DrawFn, prompt: tuple[int, ...], hidden_size: int, image: int) -> EmbedsPrompt:
-    """A prompt, some of whose tokens, one behind the other, are an image; or none are: text, with positions.
+    """A prompt with positions. Some consecutive tokens are an image, or none are.
 
     Args:
-        image: which one.
+        image: the index of the image.
     """
-    # In a few places, so that two prompts often have the same ids: pages must be known by what is in the images.
+    # In few places, so that two prompts often have the same ids, and pages must be told apart by their images.
     start = min(draw(st.sampled_from((0, 0, 0, 3))), len(prompt))
     stop = draw(st.sampled_from((len(prompt), min(start + 4, len(prompt)), len(prompt), start)))
     width, still = draw(st.sampled_from(((2, True), (3, False))))

@@ -1,4 +1,4 @@
-"""Random loads of an engine: a small model, how it runs, and prompts that come, fork and go."""
+"""Random loads of an engine: a small model, the engine's options, and prompts that arrive, fork and end."""
 
 import functools
 import random
@@ -29,7 +29,7 @@ _STD = 0.5
 
 @functools.cache
 def small_model(seed: int = 0) -> Model:
-    """Three layers, whose weights are large, so that differences show; without a tokenizer."""
+    """A model of three layers without a tokenizer. Its weights are large, so that differences show."""
     config = parse_config(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -52,7 +52,7 @@ def small_model(seed: int = 0) -> Model:
 
 @functools.cache
 def small_adapters() -> dict[str, Adapter]:
-    """Two for that model: of its attention, and of all that can have one."""
+    """Two adapters for that model: one for attention alone, one for all layers that can have one."""
     config = small_model().config
     names = [name for layer in range(3) for name in adaptable(config, layer)]
     parts = {"of attention": [name for name in names if "self_attn" in name], "of all": names}
@@ -64,13 +64,13 @@ def small_adapters() -> dict[str, Adapter]:
 
 @functools.cache
 def small_speculation(drafts: Drafts) -> Speculation:
-    """For that model."""
+    """Drafting options for that model."""
     return drafts.speculation(small_model().config, 0, _STD)
 
 
 @attrs.frozen
 class Half:
-    """A mask: half of the tokens, others behind each beginning; in ids or in bits, or now and then anything."""
+    """A mask that allows half of the tokens, others after each prefix, as ids or as bits; sometimes any token."""
 
     seed: int
 
@@ -80,14 +80,14 @@ class Half:
         return pack_bits(ids, VOCABULARY) if len(said) % 2 else ids
 
     def allowed(self, said: Sequence[int]) -> list[int] | None:
-        """The tokens that may follow; None: any."""
+        """The tokens allowed next; None: any."""
         chosen = random.Random(f"{self.seed} {list(said)}")
         return sorted(chosen.sample(range(VOCABULARY), VOCABULARY // 2)) if chosen.random() < 0.8 else None
 
 
 @attrs.frozen
 class Call:
-    """What happens before a step of the engine: a prompt comes, with an id that is its place; it is aborted later."""
+    """A prompt that arrives before a step of the engine, with its index as its id, and the step of its abort."""
 
     step: int
     prompt: tuple[int, ...]
@@ -101,7 +101,7 @@ class Call:
 
 @attrs.frozen
 class Load:
-    """An engine's limits, how it runs, and what comes."""
+    """An engine's limits and options, and the prompts that arrive."""
 
     limits: EngineLimits
     pipeline: int
@@ -111,7 +111,7 @@ class Load:
     drafts: Drafts | None = None
 
     def engine(self, run_ahead: int | None = None, model: Model | None = None) -> Engine:
-        """Made ready, of `small_model()` or of another one."""
+        """The engine, for `small_model()` or for another one."""
         return Engine(
             model or small_model(),
             self.limits,
@@ -127,12 +127,13 @@ class Load:
 
 @st.composite
 def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES, masks: bool = False) -> Load:
-    """Up to four prompts, some with the same beginning, with several completions or with adapters, of an engine whose
-    rows, pages and tokens a step are scarce, or not, and that drafts, or not.
+    """Up to four prompts, some with the same beginning, with several completions or with adapters. The engine's rows,
+    pages and tokens per step may be scarce, and it may draft.
 
     Args:
-        modes: of graphs.
-        masks: whether most have a mask; then there are more of them, at the same time, so that they meet in a step.
+        modes: the graph modes to draw from.
+        masks: whether most prompts have a mask; then there are more prompts, at the same time, so that they share
+        steps.
     """
     page_size, rows = draw(st.sampled_from((2, 4))), draw(st.integers(3 if masks else 1, 5))
     stages = draw(st.integers(1, 3))
@@ -164,6 +165,6 @@ def _calls(draw: st.DrawFn, adapters: tuple[str | None, ...], masks: bool) -> Ca
     priority, adapter = draw(st.sampled_from((0, 0, 1))), draw(st.sampled_from(adapters))
     most = draw(st.integers(3 if masks else 1, 5))
     mask = draw(st.sampled_from((Half(0), Half(1), None))) if masks else None
-    if mask is not None:  # of what it allows, all can be drawn
+    if mask is not None:  # so that every allowed token can be drawn
         sampling = attrs.evolve(sampling, allowed_token_ids=None, bad_token_ids=(), min_tokens=0)
     return Call(step, (*begin, *rest), sampling, most, priority, aborted, adapter, mask)

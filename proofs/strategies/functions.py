@@ -1,4 +1,4 @@
-"""Random pure functions, and calls for them."""
+"""Random pure functions, and inputs for them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from weft.trees import axes, descriptor_field, pytree
 @pytree
 @attrs.frozen(eq=False)
 class Rows:
-    """A batch of research code: a tensor whose first dimension is padded. Its descriptor is `weft`'s own."""
+    """A batch as in research code: a tensor with a padded first dimension. Its descriptor is a `BatchDescriptor`."""
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
     x: Tensor = attrs.field(metadata=axes("num_tokens", None))
@@ -24,11 +24,11 @@ class Rows:
 
 @attrs.frozen(eq=False)
 class Function:
-    """A random pure function `(params, state, batch) -> (state, out)` on tensors [rows, width], and calls for it.
+    """A random pure function `(params, state, batch) -> (state, out)` on tensors [rows, width], and inputs for it.
 
     Args:
-        code: the operations, by name, in order; what `repr` shows.
-        fn: runs them.
+        code: the names of the operations, in order; `repr` shows them.
+        fn: the function.
         params: [width, width].
         state: a tree of tensors that each call replaces.
         inputs: the batches, of different numbers of rows.
@@ -41,7 +41,7 @@ class Function:
     inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
 
     def counted(self, params: Tensor, state: dict[str, Tensor], batch: Rows) -> tuple[dict[str, Tensor], Rows]:
-        """The function on a batch that may be padded, as a step whose state counts its calls."""
+        """The function as a step on batches that may be padded; its state counts its calls."""
         _, y = self.fn(params, clone(state), batch.x)
         return {**state, "n": state["n"] + 1}, attrs.evolve(batch, x=y)
 
@@ -107,8 +107,8 @@ class Mapping:
     """A random pure function `(params, x) -> y` that can be differentiated and mapped, and inputs of one shape for it.
 
     Args:
-        code: the operations, in order.
-        fn: runs them.
+        code: the names of the operations, in order.
+        fn: the function.
         params: [width, width].
         inputs: each [rows, width].
     """
@@ -121,7 +121,7 @@ class Mapping:
 
 @st.composite
 def mappings(draw: st.DrawFn, device: str = "cpu") -> Mapping:
-    """A random chain of operations, one of which may read a tensor from outside, and 1 to 3 calls."""
+    """A random chain of operations, one of which may read a tensor from its closure, and 1 to 3 calls."""
     names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4))
     rows, width = draw(st.integers(1, 3)), draw(st.sampled_from((2, 4)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
@@ -138,7 +138,7 @@ def mappings(draw: st.DrawFn, device: str = "cpu") -> Mapping:
 
 @st.composite
 def stage_lists(draw: st.DrawFn, max_stages: int = 4) -> list[Function]:
-    """Random pure functions of one width that fit together as stages: `pipeline_stage` makes a stage of each."""
+    """Random pure functions of one width that fit together as stages; `pipeline_stage` makes a stage of each."""
     width_seed = draw(st.integers(0, 999))
     count = draw(st.integers(1, max_stages))
     generator = torch.Generator().manual_seed(width_seed)
@@ -153,7 +153,7 @@ def stage_lists(draw: st.DrawFn, max_stages: int = 4) -> list[Function]:
 
 
 def _chain(names: tuple[str, ...]) -> Callable[..., Any]:
-    """A stage that applies the operations to each row and counts the rows that it saw, whatever the split."""
+    """A stage that applies the operations to each row, and counts the rows that it saw in its state."""
 
     def stage(params: Tensor, state: dict[str, Tensor], batch: Tensor, x: Tensor | None) -> tuple[Any, Tensor]:
         y = batch if x is None else x

@@ -1,4 +1,4 @@
-"""A shape class that is no batch of requests: images of a resolution, which a ladder of resolutions pads."""
+"""A shape class other than batches of requests: images of a resolution, padded by a ladder of resolutions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +16,13 @@ CHANNELS = 3
 
 @attrs.frozen
 class Resolution:
-    """The shape class of an image, and a partial order: all that `graphify` asks of a user's own descriptor."""
+    """The shape class of an image, with a partial order: the whole interface of a user's own descriptor."""
 
     height: int
     width: int
 
     def covers(self, other: "Resolution") -> bool:
-        """Whether an image of that resolution fits in one of this."""
+        """Whether an image of the other resolution fits in one of this resolution."""
         return self.height >= other.height and self.width >= other.width
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class Resolution:
 @pytree
 @attrs.frozen(eq=False)
 class Image:
-    """An image, whose two dimensions are padded.
+    """An image, padded in two dimensions.
 
     Args:
         resolution: its shape class.
@@ -54,7 +54,7 @@ FILTERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "flip": lambda x, params: x.flip(-1),
     "sort": lambda x, params: x.sort(-1).values,
 }
-"""Operations on [height, width, channels] in which padding of zeros acts as the border does."""
+"""Operations on [height, width, channels] for which padding with zeros equals the border."""
 
 
 @attrs.frozen(eq=False)
@@ -63,8 +63,8 @@ class ImageScenario:
 
     Args:
         code: the filters, in order.
-        resolutions: of the images.
-        seed: of their pixels and of the parameters.
+        resolutions: the images' resolutions.
+        seed: of the pixels and the parameters.
     """
 
     code: tuple[str, ...]
@@ -75,7 +75,7 @@ class ImageScenario:
         return f"ImageScenario({' '.join(self.code)}, {', '.join(map(str, self.resolutions))}, seed={self.seed})"
 
     def step(self) -> Callable[..., Any]:
-        """The step: the filters, each on valid pixels alone; the state counts images and sums what it saw."""
+        """The step: the filters, each on valid pixels alone. The state counts images and sums their pixels."""
 
         @donates("state")
         def step(params: Tensor, state: dict[str, Tensor], image: Image) -> tuple[dict[str, Tensor], Image]:
@@ -90,7 +90,7 @@ class ImageScenario:
         return step
 
     def images(self, device: torch.device | str = "cpu") -> list[Image]:
-        """The images, one a call."""
+        """The images, one per call."""
         generator = torch.Generator().manual_seed(self.seed)
         made = []
         for size in self.resolutions:
@@ -103,7 +103,7 @@ class ImageScenario:
         return torch.randn(CHANNELS, CHANNELS, generator=torch.Generator().manual_seed(self.seed + 1)).to(device)
 
     def state(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Nothing seen yet."""
+        """The state before the first image."""
         return {
             "sum": torch.zeros(CHANNELS, device=device),
             "pixels": torch.zeros((), dtype=torch.int64, device=device),
@@ -116,12 +116,12 @@ def resolutions(most: int = 5) -> st.SearchStrategy[Resolution]:
 
 
 def resolution_ladders() -> st.SearchStrategy[tuple[Resolution, ...]]:
-    """Ladders of up to four resolutions, in any order: which covers which decides, not where it stands."""
+    """Ladders of up to four resolutions, in any order: dispatch goes by `covers`, not by position."""
     return st.lists(resolutions(7), max_size=4, unique=True).map(tuple)
 
 
 def image_scenarios() -> st.SearchStrategy[ImageScenario]:
-    """One to four filters, one to five images."""
+    """One to four filters, and one to five images."""
     code = st.lists(st.sampled_from(sorted(FILTERS)), min_size=1, max_size=4).map(tuple)
     sizes = st.lists(resolutions(), min_size=1, max_size=5).map(tuple)
     return st.builds(ImageScenario, code, sizes, st.integers(0, 999))

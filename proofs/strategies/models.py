@@ -58,7 +58,7 @@ def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelC
 
 @st.composite
 def moe_fields(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
-    """Fields of a Qwen3-MoE: any number of experts, and any layers without them."""
+    """Fields of a Qwen3-MoE with any number of experts, some of whose layers have none."""
     num_experts = draw(st.integers(1, 6))
     return {
         "num_experts": num_experts,
@@ -88,7 +88,7 @@ ROPES = (
 
 @attrs.frozen
 class Move:
-    """What one step does with one row: so many prompt tokens, or (0) one decode token."""
+    """One step's work on one row: a number of prompt tokens, or (0) one decode token."""
 
     row: int
     prompt_tokens: int
@@ -96,20 +96,20 @@ class Move:
 
 @attrs.frozen(eq=False, repr=False)
 class Scenario:
-    """A random model and a sequence of batches that its state can serve, one after the other.
+    """A random model and a sequence of batches that its state can serve, one after another.
 
     Args:
         config: of the model.
-        prompts: token ids, one a row.
-        moves: for each step, what it does with which rows; no row twice.
-        uniform: for each step, whether its maker declares it a uniform decode (only ever true for all-decode steps).
+        prompts: token ids, one prompt per row.
+        moves: for each step, its work on each of its rows; no row twice.
+        uniform: for each step, whether it is declared a uniform decode (only ever true for all-decode steps).
         page_size: of the state.
-        sampling: what each row's request asks.
+        sampling: the parameters of each row's request.
         seed: of the weights.
-        loras: for each step, the number of active LoRAs that its descriptor tells, where its rows have no more; empty:
-            as many as its rows have.
+        loras: for each step, the number of active LoRAs in its descriptor, at least as many as its rows have; empty:
+            exactly as many.
         adapters: for each row, the slot of its adapter, -1 for none; empty: the model has no adapters.
-        given: for each row what its prompt has beside token ids; empty: the model has no mRoPE.
+        given: for each row, the prompt's parts besides token ids; empty: the model has no mRoPE.
     """
 
     config: ModelConfig
@@ -171,7 +171,7 @@ class Scenario:
         return split_layers(self.config.num_layers, num_stages)
 
     def stages(self, num_stages: int) -> list[Any]:
-        """The model's stages, which keep their logits."""
+        """The model's stages, which return their logits."""
         return [decoder_stage(self.config, layout, keep_logits=True) for layout in self.layouts(num_stages)]
 
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
@@ -183,7 +183,7 @@ class Scenario:
         return tuple(hold_adapters(*stage, self.seed) if self.adapters else stage[0] for stage in own)
 
     def state(self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0) -> tuple[State, ...]:
-        """A fresh state for each stage, with the prompts admitted; `poison` is what unwritten pages hold."""
+        """A fresh state for each stage, with the prompts admitted; unwritten pages hold `poison`."""
         decodes = sum(1 for step in self.moves for move in step if move.prompt_tokens == 0)
         pages = [-(-(len(p) + decodes) // self.page_size) for p in self.prompts]
         ends = [sum(pages[: i + 1]) for i in range(len(pages))]
@@ -221,9 +221,9 @@ def scenarios(
     sampled: bool = False,
     mrope: bool = False,
 ) -> Scenario:
-    """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts, decodes, both at once;
-    with `loras`, of different numbers of active LoRAs; with `sampled`, no request is greedy; with `mrope`, each prompt
-    has positions, and maybe an image."""
+    """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts, decodes, or both. With
+    `loras`, numbers of active LoRAs vary; with `sampled`, no request is greedy; with `mrope`, each prompt has
+    positions, and some have an image."""
     config = draw(configs(min_layers, max_layers))
     config = with_mrope(config) if mrope else config
     token = st.integers(0, config.vocab_size - 1)
@@ -242,7 +242,7 @@ def scenarios(
             done[row] += taken
             step.append(Move(row, taken))
         moves.append(tuple(step))
-        # A one-token prefill has a decode's shape; only the maker of the batch knows, and says so.
+        # A one-token prefill has the shape of a decode, so the batch must declare which it is.
         uniform.append(all(move.prompt_tokens == 0 for move in step) and draw(st.booleans()))
     given = [images(tuple(prompt), config.hidden_size, row) for row, prompt in enumerate(prompts)] if mrope else []
     own = [draw(image) for image in given]

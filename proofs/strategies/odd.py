@@ -1,4 +1,4 @@
-"""Requests that no careful user would send, and engines that are to serve them all the same."""
+"""Requests with odd or invalid values, and engines that must serve or refuse them."""
 
 import random
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ from weft.transforms.engine.inputs import EmbedsPrompt
 from weft.transforms.engine.setup import EngineLimits
 
 ENDS = (3, 7)
-"""Tokens that end what the model says, by its configuration."""
+"""The model's end-of-sequence tokens."""
 MUTE = 9
-"""A token that some tokenizers do not decode."""
+"""A token that some tokenizers cannot decode."""
 ANSWERS = (
     "any", "ids", "bits", "few", "ends", "twice", "generator",
     "nothing", "raises", "a number", "beyond", "no token", "shape", "dtype", "sparse",
 )  # fmt: skip
-"""What a mask may answer; from `nothing` on it is no answer."""
+"""The kinds of a mask's answers; those from `nothing` on are invalid."""
 
 
 @attrs.frozen
 class OddMask:
-    """A mask whose answers are of some kinds, chosen by what was said.
+    """A mask with answers of several kinds, chosen by the tokens so far.
 
     Args:
-        kinds: of `ANSWERS`.
+        kinds: a choice of `ANSWERS`.
         seed: of the choice, and of the tokens.
     """
 
@@ -76,20 +76,20 @@ class OddMask:
 
 
 class Letters:
-    """A tokenizer: a letter a token; one that is `mute` it does not decode."""
+    """A tokenizer with one letter per token, which cannot decode the token `mute`."""
 
     def __init__(self, mute: int | None) -> None:
         self.mute = mute
 
     def get_added_tokens_decoder(self) -> dict[int, Any]:
-        """No special tokens."""
+        """The special tokens: none."""
         return {}
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:  # noqa: ARG002
-        """The letters.
+        """The tokens' letters.
 
         Raises:
-            UnicodeError: the mute token is among them.
+            UnicodeError: the token `mute` is among them.
         """
         if self.mute in token_ids:
             raise UnicodeError(f"token {self.mute}")
@@ -98,13 +98,13 @@ class Letters:
 
 @attrs.frozen
 class OddCall:
-    """What `Engine.add` is called with, before a step.
+    """The arguments of a call of `Engine.add`, and the step before which it is made.
 
     Args:
         sampling: the arguments of its `SamplingParams`, which may refuse them.
-        id: the beginning of its name; None: it is given one.
-        embeds: values of an embedding in the place of each token, by the place; none: a prompt of ids.
-        aborted: the step before which it is aborted; None: never.
+        id: the beginning of the request's id; None: the engine chooses one.
+        embeds: values of the embeddings that replace tokens, by position; empty: a prompt of ids.
+        aborted: the step before which the request is aborted; None: never.
     """
 
     step: int
@@ -132,11 +132,11 @@ class OddCall:
 
 @attrs.frozen
 class OddLoad:
-    """An engine's limits, how it runs, and what comes.
+    """An engine's limits and options, and the calls of `add`.
 
     Args:
         ends: the model's end-of-sequence tokens, some of them beyond its vocabulary.
-        decodes: whether the model has a tokenizer, and whether that decodes all tokens.
+        decodes: whether the model has a tokenizer, and whether it decodes all tokens.
     """
 
     limits: EngineLimits
@@ -149,7 +149,7 @@ class OddLoad:
     calls: tuple[OddCall, ...]
 
     def engine(self) -> Engine:
-        """Made ready."""
+        """The engine."""
         model: Any = small_model()
         tokenizer = None if self.decodes == "nothing" else Letters(MUTE if self.decodes == "most" else None)
         config = attrs.evolve(model.config, eos_token_ids=self.ends)
@@ -195,8 +195,8 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def odd_loads(draw: st.DrawFn) -> OddLoad:
-    """Up to eight requests with any parameters that there are, masks that do what they like, embeddings that are no
-    numbers, names that are odd; of an engine with few rows and pages, or many."""
+    """Up to eight requests with any parameters, arbitrary masks, embeddings of NaN or infinity, and odd ids, for an
+    engine with few rows and pages, or many."""
     page_size, stages = draw(st.sampled_from((2, 4))), draw(st.integers(1, 3))
     rows = draw(st.integers(1, 5))
     limits = EngineLimits(
@@ -226,7 +226,7 @@ _THEMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "any parameters": ((), tuple(_FIELDS)),
     "anything": (ANSWERS, tuple(_FIELDS)),
 }
-"""Kinds of answers of a request's mask, and names of its parameters."""
+"""The kinds of answers of a request's mask, and the names of its parameters."""
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Programs of pipelines: right ones of any jobs, ones with a named fault, and ones edited at random."""
+"""Programs of pipelines: right ones for any jobs, ones with a named fault, and ones edited at random."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ SCHEMAS = tuple(Schema((TensorSchema("h", ("num_tokens", width), torch.float32),
 
 @attrs.frozen(repr=False)
 class Scheduled:
-    """All ranks' programs, the jobs that they were made of, and how many results a stage holds (None: all)."""
+    """All ranks' programs, the jobs that they were made from, and the results that a stage holds (None: all)."""
 
     jobs: tuple[Job, ...]
     programs: tuple[Program, ...]
@@ -28,7 +28,7 @@ class Scheduled:
 
 @st.composite
 def job_lists(draw: st.DrawFn, max_jobs: int = 8, min_jobs: int = 0) -> tuple[Job, ...]:
-    """Any jobs: each feeds or not, and runs after any earlier one that feeds, or after none."""
+    """Any jobs: each may feed, and runs after any earlier one that feeds, or after none."""
     jobs: list[Job] = []
     for _ in range(draw(st.integers(min_jobs, max_jobs))):
         feeding = [index for index, job in enumerate(jobs) if job.feeds]
@@ -38,7 +38,7 @@ def job_lists(draw: st.DrawFn, max_jobs: int = 8, min_jobs: int = 0) -> tuple[Jo
 
 @st.composite
 def programs(draw: st.DrawFn, max_stages: int = 4, max_jobs: int = 8, min_jobs: int = 0) -> Scheduled:
-    """What `make_programs` makes of any jobs, with schemas and classes or not.
+    """The programs that `make_programs` makes from any jobs, with or without schemas and classes.
 
     >>> from hypothesis import find
     >>> print(*find(programs(), lambda case: len(case.programs) == 2 and case.jobs).programs[0].effects, sep="; ")
@@ -54,7 +54,7 @@ def programs(draw: st.DrawFn, max_stages: int = 4, max_jobs: int = 8, min_jobs: 
 
 @attrs.frozen
 class Place:
-    """One effect of one rank."""
+    """The position of one effect in one rank's program."""
 
     rank: int
     index: int
@@ -137,7 +137,7 @@ def _other_stage(draw: st.DrawFn, effects: list[Effect], at: Place, case: Schedu
 
 
 def any_effects(num_ranks: int, num_microbatches: int) -> st.SearchStrategy[Effect]:
-    """Any effect, of a rank and a micro-batch that there are, or of one more."""
+    """Any effect, with ranks and micro-batches that exist, or one beyond them."""
     rank, mb = st.integers(0, num_ranks), st.integers(0, num_microbatches)
     schema, what = st.sampled_from((None, *SCHEMAS)), st.one_of(st.just("advance"), rank.map(lambda r: f"stage {r}"))
     messages = (st.builds(kind, rank, mb, schema) for kind in (Send, Recv, Broadcast))
@@ -185,13 +185,13 @@ FAULTS: dict[str, tuple[Where, Edit]] = {
     "too early": (_of(Send, Recv, Broadcast, Fence, Run), _move_forward),
     "a micro-batch omitted on one rank": (_stages, _omit),
 }
-"""Named faults, with where they can stand. Most are faults wherever they stand; the strategy drops the others."""
+"""Named faults, and the positions where they can be planted. The strategy drops edits that are not faults there."""
 
 EDITS: tuple[Edit, ...] = (
     _drop, _double, _move, _rewrite, _swap_alike, _swap_neighbours, _omit, _other_schema, _other_peer,
     _other_microbatch,
 )  # fmt: skip
-"""Edits of one effect, whatever it is."""
+"""Edits that apply to any effect."""
 
 
 def _places(case: Scheduled) -> list[Place]:
@@ -223,7 +223,7 @@ def _mapped(case: Scheduled, change: Callable[[Effect], Effect]) -> Scheduled:
 
 
 def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
-    """Micro-batches of other numbers, and another schema on all edges: nothing that matters, mostly."""
+    """Micro-batches with other numbers, and another schema on all edges: mostly harmless changes."""
     names, schema = draw(st.permutations(range(len(case.jobs)))), draw(st.sampled_from((None, *SCHEMAS)))
 
     def change(effect: Effect) -> Effect:
@@ -235,13 +235,13 @@ def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
 
 
 def small_programs() -> st.SearchStrategy[Scheduled]:
-    """Programs small enough to try every order: few jobs, or two stages, of which one can be far ahead."""
+    """Programs small enough to try every order: few jobs, or two stages, one of which can run far ahead."""
     return st.one_of(programs(2, 6, min_jobs=4), programs(3, 3))
 
 
 @attrs.frozen(repr=False)
 class Broken:
-    """Right programs, and what becomes of them with one fault, by its name: programs that are wrong."""
+    """Right programs, and wrong programs that differ from them by one fault, by its name."""
 
     right: Scheduled
     wrong: dict[str, Scheduled]
@@ -252,8 +252,8 @@ class Broken:
 
 @st.composite
 def broken_programs(draw: st.DrawFn) -> Broken:
-    """Right programs with one fault: each that `FAULTS` names, where `weft.proofs.solver.programs_exhaustive` calls the
-    result wrong; another class on one rank; and another root on all ranks."""
+    """Right programs with one fault: each of `FAULTS`, if `weft.proofs.solver.programs_exhaustive` calls the result
+    wrong; another class on one rank; and another root on all ranks."""
     case = draw(small_programs())
     made = {"another class": _other_class(draw, case), "another root": _other_root(draw, case)}
     for name, (where, edit) in FAULTS.items():
@@ -265,7 +265,7 @@ def broken_programs(draw: st.DrawFn) -> Broken:
 
 @st.composite
 def edited_programs(draw: st.DrawFn) -> Scheduled:
-    """Right programs with up to three faults or edits of any kind, some of which change nothing that matters."""
+    """Right programs with up to three faults or edits of any kind, some of them harmless."""
     case = draw(small_programs())
     for _ in range(draw(st.sampled_from((1, 1, 0, 2, 3)))):
         places = _places(case)

@@ -1,4 +1,4 @@
-"""What requests ask of sampling: each parameter left alone, or any that a model of that vocabulary can serve."""
+"""Sampling parameters of requests: each at its default, or any value that a model of that vocabulary can serve."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ _CHOICES: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def sampling_params(draw: st.DrawFn, vocab_size: int, greedy: bool = True) -> SamplingParams:
-    """Parameters of a request, its seed and the tokens that end it included; with `greedy`, it may be that.
+    """A request's parameters, including its seed and its stop tokens. With `greedy`, some requests are greedy.
 
-    Of tokens, at most four are biased, and at least half can always be drawn.
+    At most four tokens have a bias, and at least half of the tokens can always be drawn.
     """
     tokens = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=vocab_size // 6, unique=True)
     choices = _CHOICES | {

@@ -1,4 +1,4 @@
-"""Tensors of a shape and a type, of few plain values, so that what shrinking leaves can be read."""
+"""Tensors of a shape and a dtype with few plain values, so that shrunk examples are easy to read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,18 +25,18 @@ def tensors(
     elements: st.SearchStrategy[Any] | None = None,
     device: torch.device | str = "cpu",
 ) -> st.SearchStrategy[Tensor]:
-    """Tensors of that shape, whose elements shrink towards 0.
+    """Tensors of a shape, whose elements shrink towards 0.
 
     Args:
-        shape: its dimensions; each may be a strategy: `tensors(st.integers(1, 6), 4)`.
-        dtype: any of real numbers, or bool.
+        shape: the dimensions; each may be a strategy: `tensors(st.integers(1, 6), 4)`.
+        dtype: any real dtype, or bool.
         elements: a strategy of Python numbers; None: quarters between -4 and 4, or whole numbers from 0 to 8.
-        device: where they are.
+        device: the device of the tensors.
 
-    Two tensors of one size that is drawn: `st.integers(1, 6).flatmap(lambda n: st.tuples(tensors(n, 4), tensors(n)))`.
+    Two tensors that share a drawn size: `st.integers(1, 6).flatmap(lambda n: st.tuples(tensors(n, 4), tensors(n)))`.
 
     Raises:
-        CheckError: what is no size, or no dtype.
+        CheckError: a dimension is not a size, or `dtype` is not a dtype.
 
     >>> from hypothesis import find
     >>> find(tensors(st.integers(1, 3), 2), lambda x: bool((x > 1).all()))

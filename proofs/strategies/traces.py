@@ -1,4 +1,4 @@
-"""Random traces of requests: who comes when, wants what, and goes before its end; and what there is for them."""
+"""Random traces: requests with their arrivals, parameters and aborts, and the model and memory that serve them."""
 
 from typing import Any
 
@@ -23,13 +23,13 @@ from weft.transforms.engine.speculation import Speculation
 from weft.trees import tree_map
 
 _STD = 0.3
-"""Of the weights, so that differences show."""
+"""The standard deviation of the weights, large enough that differences show."""
 
 
 @attrs.frozen
 class Arrival:
-    """A request, the tick before which it comes, and the tick before which it is aborted (None: never); and the request
-    of the same prompt whose pages it waits for."""
+    """A request, the tick before which it arrives, the tick before which it is aborted (None: never), and the request
+    with the same prompt whose pages it waits for."""
 
     tick: int
     request: Request
@@ -39,17 +39,17 @@ class Arrival:
 
 @attrs.frozen(eq=False, repr=False)
 class Trace:
-    """A random model, and requests that come and go.
+    """A random model, and requests that arrive and end.
 
     Args:
         config: of the model.
         arrivals: in order of their ticks.
-        budget: what a step may do.
+        budget: the limits of a step.
         num_pages, page_size: of the KV cache.
-        window: ticks that are scheduled before the tokens of the first of them are read.
-        reads_late: whether a pipeline's tokens are read when they have returned to all, not at once for a window.
+        window: the ticks that are scheduled before the tokens of the first of them are read.
+        reads_late: whether a pipeline's tokens are read once they have returned to all ranks, not once per window.
         seed: of the weights.
-        drafts: how tokens are drafted; None: they are not.
+        drafts: the way tokens are drafted; None: not at all.
     """
 
     config: ModelConfig
@@ -71,7 +71,7 @@ class Trace:
 
     @property
     def num_adapters(self) -> int:
-        """Adapters that the model has, for the requests that name one."""
+        """The model's adapters, for the requests that name one."""
         return NUM_ADAPTERS if any(a.request.adapter >= 0 for a in self.arrivals) else 0
 
     def layouts(self, num_stages: int) -> tuple[StageLayout, ...]:
@@ -79,14 +79,14 @@ class Trace:
         return split_layers(self.config.num_layers, num_stages)
 
     def stages(self, num_stages: int) -> list[DecoderStage]:
-        """The model's stages, which keep their logits; the first one drafts."""
+        """The model's stages, which return their logits; the first one drafts."""
         count = self.drafts.num_tokens if self.drafts else 0
         layouts = self.layouts(num_stages)
         made = [decoder_stage(self.config, layout, keep_logits=True, num_drafts=count) for layout in layouts]
         return self.speculation().stages(made) if self.drafts else made
 
     def speculation(self, device: torch.device | str = "cpu") -> Speculation:
-        """How tokens are drafted, if they are."""
+        """The drafter of a trace that has one."""
         assert self.drafts is not None, "they are"
         return self.drafts.speculation(self.config, self.seed, _STD, device)
 
@@ -128,10 +128,10 @@ def traces(
     drafts: st.SearchStrategy[Drafts] | st.SearchStrategy[Drafts | None] | None = None,
     embeds: bool = False,
 ) -> Trace:
-    """A model, and up to `max_requests` requests: prompts of 1 to 12 tokens, some with the same beginning; some end by
-    a stop token, some are aborted; of `alone` + 1 one has another of its prompt; rows, pages and tokens a step are
-    scarce, or not. With `adapters`, some have one; with `drafts`, tokens are drafted; with `embeds`, the model has
-    mRoPE, and some prompts an image."""
+    """A model, and up to `max_requests` requests with prompts of 1 to 12 tokens, some with the same beginning. Some end
+    by a stop token, and some are aborted; one in `alone` + 1 is followed by another with its prompt. Rows, pages and
+    tokens per step may be scarce. With `adapters`, some requests have one; with `drafts`, tokens are drafted; with
+    `embeds`, the model has mRoPE, and some prompts have an image."""
     config = draw(configs(min_layers, max_layers))
     config = with_mrope(config) if embeds else config
     page_size, num_rows = draw(st.sampled_from(page_sizes)), draw(st.sampled_from((2, 1, 2, 3, 4)))
@@ -168,7 +168,7 @@ def traces(
 
 @st.composite
 def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival:
-    """A request of another's prompt; most wait for its pages."""
+    """A request with another's prompt; most of them wait for its pages."""
     sampling = draw(sampling_params(config.vocab_size))
     request = attrs.evolve(leader.request, id=f"{leader.request.id}[1]", sampling=sampling)
     behind = draw(st.sampled_from((leader.request.id, None)))

@@ -17,7 +17,7 @@ IDS = st.lists(st.lists(st.integers(LAST_TOKEN, 99), min_size=1, max_size=4), ma
 
 
 def assert_fits(batch: Batch) -> None:
-    """Shapes and dtypes are those that the descriptor and the docstring say."""
+    """Shapes and dtypes agree with the descriptor and the docstring."""
     n, tokens = batch.descriptor.num_reqs, batch.descriptor.num_tokens
     seen = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves_with_names(batch) if leaf is not None}
     assert seen == {

@@ -11,7 +11,7 @@ from weft.errors import DescriptorError
 from weft.proofs.strategies import descriptors
 
 FAST = settings(deadline=None, max_examples=100)
-SMALL = descriptors(max_reqs=3, max_query_len=2)  # so that equal, covering and incomparable ones all meet often
+SMALL = descriptors(max_reqs=3, max_query_len=2)  # so that equal, covering and incomparable pairs are all frequent
 
 
 @FAST
@@ -45,7 +45,7 @@ def test_covers_by_its_definition(a: BatchDescriptor, b: BatchDescriptor) -> Non
 @FAST
 @given(SMALL)
 def test_every_field_counts(a: BatchDescriptor) -> None:
-    """One more of anything is not covered; a field that `covers` forgot would be."""
+    """A descriptor that is larger in any one field is not covered, so `covers` compares every field."""
     for field in attrs.fields(BatchDescriptor):
         if field.name == "query_len":
             continue

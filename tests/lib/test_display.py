@@ -38,7 +38,7 @@ def captured() -> Any:
 
 
 def drawn() -> dict[str, Any]:
-    """Something of each class that a notebook shows."""
+    """An object of each class that a notebook shows."""
     programs, costs = make_programs(2, decode_jobs(2, 5)), Costs((1e-3, 2e-3))
     schema = Schema.parse("hidden[num_tokens, 4] float32")
     stages = [lambda p, s, batch, x: (s, batch)] * 2
@@ -62,7 +62,7 @@ def drawn() -> dict[str, Any]:
 
 
 class Balanced(HTMLParser):
-    """Every element is closed, in order; only harmless ones are there; text is kept."""
+    """Every element is closed, in order; only harmless elements occur; text is kept."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Donation: the old value is dead and says so, the new one is the same storage, nothing else changes."""
+"""Donation: using the old value is an error, the new one has its storage, and nothing else changes."""
 
 import copy
 import pickle
@@ -133,7 +133,7 @@ def test_a_refused_donation_takes_nothing() -> None:
 
 
 def test_one_tensor_twice_in_a_tree_is_said_to_be_that() -> None:
-    """It was not donated *before*, as the message for a dead value would have it."""
+    """The error does not claim that the value was donated before, unlike the error for a dead value."""
     tied = torch.zeros(2)
     with pytest.raises(DonatedError, match="twice"):
         donate({"embed": tied, "head": tied}, to="f(state)")

@@ -1,4 +1,4 @@
-"""Effects, schemas and programs print and parse back; text that is none of them is refused with itself."""
+"""Effects, schemas and programs print and parse back; any other text is refused with an error that quotes it."""
 
 import string
 from typing import Any
@@ -80,7 +80,7 @@ def test_different_effects_print_differently(a: Any, b: Any) -> None:
 
 
 def test_a_schema_of_no_tensor_parses_back() -> None:
-    """What a stage that sends nothing but None has."""
+    """The schema of a stage that sends only None."""
     nothing = Schema.of(None)
     assert parse_effect(str(Send(1, 0, nothing))) == Send(1, 0, nothing)
 

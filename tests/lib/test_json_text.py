@@ -1,4 +1,4 @@
-"""JSON of somebody else's, and numbers that JSON has no word for."""
+"""JSON from others, and numbers that JSON cannot express."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""pad, unpad, inert and write_padded, on weft's own batches and on research code's."""
+"""pad, unpad, inert and write_padded, on weft's own batches and on batches of research code."""
 
 import math
 from typing import Any
@@ -96,7 +96,7 @@ def test_padding_of_a_batch_names_nobody() -> None:
 
 
 def test_least_surprise() -> None:
-    """The input is not written, what fits is passed on and not copied, what is not sized passes through."""
+    """The input is not written; fields that fit are passed on without a copy, and so are fields without a size."""
     batch = ragged()
     same = pad(batch, batch.descriptor)
     assert all(getattr(same, f) is getattr(batch, f) for f in ("rows", "input_ids", "query_start_loc", "samples"))
@@ -197,7 +197,7 @@ def test_an_integer_padding_is_not_rounded(fill: int) -> None:
 @pytree
 @attrs.frozen(eq=False)
 class Prompted:
-    """A sized value that holds another."""
+    """A sized value that contains another one."""
 
     x: Tensor = attrs.field(metadata=axes("num_tokens"))
     batch: Batch = attrs.field()

@@ -1,4 +1,4 @@
-"""Plots: what they draw, where they draw it, and what is said without matplotlib."""
+"""Plots: their lines and axes, and the error without matplotlib."""
 
 import itertools
 import subprocess

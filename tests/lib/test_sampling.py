@@ -1,4 +1,4 @@
-"""`SamplingParams`: what is refused, and how; what a request is made of; and how it is written into a table."""
+"""`SamplingParams`: its refusals and their errors, a request's parameters, and their row in a table."""
 
 import math
 from typing import Any

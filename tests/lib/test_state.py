@@ -33,7 +33,7 @@ def empty(rows: int = ROWS) -> State:
 
 @st.composite
 def states(draw: st.DrawFn) -> State:
-    """Any table of requests, the scratch row full of somebody's old data."""
+    """Any table of requests, with old data in the scratch row."""
     state = empty()
     numbers = st.integers(0, 7)
     for field, values in (("positions", numbers), ("last_tokens", st.integers(0, 99))):
@@ -58,7 +58,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def resolved_by_hand(state: State, batch: Batch) -> dict[str, list[Any]]:
-    """What resolve says it returns, one request and one token at a time."""
+    """The documented result of resolve, computed one request and one token at a time."""
     tokens, reqs = batch.descriptor.num_tokens, batch.descriptor.num_reqs
     made: dict[str, list[Any]] = {
         "input_ids": [0] * tokens, "positions": [0] * tokens, "slot_mapping": [-1] * tokens,
@@ -107,7 +107,7 @@ def test_resolve_keeps_the_dtypes_that_it_says() -> None:
 def test_resolve_finds_the_adapters(
     requests: list[tuple[int, int]], more_loras: int, more_reqs: int, more_tokens: int
 ) -> None:
-    """Each token's slot, and each slot once, whatever padding is behind them; and none where the class has none."""
+    """Each token's adapter slot, and each active slot once, whatever padding follows; None if the class has none."""
     slots = [slot for slot, _ in requests]
     state, rows = empty(), range(len(requests))
     greedy = [SamplingParams(temperature=0.0)] * len(requests)
@@ -233,7 +233,8 @@ FAULTS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_admit_refuses(name: str) -> None:
-    """Each would end in somebody else's pages, random numbers or rows, or in torch's error about another tensor."""
+    """Otherwise each would reach another request's pages, random numbers or rows, or fail in torch with a misleading
+    error."""
     with pytest.raises(WeftError) as error:
         admit(empty(), *FAULTS[name])
     assert error.value.call.startswith("admit(")

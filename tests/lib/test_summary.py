@@ -1,4 +1,4 @@
-"""What is full of tensors prints in one line without a read of a value, and is a table in a notebook."""
+"""Objects full of tensors print in one line without reading a value, and are tables in a notebook."""
 
 import sys
 from html.parser import HTMLParser
@@ -17,12 +17,12 @@ from weft.transforms import Limits, make_runner, make_state
 from weft.trees import tree_flatten, tree_unflatten
 
 WITHOUT = {"Carried", "Quantized", "DeviceWork"}
-"""Pytrees that print as attrs writes them: what a user's transform carries, and two that nobody outside sees."""
+"""Pytrees with attrs' own repr: a user transform's state, and two internal ones."""
 
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, Any]:
-    """One of each, of a model with random weights: its demo has nothing that is larger."""
+    """One object of each class, from a model with random weights: the demo has nothing larger."""
     model = weft.load(weft.stages.DEMO, "cpu")
     runner = make_runner(model, Limits(2, 64), num_stages=2, mode="none", keep_logits=True)
     state = make_state(model, runner.layouts, [64, 64])

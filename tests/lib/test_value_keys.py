@@ -1,4 +1,4 @@
-"""Stand-ins for Python values: unlike values have unlike ones, whatever `==` says of them."""
+"""Keys of Python values: different values have different keys, whatever `==` says."""
 
 import dataclasses
 import enum
@@ -33,7 +33,7 @@ class Attrs:
 
 
 class Lax:
-    """Equal to every other, whatever it holds."""
+    """An object that is equal to every other, whatever it holds."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -46,7 +46,7 @@ class Lax:
 
 
 class Sealed(Lax):
-    """Of which nobody can tell what it holds."""
+    """An object whose content cannot be inspected."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("cannot be pickled")

@@ -1,4 +1,4 @@
-"""The benchmarks run, on the tape, in small numbers."""
+"""The benchmarks run on the tape, with small numbers."""
 
 import json
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_candidates_are_tiles_that_triton_takes(sizes: Sizes, tokens: int) -> No
 
 
 def test_the_best_tiles_of_both_products_fit_together() -> None:
-    """A first product that quantises fits only a second that takes what is quantised; sorting twice costs twice."""
+    """A first product that quantises fits only a second one that takes quantised input; sorting twice costs twice."""
     first, second = (Product(kind, 64, 0, 0, QWEN3_30B_A3B) for kind in ("gate_up", "down"))
     plain = Product("down", 64, 0, 0, QWEN3_30B_A3B, plain=True)
     whole, half = Tile(256, 16, 128, 4, 3), Tile(128, 16, 128, 4, 3)

@@ -1,4 +1,4 @@
-"""`check` on functions with a planted bug: the law that finds it, what it says, and the smallest calls."""
+"""`check` on functions with a planted bug: the law that finds it, the error, and the smallest calls."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ EXAMPLES = 12
 @pytree
 @attrs.frozen(eq=False)
 class Masked:
-    """A batch that says which of its rows are padding."""
+    """A batch that marks its rows of padding."""
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
     x: Tensor = attrs.field(metadata=axes("num_tokens", None))
@@ -40,7 +40,7 @@ class Masked:
 
 
 def running(params: Tensor, state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """A right step, whose next state is a new tensor."""
+    """A correct step, whose next state is a new tensor."""
     x = torch.tanh(batch @ params + state["h"])
     return {"h": state["h"] + x.sum(0), "n": state["n"] + 1}, x
 
@@ -53,14 +53,14 @@ STEP = {
 
 
 def broken(f: Callable[..., Any], given: Any, **options: Any) -> tuple[str, Counterexample]:
-    """The law that broke, and the error."""
+    """The broken law, and the error."""
     with pytest.raises(Counterexample) as caught:
         check(f, given, max_examples=EXAMPLES, console=Console(file=io.StringIO()), **options)
     return caught.value.text.split("'")[1], caught.value
 
 
 def table(f: Callable[..., Any], given: Any, **options: Any) -> dict[str, list[str]]:
-    """What is printed: for each law, the words of its line."""
+    """The printed table: for each law, the words of its line."""
     file = io.StringIO()
     with contextlib.suppress(AssertionError):
         check(f, given, console=Console(file=file, width=100), **options)
@@ -153,7 +153,7 @@ def test_a_buffer_that_a_function_returns_again() -> None:
     name, error = broken(reused, (ROWS,))
     assert name == "pure"
     assert "when returned:" in error.text
-    assert len(error.values[0][1]) == 2  # a second call overwrote what the first returned
+    assert len(error.values[0][1]) == 2  # a second call overwrote the first one's result
 
 
 def test_a_branch_on_data() -> None:
@@ -168,7 +168,7 @@ def test_a_branch_on_data() -> None:
 
 
 def test_the_graph_law_sees_replays_of_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted graphify that forgets to fill its inputs: only a second call, of other values, shows it."""
+    """A planted graphify that forgets to fill its inputs: only a second call with other values shows it."""
     monkeypatch.setattr("weft.transforms.graphs.replay.plan_copies", lambda *args: None)
     name, error = broken(lambda x: x * 2, (tensors(1),), laws="graph")
     assert name == "graph"

@@ -1,4 +1,4 @@
-"""Values as code: what it makes is the value again, however it is nested, and nothing is left out unsaid."""
+"""Values as code: the code rebuilds the value, however nested, and remarks on everything that it leaves out."""
 
 import enum
 from collections import OrderedDict, defaultdict, namedtuple
@@ -36,7 +36,7 @@ class Held:
 
 
 def again(value: Any, folder: Path | None = None) -> Any:
-    """The value that its code makes."""
+    """The value that the code of a value rebuilds."""
     names: dict[str, Any] = {}
     exec(to_code(value, folder=folder), names)
     return names["value"]
@@ -99,7 +99,7 @@ def test_large_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
     assert find_difference(again((big[:4], big), tmp_path), (big[:4], big)) is None
     part = to_code(torch.randn(1000, 1000)[:300, 0], folder=tmp_path)
     assert "saved[0]" in part
-    assert (tmp_path / "saved.pt").stat().st_size < 10_000  # of what is printed, not of the storage behind it
+    assert (tmp_path / "saved.pt").stat().st_size < 10_000  # the copy of the printed elements, not of the whole storage
 
 
 def test_large_tensors_get_a_folder_of_their_own() -> None:

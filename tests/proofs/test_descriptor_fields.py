@@ -1,4 +1,4 @@
-"""A field of the descriptor is spoken for everywhere: in strategies, in `covers`, in the ladder, in the proof."""
+"""A field of the descriptor is handled everywhere: in strategies, in `covers`, in the ladder, in the proof."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +24,7 @@ QUICK = settings(max_examples=100, database=None)
 
 
 def unspoken(cls: type) -> list[str]:
-    """Where a field of the class that the library now calls BatchDescriptor is missing."""
+    """The fields of a descriptor class, each with a place that does not handle it."""
     found = []
     for field in attrs.fields(cls):
         found += [f"{field.name}: {where}" for where in _unspoken(field.name)]
@@ -48,7 +48,7 @@ def _unspoken(name: str) -> Iterator[str]:
 
 
 def _varies(value: Any, name: str) -> bool:
-    """Whether a drawn descriptor has another value than the default, or whether the rungs of a ladder differ."""
+    """Whether a drawn descriptor has a value other than the default, or the rungs of a ladder differ."""
     if isinstance(value, tuple):
         return len({getattr(d, name) for d in value}) > 1
     default = getattr(attrs.fields_dict(type(value))[name], "default", None)
@@ -60,7 +60,7 @@ def _largest_rungs(most: Any) -> tuple[Any, ...]:
 
 
 def _told_apart(path: Path, name: str) -> dict[str, Any]:
-    """Of two descriptors that differ in one field alone, not each covers the other."""
+    """Two descriptors that differ in one field alone do not cover each other."""
     a, b = dispatch_proof.unknown_descriptor(path, "a"), dispatch_proof.unknown_descriptor(path, "a")
     object.__setattr__(b, name, unknown(path, f"another {name}"))
     return {name: not (a.covers(b) and b.covers(a)) or getattr(a, name) == getattr(b, name)}
@@ -72,7 +72,7 @@ def test_every_field_is_spoken_for() -> None:
 
 @attrs.frozen
 class Wider(BatchDescriptor):
-    """The descriptor with a field that nothing else has heard of."""
+    """The descriptor with a field that no other code handles."""
 
     num_images: int = 0
 
@@ -95,7 +95,7 @@ def test_a_new_field_is_missed_wherever_it_is_forgotten() -> None:
 
 @attrs.frozen
 class Named(BatchDescriptor):
-    """The descriptor with a field of which the proof knows no unknowns."""
+    """The descriptor with a field of a type that the proof cannot make unknown."""
 
     name: str = ""
 

@@ -1,4 +1,4 @@
-"""How things are compared: what is told apart, and what is said of it, word for word."""
+"""The comparison of values: the differences that it finds, and its texts word for word."""
 
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any

@@ -1,4 +1,4 @@
-"""Dispatch is proved by z3, and each bug that is planted in it is refuted with a counterexample."""
+"""z3 proves dispatch, and refutes each planted bug with a counterexample."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -63,12 +63,12 @@ def _without(a: Any) -> Any:
 
 
 def fits(a: Any, b: Any) -> bool:
-    """Shape alone, whatever the query length."""
+    """Compares shapes alone, and ignores the query length."""
     return bool(a.num_tokens >= b.num_tokens and a.num_reqs >= b.num_reqs and a.num_active_loras >= b.num_active_loras)
 
 
 def nearly(a: Any, b: Any) -> bool:
-    """Lets one token more through: an order no longer."""
+    """Accepts one token too many, so it is not an order."""
     tokens = a.num_tokens + 1 >= b.num_tokens
     return bool(tokens and a.num_reqs >= b.num_reqs and a.query_len in (None, b.query_len))
 
@@ -104,7 +104,7 @@ def pieces_first(own: Any, given: Any) -> Any:
 
 
 def blind(own: Any, given: Any) -> Any:
-    """Takes a batch of one token a request for a uniform one."""
+    """Treats a batch of one token per request as uniform."""
     if isinstance(own, BatchDescriptor) and own.num_tokens == own.num_reqs and own.query_len is None:
         uniform = _without(own)
         object.__setattr__(uniform, "num_active_loras", own.num_active_loras)
@@ -115,7 +115,7 @@ def blind(own: Any, given: Any) -> Any:
 
 
 def later(own: Any, given: Any) -> Any:
-    """Of incomparable classes the later one, whatever it pads."""
+    """Chooses the later one of incomparable classes, whatever it pads."""
     with replaced("weft.transforms.graphs.dispatch", "excess", lambda larger, own: {}):
         return dispatch(own, given)
 
@@ -149,7 +149,7 @@ def test_a_bug_in_dispatch_is_refuted(name: str) -> None:
 
 
 def cut_by_requests(limits: Any, most: Any, sizes: Any) -> list[BatchDescriptor]:
-    """Pieces bounded by the number of requests, as whole graphs are."""
+    """Bounds pieces by the number of requests, like whole graphs."""
     return RAGGED(limits, min(most, limits.max_num_reqs), sizes)
 
 

@@ -1,4 +1,4 @@
-"""`assert_equivalent`: planted differences are found, made small, and said word for word; equal functions pass."""
+"""`assert_equivalent`: planted differences are found, shrunk, and shown word for word; equal functions pass."""
 
 import functools
 from collections.abc import Callable
@@ -186,7 +186,7 @@ def test_large_arguments_are_saved() -> None:
 
 
 def test_two_functions_of_one_name_are_f_and_g_in_the_code() -> None:
-    """As `functools.wraps` makes them: code that compared `step` with itself would show nothing."""
+    """Two functions of one name, as `functools.wraps` makes them: code that compared `step` with itself would pass."""
 
     @functools.wraps(torch.exp)
     def wrapped(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Odd requests in numbers: what is counted, and what a broken law ends with."""
+"""Many odd requests: the counts, and the end of a run with a broken law."""
 
 import sys
 
@@ -28,7 +28,7 @@ def test_a_broken_law_is_told_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [bug] = [mutant for mutant in MUTANTS if mutant.name == "where no token is left, the first one is said"]
-    monkeypatch.setattr(module, "_PHASES", [Phase.generate])  # to find the smallest case takes minutes
+    monkeypatch.setattr(module, "_PHASES", [Phase.generate])  # finding the smallest case would take minutes
     monkeypatch.setattr(sys, "argv", ["fuzz", "--requests", "1000"])
     with bug.plant():
         assert main() == 1

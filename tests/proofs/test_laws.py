@@ -1,4 +1,4 @@
-"""The laws hold, on tapes everywhere and on CUDA graphs where there is a GPU."""
+"""The laws hold: on tapes everywhere, and on CUDA graphs where there is a GPU."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from weft.proofs.suite import LAWS, Law
 
 FEW, EXAMPLES = 10, 60
-"""Cases of each law: in a short run, and with `--all`."""
+"""The numbers of cases per law: in a short run, and with `--all`."""
 EXAMPLES_GPU = 25
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 

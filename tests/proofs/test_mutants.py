@@ -1,4 +1,4 @@
-"""Each law catches the bugs planted for it, and the record of mutants is of these laws and bugs."""
+"""Each law catches the bugs planted for it, and the record of mutants has exactly these laws and bugs."""
 
 import json
 from pathlib import Path

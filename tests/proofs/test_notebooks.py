@@ -1,5 +1,5 @@
-"""The notebooks run from their first cell to their last, their outputs are those of the code, and the extra `notebook`
-brings what they import."""
+"""The notebooks run from the first cell to the last, their stored outputs are those of the code, and the extra
+`notebook` installs what they import."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ from weft.proofs.notebook_outputs import (
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("1-first-steps", "2-a-pipeline-is-a-program", "3-a-real-model", "4-research", "5-proofs")
 OF_TORCH = re.compile(r"\S*/site-packages/torch/\S+ FutureWarning: ")
-"""What torch says of itself, as 2.15 does at the first `torch.func.jvp`; outside notebooks it is ignored too."""
+"""torch's own warnings, such as that of 2.15 at the first `torch.func.jvp`; they are ignored elsewhere too."""
 MOST_BYTES = 300_000
 REWRITE = "python -m weft.proofs.notebook_outputs"
 
@@ -68,7 +68,7 @@ def test_it_runs_and_its_outputs_are_those_of_the_code(name: str, tmp_path: Path
     assert [text for text in said if not OF_TORCH.match(text)] == []
     assert {path.name for path in tmp_path.iterdir()} <= {".hypothesis"}
     if read(name).metadata.weft.torch != torch_version():
-        return  # listings and messages are those of another torch
+        return  # listings and messages differ with another torch
     for before, after in zip(stored, cells, strict=True):
         assert kinds(before) == kinds(after), f"run: {REWRITE} {name}"
         if is_compared(after):
@@ -85,7 +85,7 @@ def test_times_and_addresses_are_not_compared() -> None:
 
 
 def requirements(names: list[str]) -> set[str]:
-    """Distributions that these requirements of weft's bring, and what those bring in turn."""
+    """The distributions that these requirements of weft install, with their own requirements."""
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found: set[str] = set()
     while names:
@@ -116,7 +116,7 @@ def wanted(requirement: Requirement, extra: str) -> bool:
 
 
 def uses(name: str) -> Iterator[str]:
-    """What a notebook imports, and the names of weft that it says (`weft.proofs.check`), as code."""
+    """A notebook's imports, and the names of weft that it uses (`weft.proofs.check`), as code."""
     code = [cell.source for cell in read(name).cells if cell.cell_type == "code"]
     for node in ast.walk(ast.parse("\n".join(code))):
         is_import = isinstance(node, ast.Import | ast.ImportFrom)

@@ -1,4 +1,4 @@
-"""The plugin for pytest, in pytest runs of their own: profiles, the marker, failures; and what it does not import."""
+"""The pytest plugin, in separate runs of pytest: profiles, the marker, failures, and the modules that it imports."""
 
 import os
 import subprocess
@@ -70,7 +70,7 @@ def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
 @pytest.fixture(autouse=True)
 def _no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_HYPOTHESIS_PROFILE", raising=False)
-    monkeypatch.delenv("CI", raising=False)  # where Hypothesis has a profile of its own
+    monkeypatch.delenv("CI", raising=False)  # Hypothesis has its own profile there
 
 
 def test_the_code_of_a_counterexample_stands_apart(pytester: pytest.Pytester) -> None:
@@ -94,7 +94,7 @@ def test_the_code_of_a_counterexample_stands_apart(pytester: pytest.Pytester) ->
             consecutive=False,
         )
     assert "to see it again:" not in done.stdout.str()
-    assert "search.py" not in done.stdout.str()  # the traceback ends in the own code of the user
+    assert "search.py" not in done.stdout.str()  # the traceback ends in the user's own code
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own do what one process does, bitwise; started by torchrun, as a user would."""
+"""Ranks in separate processes give bitwise the results of one process; started by torchrun, as users do."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_ranks_on_gpus_are_one_process(num_ranks: int, backend: str) -> None:
 
 @pytest.mark.slow
 def test_a_difference_on_one_rank_is_an_error_on_all() -> None:
-    """A rank has other weights, which no comparison of code and programs sees."""
+    """A rank has other weights, which comparing code and programs cannot detect."""
     code = (
         "import os\n"
         "import attrs\n"

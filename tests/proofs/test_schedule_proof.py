@@ -1,4 +1,4 @@
-"""Schedules are proved by z3, and each bug that is planted in their generators is refuted with a counterexample."""
+"""z3 proves schedules, and refutes each bug planted in their generators with a counterexample."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -37,7 +37,7 @@ def test_it_is_proved(name: str) -> None:
 
 
 def test_no_job_list_is_left_out() -> None:
-    """As many paths as there are lists of three jobs: of each, 1 + the feeding ones before it, twice."""
+    """There is one path per list of three jobs: each job may feed, and follows none or an earlier one that feeds."""
     seen: set[tuple[Any, ...]] = set()
 
     def run(path: Path) -> None:
@@ -91,7 +91,7 @@ def no_fences(rank: int, effects: list[Effect]) -> None:
 
 
 def lagging(rank: int, effects: list[Effect]) -> None:
-    """Rank 0 advances at its end."""
+    """Rank 0 advances only at its end."""
     effects.sort(key=lambda e: rank == 0 and isinstance(e, Run) and e.what == "advance")
 
 
@@ -121,7 +121,7 @@ def test_a_bug_in_a_generator_is_refuted(name: str) -> None:
 
 
 def test_a_bug_in_jobs_for_is_refuted() -> None:
-    """Each waits for the first of its requests' jobs, not for the last."""
+    """Each job waits for the first of its requests' jobs, not for the last one."""
 
     def first(rows: Sequence[Any], samples: Sequence[Any]) -> tuple[Job, ...]:
         jobs: list[Job] = []
@@ -136,7 +136,7 @@ def test_a_bug_in_jobs_for_is_refuted() -> None:
 
 
 def solved(term: Any) -> bool:
-    """Whether a term holds whatever its unknowns are."""
+    """Whether a term holds for all values of its unknowns."""
     solver = z3.Solver()
     solver.add(z3.Not(term))
     return bool(solver.check() == z3.unsat)

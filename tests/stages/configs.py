@@ -1,4 +1,4 @@
-"""What the tests of configurations share: small ones, and what transformers says of them."""
+"""Helpers for tests of configurations: small ones, and comparisons with transformers."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def parse(raw: dict[str, Any], *, strict: bool = False) -> ModelConfig:
 
 
 def assert_agrees(ours: ModelConfig, theirs: Any, architecture: str) -> None:
-    """Field by field; of the rotary embedding what transformers keeps in each of its configurations, not scaling."""
+    """Compare field by field; of the rotary embedding, only the fields that all transformers configurations have."""
     text, is_qwen2 = theirs.get_text_config(), architecture.startswith("Qwen2")
     attention_bias = is_qwen2 or text.attention_bias
     eos = text.eos_token_id

@@ -1,4 +1,4 @@
-"""A loss by weft and by transformers, and its gradients by the fields of weft's parameters, for the tests of these."""
+"""A loss computed by weft and by transformers, and its gradients by the fields of weft's parameters."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -39,7 +39,7 @@ LENGTHS = (19, 3, 33, 1)
 
 
 def build(architecture: str, fields: dict[str, Any]) -> Any:
-    """A model of transformers, all of whose weights are random, so that no gradient is near 0."""
+    """A transformers model with random values in all weights, so that no gradient is near 0."""
     config_class, model_class = CLASSES[architecture]
     model = model_class(config_class(**fields)).eval()
     if architecture == "Qwen3MoeForCausalLM":  # its grouped product asks for multiples of 16 bytes
@@ -66,19 +66,19 @@ def prompts_of(lengths: Sequence[int], vocab_size: int = 40) -> list[list[int]]:
 
 
 def next_token_loss(logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """-log p of each token but the first, added up; `logits` are of one prompt."""
+    """The sum of -log p over all tokens but the first, from the logits of one prompt."""
     return -logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).sum()
 
 
 def their_gradients(model: Any, prompts: Sequence[Sequence[int]], folder: Path) -> Any:
-    """What backward leaves in a model of transformers, by the fields of weft's parameters."""
+    """The gradients that backward leaves in a transformers model, by the fields of weft's parameters."""
     for ids in prompts:
         next_token_loss(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0], ids).backward()
     return gradients_as_params(model, folder)
 
 
 def gradients_as_params(model: Any, folder: Path) -> Any:
-    """The gradients of a model of transformers, read as a checkpoint."""
+    """The gradients of a transformers model, read like a checkpoint."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -86,7 +86,7 @@ def gradients_as_params(model: Any, folder: Path) -> Any:
 
 
 def chunked(prompts: Sequence[Sequence[int]], sizes: Sequence[int], **more: Any) -> list[Batch]:
-    """The prompts as batches of at most so many tokens a request; the target of each token is the next one."""
+    """The prompts as batches with a limit of tokens per request; the target of each token is the next one."""
     made = []
     for start, end in pairwise((0, *(sum(sizes[: i + 1]) for i in range(len(sizes))))):
         rows = [row for row, ids in enumerate(prompts) if len(ids) > start]
@@ -97,7 +97,7 @@ def chunked(prompts: Sequence[Sequence[int]], sizes: Sequence[int], **more: Any)
 
 
 def loss_of(out: Any, batch: Batch, prompts: Sequence[Sequence[int]], done: dict[int, int]) -> Tensor:
-    """`next_token_loss` of what a batch read of the prompts; `done` counts it."""
+    """`next_token_loss` of the prompt tokens that a batch read, which are added to `done`."""
     kept: list[float] = []
     for row, count in zip(batch.rows.tolist(), batch.query_start_loc.diff().tolist(), strict=True):
         done[row] = done.get(row, 0) + count
@@ -113,8 +113,8 @@ def loss_by(
     num_stages: int = 1,
     mode: str = "none",
 ) -> tuple[tuple[Any, ...], Callable[[Any], Tensor]]:
-    """The stages' parameters, and the loss of the prompts as a function of these: in chunks of these sizes, a step
-    each, over pages that start empty."""
+    """The stages' parameters, and the prompts' loss as a function of them: in chunks of these sizes, one step each,
+    over pages that start empty."""
     runner = make_runner(model, Limits(4, 64), num_stages=num_stages, mode=mode)
 
     def loss(params: Any) -> Tensor:
@@ -128,7 +128,7 @@ def loss_by(
 
 
 def recorded(params: Any) -> Any:
-    """Leaves that require grad; one that stands twice, as tied weights do, still does."""
+    """Leaves that require grad; a tensor that occurs twice, as tied weights do, still occurs twice."""
     made: dict[int, Tensor] = {}
     return tree_map(lambda x: made.setdefault(id(x), x.detach().clone().requires_grad_()), params)
 
@@ -138,13 +138,13 @@ def gradients_of(params: Any) -> Any:
 
 
 def untied(gradients: Any) -> Any:
-    """The gradients of tied weights added up, as one tensor has them."""
+    """Add up the gradients of tied weights, as for a single tensor."""
     both = gradients.embed_tokens + gradients.lm_head
     return attrs.evolve(gradients, embed_tokens=both, lm_head=both)
 
 
 def worst(found: Any, wanted: Any) -> tuple[float, str]:
-    """The greatest error of a leaf, relative to its greatest element, and which. `inv_freq` is no weight of theirs."""
+    """The leaf with the greatest error relative to its greatest element. `inv_freq` is not a weight in transformers."""
     pairs = zip(leaves_with_names(found), leaves_with_names(wanted), strict=True)
     errors = [(relative(a, b), path) for (path, a), (_, b) in pairs if not path.endswith("inv_freq")]
     return max(errors)

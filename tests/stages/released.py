@@ -1,7 +1,7 @@
-"""The config.json of released models, in the form in which their makers publish them.
+"""The config.json of released models, as their makers publish them.
 
-Those in `SEEN` were compared with copies that are public. The others are reconstructions: their dimensions are the
-models' own, and their remaining fields are those of a sibling in `SEEN`.
+Those in `SEEN` were compared with public copies. The others are reconstructions: the dimensions are the models' own,
+and the other fields come from a sibling in `SEEN`.
 """
 
 from typing import Any
@@ -157,7 +157,7 @@ _QWENS: dict[str, dict[str, Any]] = {
 
 
 def qwen2_vl(hidden: int, **fields: Any) -> dict[str, Any]:
-    """All in one object, as they were published."""
+    """All fields in one object, as published."""
     ids = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "vision_token_id": 151654}
     vision = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": hidden}
     patches = {"patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2}
@@ -178,7 +178,7 @@ _VLS: dict[str, dict[str, Any]] = {
 }
 RELEASED = {**_LLAMAS, **_QWENS, **_VLS}
 
-# Its rotary embedding has a key that transformers does not know either, and ignores.
+# Its rotary embedding has a key that transformers does not know and ignores, too.
 R1_0528_QWEN3_8B = qwen3(
     151645, "4.51.0", 36, **sizes(4096, 12288, 36, 32, 8, 131072, 151936), tie_word_embeddings=False,
     rope_scaling={

@@ -1,4 +1,4 @@
-"""Models of transformers to be saved, for the tests of what reads them."""
+"""Transformers models to save, for the tests of code that reads them."""
 
 from typing import Any
 

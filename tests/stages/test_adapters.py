@@ -34,7 +34,7 @@ from weft.transforms.pipelines.pipeline import compose
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The following:RuntimeWarning")
 
 TOLERANCE = 1e-5
-"""Of logits, relative to the greatest, in float32: sums are formed in another order, and the scaling earlier."""
+"""The tolerance of logits relative to the greatest, in float32: weft sums in another order, and scales earlier."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -52,7 +52,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def build(name: str) -> Any:
-    """A model in transformers, all of whose weights are random and large."""
+    """A transformers model with large random values in all weights."""
     architecture, more = MODELS[name]
     config_class, model_class = CLASSES[architecture]
     model = model_class(config_class(**SIZES, **more)).eval()
@@ -79,7 +79,7 @@ def save_adapter(folder: Path, base: str, seed: int = 1, **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The base models, written."""
+    """The saved base models."""
     found = {}
     for name in MODELS:
         found[name] = tmp_path_factory.mktemp(name)
@@ -93,7 +93,7 @@ def empty_state(model: Model, layouts: Any, num_reqs: int = 1) -> tuple[State, .
 
 
 def logits(model: Model, adapters: list[Adapter], slot: int, num_stages: int = 1) -> Tensor:
-    """The logits [vocab_size] behind the prompt, of a request with the adapter in that slot."""
+    """The logits [vocab_size] after the prompt, for a request with the adapter in that slot."""
     layouts = split_layers(model.config.num_layers, num_stages)
     step = compose([decoder_stage(model.config, layout, keep_logits=True) for layout in layouts], advance=advance)
     greedy = SamplingParams(temperature=0.0).for_request((), 0)
@@ -116,8 +116,8 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 
 @st.composite
 def lora_fields(draw: st.DrawFn, dense: bool = True) -> dict[str, Any]:
-    """Fields of PEFT's LoraConfig: any targets, ranks, scalings and layers. Of a model with experts, those of
-    attention: PEFT takes the names of the others for experts'."""
+    """Fields of PEFT's LoraConfig: any targets, ranks, scalings and layers. For a model with experts, only targets in
+    attention, since PEFT takes the other names for those of experts."""
     names = ALL if dense else ALL[:4]
     whole = [r".*\.(1|2)\.self_attn\.[qv]_proj", *([r".*mlp\.down_proj", "all-linear"] if dense else [])]
     some = st.lists(st.sampled_from(names), min_size=1, unique=True)
@@ -171,7 +171,7 @@ def test_of_a_stage_only_its_layers_are_read(folders: dict[str, Path], tmp_path:
 
 
 def test_a_slot_is_written_anew_without_a_capture(folders: dict[str, Path], tmp_path: Path) -> None:
-    """A graph reads its params where they are: what is written there counts at the next replay."""
+    """A graph reads its params in place: a write to them takes effect at the next replay."""
     model, layouts = weft.load(folders["qwen3"], "cpu"), split_layers(3, 1)
     expected, adapters = [], []
     for seed, rank in ((1, 4), (2, 2)):
@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @attrs.frozen
 class Saved:
-    """An adapter of q_proj alone, and its base."""
+    """An adapter for q_proj alone, and its base model."""
 
     model: Model
     folder: Path
@@ -298,7 +298,7 @@ class _Names(TorchDispatchMode):
 
 
 def test_graphs_differ_by_the_number_of_adapters(folders: dict[str, Path], tmp_path: Path) -> None:
-    """A batch of 3 adapters runs under the class of 4; one of none under a class that has none of the operators."""
+    """A batch with 3 adapters runs under the class of 4; one without any, under a class without LoRA operators."""
     model, layouts = weft.load(folders["qwen3"], "cpu"), split_layers(3, 1)
     adapters = []
     for seed in range(5):
@@ -332,7 +332,7 @@ def test_graphs_differ_by_the_number_of_adapters(folders: dict[str, Path], tmp_p
 
 
 def test_layers_in_fp8_have_plain_adapters() -> None:
-    """Of a feed-forward block whose matrices begin blocks of 128 rows: gaps between them, and columns behind."""
+    """An adapter of a feed-forward block whose matrices start at multiples of 128 rows, with gaps and extra columns."""
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     raw = {"architectures": ["Qwen3ForCausalLM"], "quantization_config": quantization, "head_dim": 8, **SIZES}
     config = parse_config({**raw, "intermediate_size": 130, "num_hidden_layers": 1}, source="a test")

@@ -1,4 +1,4 @@
-"""Every field of a decoder's configuration is used, changes nothing, is refused, or is told of."""
+"""Every field of a decoder's configuration is used, has no effect, is refused, or is reported."""
 
 from typing import Any
 
@@ -112,7 +112,7 @@ def test_neutral_fields_change_nothing(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", CLASSES)
 def test_no_field_of_transformers_own_is_unknown(architecture: str) -> None:
-    """Of its general ones neither, which a file may hold whole."""
+    """transformers' general fields, all of which a file may contain, are neither refused nor reported."""
     for fields in (PretrainedConfig().to_dict(), CLASSES[architecture][0]().to_dict()):
         raw = {name: value for name, value in fields.items() if name != "model_type"}
         parse({**raw, "architectures": [architecture]}, strict=True)
@@ -161,7 +161,7 @@ def test_no_unknown_field_is_overlooked(name: str, value: Any) -> None:
 
 
 def test_unknown_fields_are_told_of_together() -> None:
-    """Code that a checkpoint brings along is among them: weft has its own for these architectures."""
+    """`auto_map`, which names a checkpoint's own code, is among them: weft has its own code for these architectures."""
     raw = {**QWEN3, "auto_map": {"AutoModel": "modeling.Model"}, **{f"field_{i}": i for i in range(20)}}
     with pytest.warns(ConfigWarning) as told:
         parse(raw)

@@ -1,4 +1,4 @@
-"""balance: the best of all splits, and of those the nearest to the even one."""
+"""balance: the best of all splits, and among equal ones the closest to an even split."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from weft.stages.layout import StageLayout, balance, split_layers
 
 
 def stage_costs(layouts: Sequence[StageLayout], costs: Sequence[float], first: float, last: float) -> list[Fraction]:
-    """What each stage costs, with nothing rounded."""
+    """The exact cost of each stage, without rounding."""
     return [
         sum((Fraction(costs[layer]) for layer in one.layers), Fraction(first) * one.first + Fraction(last) * one.last)
         for one in layouts

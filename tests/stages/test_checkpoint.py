@@ -32,7 +32,7 @@ def shard_size(request: pytest.FixtureRequest) -> str | None:
 
 @pytest.fixture(scope="module", params=MODELS)
 def saved(request: pytest.FixtureRequest, shard_size: str | None, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder and the model that was saved in it."""
+    """A folder, and the model saved in it."""
     folder, model = tmp_path_factory.mktemp("saved"), scrambled(request.param)
     model.save_pretrained(folder, **({"max_shard_size": shard_size} if shard_size else {}))
     assert (folder / "model.safetensors").is_file() == (shard_size is None)
@@ -40,7 +40,7 @@ def saved(request: pytest.FixtureRequest, shard_size: str | None, tmp_path_facto
 
 
 def by_their_names(config: ModelConfig, params: DecoderParams) -> dict[str, Tensor]:
-    """The tensors under transformers' names, taken apart again by hand."""
+    """The tensors under transformers' names, split up again by hand."""
     found = {
         "model.embed_tokens.weight": params.embed_tokens,
         "model.norm.weight": params.norm,

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is refused, each time with what to do."""
+"""Faulty checkpoints are refused, and each error says what to do."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def shards(tmp_path: Path) -> Path:
 def assert_refused(
     folder: Path, seen: str, instead: str, kind: type[CheckpointError] = CheckpointError, **config_changes: Any
 ) -> None:
-    """Loading fails with this text, and before any tensor was read."""
+    """Loading fails with this text, before any tensor is read."""
     config = attrs.evolve(parse_config(json.loads((folder / "config.json").read_text()), source="t"), **config_changes)
     layout = whole(config)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""`weft.stages.config` against transformers' configurations, and what it refuses."""
+"""`weft.stages.config` against transformers' configurations, and its refusals."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from weft.stages.config import load_config
 
 
 def written(config: PretrainedConfig, architecture: str, folder: Path) -> dict[str, Any]:
-    """What transformers' save_pretrained writes."""
+    """The config.json that transformers' save_pretrained writes."""
     config.architectures = [architecture]
     config.save_pretrained(folder)
     return dict(json.loads((folder / "config.json").read_text()))

@@ -1,4 +1,4 @@
-"""Digests of weights: whatever ranks may load otherwise is in them."""
+"""Digests of weights: they cover everything that ranks might load differently."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Embeddings in: what the first stage takes in place of tokens, against transformers' `inputs_embeds`."""
+"""Embeddings in place of tokens at the first stage, against transformers' `inputs_embeds`."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_known_embeddings_are_the_tokens(model: Model) -> None:
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_only_the_first_stage_takes_them(model: Model, embeds: Tensor, graph: bool) -> None:
-    """Two requests, one of them embedded, then a decode of both: a pipeline does what the composition does."""
+    """Two requests, one of them with embeddings, then a decode of both: a pipeline equals the composition."""
     seen: list[bool] = []
     stages, params, state = _made(model, 2)
 

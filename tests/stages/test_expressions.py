@@ -1,4 +1,4 @@
-"""`Expression` matches what Python's `re` matches, and gives up where that would not end."""
+"""`Expression` matches like Python's `re`, and gives up where `re` would run forever."""
 
 import re
 import time
@@ -69,7 +69,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize("text", ENDLESS)
 def test_what_re_would_be_busy_with_for_ever(text: str) -> None:
-    """It does not match, or it is refused."""
+    """The expression does not match, or is refused."""
     begun, found = time.monotonic(), ""
     try:
         found = str(Expression(text).matches(NAME))

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 blocks, as Hugging Face writes them: loaded, ragged edges and all, run, and refused."""
+"""Checkpoints in FP8 blocks, as Hugging Face writes them: loaded (with ragged edges), run, and refused."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ SKIPPED = ["lm_head", "model.layers.0.mlp.gate", "model.layers.2"]
 
 
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and their scales, block after block."""
+    """Quantise weights block by block, and return them with their scales."""
     rows, columns = weight.shape
     scale = torch.empty(-(-rows // 128), -(-columns // 128))
     out = torch.empty_like(weight)
@@ -54,7 +54,7 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write(folder: Path, kind: str, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """A checkpoint in FP8; returns the values of its tensors in float32."""
+    """Write a checkpoint in FP8, and return the values of its tensors in float32."""
     torch.manual_seed(3)
     made = {"qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, attention_bias=True)),
             "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS))}[kind]()  # fmt: skip
@@ -79,7 +79,7 @@ def write(folder: Path, kind: str, scale_dtype: torch.dtype = torch.float32) -> 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3-moe"])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder in FP8, and its tensors' values."""
+    """A folder with an FP8 checkpoint, and its tensors' values."""
     folder = tmp_path_factory.mktemp("fp8")
     return folder, write(folder, request.param)
 
@@ -142,8 +142,8 @@ def without_quantization(folder: Path, values: dict[str, Tensor], into: Path) ->
 
 
 def test_the_model_is_near_the_one_without_quantisation(written: Any, tmp_path: Path) -> None:
-    """Logprobs of one token differ by what rounding activations to 3 bits of mantissa makes of them; the bound is five
-    times what was seen."""
+    """Logprobs differ by the effect of rounding activations to 3 bits of mantissa; the bound is five times the observed
+    difference."""
     folder, values = written
     ours, plain = weft.load(folder, "cpu"), without_quantization(folder, values, tmp_path)
     prompts = [[i, 2 * i, 63 - i] for i in range(1, 17)]

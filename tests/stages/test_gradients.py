@@ -1,5 +1,5 @@
-"""Gradients of the decoders' steps are those of transformers: of parameters, embeddings and adapters, by each of
-torch's ways to ask for them."""
+"""Gradients of the decoders' steps equal those of transformers, for parameters, embeddings and adapters, by each of
+torch's interfaces."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,7 +51,7 @@ from weft.transforms.graphs.ladder import Limits
 from weft.trees import tree_leaves, tree_map
 
 TOLERANCE = 2e-5
-"""Of a leaf's greatest error, relative to its greatest element, in float32."""
+"""The tolerance for a leaf's greatest error, relative to its greatest element, in float32."""
 PROMPTS = prompts_of(LENGTHS)
 CHUNKS = (5, 1, 20, 38)
 FP8 = {
@@ -62,7 +62,7 @@ FP8 = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Model, Any]]:
-    """Of each architecture a model, and the gradients of its loss on the prompts as transformers finds them."""
+    """For each architecture a model, and transformers' gradients of its loss on the prompts."""
     found = {}
     for name, (architecture, fields) in MODELS.items():
         theirs, folder = build(architecture, {**SIZES, **fields}), tmp_path_factory.mktemp(name)
@@ -101,7 +101,7 @@ def cases(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_gradients_of_any_configuration_are_those_of_transformers(architecture: str) -> None:
-    """Of all parameters, by torch.func; the prompts whole, or in chunks whose losses flow back through the pages."""
+    """Gradients of all parameters by torch.func, for whole prompts, or for chunks with gradients through the pages."""
     errors = []
 
     @given(cases(architecture), st.sampled_from([(64,), CHUNKS]))
@@ -173,7 +173,7 @@ def test_other_derivatives_agree(models: dict[str, tuple[Model, Any]], name: str
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_is_captured_and_replays(models: dict[str, tuple[Model, Any]], name: str, device: str) -> None:
-    """`graphify` of a loss, its gradient and an update: bitwise the eager one, and the loss falls."""
+    """`graphify` of a loss, its gradient and an update equals the eager step bitwise, and the loss falls."""
     model = weft.load(models[name][0].path, device)
     runner = make_runner(model, Limits(4, 64), mode="none")
     [batch], params = chunked(PROMPTS[:2], (64,), device=device), runner.params
@@ -202,7 +202,7 @@ def test_a_training_step_is_captured_and_replays(models: dict[str, tuple[Model, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_on_a_gpu_are_those_of_the_cpu(models: dict[str, tuple[Model, Any]], name: str) -> None:
-    """By the functional forms, of chunks, by torch.func and backward."""
+    """Gradients by the functional forms, over chunks, by torch.func and by backward."""
     model, wanted = models[name]
     there = weft.load(model.path, "cuda")
     (params,), loss = loss_by(there, PROMPTS, CHUNKS)
@@ -218,7 +218,7 @@ def test_gradients_on_a_gpu_are_those_of_the_cpu(models: dict[str, tuple[Model, 
 
 @pytest.mark.gpu
 def test_gradients_on_a_gpu_in_bfloat16() -> None:
-    """The demo's are near those in float32."""
+    """The demo's gradients are near those in float32."""
     losses = [
         loss_by(weft.load(weft.stages.DEMO, "cuda", dtype), prompts_of(LENGTHS)) for dtype in ("float32", "bfloat16")
     ]
@@ -228,7 +228,7 @@ def test_gradients_on_a_gpu_in_bfloat16() -> None:
 
 
 def test_one_leaf_of_one_layer(models: dict[str, tuple[Model, Any]]) -> None:
-    """Layers before it run as operators, which write the pages in place; it and those after it do not."""
+    """Layers before it run as operators, which write the pages in place; it and the later layers do not."""
     model, wanted = models["qwen3"]
     (params,), loss = loss_by(model, PROMPTS, CHUNKS)
     leaf = params.layers[1].k_norm.clone().requires_grad_()
@@ -239,7 +239,7 @@ def test_one_leaf_of_one_layer(models: dict[str, tuple[Model, Any]]) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_embeddings_are_those_of_transformers(name: str) -> None:
-    """Of a prompt with embeddings in the place of some tokens."""
+    """Gradients of the embeddings that replace some tokens of a prompt."""
     architecture, fields = MODELS[name]
     theirs, ids = build(architecture, {**SIZES, **fields}), PROMPTS[0]
     embeds = torch.randn(len(ids), SIZES["hidden_size"], generator=torch.Generator().manual_seed(4))
@@ -272,7 +272,7 @@ def test_gradients_of_embeddings_are_those_of_transformers(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_gradients_of_an_adapter_are_those_of_peft(name: str, tmp_path: Path) -> None:
-    """Of a LoRA of all linear layers, in the second slot of three; a request beside it has none."""
+    """Gradients of a LoRA of all linear layers, in the second slot of three; another request has no adapter."""
     architecture, fields = MODELS[name]
     base = build(architecture, {**SIZES, **fields})
     model, prompts = saved(base, tmp_path / "model"), PROMPTS[:2]
@@ -308,7 +308,7 @@ def test_gradients_of_an_adapter_are_those_of_peft(name: str, tmp_path: Path) ->
 
 
 def test_gradients_reach_the_pages_that_a_step_reads(models: dict[str, tuple[Model, Any]]) -> None:
-    """Those of earlier steps; and a decode step's sampled token has a logprob with a gradient, given the token."""
+    """A decode step has gradients for earlier steps' keys and values, and so has its sampled token's logprob."""
     model, _ = models["llama"]
     runner = make_runner(model, Limits(1, 64), mode="none", keep_logits=True)
     (state,), _ = runner.step(runner.params, make_state(model, runner.layouts, [48]), Batch.ragged([0], [PROMPTS[0]]))
@@ -323,7 +323,7 @@ def test_gradients_reach_the_pages_that_a_step_reads(models: dict[str, tuple[Mod
 
 
 def test_an_engine_keeps_no_record(models: dict[str, tuple[Model, Any]]) -> None:
-    """Parameters that are being trained serve as any others do: graphs replay, and nothing is kept for backward()."""
+    """Parameters in training can serve like any others: graphs replay, and nothing is kept for backward()."""
     model, _ = models["qwen3"]
     expected = generate(model, PROMPTS, max_tokens=4)
     trained = attrs.evolve(model, params=recorded(model.params))
@@ -336,7 +336,7 @@ def test_an_engine_keeps_no_record(models: dict[str, tuple[Model, Any]]) -> None
 
 
 def test_what_has_no_gradient_says_so(models: dict[str, tuple[Model, Any]]) -> None:
-    """A model in FP8; and one that drafts with a model, which would lose what it wrote."""
+    """No gradients for a model in FP8, nor for one with a draft model, whose writes would be lost."""
     config = parse_config({**PRESETS["qwen3-30b-a3b-fp8"], **FP8}, source="a dict")
     (layout,) = split_layers(config.num_layers, 1)
     params = random_params(config, layout, seed=0, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Which layers a stage owns."""
+"""The layers that a stage owns."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -15,7 +15,7 @@ def test_layers_are_split_evenly(num_layers: int, data: st.DataObject) -> None:
     assert [i for layout in layouts for i in layout.layers] == list(range(num_layers))
     sizes = [len(layout.layers) for layout in layouts]
     assert max(sizes) - min(sizes) <= 1
-    # The last stage has the head as well, and the first the embedding: neither is larger than one between.
+    # The last stage also has the head, and the first one the embedding: neither is larger than a stage in between.
     assert sizes[-1] == min(sizes)
     assert num_stages < 3 or sizes[0] <= max(sizes[1:-1])
     assert [layout.first for layout in layouts] == [True] + [False] * (num_stages - 1)

@@ -1,6 +1,6 @@
-"""`weft.load` of what is damaged, or on what is not there: what a user sees, and that a whole one loads then.
+"""`weft.load` of damaged folders, or on missing devices: the errors, and that an intact folder loads afterwards.
 
-`test_checkpoint_errors.py` and `test_config.py` hold the whole list of what a checkpoint can have wrong.
+`test_checkpoint_errors.py` and `test_config.py` have the whole list of a checkpoint's faults.
 """
 
 import json
@@ -32,7 +32,7 @@ from weft.stages.model import DEMO
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the demo checkpoint, to be damaged."""
+    """A copy of the demo checkpoint, for a test to damage."""
     return Path(shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("*.py", "__pycache__")))
 
 
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_refused_and_loads_once_it_is_whole(damage: str,
 
 
 def test_a_missing_checkpoint_is_a_missing_file_and_a_damaged_one_a_bad_value(folder: Path) -> None:
-    """Who catches the builtin exceptions catches ours."""
+    """Code that catches the builtin exceptions catches weft's."""
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         weft.load(folder / "none")
     truncate(folder, 10)
@@ -201,7 +201,7 @@ def test_devices_that_weft_has_no_kernels_for(device: str) -> None:
 
 
 def test_a_dtype_that_no_decoder_computes_in_is_refused_when_it_is_loaded(folder: Path) -> None:
-    """Not at the first step: attention has no float64."""
+    """The error comes from `load`, not from the first step: attention has no float64."""
     change_config(folder, dtype="float64")
     with pytest.raises(WeftError, match="float64"):
         weft.load(folder, "cpu")

@@ -69,7 +69,7 @@ def wanting(batch: Batch, targets: list[int]) -> Batch:
 
 
 def chunks() -> list[Batch]:
-    """Two prompts in three batches, each token with the one behind it; the last one decodes."""
+    """Two prompts in three batches, each token with the one after it; the last batch decodes."""
     first, second = PROMPTS
     return [
         wanting(Batch.ragged([0], [first[:4]], samples=[False]), first[1:5]),
@@ -84,7 +84,7 @@ def ready(model: Model, num_stages: int = 1) -> tuple[Runner, tuple[weft.State, 
 
 
 def logits_by_hand(model: Model) -> list[Tensor]:
-    """Of each prompt, the logits behind every token: as many runs as it has tokens."""
+    """For each prompt, the logits after every token, from one run per token."""
     runner = make_runner(model, Limits(1, 16), mode="none", keep_logits=True)
     rows = []
     for prompt in PROMPTS:
@@ -107,7 +107,7 @@ def test_a_prompts_tokens_in_chunks(model: Model, num_stages: int) -> None:
     seen = torch.cat([out.prompt_logprobs for out in outs if out.prompt_logprobs is not None])
     top = torch.cat([out.prompt_top_logprobs for out in outs if out.prompt_top_logprobs is not None])
     first, second = (x.log_softmax(-1) for x in logits_by_hand(model))
-    places = {0: [0, 1, 2, 3, 8], 1: [4, 5, 6]}  # where each stands in the three batches; without the last token
+    places = {0: [0, 1, 2, 3, 8], 1: [4, 5, 6]}  # each token's place in the three batches, without the last token
     for row, expected in ((0, first), (1, second)):
         wanted = torch.tensor(PROMPTS[row][1:])
         own = expected[:-1].gather(1, wanted[:, None])[:, 0]

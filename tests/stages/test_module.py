@@ -40,7 +40,7 @@ class Tied(nn.Module):
 
 
 class Assigns(nn.Module):
-    """A counter that is not written in place but assigned anew."""
+    """A counter that is assigned anew instead of written in place."""
 
     def __init__(self) -> None:
         super().__init__()

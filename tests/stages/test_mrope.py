@@ -1,4 +1,4 @@
-"""mRoPE: the decoder of Qwen2-VL against transformers', over a prompt with an image's embeddings, and decoding on."""
+"""mRoPE: the decoder of Qwen2-VL against transformers', over a prompt with an image's embeddings and its decodes."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ def positions(theirs: Any) -> Tensor:
 
 
 def expected(theirs: Any, ids: Sequence[int], embeds: Tensor | None, positions: Tensor | None) -> list[Tensor]:
-    """Their logits behind the prompt, and behind each of the tokens that they decode greedily."""
+    """transformers' logits after the prompt, and after each token that it decodes greedily."""
     inputs = theirs.get_input_embeddings()(torch.tensor(ids))
     if embeds is not None:
         inputs = torch.where((torch.tensor(ids) == IMAGE)[:, None], embeds, inputs)
@@ -102,7 +102,7 @@ def expected(theirs: Any, ids: Sequence[int], embeds: Tensor | None, positions: 
 
 
 def prompts(embeds: Tensor, positions: Tensor, sizes: Sequence[int]) -> Iterator[Batch]:
-    """The image's prompt in chunks, in row 0, beside a prompt of text, in row 1, with the first of them."""
+    """The image's prompt in row 0, in chunks; a text prompt in row 1, in the same batch as the first chunk."""
     start = 0
     for size in sizes:
         ids = [EMBEDDED if token == IMAGE else token for token in IDS[start : start + size]]
@@ -118,7 +118,7 @@ def prompts(embeds: Tensor, positions: Tensor, sizes: Sequence[int]) -> Iterator
 
 
 def run(step: Any, params: Any, state: Any, batches: Iterator[Batch]) -> dict[int, list[Tensor]]:
-    """The logits of each row, behind its prompt and behind each token of some decodes of both."""
+    """The logits of each row, after its prompt and after each token of some decodes of both rows."""
     found: dict[int, list[Tensor]] = {0: [], 1: []}
     for batch in [*batches, *[Batch.decode([0, 1])] * (STEPS - 1)]:
         state, out = step(params, state, batch)
@@ -157,7 +157,7 @@ def test_logits_are_those_of_transformers(
 def test_gradients_are_those_of_transformers(
     theirs: Any, model: Model, embeds: Tensor, positions: Tensor, tmp_path: Path
 ) -> None:
-    """Of all parameters of the text, and of the image's embeddings, in two stages."""
+    """Gradients of all the text model's parameters and of the image's embeddings, in two stages."""
     ids, runner = torch.tensor(IDS), make_runner(model, Limits(2, 24), num_stages=2, mode="none")
     [batch] = prompts(embeds, positions, [17])
     batch = attrs.evolve(batch, targets=torch.tensor([*IDS[1:], 0, *TEXT[1:], 0]))
@@ -199,8 +199,8 @@ def test_graph_of_a_pipeline(theirs: Any, model: Model, embeds: Tensor, position
 def test_an_engine_says_what_transformers_says(
     theirs: Any, model: Model, embeds: Tensor, positions: Tensor, num_stages: int, graph: str, drafts: bool
 ) -> None:
-    """Chunks of at most 6 tokens, beside a request of text; twice, so that the second one finds pages. A draft model
-    that takes images for text is wrong, which changes nothing."""
+    """Chunks of at most 6 tokens, next to a text request; twice, so that the second request finds pages. A draft model
+    that takes images for text drafts badly, which does not change the results."""
     speculation = Speculation(3, model=model) if drafts else None
     limits = EngineLimits(max_num_reqs=4, max_num_tokens=6, max_model_len=32, page_size=4)
     engine = Engine(model, limits, pipeline=num_stages, graph=graph, speculation=speculation)
@@ -220,7 +220,7 @@ def test_an_engine_says_what_transformers_says(
 
 
 def test_the_oracle_sees_each_part(theirs: Any, model: Model, embeds: Tensor, positions: Tensor) -> None:
-    """Without the delta, with one row for three, or without what travels, logits are others."""
+    """Logits differ without the delta, with one row of positions for all three, or without the batch's positions."""
     find = rope.mrope_positions
 
     def without_delta(state: State, batch: Batch, resolved: Any) -> Tensor:
@@ -243,7 +243,7 @@ def test_the_oracle_sees_each_part(theirs: Any, model: Model, embeds: Tensor, po
 
 
 def test_text_has_ordinary_positions(model: Model) -> None:
-    """A request of text: mRoPE is RoPE, bitwise, whether its positions are said or not."""
+    """For a text request mRoPE equals RoPE bitwise, whether its positions are given or not."""
     plain = attrs.evolve(model.config, rope=attrs.evolve(model.config.rope, mrope_section=None))
     (layout,), said = split_layers(3, 1), torch.arange(len(TEXT)).expand(3, -1)
     outs = []

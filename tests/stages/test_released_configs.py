@@ -1,4 +1,4 @@
-"""The configurations of released models are read as transformers reads them."""
+"""The configurations of released models are read like transformers reads them."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ CONFIGS = {name: pair[0] for name, pair in CLASSES.items()} | {QWEN2_VL["archite
 
 
 def assert_as_transformers_reads_it(raw: dict[str, Any], ours: ModelConfig) -> None:
-    """Field by field, and the frequencies of the rotary embedding."""
+    """The fields agree, and the frequencies of the rotary embedding."""
     architecture = raw["architectures"][0]
     theirs = CONFIGS[architecture].from_dict(json.loads(json.dumps(raw)))
     plain = attrs.evolve(ours, rope=Rope(theta=ours.rope.theta, mrope_section=ours.rope.mrope_section), fp8=None)
@@ -34,7 +34,7 @@ def assert_as_transformers_reads_it(raw: dict[str, Any], ours: ModelConfig) -> N
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_released_configuration(name: str) -> None:
-    """Nothing in it is unknown."""
+    """No field is unknown."""
     ours = parse(RELEASED[name], strict=True)
     assert_as_transformers_reads_it(RELEASED[name], ours)
     assert (ours.fp8 is not None) == name.endswith("FP8")

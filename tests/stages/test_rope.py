@@ -32,7 +32,7 @@ LENGTHS = st.sampled_from([64, 2048, 8192, 32_768])
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries `[T, H, D]` by the op, beside keys and values that nobody keeps."""
+    """Queries `[T, H, D]` rotated by the operator, with keys and values that are not kept."""
     tokens, heads, dim = x.shape
     qkv = torch.cat((x.flatten(1), x.new_zeros(tokens, 2 * dim)), 1)
     nowhere, pages = torch.full((tokens,), -1), x.new_zeros(2, 1, 1, 1, dim)
@@ -169,7 +169,7 @@ def test_tables_and_rotation_are_those_of_transformers(
     assert cos.dtype == sin.dtype == dtype
     assert torch.equal(torch.cat((cos, cos), dim=-1), their_cos[0])
     assert torch.equal(torch.cat((sin, sin), dim=-1), their_sin[0])
-    # Ours is rounded once, theirs after each product and sum.
+    # weft rounds once, transformers after each product and sum.
     assert torch.allclose(rotated(x, cos, sin), expected[0], rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
@@ -352,7 +352,7 @@ def test_mrope_stretches_as_the_others_do() -> None:
 @given(st.lists(st.tuples(*[st.integers(0, 10_000)] * 3), min_size=1, max_size=9))
 @settings(max_examples=50, deadline=None)
 def test_each_pair_turns_with_its_own_position(rows: list[tuple[int, int, int]]) -> None:
-    """As transformers' Qwen2VLRotaryEmbedding does; equal positions as one, bitwise."""
+    """The same as transformers' Qwen2VLRotaryEmbedding; three equal positions give bitwise what one gives."""
     inv_freq, _ = inverse_frequencies(Rope(), 16, 4096)
     config = Qwen2VLTextConfig(
         hidden_size=32,

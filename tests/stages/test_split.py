@@ -1,4 +1,4 @@
-"""The split of a model that engines, runners and loaders share: by what a stage reads."""
+"""The split of a model that engines, runners and loaders share: by the bytes that a stage reads."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The text decoder's part of a Qwen2-VL config.json, as transformers reads it, and what contradicts itself."""
+"""The text decoder's part of a Qwen2-VL config.json, as transformers reads it, and contradictions in it."""
 
 import json
 from pathlib import Path

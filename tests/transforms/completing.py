@@ -1,4 +1,4 @@
-"""`weft.generate` and transformers' own generation side by side, on models drawn from transformers' fields."""
+"""`weft.generate` and transformers' own generation side by side, on models with drawn configurations."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,25 +17,25 @@ from weft.transforms.engine.generate import Completion
 from weft.transforms.engine.setup import make_executor
 from weft.transforms.engine.step import Executor, Work
 
-# By name: a package that shows the function `generate` would hide the module of that name.
+# By name, since the package's function `generate` hides the module of that name.
 generate_module = import_module("weft.transforms.engine.generate")
 
 PIPELINES = (1, 2, 3)
 TOLERANCE = 1e-4
-"""Of logits and logprobs in float32, absolute: what `proofs/pages/laws.md` promises."""
+"""The absolute tolerance of logits and logprobs in float32, as promised in `proofs/pages/laws.md`."""
 
 
 @attrs.frozen
 class Case:
-    """A model as transformers' fields describe it, and what is asked of it.
+    """A transformers model, and prompts to complete.
 
     Args:
-        fields: of the configuration class.
+        fields: the fields of the configuration class.
         seed: of the weights and of the prompts' tokens.
         lengths: of the prompts.
-        budget: tokens of a prefill batch at most.
-        shift: which graph mode each pipeline size gets.
-        sharded: save it in many files.
+        budget: the most tokens of a prefill batch.
+        shift: assigns graph modes to pipeline sizes.
+        sharded: whether to save the model in many files.
     """
 
     architecture: str
@@ -52,8 +52,8 @@ class Case:
         return [torch.randint(0, self.fields["vocab_size"], (n,), generator=generator).tolist() for n in self.lengths]
 
     def build(self) -> Any:
-        """The model in transformers. All its weights are random, biases and norms too, and large: so arg maxes are
-        seldom near ties, and no tensor could be left out unseen."""
+        """The transformers model. All weights are random and large, biases and norms too, so that arg maxes are seldom
+        near ties, and leaving out any tensor shows."""
         config_class, model_class = CLASSES[self.architecture]
         model = model_class(config_class(**self.fields)).eval()
         if self.architecture == "Qwen3MoeForCausalLM":  # its grouped product asks for multiples of 16 bytes
@@ -70,7 +70,7 @@ class Case:
 
 @attrs.frozen(eq=False)
 class Expected:
-    """What transformers makes of one prompt: tokens, why they end, and the logits [tokens, vocab_size] behind each."""
+    """transformers' completion of one prompt: tokens, finish reason, and the logits [tokens, vocab_size] of each."""
 
     token_ids: list[int]
     finish_reason: str
@@ -78,13 +78,13 @@ class Expected:
 
     @property
     def gap(self) -> float:
-        """By how much the best token led the second best, where that was closest."""
+        """The smallest lead of the best token over the second best."""
         best = self.logits.topk(2).values
         return float((best[:, 0] - best[:, 1]).min())
 
 
 def complete_theirs(model: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[Expected]:
-    """transformers' own greedy search over one batch, padded on the left as its users do."""
+    """transformers' own greedy search over one batch, padded on the left as its users do it."""
     width = max(map(len, prompts))
     made = model.generate(
         input_ids=torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
@@ -102,14 +102,14 @@ def complete_theirs(model: Any, prompts: Sequence[list[int]], max_tokens: int) -
 
 
 def _until_the_end(tokens: list[int], logits: Tensor, ends: frozenset[int]) -> Expected:
-    """One row without what stands behind its end, which is padding."""
+    """One row without the padding after its end."""
     count = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
     return Expected(tokens[:count], "stop" if tokens[count - 1] in ends else "length", logits[:count].float())
 
 
 @attrs.frozen(eq=False)
 class Seen:
-    """What `weft.generate` returned, the logits [tokens, vocab_size] behind each completion, and how it ran."""
+    """The completions of `weft.generate`, the logits [tokens, vocab_size] of each, and the executor that ran it."""
 
     completions: list[Completion]
     logits: list[Tensor]
@@ -119,7 +119,7 @@ class Seen:
 
 @attrs.define(eq=False)
 class Keeping:
-    """An executor that keeps what it did."""
+    """An executor that records its steps."""
 
     inner: Executor
     steps: list[tuple[Work, Any]] = attrs.field(factory=list)
@@ -170,7 +170,7 @@ def complete(model: weft.Model, prompts: Sequence[Any], *, budget: int = 2048, *
         for index, (name, samples) in enumerate(zip(work.requests, work.samples, strict=True)):
             if samples:
                 logits[int(name)].append(out.logits[index])
-    # What was sampled ahead of knowing that a request had ended is not its own.
+    # Tokens sampled before the host knew that the request had ended do not belong to it.
     behind = [torch.stack(own[: len(c.token_ids)]) for own, c in zip(logits, completions, strict=True)]
     return Seen(completions, behind, [work for work, _ in kept[0].steps], kept[0])
 

@@ -1,4 +1,4 @@
-"""What the tests of graphify share: its law, a function to graphify, and counts of what ran."""
+"""Helpers for the tests of graphify: its law, a function to graphify, and counts of runs."""
 
 import collections
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ X = torch.arange(4.0)
 
 
 def twice(x: Any, k: Any = 1) -> Any:
-    """Doubles whatever tensors it gets, and hands the value back."""
+    """Doubles each tensor of a value, in the same structure."""
     return torch.utils._pytree.tree_map(lambda t: t * 2 if isinstance(t, Tensor) else t, x), k
 
 
@@ -33,7 +33,7 @@ def counts(g: Graphified[Any, Any]) -> tuple[int, int, int]:
 
 
 def agree(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> Graphified[Any, Any]:
-    """Each call of the graphified function gives what the function gives; its results then never change."""
+    """Each call of the graphified function gives the function's results, which later calls do not change."""
     g = graphify(fn)
     kept = []
     for args in calls:
@@ -46,7 +46,7 @@ def agree(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> Graphified[Any, An
 
 
 def refusal(fn: Callable[..., Any], *args: Any) -> str:
-    """What the error says that a capture of `fn` raises; the generator is then as it was."""
+    """The text of the error that a capture of `fn` raises; the random generator's state must be unchanged."""
     before = torch.get_rng_state()
     with pytest.raises(CaptureError) as caught:
         graphify(fn)(*args)
@@ -56,7 +56,7 @@ def refusal(fn: Callable[..., Any], *args: Any) -> str:
 
 @contextmanager
 def general_calls(g: Graphified[..., Any]) -> Iterator[list[Any]]:
-    """The calls that took the general path while the context was open."""
+    """The calls that took the general path inside the context."""
     seen: list[Any] = []
     general = g._call
 
@@ -80,5 +80,5 @@ Point = collections.namedtuple("Point", "a b")
 
 
 def doubled(tree: Any, by: Any = 2) -> Any:
-    """A result of the argument's own structure."""
+    """A result with the argument's structure."""
     return torch.utils._pytree.tree_map(lambda t: t * by if isinstance(t, Tensor) else t, tree), by

@@ -1,4 +1,4 @@
-"""Faults planted in programs, and what the checker says of them."""
+"""Faults planted in programs, and the checker's errors for them."""
 
 from collections.abc import Callable, Sequence
 

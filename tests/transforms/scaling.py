@@ -1,4 +1,4 @@
-"""Stages that are followed by hand: each multiplies by its parameter."""
+"""Stages that are easy to compute by hand: each multiplies by its parameter."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ LAW = "a pipeline is its composition"
 
 
 def scale(p: Tensor, s: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Multiplies by its parameter, and adds up in its state what it saw."""
+    """Multiplies by its parameter, and sums its inputs in its state."""
     y = (batch if x is None else x) * p
     return s + y.sum(), y
 

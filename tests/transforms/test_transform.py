@@ -1,4 +1,4 @@
-"""A transform of one's own: the hand-written sequence, whatever weft's transforms and torch.func's stand around it."""
+"""A user's own transform equals the hand-written sequence, with any of weft's and torch.func's transforms around it."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from weft.transforms.graphs.calls.borrowing import lends
 
 LAW = "a transform of one's own is what one would write by hand"
 
-# What a hook would do, as values: the sum of all rows that left the step, and how many calls there were.
+# The work of a hook, as values: the sum of all rows that left the step, and the number of calls.
 summed = Transform(
     init=lambda params, state: {"sum": torch.zeros(4), "calls": torch.zeros((), dtype=torch.int64)},
     apply=lambda step, own, params, state, *rest: seen_by(own, *step(params, state, *rest)),
@@ -48,12 +48,12 @@ BATCHES = [torch.linspace(-2, 2, rows * 4).view(rows, 4) for rows in (3, 1, 3)]
 
 
 def fresh() -> Carried:
-    """A state to begin with, which may be donated."""
+    """An initial state, which may be donated."""
     return summed.carry(PARAMS, clone(STATE))
 
 
 def by_hand(batches: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    """The calls and the sums, one after the other, as one would write them."""
+    """The calls and the sums in order, written by hand."""
     state, own, outs = STATE, summed.init(PARAMS, STATE), []
     for batch in batches:
         state, out = step(PARAMS, state, batch)

@@ -1,1 +1,1 @@
-"""Laws of serving: of requests, pages, faults and ranks that must agree."""
+"""Laws of serving: requests, pages, faults, and agreement between ranks."""

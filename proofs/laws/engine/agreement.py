@@ -1,4 +1,4 @@
-"""L11: ranks that are asked for the same agree, and the first message after a difference is refused."""
+"""L11: ranks with the same requests agree, and the first message after a difference is refused."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ _LAW = "L11 what differs is refused with the first message"
 
 @attrs.frozen
 class Asked:
-    """What a rank was asked for: notes, and then a step by a program."""
+    """The requests to a rank: notes, and then a step by a program."""
 
     notes: tuple[tuple[str, str], ...]
     program: str = "scale"
@@ -29,12 +29,12 @@ def _programs(microbatches: int, program: str) -> CheckedPrograms:
 
 
 def differences_are_refused(steps: Sequence[tuple[int, bool]], mine: Sequence[Asked], theirs: Sequence[Asked]) -> None:
-    """L11: of two ranks, a message is accepted if and only if both were asked for the same up to its step; what either
-    was asked for later does not matter.
+    """L11: a rank accepts another's message if and only if both had the same requests up to its step; later requests do
+    not matter.
 
     Args:
-        steps: how many micro-batches each has, and whether the last of them is sent and received in the next one.
-        mine, theirs: what each rank was asked for before and in each step.
+        steps: each step's number of micro-batches, and whether the last one is sent and received in the next step.
+        mine, theirs: each rank's requests before and in each step.
     """
     sender, receiver = Agreement(0), Agreement(1)
     first, waiting = 0, list[int]()
@@ -59,7 +59,7 @@ def differences_are_refused(steps: Sequence[tuple[int, bool]], mine: Sequence[As
 
 
 def _refusal(sender: Agreement, receiver: Agreement, microbatch: int) -> str:
-    """Why one rank refuses a message of the other; empty if it takes it."""
+    """The reason why one rank refuses a message of the other; empty if it accepts it."""
     header = json.loads(header_bytes(sender.header(1, microbatch, False)))
     try:
         receiver.compare(0, receiver.expect(microbatch, False), header)

@@ -1,5 +1,4 @@
-"""L11 and L19 over the whole engine: each completion is what it is alone, and how far the host runs ahead changes
-nothing."""
+"""L11 and L19 over the whole engine: each completion is what it is alone, no matter how far the host runs ahead."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +15,15 @@ from weft.transforms.engine.requests import sample_seeds
 from weft.transforms.engine.setup import EngineLimits
 
 Said = Mapping[tuple[int, int], tuple[list[int], str]]
-"""The tokens of each call's completions, and why they ended."""
+"""The tokens of each call's completions, and their finish reasons."""
 
 MOST_STEPS = 3000
-"""The steps after which an engine counts as one that never ends; drawn loads take some hundred."""
+"""The number of steps after which an engine is taken to run forever; drawn loads take about a hundred."""
 
 
 def engine_serves_as_alone(load: Load) -> None:
-    """L11: the tokens of each completion are those of running it by itself, eagerly; of an aborted one the first of
-    them; each is one that its mask allows; and nothing is left."""
+    """L11: each completion has the tokens of an eager run by itself (an aborted one has the first of them), its mask
+    allows each of them, and no page is held at the end."""
     engine = load.engine()
     said = run("L11 an engine serves as alone", load, engine)
     check_nothing_is_left(engine)
@@ -42,8 +41,8 @@ def _check_allowed(name: str, mask: Half, tokens: Sequence[int]) -> None:
 
 
 def run_ahead_is_none(load: Load) -> None:
-    """L19: an engine whose host runs ahead, however far, says what one says whose host reads every step before it
-    launches the next."""
+    """L19: an engine whose host runs ahead, however far, gives the same completions as one whose host reads each step
+    before it launches the next."""
     near, far = (run("L19 run-ahead is none", load, load.engine(ahead)) for ahead in (0, load.run_ahead))
     for key, (tokens, reason) in near.items():
         others, other = far[key]
@@ -54,8 +53,8 @@ def run_ahead_is_none(load: Load) -> None:
 
 
 def run(law: str, load: Load, engine: Engine, before: Callable[[int], None] = lambda step: None) -> Said:
-    """Add each call at its step, abort those that are aborted, and run until all have ended; `before` each step
-    something else may happen."""
+    """Add each call at its step, make the aborts, and run until all requests have ended; `before` is called before each
+    step."""
     tracks: dict[tuple[int, int], CompletionState] = {}
     last = max(call.step for call in load.calls)
     step = 0
@@ -85,13 +84,13 @@ def run(law: str, load: Load, engine: Engine, before: Callable[[int], None] = la
 
 
 def check_ends(law: str, steps: int) -> None:
-    """Raise LawViolation after so many `steps` since the last call came that the engine will never be done."""
+    """Raise LawViolation if the engine has run more than `MOST_STEPS` steps since the last call came."""
     if steps > MOST_STEPS:
         raise LawViolation(f"{law}: requests that had not ended {MOST_STEPS} steps after the last one came")
 
 
 def check_nothing_is_left(engine: Engine) -> None:
-    """Raise LawViolation if an engine that has nothing to do holds a page."""
+    """Raise LawViolation if an idle engine has requests or holds pages."""
     stats = engine.stats()
     if (stats.running, stats.waiting, stats.pages_held) != (0, 0, 0):
         raise LawViolation(f"L11 nothing is left: {stats}")
@@ -118,10 +117,10 @@ def alone(
     mask: Mask | None = None,
     weights: int = 0,
 ) -> tuple[list[int], str]:
-    """What one completion is in an engine of its own, eagerly, in one piece.
+    """One completion's tokens in an engine of its own, run eagerly on one stage.
 
     Args:
-        weights: the seed of the small model's.
+        weights: the seed of the small model's weights.
     """
     engine = _engine_for_one(adapter, weights)
     own = attrs.evolve(sampling, prompt_logprobs=None)

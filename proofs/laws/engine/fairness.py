@@ -1,4 +1,4 @@
-"""L18: FIFO within a priority, lower numbers first, and everything ends; on the host alone, whatever the tokens are."""
+"""L18: FIFO within a priority, lower numbers first, and every request ends; checked on the host, for any tokens."""
 
 import itertools
 
@@ -11,8 +11,8 @@ from weft.transforms.engine.step import Work
 
 
 def served_in_turn(trace: Trace) -> None:
-    """L18: no request begins while one waits that has its priority and came first, or has a better one; the first of
-    all that have begun gets a step whenever its cohort has its turn; and so everything ends."""
+    """L18: no request begins while one with a better priority waits, or an earlier one of the same priority. The first
+    of all that have begun gets a step at each turn of its cohort. So every request ends."""
     host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
     last = max(arrival.tick for arrival in trace.arrivals)
     lengths = sum(len(a.request.prompt) + a.request.max_tokens for a in trace.arrivals)

@@ -1,4 +1,4 @@
-"""L11 for what goes wrong: whatever `Engine.add` accepts breaks no step, ends alone, and says nothing forbidden."""
+"""L11 for faulty requests: one that `Engine.add` accepts breaks no step, ends alone, and gets no forbidden token."""
 
 import math
 import re
@@ -19,18 +19,18 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.outputs import RequestOutput
 
 _LARGEST_EMBEDDING = 1e9
-"""Of larger ones the squares may be infinite, and the logits NaN."""
+"""The largest embedding value that cannot make the logits NaN: the squares of larger ones may be infinite."""
 
 
 @attrs.define
 class Tally:
-    """Counts of requests.
+    """Counts of requests and their outcomes.
 
     Args:
-        refused: by `SamplingParams` or by `add`.
-        accepted: by `add`; `masked`: of those, with a mask; `embedded`: with embeddings.
-        tokens: that were said.
-        ended: completions, by their reasons; `errors`: by what was seen.
+        refused: requests refused by `SamplingParams` or by `add`.
+        accepted: requests accepted by `add`; `masked` have a mask, `embedded` have embeddings.
+        tokens: tokens generated.
+        ended: completions by finish reason; `errors`: by what their error saw.
     """
 
     refused: int = 0
@@ -43,17 +43,17 @@ class Tally:
 
 
 def faults_end_their_own_request(load: OddLoad, tally: Tally | None = None) -> None:
-    """L11: no step raises, whatever was accepted; each completion ends, once, with a reason, and one that ends by an
-    error has a cause; no token of any is forbidden by its parameters or its mask; a careful request beside them says
-    what it says alone; and nothing is left.
+    """L11: no step raises, whatever was accepted. Each completion ends once, with a reason, and one that ends by an
+    error has a cause. Parameters and masks allow every token. A well-formed request in the same batches gets the tokens
+    that it gets alone. At the end no page is held.
 
     Args:
         load: an engine, and requests.
-        tally: what became of them is added to it.
+        tally: their outcomes are added to it.
     """
     tally = Tally() if tally is None else tally
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ends that are beyond the vocabulary
+        warnings.simplefilter("ignore")  # end tokens beyond the vocabulary
         engine = load.engine()
     careful = SamplingParams(temperature=0.0, ignore_eos=True, bad_token_ids=[MUTE])
     witness = engine.add((1, 2, 3), careful, max_tokens=5)
@@ -80,7 +80,7 @@ Outputs = dict[tuple[str, int], list[RequestOutput]]
 
 
 def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall], Outputs]:
-    """Let everything come, and go, and end: what was accepted, and what each completion got."""
+    """Run a load to its end, and return the accepted requests and the outputs of each completion."""
     calls: dict[str, OddCall] = {}
     outputs: Outputs = {}
     step, last = 0, max(call.step for call in load.calls)
@@ -105,7 +105,7 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
 
 
 def _add(engine: Engine, index: int, call: OddCall, tally: Tally) -> str | None:
-    """Its name; None if it was refused."""
+    """Add a request, and return its name; None if it was refused."""
     name = None if call.id is None else f"{call.id}{index}"
     options = {"max_tokens": call.max_tokens, "priority": call.priority, "adapter": call.adapter, "mask": call.mask}
     try:
@@ -133,7 +133,7 @@ def _last(name: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
 
 
 def _check_said(load: OddLoad, call: OddCall, last: RequestOutput) -> None:
-    """The tokens, one after the other, are allowed; and the end has a cause."""
+    """Raise unless every token is allowed, and the end has a cause."""
     tokens, reason = last.track.token_ids, last.finish_reason
     params = SamplingParams(**call.sampling)
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else load.ends)}
@@ -155,7 +155,7 @@ def _check_said(load: OddLoad, call: OddCall, last: RequestOutput) -> None:
 
 
 def _allowed(params: SamplingParams, stops: set[int], mask: OddMask | None, said: Sequence[int]) -> set[int]:
-    """The tokens that a request may say, by brute force."""
+    """The tokens allowed next for a request, by brute force."""
     allowed = set(range(VOCABULARY))
     if params.allowed_token_ids is not None:
         allowed &= set(params.allowed_token_ids)
@@ -166,7 +166,7 @@ def _allowed(params: SamplingParams, stops: set[int], mask: OddMask | None, said
 
 
 def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
-    """What a mask allows; nothing where it fails."""
+    """The tokens that a mask allows; none if it fails."""
     everything = set(range(VOCABULARY))
     try:
         found = mask(said)
@@ -182,8 +182,8 @@ def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
 
 
 def _may_fail(load: OddLoad, call: OddCall, params: SamplingParams, stops: set[int], tokens: Sequence[int]) -> bool:
-    """Whether a request that has said these tokens has a fault: no token is left, one cannot be decoded, or the logits
-    may be no numbers."""
+    """Whether a request with these generated tokens has a fault: no token is allowed next, one cannot be decoded, or
+    the logits may be NaN."""
     large = any(not math.isfinite(value) or abs(value) > _LARGEST_EMBEDDING for value in call.embeds.values())
     mute = load.decodes == "most" and MUTE in tokens
     return large or mute or not _allowed(params, stops, call.mask, tokens)

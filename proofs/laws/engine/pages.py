@@ -1,5 +1,5 @@
-"""L9 for the KV cache: a request reads what it computed itself, or what another computed for the same tokens; and L23:
-with the parameters that there are now."""
+"""L9 for the KV cache: a request reads only keys and values computed for its own tokens, by itself or by another
+request. L23: and only those computed with the current parameters."""
 
 from collections.abc import Collection
 
@@ -14,21 +14,21 @@ from weft.transforms.engine.scheduler import outdate, schedule
 from weft.transforms.engine.step import Work
 
 Content = tuple[int | None, ...] | None
-"""What a slot of a page was computed for: all tokens up to it; None in it: one that the host does not know."""
+"""The tokens up to and including a slot's, for which it was computed; None stands for a token unknown to the host."""
 Slot = tuple[int, int]
-"""A page, and a place in it."""
+"""A page, and an offset in it."""
 
 
 @attrs.define
 class Device:
-    """A device that keeps, instead of keys and values, what they were computed for.
+    """A model of the device that stores, in place of keys and values, the tokens that they were computed for.
 
     Args:
-        page_size: slots a page.
-        slots: what is in each.
-        versions: of the parameters that computed it.
-        tables: the pages of each row, as it was told.
-        version: of the parameters: how often they changed.
+        page_size: slots per page.
+        slots: the content of each slot.
+        versions: the version of the parameters that computed each slot.
+        tables: the pages of each row, as the work says.
+        version: how often the parameters changed.
     """
 
     page_size: int
@@ -41,8 +41,8 @@ class Device:
         """Edit the tables and fill slots, as a stage would.
 
         Raises:
-            LawViolation: a request reads a slot that was computed for other tokens, or by other parameters, or was not
-                computed.
+            LawViolation: a request reads a slot that was not computed, or was computed for other tokens or with other
+                parameters.
         """
         for source, target in work.edits.copies:
             for offset in range(self.page_size):
@@ -80,17 +80,17 @@ def _may_be(content: Content, past: tuple[int | None, ...]) -> bool:
 
 
 def pages_are_read_by_whom_they_were_written_for(trace: Trace) -> None:
-    """L9: whatever comes, ends, or makes room, nobody reads a page that was computed for other tokens; and in the end
-    nobody holds one."""
+    """L9: whichever requests come, end, or are preempted, none reads a page that was computed for other tokens, and in
+    the end no page is held."""
     pages_are_of_the_parameters(trace, ())
 
 
 def pages_are_of_the_parameters(trace: Trace, changes: Collection[int]) -> None:
-    """L23: whenever the parameters change, nobody reads a page that was computed before, whether it is found by its
-    content or a request has begun with it. (And L9.)
+    """L23: after the parameters change, no request reads a page that was computed before, neither from the prefix cache
+    nor from its own earlier steps. L9 holds too.
 
     Args:
-        trace: whose requests come and go.
+        trace: the requests that come and go.
         changes: the ticks before which the parameters change.
     """
     host, device = HostState.empty(trace.budget, trace.num_pages, trace.page_size), Device(trace.page_size)

@@ -1,4 +1,4 @@
-"""L16 and L17: what a request gets depends on the request alone: not on its batch, its order, nor on how it is run."""
+"""L16 and L17: a request's result depends only on the request, not on its batch, its order, or the way it is run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,14 +24,14 @@ WAYS = ("eager", "graph", "pipeline", "pipeline of graphs", "graph of a pipeline
 def make_way(
     scenario: Scenario, way: str, num_stages: int, microbatches: int, ladder: Sequence[BatchDescriptor]
 ) -> tuple[Any, int]:
-    """The scenario's model as a step, run in one of `WAYS`, and its number of stages."""
+    """The scenario's model as a step that runs in one of `WAYS`, and its number of stages."""
     if way in ("eager", "graph"):
         step = whole(scenario)
         return (step if way == "eager" else graphify(step, ladder=ladder)), 1
     stages = scenario.stages(num_stages)
     if way == "pipeline of graphs":
         stages = [graphify(stage, ladder=ladder) for stage in stages]
-    inside = way == "graph of a pipeline"  # where a ragged batch cannot be cut, which reads the host
+    inside = way == "graph of a pipeline"  # a graph cannot cut a ragged batch, since that reads the host
     step = pipeline(stages, microbatches=1 if inside else microbatches, advance=advance)
     return (graphify(step, ladder=ladder) if inside else step), num_stages
 
@@ -44,8 +44,8 @@ def seed_and_position_fix_the_sample(
     ladder: Sequence[BatchDescriptor],
     device: str = "cpu",
 ) -> None:
-    """L16: in any batch, bucket, order, mode and split, what a request samples is a function of its own logits,
-    parameters, seed, position and tokens, which the host counts here by itself; and all have an effect."""
+    """L16: in any batch, bucket, order, mode and split, a request's sample is a function of its own logits, parameters,
+    seed, position and tokens, which this law counts on the host; and each of them has an effect."""
     step, count = make_way(scenario, way, num_stages, microbatches, ladder)
     params, state = scenario.params(count, device), scenario.state(count, device)
     done, said = [0] * len(scenario.prompts), [[] for _ in scenario.prompts]  # type: tuple[list[int], list[list[int]]]
@@ -65,7 +65,7 @@ def seed_and_position_fix_the_sample(
 def _draw_alone(
     scenario: Scenario, row: int, said: Sequence[int], logits: Tensor, position: int
 ) -> tuple[Tensor, Tensor]:
-    """What a request draws that is alone in a table, where the host wrote all that it has said."""
+    """The draw of a request that is alone in a table, into which the host wrote all tokens that it generated."""
     table = SamplingTable.zeros(2, scenario.config.vocab_size, 4, logits.device)
     write_rows(table, [0], [scenario.sampling[row]], [scenario.prompts[row]], [said])
     return sample_rows(logits, table, *torch.tensor([[0], [position]], device=logits.device))
@@ -74,8 +74,8 @@ def _draw_alone(
 def order_is_free(
     scenario: Scenario, orders: Sequence[Sequence[int]], ladder: Sequence[BatchDescriptor], device: str = "cpu"
 ) -> None:
-    """L17: a batch whose requests stand in another order gives each what it gave, and the same state; eagerly, and
-    through a graph, which is the same one."""
+    """L17: reordering a batch's requests changes neither their results nor the state, eagerly and through a graph,
+    which is the same one for both orders."""
     moved = attrs.evolve(scenario, moves=tuple(map(_reordered, scenario.moves, orders)))
     steps: list[Any] = [whole(scenario), whole(scenario), graphify(whole(scenario), ladder=ladder)]
     params, states = scenario.params(1, device), [scenario.state(1, device) for _ in steps]

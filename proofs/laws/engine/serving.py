@@ -1,4 +1,4 @@
-"""L11 over traces: all stages agree on the requests, and each request gets what it would get alone."""
+"""L11 over traces: all stages agree on the requests, and each request gets the tokens that it gets alone."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -24,7 +24,7 @@ TABLES = (
     ".block_table", ".positions", ".last_tokens", ".adapters", ".mrope_position_deltas", ".sampling.floats",
     ".sampling.ints", ".drafting.limits",
 )  # fmt: skip
-"""What every stage knows of the requests."""
+"""The fields of the state that every stage keeps about requests."""
 
 
 def spanned(
@@ -42,14 +42,14 @@ def spanned(
 
 
 def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") -> None:
-    """L11: after any number of steps all stages hold the same tables, whatever came, ended, was aborted or had to make
-    room; and each request's tokens are those that it gets alone, and eagerly."""
+    """L11: after any number of steps all stages have the same tables, whichever requests came, ended, were aborted or
+    were preempted. Each request's tokens are those that it gets alone and eagerly."""
     _serve("L11", trace, num_stages, mode, device)
 
 
 def speculation_changes_nothing(trace: Trace, num_stages: int, mode: str, device: str = "cpu") -> None:
-    """L12: whatever is drafted, and however, each request's tokens, greedy or drawn, are those that it gets alone,
-    eagerly and one by one; and all stages hold the same tables."""
+    """L12: whatever is drafted, and however, each request's tokens, greedy or random, are those that it gets alone,
+    eagerly, one by one; and all stages have the same tables."""
     _serve("L12", trace, num_stages, mode, device)
 
 
@@ -68,7 +68,7 @@ def _serve(law: str, trace: Trace, num_stages: int, mode: str, device: str) -> N
 
 
 def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
-    """L11: ranks that schedule each for itself, and see the same tokens, decide the same: the same work, as data."""
+    """L11: ranks that schedule for themselves and see the same tokens decide the same: equal work, as data."""
     first = _First(
         PipelineExecutor(spanned(trace, 1, "none"), trace.params(1, device), trace.state(1, device), device), [], []
     )
@@ -80,7 +80,7 @@ def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
 
 @attrs.define(eq=False)
 class _First:
-    """The rank that computes, and what its last call and its last flush gave."""
+    """The rank that computes, with the results of its last call and of its last flush."""
 
     run: PipelineExecutor
     works: Sequence[Work] = ()
@@ -98,7 +98,7 @@ class _First:
 
 @attrs.frozen(eq=False)
 class _Other:
-    """A rank that schedules for itself, behind the first."""
+    """A rank that schedules for itself, after the first one."""
 
     first: _First
 
@@ -113,7 +113,7 @@ class _Other:
 
 
 def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu", law: str = "L11") -> None:
-    """Raise LawViolation unless each request got the tokens that it gets alone; an aborted one the first of them."""
+    """Raise LawViolation unless each request got the tokens that it gets alone; an aborted one, the first of them."""
     got = {running.request.id: running for window in windows for running in window.got}
     for arrival in trace.arrivals:
         request = arrival.request
@@ -126,8 +126,8 @@ def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu"
 
 
 def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
-    """The tokens of a request that is run by itself, eagerly, in one piece; where its prompt has positions, those of
-    what follows are counted here, and the state has no delta."""
+    """The tokens of a request that runs by itself, eagerly, on one stage. If its prompt has positions, those of later
+    tokens are counted here, and the state has no delta."""
     step, params = compose(trace.stages(1), advance=advance), trace.params(1, device)
     most = -(-(len(request.prompt) + request.max_tokens) // trace.page_size)
     empty, sampling, loras = _small(trace, most, device), request.sampling, int(request.adapter >= 0)

@@ -1,4 +1,4 @@
-"""L23 over the whole engine: behind a change of the parameters, all is computed by the new ones."""
+"""L23 over the whole engine: after a change of the parameters, everything is computed with the new ones."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ from weft.transforms.engine.requests import sample_seeds
 from weft.trees import tree_leaves, tree_map
 
 HOW = ("update", "in place", "in place, not announced")
-"""Ways to change the parameters of an engine."""
+"""The ways to change an engine's parameters."""
 
 
 @attrs.frozen
 class _Begins:
-    """A mask that makes a completion begin with these tokens."""
+    """A mask that forces a completion to begin with these tokens."""
 
     tokens: tuple[int, ...]
 
@@ -28,12 +28,12 @@ class _Begins:
 
 
 def changed_parameters_compute_all(load: Load, step: int, how: str) -> None:
-    """L23: before a step the parameters change, announced or not, while requests are under way: what each says from
-    then on is what an engine of the new parameters says, alone, of a prompt that has begun so; and nothing is left.
+    """L23: if the parameters change while requests run, announced or not, each continues as it would alone in an engine
+    with the new parameters, given its tokens so far. At the end no page is held.
 
     Args:
-        load: without masks.
-        step: before which they change.
+        load: a load without masks.
+        step: the step before which the parameters change.
         how: one of `HOW`.
     """
     old, new = small_model(), small_model(1)
@@ -50,11 +50,11 @@ def changed_parameters_compute_all(load: Load, step: int, how: str) -> None:
     check_nothing_is_left(engine)
     for (index, sample), (tokens, reason) in said.items():
         call = load.calls[index]
-        ended = 0 if call.step >= step else call.max_tokens  # tokens of the old parameters: all, if it had ended
+        ended = 0 if call.step >= step else call.max_tokens  # tokens of the old parameters: all of them if it had ended
         least, most = drawn.get((index, sample), (ended, ended))
         seed = sample_seeds(call.sampling.seed or 0, call.sampling.n)[sample]
         call = attrs.evolve(call, sampling=attrs.evolve(call.sampling, seed=seed, n=1))
-        # Steps under way may see both, if the parameters change behind the engine's back.
+        # Steps in flight may see both versions if the engine was not told of the change.
         counts = [(n if how == "update" else least, n) for n in range(least, most + 1)]
         if not any(_agrees(call, tokens, reason, *both) for both in counts):
             seen = f"{tokens}, {reason}; the old parameters drew {least} to {most} of them"
@@ -62,8 +62,8 @@ def changed_parameters_compute_all(load: Load, step: int, how: str) -> None:
 
 
 def _drawn_by_now(load: Load, engine: Engine) -> dict[tuple[int, int], tuple[int, int]]:
-    """Of each completion under way the tokens that the old parameters drew: those that were read, and at most so many
-    with those of steps under way."""
+    """For each running completion, the number of tokens that the old parameters drew: at least those that the host has
+    read, and at most those with the steps in flight."""
     found = {}
     for index, call in enumerate(load.calls):
         names = [str(index), *(f"{index}[{sample}]" for sample in range(1, call.sampling.n))]
@@ -81,14 +81,14 @@ def _change(engine: Engine, new: Model, how: str) -> None:
     pairs = zip(tree_leaves(engine.model.params), tree_leaves(new.params), strict=True)
     for own, other in pairs:
         if isinstance(own, torch.Tensor):
-            (own.data if how == "in place" else own).copy_(other)  # by `.data`, of which torch counts nothing
+            (own.data if how == "in place" else own).copy_(other)  # torch's version counter misses writes to `.data`
     if how == "in place":
         engine.update()
 
 
 def _agrees(call: Call, tokens: list[int], reason: str, old: int, begun: int) -> bool:
-    """Whether the first `old` tokens are those of the old parameters, and what follows the first `begun` those of the
-    new ones."""
+    """Whether the first `old` tokens are those of the old parameters, and those after the first `begun` are those of
+    the new ones."""
     if old:
         by_old, ended = alone(call.prompt, call.sampling, call.max_tokens, call.adapter)
         if tokens[:old] != by_old[: len(tokens[:old])]:

@@ -1,4 +1,4 @@
-"""Copies between tensors of many dtypes and layouts, drawn; and what torch makes of them."""
+"""Random copies between tensors of many dtypes and layouts, and torch's results for them."""
 
 import ctypes
 import random
@@ -21,7 +21,7 @@ MARGIN = 24
 
 @attrs.frozen
 class Pair:
-    """A tensor of one side and its like on the other, each so many elements into its storage."""
+    """A tensor on one side and its counterpart on the other, each at an offset in its storage."""
 
     dtype: torch.dtype
     size: int
@@ -40,13 +40,13 @@ pairs = st.builds(
 
 @attrs.frozen(eq=False)
 class Case:
-    """Copies, and what a call gives; all of it views in larger storages that hold random bytes."""
+    """Copies, and a call's tensors. All are views of larger storages with random bytes."""
 
     copies: Copies
     others: list[Tensor]
 
     def storages(self) -> list[Tensor]:
-        """The bytes of every storage that is written, margins and all."""
+        """All bytes of every written storage, margins included."""
         copies = self.copies
         written = copies.fixed if copies.into_fixed else self.others
         targets = (*written, *(t for t, _ in copies.constants), *(t for t, *_ in copies.repeats))
@@ -67,7 +67,7 @@ def draw(pair: Pair, offset: int, random: torch.Generator, device: str) -> Tenso
 
 
 def make(given: list[Pair], into_fixed: bool, seed: int, device: str = "cpu") -> Case:
-    """Copies of these pairs; into fixed tensors, also a constant and a tail that repeats for some."""
+    """Copies of these pairs; into fixed tensors, some with a constant and a repeating tail."""
     random = torch.Generator().manual_seed(seed)
     fixed = tuple(draw(pair, pair.fixed_offset, random, device) for pair in given)
     others = [draw(pair, pair.other_offset, random, device) for pair in given]
@@ -84,7 +84,7 @@ def make(given: list[Pair], into_fixed: bool, seed: int, device: str = "cpu") ->
 
 
 def copied(case: Case) -> list[Tensor]:
-    """The storages that torch's own copies leave."""
+    """The storages after torch's own copies."""
     for fixed, other in zip(case.copies.fixed, case.others, strict=True):
         (fixed if case.copies.into_fixed else other).copy_(other if case.copies.into_fixed else fixed)
     for target, source in case.copies.constants:
@@ -95,7 +95,7 @@ def copied(case: Case) -> list[Tensor]:
 
 
 def moved(case: Case) -> list[Tensor]:
-    """The storages that the rows of the table leave, each carried out by the C library."""
+    """The storages after the rows of the table, each executed by the C library's memmove."""
     for index, fixed, other, size, into, period in table_rows(case.copies):
         other += case.others[index].data_ptr() if index >= 0 else 0
         for start in range(0, size, period or size):
@@ -112,7 +112,7 @@ FIXED: list[tuple[list[Pair], bool]] = [
 
 
 def some_cases(device: str = "cpu") -> Iterator[tuple[list[Pair], bool]]:
-    """The fixed ones, and random ones of few tensors and of more than the smaller kernels take."""
+    """Fixed cases, and random ones with few tensors and with more than the smaller kernels take."""
     yield from FIXED
     random.seed(0)
     for count in (2, 5, ARITIES[0] + 1, ARITIES[1] + 1):

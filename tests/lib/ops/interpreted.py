@@ -1,4 +1,4 @@
-"""Import this first in a process that interprets kernels: no driver is there, and triton 3.6 works with numpy 2.4."""
+"""Import this first in a process that interprets kernels: it hides the driver, and lets triton 3.6 use numpy 2.4."""
 
 from typing import Any
 

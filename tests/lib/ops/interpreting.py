@@ -23,7 +23,7 @@ def drawn(count: int, every: int, runs_all: bool) -> range:
 
 
 def run_interpreted(code: str, *arguments: object, timeout: float | None = None) -> str:
-    """What the code prints; it may import the modules beside this one."""
+    """Run code in a new process, and return its output. It may import the modules in this folder."""
     pytest.importorskip("triton")
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -35,7 +35,7 @@ def run_interpreted(code: str, *arguments: object, timeout: float | None = None)
 
 
 def interpret(code: str, given: Any, folder: Path) -> Any:
-    """What the code saves to the file `sys.argv[2]` of the values in the file `sys.argv[1]`."""
+    """Run code that reads values from the file `sys.argv[1]` and saves results to `sys.argv[2]`, and return these."""
     torch.save(given, folder / "in.pt")
     run_interpreted(code, folder / "in.pt", folder / "out.pt")
     return torch.load(folder / "out.pt", weights_only=False)

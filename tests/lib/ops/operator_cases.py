@@ -1,4 +1,4 @@
-"""Arguments for each of weft's operators: a call of it, small, with padding where the op knows of any."""
+"""Small arguments for each of weft's operators, with padding if the operator supports it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,10 +42,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     "silu_mul_quantized": gate._silu_mul_quantized,
     "turn_tables": rotary.turn_tables,
 }
-"""The call that weft makes of each operator."""
+"""The function by which weft calls each operator."""
 
 IN_FP8 = {name for name in CALLS if name.endswith("quantized")} | {"fp8_linear", "quantize"}
-"""Those that have no derivative. `run_experts` has none in FP8."""
+"""The operators without a derivative. `run_experts` has none in FP8."""
 
 
 class Nobody:
@@ -61,7 +61,7 @@ END = transfer.register(NOBODY)
 
 
 def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
-    """For each operator calls in this dtype."""
+    """Calls of each operator in this dtype."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -79,7 +79,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
     in_fp8 = reference_quantize(randn(3, 128))
     gate_up, down = (randn(2, *shape).to(torch.float8_e4m3fn) for shape in ((256, 128), (128, 128)))
     chosen = torch.tensor([[1, 0], [3, 1], [0, 2]], dtype=torch.int32)
-    # Two requests, of which the first has 5 tokens in its pages and reads 2, the second begins; and two of padding.
+    # Two requests: the first has 5 tokens in its pages and reads 2 more, the second begins. Then two of padding.
     where = (
         integers(13, 14, 4, 5, 6, -1, -1), torch.tensor([[2, 3], [1, 2], [0, 0]], dtype=torch.int32),
         integers(0, 2, 5, 7, of=torch.int32), integers(7, 3, 0, of=torch.int32), 3, 0.5,
@@ -137,5 +137,5 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
 
 
 def tensors_in(args: Args) -> list[int]:
-    """The places of the arguments that could have a derivative."""
+    """The positions of the arguments that could have a derivative."""
     return [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1]

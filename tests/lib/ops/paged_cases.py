@@ -1,4 +1,4 @@
-"""Requests and their pages, drawn; and what dense attention makes of them."""
+"""Random requests and their pages, and the results of dense attention for them."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ class Request:
 
 @attrs.frozen
 class Shape:
-    """A batch to draw: its requests, `tail` tokens past the last, and the sizes of the model."""
+    """The shape of a batch: its requests, `tail` tokens after the last one, and the sizes of the model."""
 
     requests: tuple[Request, ...]
     tail: int = 0
@@ -41,7 +41,7 @@ class Shape:
 
 @attrs.frozen
 class Case:
-    """The arguments of the op, in order, and what it should return and leave in kv_pages."""
+    """The operator's arguments, in order, its expected result, and the expected kv_pages."""
 
     args: tuple[Any, ...]
     out: Tensor
@@ -63,7 +63,7 @@ def dense(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor
 
 @attrs.frozen
 class Rows:
-    """Tokens: what the op is given of them, and what it should return."""
+    """Tokens: the operator's inputs for them, and the expected outputs."""
 
     q: Tensor
     k: Tensor
@@ -73,7 +73,7 @@ class Rows:
 
 
 def padding(shape: Shape, slots: list[int]) -> Rows:
-    """Tokens that hold NaN and whose output is 0."""
+    """Tokens of NaN, whose output must be 0."""
     q = torch.full((len(slots), shape.kv_heads * shape.group, shape.dim), float("nan"), dtype=shape.dtype)
     k = q[:, : shape.kv_heads]
     return Rows(q, k, k, slots, torch.zeros(q.shape, dtype=torch.float64))
@@ -92,7 +92,7 @@ def draw_table(shape: Shape, random: torch.Generator) -> tuple[Tensor, int]:
 def draw_request(
     shape: Shape, request: Request, table: list[int], pages: Tensor, expected: Tensor, random: torch.Generator
 ) -> list[Rows]:
-    """A request's tokens; its past goes to `pages` and `expected`, and what the op should write to `expected`."""
+    """A request's tokens. Its past is written to `pages` and `expected`, and the operator's writes to `expected`."""
     live = request.past + request.new
     history = torch.randn(2, live, shape.kv_heads, shape.dim, generator=random).to(shape.dtype)
     q = torch.randn(request.new, shape.kv_heads * shape.group, shape.dim, generator=random).to(shape.dtype)
@@ -107,7 +107,7 @@ def draw_request(
 
 
 def draw_case(shape: Shape) -> Case:
-    """Random data for a shape, NaN wherever nothing may read."""
+    """Random data for a shape, with NaN wherever nothing may read."""
     random = torch.Generator().manual_seed(shape.seed)
     table, free = draw_table(shape, random)
     num_pages = max([free, *table.flatten().tolist()]) + 2

@@ -16,7 +16,7 @@ VOCAB = 40
 
 @attrs.frozen(eq=False)
 class Case:
-    """What `sample_rows` takes."""
+    """The arguments of `sample_rows`."""
 
     logits: Tensor
     table: SamplingTable
@@ -28,7 +28,7 @@ class Case:
         return sample_rows(self.logits, self.table, self.rows, self.positions, self.token_mask)
 
     def of(self, index: list[int]) -> "Case":
-        """Some of its requests, in an order."""
+        """Some of the requests, in a given order."""
         mask = None if self.token_mask is None else self.token_mask[index]
         return Case(self.logits[index], self.table, self.rows[index], self.positions[index], mask)
 
@@ -43,7 +43,7 @@ class Case:
 def make_case(
     params: list[SamplingParams], logits: Tensor, seed: int = 0, mask: bool = False, padding: int = 0
 ) -> Case:
-    """Requests of these parameters in a table full of old data, in an order that is not its own."""
+    """Requests with these parameters in a table full of old data, not in the order of its rows."""
     generator = torch.Generator().manual_seed(seed)
     count, vocab = logits.shape
     table = SamplingTable.zeros(count + 3, vocab, 5, "cpu")

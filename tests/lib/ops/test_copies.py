@@ -1,4 +1,4 @@
-"""Copies between graphs and their callers: the table, what may be copied as bytes, and what falls back."""
+"""Copies between graphs and their callers: the table, copies as bytes, and the fallback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from weft.ops.backends import backends
 from weft.ops.byte_copies import Copies, is_dense, same_bytes
 from weft.ops.copies_triton import table_rows
 
-# The table, and what may be copied as bytes
+# The table, and copies as bytes
 
 
 @settings(deadline=None)
@@ -72,7 +72,7 @@ def test_same_bytes_asks_for_all_that_bytes_do_not_say() -> None:
     assert not same_bytes(x, torch._efficientzerotensor((2, 3)))
 
 
-# What runs where
+# The implementation for each device
 
 
 def test_the_table_of_ops_says_what_copies() -> None:
@@ -86,7 +86,7 @@ def test_the_table_of_ops_says_what_copies() -> None:
 
 @contextmanager
 def without(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> Iterator[None]:
-    """The kernel's trial, made anew before and after."""
+    """Clears the cached trial of the kernel, before and after a test."""
     module._tried.cache_clear()
     monkeypatch.setattr(name, value)
     yield

@@ -1,4 +1,4 @@
-"""The kernel that copies, interpreted and on a GPU, by itself and behind graphify."""
+"""The copying kernel, interpreted and on a GPU, by itself and in graphify."""
 
 import threading
 from pathlib import Path
@@ -55,7 +55,7 @@ print("done")
 
 
 def mixed(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> tuple[Tensor, ...]:
-    """Of many dtypes and layouts, and two results in one storage."""
+    """Clones of many dtypes and layouts, and of two results in one storage."""
     both = a * 2
     return both, both[1:], b + 1, ~c, d.t() * 2, e, torch.empty(0, device=a.device), both[:1].expand(3)
 
@@ -69,7 +69,7 @@ def check_graphified(device: str, launches: list[int]) -> None:
         args = (x[1:8], x.long(), x.int() % 2 == 0, x.view(3, 4).t(), x.double()[::2])
         launches.clear()
         seen, wanted = g(*args), mixed(*args)
-        assert not turn or launches == [4, 6], launches  # of 5 and 8: what is not dense goes by itself
+        assert not turn or launches == [4, 6], launches  # of 5 and 8 tensors: the others are not dense
         kept.append((seen, wanted))
     for seen, wanted in kept:
         for a, b in zip(seen, wanted, strict=True):
@@ -83,7 +83,7 @@ def check_graphified(device: str, launches: list[int]) -> None:
 
 
 def check_padded(device: str, launches: list[int]) -> None:
-    """A batch under a ladder: values, blanks and repeated entries in one launch."""
+    """A batch under a ladder: values, padding and repeated entries in one launch."""
     from weft.batch import Batch
     from weft.descriptor import BatchDescriptor
     from weft.outputs import Output

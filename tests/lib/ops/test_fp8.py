@@ -1,4 +1,4 @@
-"""FP8: the quantiser against its definition, one value after the other; products against exact arithmetic."""
+"""FP8: the quantiser against its definition, value by value; products against exact arithmetic."""
 
 import math
 import struct
@@ -23,19 +23,19 @@ MAGNITUDES = [
 
 
 def single(x: float) -> float:
-    """Rounded to float32."""
+    """A number rounded to float32."""
     return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
 def nearest(x: float) -> float:
-    """The nearest value of the format, of two the one with the even mantissa."""
+    """The nearest value of the format; of two equally near ones, the one with the even mantissa."""
     size = min(abs(x), 448.0)
     index = min(range(127), key=lambda i: (abs(MAGNITUDES[i] - size), i % 2))
     return math.copysign(MAGNITUDES[index], x)
 
 
 def by_brute_force(row: list[float]) -> tuple[list[float], float]:
-    """One block by the definition, in Python's floats rounded to float32 after each operation."""
+    """One block by the definition, in Python floats rounded to float32 after each operation."""
     most = single(max(max(map(abs, row)), single(1e-10)))
     inverse = single(448.0 / most)
     return [nearest(single(x * inverse)) for x in row], single(most / 448.0)
@@ -101,7 +101,7 @@ def test_a_linear_layer_is_the_exact_product_of_what_was_quantised(rows: int, co
     out = fp8_linear(made, weight, scale, bias, dtype=torch.float32)
     assert torch.allclose(out.double(), exact, rtol=1e-5, atol=1e-5)
     plain = x.double() @ dequantize_weight(weight, scale).double().T + (0 if bias is None else bias.double())
-    # Of relative errors of at most 2 ** -4, whose signs are random, a sum keeps about 2.6 percent.
+    # Relative errors of at most 2 ** -4 with random signs leave about 2.6 percent in a sum.
     assert float((out - plain).norm() / plain.norm()) < 0.05
 
 

@@ -1,4 +1,4 @@
-"""Launches of kernels: one like an earlier one gets what that had compiled, and never what was compiled for others."""
+"""Launches of kernels reuse a compiled kernel for arguments of the same kinds, and for no others."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,14 +19,14 @@ PARAMS = ("x", "y", "size", "BLOCK", "EVEN")
 
 
 def kinds(args: Sequence[Any]) -> tuple[Any, ...]:
-    """What triton compiles for such arguments, by its own word: x, y and size are asked, the others are constants."""
+    """Triton's own key of the compilation for these arguments: x, y and size are specialised, the others constant."""
     own = [native_specialize_impl(CUDABackend, arg, False, True, True) for arg in args[:3]]
     return *own, *((type(arg), arg) for arg in args[3:])
 
 
 @attrs.define(eq=False)
 class Compiled:
-    """What is compiled for arguments of some kinds: launched with others, it would be wrong."""
+    """A kernel compiled for arguments of some kinds; launched with others, it would be wrong."""
 
     of: tuple[Any, ...]
     launched: list[Any]
@@ -97,7 +97,7 @@ def test_a_tensor_that_is_named_is_not_kept() -> None:
 
 
 class Promised:
-    """As triton's `FutureKernel`: it has all attributes of what is compiled, and cannot be launched."""
+    """Like triton's `FutureKernel`: it has all attributes of a compiled kernel, and cannot be launched."""
 
     def __init__(self, compiled: Compiled) -> None:
         self.future, self._compiled = None, compiled
@@ -131,7 +131,7 @@ def test_a_number_of_another_sign_is_not_taken_for_its_equal() -> None:
 
 
 def test_what_gives_nothing_back_is_launched_each_time() -> None:
-    """As triton's interpreter does."""
+    """Returns None, as triton's interpreter does."""
     launched: list[Any] = []
 
     class Interpreted:

@@ -28,14 +28,14 @@ GENERATOR = torch.Generator().manual_seed(11)
 
 @attrs.frozen(eq=False)
 class Case:
-    """A kernel by `module:function`, its arguments, and the op, by `module:op` of weft.ops, whose reference says what
-    should come out.
+    """A kernel by `module:function`, its arguments, and the operator, by `module:op` of weft.ops, whose reference gives
+    the expected results.
 
     Args:
-        more: arguments of the function that the op has not, behind the others.
-        given: the others, where they are not the op's.
-        written: which arguments are written in place.
-        tolerance: relative to the norm of a result; FP8 values and integers are to be equal.
+        more: the function's extra arguments, after the operator's.
+        given: the function's other arguments, if they are not the operator's.
+        written: the arguments that are written in place.
+        tolerance: relative to the norm of a result; FP8 values and integers must be equal.
     """
 
     name: str
@@ -91,7 +91,7 @@ def rotations() -> list[Case]:
         (3, 1, 8, (24, 32), 0, True, None),
         (4, 2, 6, (128, 256), 2, True, None),
         (8, 2, 16, (128, 160), 1, False, None),
-        (4, 2, 16, (64, 96), 0, False, (2, 3, 3)),  # as in a model with mRoPE: the tables know of it, the kernel not
+        (4, 2, 16, (64, 96), 0, False, (2, 3, 3)),  # as in a model with mRoPE, which only the tables depend on
     ):
         columns = starts[1] + kv_heads * dim
         qkv = randn(*((parts,) if parts else ()), 5, columns)
@@ -141,7 +141,7 @@ def linears() -> list[Case]:
 
 
 def parts() -> list[Case]:
-    """Products that are left in parts, behind their references' sums."""
+    """Products left in parts, against their references' sums."""
     found, kernel = [], "weft.ops.linear_triton:run_tile"
     for tokens, rows, columns, tile in (
         (3, 72, 200, Tile(64, 16, 64, 4, 2, parts=3)),
@@ -178,7 +178,7 @@ def experts() -> list[Case]:
         if fp8:
             x, scales = reference_quantize(x)
             (gate_up, gate_up_scale), (down, down_scale) = fp8_weight(*gate_up.shape), fp8_weight(*down.shape)
-        # The last expert is nobody's, where there are several.
+        # No token chooses the last expert, if there are several.
         chosen = torch.rand(tokens, max(1, num - 1), generator=GENERATOR).argsort(1)[:, :top_k].int()
         weights = torch.rand(tokens, top_k, generator=GENERATOR)
         args = (x, scales, gate_up, gate_up_scale, down, down_scale, weights, chosen.contiguous(), torch.float32)
@@ -190,8 +190,8 @@ def experts() -> list[Case]:
 
 
 def loras() -> list[Case]:
-    """One product, two and three; y in parts; ranks that are split and columns that are shared; slots without tokens,
-    tokens without a slot."""
+    """One, two and three products; y in parts; ranks split over steps and columns shared by programs; slots without
+    tokens, and tokens without a slot."""
     found, kernel = [], "weft.ops.lora_triton:add_lora"
     for tokens, columns, starts, rank, num_slots, parts, dtype in (
         (1, 40, (0, 24), 3, 1, 0, torch.float32),
@@ -214,8 +214,8 @@ def loras() -> list[Case]:
 
 
 def requests() -> list[Case]:
-    """The table of requests read and written: padding, prompts and decodes, tokens behind the end, drafts at a limit,
-    more requests than a block; and none."""
+    """Reads and writes of the table of requests: padding, prompts and decodes, tokens after the end, drafts at a limit,
+    more requests than a block, and no request."""
     found, module = [], "weft.ops.requests_triton"
     for lengths, rows, behind in (
         ((1, 1, 1), (2, 0, 1), 0),
@@ -245,7 +245,7 @@ def requests() -> list[Case]:
 
 
 def turns() -> list[Case]:
-    """A position for all pairs, and one for each; far ones."""
+    """One position for all pairs, and one for each pair; large positions too."""
     kernel, found = "weft.ops.rotary_triton:turn_tables", []
     for shape, dtype in (((5,), torch.float32), ((70,), torch.float16), ((3, 12), torch.float32)):
         positions = torch.randint(0, 40_000, shape, generator=GENERATOR)
@@ -290,11 +290,11 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
         assert torch.equal(found.float(), expected.float())
         return
     error = (found.double() - expected.double()).norm() / expected.double().norm()
-    assert float(error) <= tolerance  # which no NaN is
+    assert float(error) <= tolerance  # false for NaN
 
 
 def op_of(case: Case) -> Callable[..., Any]:
-    """Its module defines it."""
+    """The module defines the function."""
     module, _, name = case.op.partition(":")
     import_module(f"weft.ops.{module}")
     op: Callable[..., Any] = getattr(torch.ops.weft, name)
@@ -302,8 +302,8 @@ def op_of(case: Case) -> Callable[..., Any]:
 
 
 def beside_the_reference(case: Case, found: Any, args: Sequence[Any]) -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
-    """The arguments that the reference was given, and each result and written argument of the kernel, its parts added
-    up, beside the reference's."""
+    """The reference's arguments, and each result and written argument of the kernel, with parts added up, next to the
+    reference's."""
     given = [x.clone() if isinstance(x, Tensor) else x for x in case.args]
     expected = op_of(case)(*given)
     pairs = list(zip(*map(results, (found, expected)), strict=True))
@@ -349,7 +349,7 @@ def test_kernels_on_a_gpu_equal_the_reference(index: int) -> None:
 
 
 def fused() -> list[tuple[str, tuple[Any, ...]]]:
-    """Kernels that also quantise, each behind the one that does not."""
+    """Kernels that also quantise, each after the one that does not."""
     found = []
     for columns, dtype in ((300, torch.float16), (1024, torch.float32)):
         x, residual, weight = randn(2, 3, columns), randn(3, columns, dtype=dtype), randn(columns, dtype=dtype)
@@ -361,7 +361,7 @@ def fused() -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def test_what_is_quantised_with_another_kernel_is_quantised_by_definition(tmp_path: Path) -> None:
-    """Bit for bit what the quantiser makes of the result of the kernel without it."""
+    """The result equals the quantiser's for the plain kernel's result, bit for bit."""
     results = [found for found, _ in interpret(_INTERPRETED, fused(), tmp_path)]
     for plain, both in zip(results[::2], results[1::2], strict=True):
         assert not isinstance(plain, str), plain

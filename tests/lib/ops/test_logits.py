@@ -1,4 +1,4 @@
-"""What requests ask of their logits: each function against transformers' processor of that name, or its definition."""
+"""The rules on logits: each function against transformers' processor of the same kind, or against its definition."""
 
 import math
 from collections import Counter
@@ -107,8 +107,7 @@ def test_top_k_is_that_of_transformers(logits: Tensor, k: int) -> None:
 
 
 def differs_at_the_edge(logits: Tensor, seen: Tensor, expected: Tensor, edge: Tensor, bound: float) -> None:
-    """The same tokens are kept, but for those whose `edge` is within `bound` of 0, and those that tie with a kept
-    one."""
+    """The same tokens are kept, except those with `edge` within `bound` of 0, and those that tie with a kept one."""
     kept, wanted = seen > -math.inf, expected > -math.inf
     ties = (logits[:, :, None] == logits[:, None, :]) & wanted[:, None, :]
     assert not ((kept != wanted) & (edge.abs() > bound) & ~ties.any(-1)).any()
@@ -118,7 +117,7 @@ def differs_at_the_edge(logits: Tensor, seen: Tensor, expected: Tensor, edge: Te
 @FAST
 @given(logit_rows(), st.floats(2**-13, 1 - 2**-13, width=32))
 def test_top_p_is_that_of_transformers(logits: Tensor, p: float) -> None:
-    """But for ties with the last token kept, which are kept with it here, and where float32 sums reach p exactly."""
+    """Equal except for ties with the last kept token, which weft keeps, and where float32 sums reach p exactly."""
     probabilities = logits.double().softmax(-1)
     above = torch.where(probabilities[:, None, :] > probabilities[:, :, None], probabilities[:, None, :], 0).sum(-1)
     seen, expected = ops.keep_top_p(logits, one(p)), theirs.TopPLogitsWarper(p)(None, logits)
@@ -137,7 +136,7 @@ def test_min_p_is_that_of_transformers(logits: Tensor, p: float) -> None:
 
 
 def chain(params: SamplingParams, prompt: list[int], said: list[int], logits: Tensor) -> Tensor:
-    """The same by transformers' processors, in vLLM's order; what transformers lacks, by its definition."""
+    """The same by transformers' processors in vLLM's order; rules that transformers lacks, by their definitions."""
     ids, counts = torch.tensor([prompt + said]), Counter(said)
     if params.allowed_token_ids is not None:
         barred = sorted(set(range(VOCAB)) - set(params.allowed_token_ids))
@@ -181,7 +180,7 @@ def test_process_is_the_chain_of_transformers(
 
 
 def test_what_a_request_does_not_use_is_not_read() -> None:
-    """Whatever stood in its row before, or in the scratch row."""
+    """The result does not depend on old data in its row or in the scratch row."""
     table = SamplingTable.zeros(2, VOCAB, 3, "cpu")
     for field in attrs.fields(SamplingTable):
         getattr(table, field.name)[:] = 5

@@ -1,4 +1,4 @@
-"""Every operator of weft: what torch's own check of operators says, and its derivatives."""
+"""Every operator of weft under torch's own operator checks, and its derivatives."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ CASES = arguments()
 WIDE = arguments(torch.float64)
 EACH = [(name, index) for name, cases in CASES.items() for index in range(len(cases))]
 SMOOTH = [(name, i) for name, i in EACH if name in CALLS and name not in IN_FP8 and (name, i) != ("run_experts", 1)]
-"""Those that have derivatives, of what they have floating-point numbers of."""
+"""The cases with a derivative by their floating-point arguments."""
 
 
 def ids_of(pairs: list[tuple[str, int]]) -> list[str]:
@@ -53,8 +53,8 @@ def results(returned: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize(("name", "index"), SMOOTH, ids=ids_of(SMOOTH))
 def test_the_functional_form_is_the_operator(name: str, index: int) -> None:
-    """What it returns, and what an operator that writes leaves in its arguments; it writes to none itself, `k` and `v`
-    of attention excepted."""
+    """The functional form returns the operator's results and the new values of written arguments. It writes to none
+    itself, except `k` and `v` of attention."""
     given, written, kept = fresh(CASES[name][index]), fresh(CASES[name][index]), fresh(CASES[name][index])
     expected = results(overload_of(f"weft::{name}")(*written))
     in_place = [i for i, (a, b) in enumerate(zip(written, kept, strict=True))
@@ -95,7 +95,7 @@ PAGED = [
     Shape((Request(past=3, new=1), Request(past=9, new=1), Request(padded=True, new=1)), seed=1),
     Shape((Request(new=4, dead=2), Request(), Request(past=7, new=2, dead=1)), tail=1, kv_heads=1, seed=2),
 ]
-"""With NaN wherever nothing may read: in padding, in the rest of last pages, in pages that are nobody's."""
+"""The derivatives with NaN wherever nothing may read: in padding, the rest of last pages, and unowned pages."""
 
 
 @pytest.mark.parametrize("shape", PAGED, ids=str)
@@ -113,7 +113,7 @@ def test_attention_and_its_gradients_read_nothing_that_they_may_not(shape: Shape
 
 
 def test_gradients_of_attention_reach_what_another_request_wrote() -> None:
-    """Two requests share a page: the first writes its start, in the same call, and the second reads it."""
+    """Two requests share a page: in one call the first writes its start, and the second reads it."""
     q, k, v = torch.randn(3, 3, 1, 2, generator=torch.Generator().manual_seed(0)).unbind(0)
     where = torch.tensor([0, 1, 4]), torch.tensor([[0, 0], [0, 1]]).int(), torch.tensor([0, 2, 3]).int()
     pages = torch.zeros(2, 2, 4, 1, 2)
@@ -190,7 +190,7 @@ def test_a_graph_of_the_derivative_reads_nothing_on_the_host(name: str, index: i
 
 
 def test_an_operator_itself_knows_torch_func() -> None:
-    """Whoever calls `torch.ops.weft` inside a transform gets derivatives too, not zeros."""
+    """A call of `torch.ops.weft` inside a transform has derivatives too, not zeros."""
     x, weight = torch.randn(3, 6), torch.randn(6)
     found = torch.func.grad(lambda w: torch.ops.weft.rms_norm(x, w, 1e-3).sum())(weight)
     torch.testing.assert_close(found, torch.nn.functional.rms_norm(x, (6,), None, 1e-3).sum(0))

@@ -1,4 +1,4 @@
-"""`weft::paged_attention`: the CPU reference, its errors, and what runs without triton."""
+"""`weft::paged_attention`: the CPU reference, its errors, and behaviour without triton."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def test_a_request_reads_what_another_writes_in_the_same_call() -> None:
 
 
 def alone(case: Case, request: int) -> tuple[Tensor, Tensor]:
-    """The rows of one request from the whole batch, and from a batch of it alone."""
+    """One request's rows from the whole batch, and from a batch with that request alone."""
     q, k, v, pages, slots, table, starts, lens, longest, scale = case.args
     rows = slice(int(starts[request]), int(starts[request + 1]))
     span = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)

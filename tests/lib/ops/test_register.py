@@ -20,7 +20,7 @@ def schema(name: str) -> str:
 
 def test_annotations_are_the_signature() -> None:
     assert schema("rms_norm") == "weft::rms_norm(Tensor x, Tensor weight, float eps) -> Tensor"
-    # Without a default: torch leaves arguments that equal it out when it calls a kernel.
+    # Without defaults: torch leaves out arguments that equal their default when it calls a kernel.
     assert schema("linear") == "weft::linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
     counts = "Tensor(a0!) counts, Tensor ints, Tensor rows, Tensor token_ids, Tensor kept"
     assert schema("count_tokens") == f"weft::count_tokens({counts}) -> ()"

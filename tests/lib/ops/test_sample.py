@@ -230,8 +230,8 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def assert_same_draw(case: Any, expected: Any, drawn: Any) -> None:
-    """Equal tokens, but where the two best scores are within 1e-4; logprobs within 5e-5, as they hold a sum over the
-    vocabulary in another order."""
+    """Equal tokens, except where the two best scores are within 1e-4; logprobs within 5e-5, since they contain a sum
+    over the vocabulary in another order."""
     logits, temperature, seeds, positions = case
     same = expected[0] == drawn[0]
     for row in (~same).nonzero()[:, 0].tolist():

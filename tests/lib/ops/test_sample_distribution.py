@@ -1,6 +1,6 @@
-"""What `sample` draws is distributed as it says, and neighbouring streams are independent.
+"""Draws of `sample` have the documented distribution, and neighbouring streams are independent.
 
-A chi-square test refuses a right one in 1 of 10,000 cases, and the seeds are fixed.
+A chi-square test rejects a right implementation in 1 of 10,000 cases, and the seeds are fixed.
 """
 
 import pytest
@@ -49,7 +49,7 @@ def test_neighbours_draw_independently(step: tuple[int, int]) -> None:
 
 
 def test_rows_of_a_batch_are_sampled_each_at_its_own_temperature() -> None:
-    """Greedy and random rows side by side draw what they draw alone; logprobs are those of temperature 1."""
+    """Greedy and random rows in one batch draw what they draw alone; logprobs are those of temperature 1."""
     temperature = torch.tensor([0.0, 1.0, 0.0, 2.0, 1e-6])
     logits, seeds, positions = LOGITS.expand(5, -1), torch.arange(5), torch.arange(5)
     tokens, logprobs = sample(logits, temperature, seeds, positions)
@@ -63,6 +63,6 @@ def test_rows_of_a_batch_are_sampled_each_at_its_own_temperature() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-39, 1e-44])
 def test_the_limit_of_small_temperatures_is_greedy(temperature: float) -> None:
-    """However small a temperature is, up to the smallest that float32 holds."""
+    """Sampling is greedy at tiny temperatures, down to the smallest float32."""
     drawn = draw_tokens(temperature, torch.arange(20), torch.arange(20))
     assert drawn.tolist() == [4] * 20

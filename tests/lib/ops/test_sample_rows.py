@@ -28,7 +28,7 @@ PARAMS = st.lists(sampling_params(VOCAB), min_size=1, max_size=5)
 @FAST
 @given(PARAMS, st.integers(0, 99), st.booleans())
 def test_a_request_draws_what_it_draws_alone(params: list[SamplingParams], seed: int, mask: bool) -> None:
-    """Whatever its company and its place; and from what `process` makes of its logits, greedy or not."""
+    """A request draws the same in any batch and at any place, from the logits that `process` returns, greedy or not."""
     case = make_case(params, random_logits(len(params), VOCAB, seed), seed, mask)
     ids, logprobs = case.drawn()
     order = list(range(len(params)))[::-1]
@@ -107,7 +107,7 @@ def test_tokens_are_distributed_as_what_process_makes(name: str) -> None:
 @FAST
 @given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=4, max_size=4), max_size=8))
 def test_counts_are_those_of_what_was_generated(steps: list[list[tuple[int, bool]]]) -> None:
-    """Of rows that have penalties; a table that the host writes anew from all tokens is the same."""
+    """Tokens are counted for rows with penalties; a table that the host writes anew from all tokens is the same."""
     params = [SamplingParams(temperature=0.0, presence_penalty=p) for p in (1.0, 0.0, -1.0, 2.0)]
     prompts = [[0, 1], [2], [3], [5, 5]]
     table, rows = SamplingTable.zeros(5, 6, 2, "cpu"), torch.tensor([3, 1, 0, -1])

@@ -90,7 +90,7 @@ def _cases() -> list[Case]:
 
 
 def _barred() -> Case:
-    """A mask that leaves no token to every other request, whatever they ask for."""
+    """A mask that allows no token to every other request."""
     params = [SamplingParams(**SEEDED | changes) for changes in MIXED if "allowed_token_ids" not in changes]
     case = make_case([each for each in params for _ in range(2)], random_logits(2 * len(params), 2100, 8), 8, mask=True)
     assert case.token_mask is not None
@@ -121,8 +121,8 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, runs_all: bool) -> tup
 
 
 def assert_same_draws(case: Case, drawn: Any) -> None:
-    """The reference's tokens, but where another score is within 1e-4 of the best, or where the edge of top_p or of a
-    tie falls between two sums that differ by rounding: of 100 requests, at most one."""
+    """The tokens equal the reference's, except where another score is within 1e-4 of the best, or where the edge of
+    top_p or of a tie falls between two sums that differ by rounding: at most one request in 100."""
     ids, logprobs = (x[case.rows >= 0] for x in case.drawn())
     seen_ids, seen = (x[case.rows >= 0] for x in drawn)
     same = seen_ids == ids
@@ -136,7 +136,7 @@ def test_the_kernels_interpreted_draw_what_the_reference_draws(index: int, inter
 
 
 def assert_only_what_is_allowed(case: Case, drawn: Any) -> None:
-    """Where no token is left, the logprob is -inf, and the id is some token's; elsewhere neither is odd."""
+    """The id is always valid, and the logprob is -inf exactly if no token is left."""
     ids, logprobs = drawn
     processed = process(case.logits, case.table.rules(case.rows), case.positions, case.token_mask)
     is_left = (processed > -math.inf).any(1)
@@ -159,15 +159,15 @@ def test_where_no_token_is_left_the_kernels_interpreted_give_no_logprob(interpre
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_logits_that_are_no_numbers_have_a_logprob_that_is_none(value: float) -> None:
-    """Also where they are barred: a request goes on from no such step."""
+    """This holds even if the logit is barred; a request ends at such a step."""
     case = make_case([SamplingParams(temperature=t, seed=1, bad_token_ids=[0]) for t in (0.0, 1.0)], torch.randn(2, 9))
     case.logits[:, : 9 if value < 0 else 1] = value
     assert case.drawn()[1].isnan().all()
 
 
 def assert_same_processed(case: Case, found: Any) -> None:
-    """What penalties, bias and masks make of the logits, to the bit; the largest; and the tokens that are kept, but for
-    those at the edge: whose mass above is within 1e-5 of top_p."""
+    """The adjusted logits and the largest one equal the reference bitwise. So do the kept tokens, except at the edge,
+    where the mass above a token is within 1e-5 of top_p."""
     kinds, adjusted, peaks, bounds = found
     rules = case.table.rules(case.rows)
     expected = process(case.logits, rules, case.positions, case.token_mask)
@@ -185,7 +185,7 @@ def assert_same_processed(case: Case, found: Any) -> None:
 
 
 def edge_of_top_p(logits: Tensor, rules: Any, i: int) -> Tensor:
-    """How far the mass of the likelier tokens is from top_p, of each token."""
+    """For each token, the distance between the mass of the likelier tokens and top_p."""
     scaled = logits / rules.floats[i, TEMPERATURE]
     kept = keep_top_k(keep_min_p(scaled[None], rules.floats[i : i + 1, MARGIN]), rules.ints[i : i + 1, TOP_K])[0]
     ordered, order = kept.double().softmax(0).sort(descending=True)
@@ -230,7 +230,7 @@ for processed in (False, True):
 
 
 def test_the_kernels_compile_where_there_is_no_gpu() -> None:
-    """The interpreter takes what the compiler does not: a variable that changes its type in a loop."""
+    """Compile the kernels too: the interpreter accepts a variable that changes its type in a loop."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", _COMPILED], env=environment, capture_output=True, text=True)
@@ -248,7 +248,7 @@ def test_they_are_operators() -> None:
 
 
 def test_captured_they_follow_the_table() -> None:
-    """One graph, whatever the requests ask: parameters are no part of its key."""
+    """One graph serves all sampling parameters, since they are not part of its key."""
 
     def step(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor) -> tuple[SamplingTable, Tensor]:
         ids, _ = sample_rows(logits, table, rows, positions)

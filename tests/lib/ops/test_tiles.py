@@ -1,4 +1,4 @@
-"""The tiles of the products: what was measured is well formed, and there is a rule for every other shape."""
+"""The tiles of the products: measured ones are well formed, and every other shape has a default."""
 
 import json
 
@@ -18,7 +18,7 @@ def assert_fits(tile: Tile, itemsize: int) -> None:
     assert tile.tokens >= 16
     assert min(tile.stages, tile.parts) >= 1
     assert tile.columns == 128 or itemsize > 1  # a scale covers as many
-    # What the tiles in flight take of the shared memory of sm_90.
+    # The shared memory of sm_90 that the tiles in flight take.
     assert (tile.rows + tile.tokens) * tile.columns * itemsize * tile.stages <= 227 * 2**10
 
 
@@ -36,7 +36,7 @@ def test_what_was_measured_fits() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 64, 100, 128, 129, 256])
 def test_the_pairs_of_both_products_are_sorted_once(tokens: int) -> None:
-    """The measured tiles of Qwen3-30B-A3B: a second sorting would take some 4 microseconds more."""
+    """The measured tiles of Qwen3-30B-A3B sort once: a second sort would take some 4 microseconds more."""
     first, second = (
         expert_tile(tokens, 8, *shape, num_experts=128, itemsize=1) for shape in ((1536, 2048), (2048, 768))
     )
@@ -61,7 +61,7 @@ def test_every_shape_has_a_tile(tokens: int, top_k: int, rows: int, columns: int
         assert_fits(linear, 1 if fp8 else 2)
     parts, steps = linear_parts(tokens, rows, columns, fp8), -(-columns // 128)
     assert 1 <= parts <= steps
-    # No part is without columns.
+    # Every part has columns.
     assert -(-steps // parts) * (parts - 1) < steps
 
 

@@ -1,4 +1,4 @@
-"""Transfers as operators, and the kernels of symmetric memory, interpreted: what is sent arrives."""
+"""Transfers as operators, and the interpreted kernels for peer memory: every message arrives."""
 
 import random
 import sys
@@ -15,7 +15,7 @@ from weft.transforms.graphs.graphify import graphify
 
 
 class Mirror:
-    """Both ends in one: what is sent to a peer comes back from it."""
+    """Both ends in one: a message sent to a peer is received from it."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, list[Tensor]]] = []

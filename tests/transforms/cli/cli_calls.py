@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 Weft = Callable[..., tuple[int, str, str]]
-"""From the arguments to the exit code, stdout and stderr."""
+"""A function from the arguments to the exit code, stdout and stderr."""
 
 
 def assert_refused(result: tuple[int, str, str], *texts: str) -> None:
-    """Exit code 2, the error on stderr, nothing on stdout."""
+    """Assert exit code 2, the error on stderr, and nothing on stdout."""
     code, out, err = result
     assert (code, out) == (2, "")
     assert "error: " in err

@@ -1,5 +1,5 @@
-"""Files and arguments that are malformed: one damage at a time to a small sound checkpoint, and the command that meets
-it. `CASES` holds them by what is damaged."""
+"""Malformed files and arguments: a small valid checkpoint with one damage at a time, and the command that reads it.
+`CASES` holds them by the damaged part."""
 
 import json
 import math
@@ -30,7 +30,7 @@ INDEX, GENERATION, ADAPTER = "model.safetensors.index.json", "generation_config.
 LORA_WEIGHTS = "adapter/adapter_model.safetensors"
 
 FOLDER = "<folder>"
-"""In a command: the checkpoint's folder."""
+"""The placeholder for the checkpoint's folder in a command."""
 GENERATE = ("generate", "--model", FOLDER, "--prompt", "A list is", "--device", "cpu", "--max-tokens", "2", "--json")
 ADAPTED = (*GENERATE, "--adapter", f"{FOLDER}/adapter")
 PLAN = ("plan", "--model", FOLDER, "--pp", "2", "--json")
@@ -43,12 +43,12 @@ Spoil = Callable[[Path], object]
 
 @attrs.frozen
 class Case:
-    """A damage.
+    """A damage, and the command that reads it.
 
     Args:
         argv: the command, with FOLDER for the folder.
         spoil: damages the folder.
-        refused: whether there is nothing that the command could do but refuse.
+        refused: whether the command must refuse it.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Case:
 
 
 def make(folder: Path) -> Path:
-    """A small sound checkpoint in two shards, with a tokenizer, a generation_config.json and a LoRA."""
+    """A small valid checkpoint in two shards, with a tokenizer, a generation_config.json and a LoRA."""
     (folder / "adapter").mkdir(parents=True)
     write(folder / "config.json", CONFIG)
     write(folder / GENERATION, {"eos_token_id": [256]})
@@ -96,7 +96,7 @@ def cut(name: str, keep: int) -> Spoil:
 
 
 def shard(name: Any) -> Spoil:
-    """Have the index say that a tensor is there."""
+    """Add a tensor to the index."""
 
     def spoil(folder: Path) -> None:
         raw = json.loads((folder / INDEX).read_text())
@@ -148,7 +148,7 @@ def config_cases() -> Iterator[Case]:
 
 
 def rope_cases() -> Iterator[Case]:
-    """Met where the frequencies are computed, which `generate` does."""
+    """Damages that only show when the frequencies are computed, as `generate` does."""
     keys = {
         "default": ("rope_theta",), "linear": ("factor",), "llama3": ("low_freq_factor", "factor"),
         "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "original_max_position_embeddings", "attention_factor"),
@@ -185,12 +185,12 @@ def index_cases() -> Iterator[Case]:
 
 
 def file(header: bytes, length: int | None = None, data: bytes = b"") -> bytes:
-    """A safetensors file of a header, and of what it says about its length."""
+    """A safetensors file with a header, and with the length that it declares."""
     return struct.pack("<Q", len(header) if length is None else length) + header + data
 
 
 def tensor(**fields: Any) -> bytes:
-    """A file of one tensor of 64 bytes, described in another way."""
+    """A file with one tensor of 64 bytes, and a header that describes it in another way."""
     one = {"dtype": "F32", "shape": [16], "data_offsets": [0, 64], **fields}
     return file(json.dumps({"model.norm.weight": one}).encode(), data=bytes(64))
 

@@ -1,4 +1,4 @@
-"""The command line: in this process through `main`, and as a process of its own."""
+"""The command line, through `main` in this process, and in a new process."""
 
 import json
 import os
@@ -345,11 +345,11 @@ def test_the_time_out_is_an_option(run: Weft, monkeypatch: pytest.MonkeyPatch, c
     assert [place.timeout for place in places] == [7.5, 30.0]
 
 
-# what a checkpoint brings along
+# code in a checkpoint
 
 
 def test_fields_that_weft_does_not_know_are_one_line(run: Weft, tmp_path: Path) -> None:
-    """Not one for each time that a command, or a rank of it, reads them."""
+    """One warning, although the command and its ranks read them several times."""
     folder = shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("__*"))
     config = json.loads((folder / "config.json").read_text())
     config |= {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "my_field": 3}

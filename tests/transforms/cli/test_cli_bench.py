@@ -1,4 +1,4 @@
-"""`weft bench`: what it measures, against counts by hand and by the graphs; that modes and splits score the same."""
+"""`weft bench`: its figures against counts by hand and by the graphs; modes and splits score the same."""
 
 import json
 import math
@@ -33,7 +33,7 @@ SMALL = ("--input-len", "6", "--output-len", "5", "--num-prompts", "7", "--max-n
 
 @pytest.fixture
 def run(run: Weft) -> Weft:
-    """`weft bench ARGS`."""
+    """The output of `weft bench ARGS`."""
     return partial(run, "bench")
 
 
@@ -43,7 +43,7 @@ def measured(run: Weft, *more: str) -> Any:
     return json.loads(out)
 
 
-# what is measured
+# the figures
 
 
 @pytest.mark.parametrize("graph", MODES)
@@ -66,7 +66,7 @@ def test_every_token_is_counted_and_nothing_is_captured_meanwhile(run: Weft, gra
         "none": none == 1,
         "piecewise": piecewise == 1,
         "full_decode_only": full > none > 0 == piecewise,
-        "full": full > none > 0 == piecewise,  # prompts of 6 tokens are more than 4 requests can decode
+        "full": full > none > 0 == piecewise,  # more tokens than 4 requests can decode
         "full_and_piecewise": full > piecewise > 0 == none,
     }
     assert expected[graph]
@@ -142,7 +142,7 @@ def test_the_start_of_gpus_fits_a_terminal_with_its_headers(
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", ["1", "2"])
 def test_drafts_are_counted(run: Weft, pp: str) -> None:
-    """A model that drafts for itself is right; nothing is captured while the clock runs."""
+    """All drafts of a model that drafts for itself are right; nothing is captured while the clock runs."""
     model = ("--model", str(DEMO), "--dtype", "float32", "--device", "cpu", "--draft", str(DEMO), "--speculate", "2")
     code, out, _ = run(*model, "--pp", pp, "--transport", "local", "--json", *SMALL, "--max-num-tokens", "16")
     found = json.loads(out)
@@ -248,7 +248,7 @@ def test_long_texts_go_in_windows_and_bytes_are_those_that_are_scored(run: Weft,
     code, out, _ = run(*model, "--eval", str(file))
     found = json.loads(out)
     assert (code, found["questions"], found["scores"][0]["accuracy"]) == (0, 0, None)
-    assert found["tokens"] == len(text.encode()) - 1  # a token a byte, and the first byte is not predicted
+    assert found["tokens"] == len(text.encode()) - 1  # one token per byte, and the first byte is not predicted
     assert found["bytes"] == len(text.encode()) - 2  # nor is the character that it begins
 
 

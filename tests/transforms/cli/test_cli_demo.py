@@ -1,4 +1,4 @@
-"""`weft demo`: all four ways are equal, a planted difference is found, and what it refuses."""
+"""`weft demo`: all four ways agree, a planted difference is found, and bad arguments are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def test_demo_shows_that_all_four_ways_are_equal(run: Weft) -> None:
 
 
 def _plant(monkeypatch: pytest.MonkeyPatch, victim: Way, damage: Callable[[Any, Any], None]) -> None:
-    """Let the third step that `victim` runs return a state, or an output, that `damage` changed."""
+    """Make `damage` change the state or the output of the third step that `victim` runs."""
 
     def planted(model: Any, limits: Any, **options: Any) -> Runner:
         runner = make_runner(model, limits, **options)
@@ -53,7 +53,7 @@ def _plant(monkeypatch: pytest.MonkeyPatch, victim: Way, damage: Callable[[Any, 
 
 
 def _damage_pages(state: Any, _: Any) -> None:
-    state[-1].kv_pages[-1, 0, -1] += 1e-3  # a page that no step reads before the run ends: no token shows it
+    state[-1].kv_pages[-1, 0, -1] += 1e-3  # a page that no later step reads: no token shows the damage
 
 
 def _damage_table(state: Any, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C, as a terminal sends it: to the command and all its processes, at several moments."""
+"""Ctrl-C as a terminal sends it, to the command and all its processes, at several moments."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ GENERATE = ("generate", "--model", str(DEMO), "--device", "cpu", "--prompt", "A 
 
 
 def processes(session: int) -> list[int]:
-    """Those of a session that have not ended."""
+    """The processes of a session that have not ended."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
@@ -39,7 +39,7 @@ def holds(pid: int, file: str, text: str) -> bool:
 
 
 def servers(pids: list[int]) -> list[int]:
-    """The process that ranks are forks of, and these."""
+    """The process from which ranks are forked, and the ranks."""
     return [pid for pid in pids if holds(pid, "cmdline", "multiprocessing.forkserver")]
 
 
@@ -52,11 +52,11 @@ MOMENTS: dict[str, Callable[[list[int]], bool]] = {
 
 
 def interrupted(ready: Callable[[list[int]], bool], later: float) -> tuple[int, str, str, list[int]]:
-    """The exit code, stdout and stderr of a command that is interrupted at a moment, and what was left of it soon
+    """The exit code, stdout and stderr of a command that is interrupted at some moment, and the processes left soon
     afterwards."""
     command = [sys.executable, "-m", "weft", *GENERATE, "--pp", "2"]
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # A shell starts background processes deaf to Ctrl-C, these tests included.
+    # A shell starts background processes so that they ignore Ctrl-C, and so may these tests have been started.
     options |= {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     with subprocess.Popen(command, **options) as own:
         try:
@@ -82,7 +82,7 @@ def interrupted(ready: Callable[[list[int]], bool], later: float) -> tuple[int, 
 def test_ctrl_c_is_quiet_and_ends_all_processes(moment: str) -> None:
     later = 0.7 if moment == "ranks generate" else 0.0
     code, *said_and_left = interrupted(MOMENTS[moment], later)
-    assert code in (130, -signal.SIGINT)  # Python may end so itself; a shell reports both as 130
+    assert code in (130, -signal.SIGINT)  # Python may end itself by the signal; a shell reports both as 130
     assert said_and_left == ["", "", []]
 
 

@@ -1,4 +1,4 @@
-"""`weft plan`: what it predicts, against arithmetic by hand; what it prints; what it refuses."""
+"""`weft plan`: its predictions against arithmetic by hand, its output, and its refusals."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from weft.transforms.pipelines.checker import check
 
 @pytest.fixture
 def run(run: Weft) -> Weft:
-    """`weft plan ARGS`."""
+    """The output of `weft plan ARGS`."""
     return partial(run, "plan")
 
 

@@ -1,4 +1,4 @@
-"""Malformed files and arguments: each is an error or does nothing, in time, and no file outside the folder is read."""
+"""Malformed files and arguments: each is an error or harmless, in time, and no file outside the folder is read."""
 
 import json
 import os
@@ -25,11 +25,11 @@ from weft.proofs.laws import assert_equal
 from weft.stages import checkpoint
 
 SECONDS = 20
-"""That a command may take on a small machine; each takes some hundredths."""
+"""The seconds that a command may take on a small machine; each takes some hundredths."""
 _INSTALLED = tuple(str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, Path(torch.__file__).parents[1]))
 _SYSTEM = ("/proc", "/sys", "/etc/localtime", str(Path(weft.__file__).resolve().parents[1]), *_INSTALLED)
 PYTHON = re.compile(r"\b(weft\.\w+|Engine\w*|Speculation|SamplingParams|split_layers|balance|model\.\w+|load\w*)\([^)]")
-"""A call of a Python function, which an error of the command line does not show."""
+"""Matches a call of a Python function, which an error of the command line must not show."""
 _read: list[str] | None = None
 
 
@@ -38,7 +38,7 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
         _read.append(arguments[0])
 
 
-sys.addaudithook(_note)  # there is no way to remove one
+sys.addaudithook(_note)  # an audit hook cannot be removed
 
 
 class LateError(BaseException):
@@ -51,7 +51,7 @@ def _late(*_: object) -> None:
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The files that are opened to be read, by Python or by safetensors. It ends after `SECONDS`."""
+    """The files opened for reading inside the context, by Python or by safetensors. It ends after `SECONDS`."""
     global _read
     found: list[str] = []
     safe_open = checkpoint.safe_open
@@ -78,7 +78,7 @@ def no_constant(name: str) -> None:
 
 
 def outcome(case: Case, folder: Path, run: Weft, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is wrong with what the command did; empty if nothing is."""
+    """The fault in the command's behaviour; empty if there is none."""
     case.spoil(folder)
     argv = [argument.replace(FOLDER, str(folder)) for argument in case.argv]
     with watched(monkeypatch) as read:
@@ -124,7 +124,7 @@ def test_there_are_many() -> None:
 
 @pytest.mark.parametrize("name", ["../outside/model.safetensors", "/outside/model.safetensors", "a/../../outside/x"])
 def test_shards_outside_of_the_folder_are_refused(name: str, sound: Path, tmp_path: Path, run: Weft) -> None:
-    """Also where what they name is there, and fits."""
+    """Shards outside the folder are refused even if the file exists and fits."""
     folder, outside = shutil.copytree(sound, tmp_path / "model"), tmp_path / "outside"
     outside.mkdir()
     shutil.copy(folder / malformed.SHARDS[0], outside / "model.safetensors")
@@ -139,7 +139,7 @@ def test_shards_outside_of_the_folder_are_refused(name: str, sound: Path, tmp_pa
 
 
 def test_shards_in_a_folder_of_their_own_and_links_are_read(sound: Path, tmp_path: Path) -> None:
-    """The cache of Hugging Face's hub holds blobs, and in snapshots links to them."""
+    """The cache of the Hugging Face hub holds blobs, and snapshots with links to them."""
     blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "main"
     blobs.mkdir()
     folder.mkdir(parents=True)
@@ -179,7 +179,7 @@ def test_logits_that_are_no_numbers_end_one_completion(sound: Path, tmp_path: Pa
 def test_what_is_no_file_is_not_read(
     name: str, kind: str, sound: Path, tmp_path: Path, run: Weft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe that nobody writes to, or a device that has no end, would keep it for ever."""
+    """A pipe without a writer, or an endless device, would block the command forever."""
     folder = Path(shutil.copytree(sound, tmp_path / "model"))
     (folder / name).unlink(missing_ok=True)
     if kind == "folder":
@@ -198,13 +198,13 @@ def test_what_is_no_file_is_not_read(
 def test_a_file_of_json_has_a_size_that_can_be_read(sound: Path, tmp_path: Path, run: Weft) -> None:
     folder = shutil.copytree(sound, tmp_path / "model")
     with (folder / "config.json").open("r+b") as config:
-        config.truncate(2**40)  # a hole, of which nothing is stored
+        config.truncate(2**40)  # a sparse file, which takes no space
     code, _, err = run("plan", "--model", str(folder), "--pp", "2")
     assert (code, "config.json is not JSON: 1099511627776 bytes, and 67108864 are the most" in err) == (2, True)
 
 
 def damage(kind: str, folder: Path) -> tuple[str, ...]:
-    """The command that meets it."""
+    """The command that reads it."""
     if kind == "deep":
         (folder / "config.json").write_text(malformed.DEEP)
     if kind == "endless":

@@ -25,7 +25,7 @@ def ended(engine: Engine) -> dict[str, CompletionState]:
 @pytest.mark.parametrize("error", [MemoryError("no more"), KeyboardInterrupt()], ids=["memory", "interrupt"])
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_after_a_step_that_raised_no_other_is_taken(error: BaseException, pipeline: int) -> None:
-    """How far the step came is not known: going on would lose a token, and wait for it forever."""
+    """The progress of the failed step is unknown: continuing would lose a token, and wait for it forever."""
     engine = Engine(small_model(), SMALL, pipeline=pipeline, graph="none")
     engine.add([1, 2], max_tokens=5, id="a")
     engine.step()

@@ -1,5 +1,5 @@
-"""Kernels compiled ahead of the captures: a run that launches none leaves no trace, and asks for all that a capture
-launches."""
+"""Kernels compiled ahead of captures: a run that launches none of them requests each kernel that a capture launches,
+and leaves no trace."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ from weft.transforms.graphs.ladder import Limits
 
 
 class Jit:
-    """Stands for a kernel of triton's: notes what it is asked for."""
+    """A stand-in for a Triton kernel that records requests for it."""
 
     def __init__(self) -> None:
         self.launched: list[Any] = []

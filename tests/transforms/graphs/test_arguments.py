@@ -1,4 +1,4 @@
-"""Arguments: which share a graph, which are refused, and what a graph may hold of them."""
+"""Arguments: those that share a graph, those that are refused, and the references that a graph keeps."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ X = torch.arange(1.0, 4.0)
 
 
 class Negated(Tensor):
-    """A product of such tensors is another."""
+    """A tensor whose products are negated."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +52,7 @@ def test_a_parameter_is_an_argument() -> None:
             assert_equal(LAW, g(x), X * 2)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # which newer torches deprecate
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated in newer versions of torch
 def test_quantized_tensors_are_refused() -> None:
     x = torch.quantize_per_tensor(X, 0.5, 0, torch.qint8)
     with pytest.raises(CaptureError, match=r"saw: x is quantized, and its scales are not part of the key"):
@@ -100,7 +100,7 @@ def test_keys_of_dicts_come_back_as_they_were() -> None:
 
 
 class Sealed:
-    """Equal to any other, and nobody can tell what it holds."""
+    """An object that is equal to any other, and whose content cannot be inspected."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sealed)

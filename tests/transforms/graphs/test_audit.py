@@ -1,4 +1,4 @@
-"""What a replay would not repeat, and a capture therefore refuses: each with the words of its error."""
+"""Effects that a replay would not repeat, which a capture refuses: each with the words of its error."""
 
 import asyncio
 import copy
@@ -87,7 +87,7 @@ def test_copies_that_keep_the_storage_are_no_pickle() -> None:
 
 @library.custom_op("weft_tests::as_many", mutates_args=())
 def as_many(x: Tensor) -> Tensor:
-    """As many ones as the first element says, of which its schema says nothing."""
+    """As many ones as the first element says: its schema does not show that it reads a value."""
     return torch.ones(int(x.numpy()[0]))
 
 

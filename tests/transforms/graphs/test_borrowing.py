@@ -1,4 +1,4 @@
-"""Borrowed results: the debug context finds each use after the replay that overwrote them, and nothing else."""
+"""Borrowed results: the debug context finds each use after the replay that overwrote them, and no other use."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The graphs that a function holds, told: which they are, what they are in, and what they took."""
+"""The list of a function's graphs: their signatures, their pieces, and their memory."""
 
 import torch
 from torch import Tensor

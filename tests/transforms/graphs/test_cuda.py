@@ -213,7 +213,7 @@ def test_the_memory_of_a_dropped_graph_is_not_used_again_while_it_replays() -> N
     first, second, third = (torch.cuda.Stream() for _ in range(3))
     with torch.cuda.stream(first):
         graph(small)
-        graph(large)  # so that the next capture needs no warm-up, which waits for the device
+        graph(large)  # so that the next capture needs no warm-up, which would wait for the device
         graph(small)
     torch.cuda.synchronize()
     with torch.cuda.stream(second):
@@ -314,12 +314,12 @@ def test_a_generator_of_the_gpu_is_not_seeded_inside() -> None:
     assert torch.equal(first, wanted)
     state = torch.cuda.get_rng_state()
     with pytest.raises(CaptureError, match="it seeds a random generator, or sets its state"):
-        g(x, True)  # to the very seed that it has
+        g(x, True)  # to the same seed
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
 def test_a_capture_warms_up_on_the_state_as_it_was() -> None:
-    """A state that counts, of which the last row is free: a second run on what the first one left would be beyond."""
+    """A state that counts, with one free row: a second run on the first one's state would go beyond it."""
 
     def write(state: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         state["rows"].index_copy_(0, state["n"], x)

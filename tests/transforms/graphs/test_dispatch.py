@@ -117,7 +117,7 @@ def test_any_descriptor_type(data: Any) -> None:
 
 
 class Plain(NamedTuple):
-    """A named tuple is a shape class too."""
+    """A shape class that is a named tuple."""
 
     size: int
 
@@ -126,7 +126,7 @@ class Plain(NamedTuple):
 
 
 class Bare:
-    """As is a class that lists nothing."""
+    """A plain Python class as a shape class."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -149,7 +149,7 @@ def test_the_padding_of_classes_made_in_other_ways(cls: Any) -> None:
 
 @attrs.frozen
 class Pixels(Resolution):
-    """Counts what it pads in its own way."""
+    """A shape class that counts its padding in its own way."""
 
     def excess(self, own: Resolution) -> dict[str, int]:
         return {"pixels": self.height * self.width - own.height * own.width}
@@ -164,7 +164,7 @@ def test_a_class_may_count_its_padding_itself() -> None:
 
 @attrs.frozen
 class Loop:
-    """Each covers each: no order."""
+    """A shape class whose values all cover each other, which is not an order."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Calls that run the function itself: as it would alone, in the middle of others, and after an error."""
+"""Calls that run the function itself: the same as without graphify, inside other calls, and after an error."""
 
 import queue
 import threading

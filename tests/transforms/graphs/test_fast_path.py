@@ -1,4 +1,4 @@
-"""The fast path of a graphified call: taken by calls like an earlier one."""
+"""The fast path of a graphified call, which calls like an earlier one take."""
 
 import collections
 import gc
@@ -65,7 +65,7 @@ def test_a_node_that_generated_code_does_not_know_is_right_all_the_same() -> Non
 
 @pytest.mark.parametrize("by_reference", ["", "a b"])
 def test_one_tensor_in_two_places(by_reference: str) -> None:
-    """As tied weights are; in each order of such calls and others."""
+    """One tensor passed twice, like tied weights, in each order of such calls and others."""
     g = graphify(lambda a, b: (a + b, a - b), reference_argnames=by_reference.split())
     values = [X.clone(), X + 1]
     for turn in range(2):
@@ -75,7 +75,7 @@ def test_one_tensor_in_two_places(by_reference: str) -> None:
             assert not (general and turn)
 
 
-# Arguments that cannot change, known again by being themselves -------------------------------------------------------
+# Immutable arguments, recognised by identity --------------------------------------------------------------------------
 
 
 @pytree

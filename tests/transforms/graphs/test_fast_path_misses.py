@@ -1,4 +1,4 @@
-"""What the fast path of a graphified call must not overlook."""
+"""Differences between calls that the fast path must notice."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -151,6 +151,6 @@ def test_more_structures_and_more_kin_than_are_kept_are_right_all_the_same() -> 
     for _ in range(2):
         for n in range(MAX_FAST_PATHS + 3):
             assert_equal(LAW, g([X] * n), doubled([X] * n))
-        for n in range(1, MAX_PER_KEY + 4):  # of one shape, and of as many strides
+        for n in range(1, MAX_PER_KEY + 4):  # of the same shape, with as many strides
             x = torch.arange(4.0 * n)[::n]
             assert_equal(LAW, g(x), doubled(x))

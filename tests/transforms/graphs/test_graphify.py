@@ -1,4 +1,4 @@
-"""graphify: how it looks, what it tells of itself, threads, nesting, and functions of every kind."""
+"""graphify: its repr, its counters, threads, nesting, and functions of every kind."""
 
 import copy
 import inspect
@@ -238,7 +238,7 @@ def test_a_python_value_is_frozen_at_capture() -> None:
 
 @pytest.mark.parametrize("split_at", [(), "aten::index_copy_"])
 def test_a_capture_runs_again_on_the_state_as_it_was(split_at: Any) -> None:
-    """A state that counts, of which the last row is free: a second run on what the first one left would be beyond."""
+    """A state that counts, with one free row: a second run on the first one's state would go beyond it."""
 
     def write(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         state["rows"].index_copy_(0, state["n"], x)

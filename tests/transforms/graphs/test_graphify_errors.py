@@ -1,4 +1,4 @@
-"""Bad input to graphify: what each error is and says, and that nothing half done is left behind.
+"""Bad input to graphify: the type and text of each error, and that no partial state remains.
 
 `test_refusals.py` has the table of all that a replay could not repeat.
 """
@@ -56,7 +56,7 @@ UNFIT: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
 def test_a_function_that_cannot_be_captured_names_its_line(
     fn: Callable[[Tensor], Tensor], seen: str, line: str
 ) -> None:
-    """The innermost line of the user's own; and nothing is kept, so that a second call says it again."""
+    """The error names the innermost line of the user's code; nothing is kept, so a second call raises it again."""
     x, graph = torch.tensor([1.0, 2.0]), graphify(fn)
     for _ in range(2):
         with refused(CaptureError, f"graphify({fn.__name__})", seen + line, REMEDY):
@@ -81,7 +81,7 @@ class Gate(nn.Module):
 
 
 def test_a_modules_line_is_named() -> None:
-    """Of a stage alone, of a whole step, and of a stage in a pipeline."""
+    """The error for a stage alone, for a whole step, and for a stage in a pipeline."""
     made, batch = from_module(Gate()), torch.ones(1, 2)
     whole, spanned = graphify(compose([made.stage])), pipeline([graphify(made.stage)])
     seen = "a branch on a tensor's value" + at(Gate.forward, "if y.sum()")

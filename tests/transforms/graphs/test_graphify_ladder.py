@@ -1,4 +1,4 @@
-"""graphify with a ladder: what it needs, what it pads and cuts, and what it captures."""
+"""graphify with a ladder: its requirements, padding, cuts and captures."""
 
 import attrs
 import pytest
@@ -55,11 +55,11 @@ def test_a_result_that_is_not_sized_is_refused_by_its_path() -> None:
     assert error.value.seen.startswith("the result's leaf ['bad'][0] of shape (2,) does not declare which")
     assert "weft.axes('num_reqs')" in error.value.instead
     assert g.cache_info().currsize == 0
-    assert g(Batch.decode(range(9)))["bad"][0].shape == (9,)  # eagerly there is nothing to unpad
+    assert g(Batch.decode(range(9)))["bad"][0].shape == (9,)  # an eager call has nothing to unpad
 
 
 def test_a_result_of_another_size_than_its_class_says_is_not_cut() -> None:
-    """A tensor a token in a field a request: eagerly [3], so never silently [1]."""
+    """A field per request with one entry per token: its shape is [3] eagerly, so a graph must not return [1]."""
     g = graphify(lambda b: Output(b.input_ids * 2, b.input_ids * 1.0), ladder=[BatchDescriptor(8, 4)])
     with pytest.raises(CaptureError, match="token_ids"):
         g(Batch.ragged([0], [[1, 2, 3]]))
@@ -67,7 +67,7 @@ def test_a_result_of_another_size_than_its_class_says_is_not_cut() -> None:
 
 @pytest.mark.parametrize("second", [Batch.ragged([0], [[1]]), Batch.decode([0, 1, 2])])
 def test_two_batches_of_different_classes_are_refused(second: Batch) -> None:
-    """Only one of them is sure to be padded to a rung that covers it; the other would run under another's class."""
+    """Only one of them is surely padded to a rung that covers it; the other would run under the first one's class."""
     with pytest.raises((CaptureError, ValueError), match="descriptor"):
         graphify(lambda a, b: (a, b), ladder=LADDER)(Batch.decode([0, 1]), second)
 
@@ -133,7 +133,7 @@ def sized(tokens: int, reqs: int, seed: int) -> Sized:
 
 @pytest.mark.parametrize("blank_bytes", [2**20, -1])
 def test_nothing_of_an_earlier_batch_is_left_in_a_buffer(blank_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole of each padded buffer, as the graph sees it, is what padding says, in any order of sizes."""
+    """Each whole padded buffer, as the graph reads it, equals the padded batch, in any order of sizes."""
     from weft.padding import pad
 
     monkeypatch.setattr("weft.transforms.graphs.calls.buffers.PADDING_SOURCE_BYTES", blank_bytes)

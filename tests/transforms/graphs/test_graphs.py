@@ -1,4 +1,4 @@
-"""The memo of graphs: contexts that say when to capture, eviction, a full memory, what is logged, many threads."""
+"""The memo of graphs: contexts that control captures, eviction, full memory, logging, and threads."""
 
 import logging
 import threading
@@ -136,7 +136,7 @@ def test_clear_caches_clears_all() -> None:
         assert counts(g) == (1, 1, 0, 1)
 
 
-# What is logged ------------------------------------------------------------------------------------------------------
+# Logging -------------------------------------------------------------------------------------------------------------
 
 
 def test_misses_are_explained(switches: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -239,7 +239,7 @@ def test_max_captures_is_a_number_of_graphs(most: Any) -> None:
 
 
 def _full_above(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captures of more than `rows` rows find no memory."""
+    """Captures of more than `rows` rows run out of memory."""
     capture = TapeBackend.capture
 
     def scarce(self: TapeBackend, fn: Callable[[], Any], audit: Any, split_at: Any = frozenset()) -> Any:
@@ -262,7 +262,7 @@ def test_without_memory_the_graphs_at_hand_are_used(monkeypatch: pytest.MonkeyPa
     assert counts(g) == (1, 2, 0, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for n in (1, 2, 4, 8) * 2:  # the smallest would have room, but nothing more is tried
+        for n in (1, 2, 4, 8) * 2:  # the smallest would fit, but no more captures are tried
             check(g, n)
     assert counts(g) == (1, 10, 0, 1)
     assert "the device's memory was full" in str(g.explain(rows(1)))
@@ -358,7 +358,7 @@ def test_threads_get_right_answers(most: int | None) -> None:
 
 
 def test_copies_are_planned_where_the_back_end_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan puts tables on the device, and a replay may still read them when another thread drops its graph."""
+    """A plan has tables on the device, which a replay may still read when another thread drops its graph."""
     events: list[str] = []
 
     class Backend(TapeBackend):

@@ -1,5 +1,5 @@
-"""Calls whose arguments by reference are those of one before: what was known of these is not asked again, and nothing
-else is different."""
+"""Calls with the same arguments by reference as an earlier one: these are not inspected again, and results are the
+same."""
 
 import gc
 import warnings
@@ -65,7 +65,7 @@ def make_weights(by: float = 0.0) -> Weights:
 
 
 def flattened(g: Graphified[..., Any], *args: Any) -> tuple[Any, list[str]]:
-    """The result of a call, and which of its arguments were flattened and asked for their properties."""
+    """The result of a call, and the arguments that were flattened and inspected."""
     asked: list[str] = []
     whole = calls.leaf_key
 
@@ -175,17 +175,17 @@ def test_more_than_are_kept_are_right_all_the_same() -> None:
     several = [torch.full((4,), float(i)) for i in range(MAX_KNOWN + 5)]
     for size in (2, 3):
         for params in several:
-            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # a capture each
+            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # one capture each
                 seen = g(params, torch.ones(size))
             assert_equal(LAW, seen, params * size)
 
 
-# Whatever is done to the arguments in between, it is as if nothing were known ---------------------------------------
+# Whatever happens to the arguments in between, results are as without the memory --------------------------------------
 
 
 @attrs.define(eq=False)
 class World:
-    """Arguments, and what may become of them between two calls."""
+    """Arguments, and changes to them between two calls."""
 
     params: Any = attrs.field(factory=lambda: [make_weights(), make_weights(5.0)])
     states: Any = attrs.field(factory=lambda: [make_state(), make_state()])

@@ -1,4 +1,4 @@
-"""make_ladder: what a mode may capture under its limits."""
+"""make_ladder: the classes that a mode captures under its limits."""
 
 from itertools import pairwise
 from typing import Any

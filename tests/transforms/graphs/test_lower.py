@@ -1,4 +1,4 @@
-"""lower and compile: the listing says what runs, the compiled graph takes its own signature only, without a trace."""
+"""lower and compile: the listing shows the operators, and the compiled graph takes only its own signature."""
 
 import subprocess
 from collections.abc import Callable

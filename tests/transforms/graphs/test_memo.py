@@ -1,4 +1,4 @@
-"""The memo of graphify: which calls share a graph, and what a miss is said to be."""
+"""The memo of graphify: the calls that share a graph, and the reasons given for a miss."""
 
 import math
 from typing import Any
@@ -203,7 +203,7 @@ def test_reference_argnames_of_ones_own() -> None:
     g = graphify(lambda table, params, x: table * x + params, reference_argnames=("table",))
     table = torch.ones(4)
     g(table, X, X)
-    g(table.mul_(2), X + 1, X)  # params is copied now
+    g(table.mul_(2), X + 1, X)  # params are copied now
     g(table.clone(), X, X)
     assert counts(g) == (2, 3, 0)
 
@@ -211,7 +211,7 @@ def test_reference_argnames_of_ones_own() -> None:
 def test_params_keep_alive_what_a_graph_reads() -> None:
     g = graphify(lambda params, x: params * x)
     g(torch.full((4,), 3.0), X)
-    for _ in range(6):  # a freed address would soon be handed out again
+    for _ in range(6):  # a freed address would soon be reused
         params = torch.full((4,), 5.0)
         assert_equal(LAW, g(params, X), 5 * X)
         del params

@@ -1,4 +1,4 @@
-"""Memory: what graphs take is counted, and estimated before they are captured."""
+"""Memory: the bytes of graphs are counted, and estimated before the captures."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ def rows(n: int) -> Rows:
 
 def test_graphs_read_their_inputs_from_the_same_memory() -> None:
     def f(batch: Rows) -> Rows:
-        return Rows(batch.descriptor, batch.x + batch.x.sum(0))  # which a row left behind by another graph would change
+        return Rows(batch.descriptor, batch.x + batch.x.sum(0))  # a row left over from another graph would change them
 
     g = graphify(f, ladder=[BatchDescriptor(n, n) for n in (8, 4, 2)])
     batches = [Rows(BatchDescriptor(n, n), torch.randint(9, (n, 8)).float()) for n in (7, 2, 3, 8, 1, 5)]
@@ -113,7 +113,7 @@ TURNED = torch.tensor([1 + 2j, 3 - 4j])
 def test_outputs_whose_memory_is_lent_are_the_same(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         TapeBackend, "release_output_memory", CudaBackend.release_output_memory
-    )  # a tape holds the memory anyway
+    )  # a tape keeps its memory anyway
     g = graphify(fn)
     for x in (TURNED, TURNED + 1):
         assert all(torch.equal(a, b) for a, b in zip(tree_leaves(g(x)), tree_leaves(fn(x)), strict=True))

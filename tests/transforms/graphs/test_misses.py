@@ -1,4 +1,4 @@
-"""Misses: what they say, what they advise, and the warning where captures do not end."""
+"""Misses: their reasons, their advice, and the warning about endless captures."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def fresh() -> Tensor:
 
 
 def swapped(g: Any, kept: list[Tensor]) -> None:
-    """A step whose output takes the state's storage, because it stands first; kept, so that no state gets it again."""
+    """A step whose output comes first and takes the state's storage. Outputs are kept, so no state gets it back."""
     kept += g(kept[-1] if kept else fresh(), X)
 
 

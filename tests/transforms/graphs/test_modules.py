@@ -1,4 +1,4 @@
-"""Modules of other people through graphify: they equal themselves, and what reads on the host names the way around."""
+"""Other libraries' modules through graphify: results are equal, and host reads are refused with a workaround."""
 
 import contextlib
 import threading
@@ -69,8 +69,8 @@ def tokens(seed: int, length: int, device: str) -> Tensor:
 
 
 def assert_alike(seen: Tensor, fn: Callable[[], Tensor]) -> None:
-    """To the bit what the function gives where it makes the mask that it makes in a capture, and nearly what it gives
-    where it leaves that to the kernel of attention, which then sums in another order."""
+    """Bitwise equal to the function when it makes the same mask as in a capture. Nearly equal when it leaves the mask
+    to the attention kernel, which then sums in another order."""
     with signal_capture():
         assert_equal(LAW, seen, fn())
     torch.testing.assert_close(seen, fn(), rtol=1e-4, atol=1e-5)
@@ -95,12 +95,12 @@ def test_a_decoder_is_itself(name: str, attention: str, device: str) -> None:
 @everywhere
 @every_decoder
 def test_a_decoder_is_itself_under_any_mask(name: str, attention: str, device: str) -> None:
-    """Eagerly a mask of ones is left out, which data decide; one graph is right for all."""
+    """An eager call leaves out a mask of ones, which depends on data; one graph is right for all masks."""
     model = decoder(name, attention, device)
 
     def logits(ids: Tensor, mask: Tensor) -> Tensor:
         found: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        return found * mask[..., None]  # what is padding is anything
+        return found * mask[..., None]  # padding may hold anything
 
     g = graphify(logits)
     for seed, padding in enumerate((0, 3, 0, 1)):
@@ -111,7 +111,7 @@ def test_a_decoder_is_itself_under_any_mask(name: str, attention: str, device: s
 
 
 def static_cache(model: Any) -> Any:
-    """A cache whose layers count in tensors alone: those with a sliding window count in Python, which is frozen."""
+    """A cache whose layers count in tensors alone: layers with a sliding window count in Python, which is frozen."""
     cache = StaticCache(config=model.config, max_cache_len=16)
     cache.layers = [StaticLayer(max_cache_len=16) for _ in cache.layers]
     return cache
@@ -257,7 +257,7 @@ def test_a_mask_that_torch_compares_is_to_be_said_to_be_causal() -> None:
     assert "instead: is_causal=True or False with the mask (tgt_is_causal=... in a decoder)" in said
 
 
-# What they ask, and what they are told
+# The modules' questions about captures, and the answers
 
 
 def is_capturing() -> bool:
@@ -302,7 +302,7 @@ def test_a_read_that_is_left_out_of_captures_is_no_reason_to_refuse() -> None:
     for mask in (torch.ones(3), torch.tensor([1.0, 0.0, 1.0])):
         assert_equal(LAW, g(torch.arange(3.0), mask), masked(torch.arange(3.0), mask))
     assert counts(g) == (1, 2, 0)
-    assert runs[:3] == [False, True, True]  # a warm-up that is refused, one as in the capture, and the capture
+    assert runs[:3] == [False, True, True]  # a refused warm-up, one as in the capture, and the capture
 
 
 def test_what_may_not_be_made_in_a_capture_is_made_before() -> None:

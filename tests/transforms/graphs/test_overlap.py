@@ -1,4 +1,4 @@
-"""Shared memory, element by element: against sets of addresses; and donated arguments that share some."""
+"""Shared memory element by element, against sets of addresses; and donated arguments that share memory."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def views(draw: st.DrawFn, storage: Tensor) -> Tensor:
 
 
 def addresses(x: Tensor) -> list[int]:
-    """The bytes of all elements, one after another."""
+    """The bytes of all elements, in order."""
     starts = [x.storage_offset()]
     for size, stride in zip(x.shape, x.stride(), strict=True):
         starts = [start + i * stride for start in starts for i in range(size)]

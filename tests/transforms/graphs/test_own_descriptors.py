@@ -1,4 +1,4 @@
-"""Descriptors of one's own: what is asked of them, and what is said of those that fall short."""
+"""Users' own descriptors: the requirements, and the errors for those that do not meet them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""piecewise: operators to cut at, named in every way, and those that are none."""
+"""piecewise: operators to cut at, named in every way, and names that are refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Random numbers in a graph: a replay draws on, as the function would; what seeds inside is refused."""
+"""Random numbers in a graph: a replay continues the generator's stream like the function; seeding inside is refused."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a replay could not repeat is refused with its line, and a refused capture leaves no trace."""
+"""Code that a replay could not repeat is refused with its line, and a refused capture leaves no trace."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ def test_pinned_memory_is_refused(way: str) -> None:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A group of this process alone."""
+    """A process group with this process alone."""
     file = Path(tmp_path_factory.mktemp("group")) / "store"
     dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{file}")
     yield

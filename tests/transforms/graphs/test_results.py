@@ -1,4 +1,4 @@
-"""What graphify hands out: results that never change, and a donated state that stays where it is."""
+"""Results of graphify never change, and a donated state keeps its address."""
 
 from collections.abc import Callable
 from typing import Any
@@ -105,7 +105,7 @@ def test_a_donated_state_in_every_way_to_make_the_next(name: str) -> None:
         replayed = g(other, x)
         assert_equal(LAW, replayed, result)
         state, other = result[WHERE.get(name, 0)], replayed[WHERE.get(name, 0)]
-        state = clone(state)  # aliases that eager code would write through are not the subject
+        state = clone(state)  # aliases that eager code would write through are not tested here
         outs = [r for i, r in enumerate(replayed) if i != WHERE.get(name, 0)]
         held.append((outs, clone(outs)))
         for seen, wanted in held:

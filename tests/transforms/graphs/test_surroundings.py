@@ -1,4 +1,4 @@
-"""What a result depends on beside the arguments: a replay is of a capture in the same surroundings."""
+"""Settings that a result depends on besides the arguments: a replay needs a capture under the same ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +129,7 @@ def test_the_fast_path_of_attention_is_refused_by_name() -> None:
 
 
 class Scale(TorchFunctionMode):
-    """Multiplies every sine; all of them read alike."""
+    """Multiplies every sine; all instances have the same repr."""
 
     def __init__(self, by: float) -> None:
         super().__init__()

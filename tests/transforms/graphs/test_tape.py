@@ -1,4 +1,4 @@
-"""The tape: that it replays what it recorded, and that it has the hazards of a CUDA graph on purpose."""
+"""The tape replays its recording, and deliberately has the hazards of a CUDA graph."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def record(fn: Callable[..., Any], *buffers: Tensor, own: tuple[Tensor, ...] = (
 
 
 def replays(fn: Callable[[Tensor], Any], shape: tuple[int, ...] = (2, 3)) -> None:
-    """Three replays on new values in the buffer give what `fn` gives for them."""
+    """Three replays on new values in the buffer give the results of `fn` for these values."""
     values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     buffer = values[0].clone()
     recording = record(fn, buffer)
@@ -171,7 +171,7 @@ def test_hazard_addresses_are_fixed() -> None:
     buffer, elsewhere = torch.ones(2), torch.full((2,), 9.0)
     recording = record(lambda x: (x + 1, x), buffer)
     places = [t.data_ptr() for t in recording.outputs]
-    buffer = elsewhere  # a rebound name is nothing to a graph
+    buffer = elsewhere  # a graph does not notice a rebound name
     recording.replay()
     assert recording.outputs[0].tolist() == [2, 2]
     assert [t.data_ptr() for t in recording.outputs] == places
@@ -194,7 +194,7 @@ def test_hazard_python_values_are_frozen() -> None:
 def test_hazard_in_place_ops_on_its_own_tensors_run_again() -> None:
     own = torch.zeros(2)
     recording = record(lambda s: s.add_(1), own=(own,))
-    assert own.tolist() == [2, 2]  # by the warm-up, and by the capture
+    assert own.tolist() == [2, 2]  # once by the warm-up, once by the capture
     for i in (3.0, 4.0):
         recording.replay()
         assert own.tolist() == [i, i]
@@ -213,7 +213,7 @@ def test_what_it_reads_from_outside_stays_alive() -> None:
         outside = torch.full((2,), value)
         return record(lambda x: x + outside, torch.zeros(2))
 
-    recordings = [recorded(float(i)) for i in range(20)]  # freed memory would be handed out again
+    recordings = [recorded(float(i)) for i in range(20)]  # freed memory would be reused
     for i, recording in enumerate(recordings):
         recording.replay()
         assert recording.outputs.tolist() == [i, i]

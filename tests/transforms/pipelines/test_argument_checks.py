@@ -107,7 +107,7 @@ def test_programs_of_no_number_of_parts_are_refused(microbatches: Any) -> None:
 
 
 def test_params_are_looked_at_before_the_batch() -> None:
-    """In `step(batch, params, state)` the batch is the first thing that is none."""
+    """With `step(batch, params, state)` in the wrong order, the error is about params."""
     with pytest.raises(ProgramError, match="params is a Tensor"):
         pipeline([scale] * 2, microbatches=2)(torch.ones(3), PARAMS[:2], STATES[:2])  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The checker refuses each planted fault, and says what is wrong and what to write instead."""
+"""The checker refuses each planted fault, and its error names the fault and the remedy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from weft.transforms.pipelines.checker import Edge, Machine, Step, check, interl
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job, make_programs, streaming
 
-# What ranks say to each other.
+# Messages between ranks.
 
 ORDER = "the same micro-batches in the same order, and one schema, on both ends of an edge"
 PAIRING = "give every send a recv, and order them so that one message an edge is enough"
@@ -62,7 +62,7 @@ def test_what_nobody_receives() -> None:
 
 
 def test_a_cycle_in_words() -> None:
-    """Rank 0 waits for what returns before it sends what rank 1 makes it of."""
+    """Rank 0 waits for a returned output before it sends the input that rank 1 needs to compute it."""
     made = [program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]", "send to 1 [mb 0]"),
             program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]")]  # fmt: skip
     assert refused(made).seen == (
@@ -72,7 +72,7 @@ def test_a_cycle_in_words() -> None:
 
 
 def test_a_deadlock_that_a_larger_buffer_hides_is_one() -> None:
-    """Rank 0 takes in what returned only once it has sent all: too far ahead for one message an edge."""
+    """Rank 0 receives returned outputs only after it has sent everything: too far ahead for one message per edge."""
 
     def late(effects: list[Effect]) -> None:
         effects.sort(key=lambda e: isinstance(e, Broadcast) or str(e).startswith("run advance"))
@@ -95,7 +95,7 @@ def test_a_fence_that_waits_for_ever() -> None:
     )
 
 
-# What ranks have in common.
+# Properties that ranks must share.
 
 
 def test_programs_of_other_ranks_are_refused() -> None:
@@ -139,7 +139,7 @@ def test_a_micro_batch_that_one_rank_omits() -> None:
 
 
 def test_an_order_that_differs_though_the_edges_agree() -> None:
-    """Rank 1 receives 0 and 1, runs 1 and 0, and sends 1 and 0, which rank 2 takes; the ranks' states would differ."""
+    """Rank 1 receives 0 and 1, but runs and sends 1 and 0, which rank 2 accepts; the ranks' states would differ."""
     last = ("recv from 1 [mb 1]", "run stage 2 [mb 1]", "recv from 1 [mb 0]", "run stage 2 [mb 0]")
     made = [program(0, 3, "run stage 0 [mb 0]", "send to 1 [mb 0]", "run stage 0 [mb 1]", "send to 1 [mb 1]"),
             program(1, 3, "recv from 0 [mb 0]", "recv from 0 [mb 1]", "run stage 1 [mb 1]", "send to 2 [mb 1]",
@@ -180,7 +180,7 @@ def test_what_an_effect_puts_and_takes() -> None:
 
 
 def test_a_broadcast_is_no_barrier() -> None:
-    """Its root goes on once the message is on its way, though no other rank has come to it."""
+    """A broadcast's root continues once the message is sent, even if no other rank has reached the broadcast."""
     made = [program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]"), program(1, 2, "broadcast from 1 [mb 0]")]
     machine = Machine(made)
     assert machine.ready() == [Step(0, Run("stage 0", 0)), Step(1, Broadcast(1, 0))]
@@ -205,7 +205,7 @@ QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_to
 
 @pytest.mark.slow
 def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refused() -> None:
-    """A case of `broken_programs` has a dozen of them; the law of `edited_programs` tells right from wrong itself."""
+    """A case of `broken_programs` has a dozen programs; the law for `edited_programs` decides which are right."""
     refused_ones = accepted = 0
 
     @settings(deadline=None, max_examples=200, suppress_health_check=QUIET)

@@ -1,4 +1,4 @@
-"""The checks of one rank's program by itself: planted faults are refused, buffers included."""
+"""The checks of a single rank's program: planted faults are refused, those of buffers included."""
 
 import pytest
 from planting import FED, SCHEMA, Fault, before, planted, position, program, refused, replaced, swapped, without
@@ -70,7 +70,7 @@ def test_advance_needs_no_broadcast_where_the_job_does_not_feed() -> None:
 
 
 def test_inputs_may_wait_for_their_stage() -> None:
-    """A rank may receive ahead of what it runs: each input is a value of its own, whatever the buffers."""
+    """A rank may receive ahead of its runs: each input is a separate value, whatever the buffers."""
     made = planted(streaming(2, 3, buffers=1), 1, before("recv from 0 [mb 1]", "run stage 1 [mb 0]"))
     check(made, buffers=1)
 
@@ -101,7 +101,7 @@ def test_a_run_into_a_buffer_without_a_fence() -> None:
 
 
 def test_a_run_into_a_buffer_that_is_yet_to_be_sent() -> None:
-    """No send is in flight when the next run overwrites the result: there is nothing left to send."""
+    """No send is in flight when the next run overwrites the result, so nothing is left to send."""
     early = before("run stage 0 [mb 1]", "send to 1 [mb 0]")
     error = overwritten(early)
     assert error.seen.endswith("overwrites what 'run stage 0 [mb 0]' made, with no 'send to 1 [mb 0]' before it")
@@ -110,14 +110,14 @@ def test_a_run_into_a_buffer_that_is_yet_to_be_sent() -> None:
 
 
 def test_a_run_into_a_buffer_whose_output_is_yet_to_be_read() -> None:
-    """The last rank advances with what its stage left in the buffer."""
+    """The last rank advances with the output that its stage left in the buffer."""
 
     def late(effects: list[Effect]) -> None:
         effects.append(effects.pop(position(effects, "run advance [mb 0]")))
 
     error = overwritten(late, rank=1)
     assert error.seen.endswith("overwrites what 'run stage 1 [mb 0]' made, with no 'run advance [mb 0]' before it")
-    check(planted(streaming(2, 3, feedback=True, buffers=1), 0, late), buffers=1)  # elsewhere it is a value of its own
+    check(planted(streaming(2, 3, feedback=True, buffers=1), 0, late), buffers=1)  # elsewhere it is a separate value
 
 
 def test_fewer_buffers_than_the_programs_were_made_for() -> None:

@@ -1,4 +1,4 @@
-"""plan_cohorts: closed forms of the steady state, the best, and what it refuses."""
+"""plan_cohorts: closed forms of the steady state, the best plan, and its refusals."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""split, join and microbatch: cutting a batch and putting its outputs together again loses nothing."""
+"""split, join and microbatch: splitting a batch and joining its outputs loses nothing."""
 
 from itertools import pairwise
 from typing import Any
@@ -45,7 +45,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 def requests(batch: Batch) -> list[tuple[int, list[int], bool]]:
-    """The requests of a batch, one by one, without padding."""
+    """The requests of a batch, without padding."""
     starts = batch.query_start_loc.tolist()
     spans = [batch.input_ids[a:b].tolist() for a, b in pairwise(starts)]
     asked = zip(batch.rows.tolist(), spans, batch.samples.tolist(), strict=True)
@@ -235,7 +235,7 @@ def test_a_wrong_number_of_parts_is_refused_at_once(parts: Any) -> None:
 
 @pytest.mark.parametrize("made", [torch.ones(2, 2), [1, 2], (1, 2, 3), None])
 def test_a_step_that_returns_no_pair_is_refused(made: Any) -> None:
-    """A tensor of two rows would unpack as two."""
+    """A tensor of two rows would unpack into two values."""
     with pytest.raises(ProgramError) as error:
         microbatch(lambda params, state, batch: made, 2)(None, None, torch.ones(4, 2))
     assert error.value.seen == f"it returned {kind_of(made)}" + " of 3" * isinstance(made, tuple)
@@ -243,7 +243,7 @@ def test_a_step_that_returns_no_pair_is_refused(made: Any) -> None:
 
 
 def test_a_sum_of_as_many_columns_as_rows_is_the_readers_to_avoid() -> None:
-    """Sizes are all that `join` sees: of another size it is refused, of the same it is joined, as it says."""
+    """`join` sees only sizes: it refuses an output of another size, and joins one of the same size, as documented."""
 
     def step(params: Any, state: Any, batch: Tensor) -> tuple[Any, Tensor]:
         return state, batch.sum(0)

@@ -235,7 +235,7 @@ def test_programs_are_data_for_any_number_of_micro_batches() -> None:
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
 def test_ranks_outside_a_transform_of_torch_func_are_refused(transform: Any) -> None:
-    """Its levels are a thread's: a gradient through others would be zero."""
+    """torch.func's levels belong to one thread: a gradient through other threads would be zero."""
 
     def last(step: Any) -> Any:
         return lambda x: step(PARAMS[:2], STATES[:2], x * torch.ones(3))[1].sum()
@@ -267,7 +267,7 @@ def test_a_stream_to_whose_ranks_nothing_returns_gives_all_outputs(make: Any) ->
 
 @donates("state")
 def sums(params: Any, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The stage returns its state, which the next micro-batch overwrites."""
+    """The stage returns its state as its output, which the next micro-batch overwrites."""
     state.add_(batch.sum())
     return state, state.expand(len(batch))
 
@@ -299,7 +299,7 @@ def returns_input(params: Any, state: Tensor, batch: Tensor, x: Tensor) -> tuple
 
 @pytest.mark.parametrize("make", [Local, Threads], ids=["local", "threads"])
 def test_what_a_stage_keeps_or_returns_of_a_lent_input_is_its_own(make: Any) -> None:
-    """The lender overwrites it in the next call, with one micro-batch too, where no fence is in the programs."""
+    """The lender overwrites it in the next call. With one micro-batch, too, whose programs have no fence."""
     params, state = (torch.tensor(2.0), None), (torch.zeros(()), torch.zeros(2))
     step = pipeline([graphify(scale, outputs="borrow"), returns_input], transport=make())
     outs = [step(params, state, torch.full((2,), n))[1] for n in (1.0, 5.0)]

@@ -1,4 +1,4 @@
-"""Generators of schedules: what each rank does and in which order, at every size; and which job waits for which."""
+"""Generators of schedules: each rank's effects and their order, at every size; and the jobs that wait for others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +39,7 @@ def assert_each_effect_once_in_order(programs: Sequence[Program], ran: Sequence[
 
 
 def assert_bounded(ran: Sequence[Step], ranks: int, capacity: int) -> None:
-    """No edge ever holds more than `capacity` messages, nor fewer than none; and none in the end."""
+    """No edge ever holds more than `capacity` messages, or a negative number of them, and in the end each is empty."""
     held: dict[object, int] = {}
     for step in ran:
         for edge in puts(step, ranks):
@@ -51,7 +51,7 @@ def assert_bounded(ran: Sequence[Step], ranks: int, capacity: int) -> None:
 
 
 def test_stages_of_different_micro_batches_overlap() -> None:
-    """While rank 1 runs micro-batch 0, rank 0 is already at the next: that is what a pipeline is for."""
+    """While rank 1 runs micro-batch 0, rank 0 already runs the next one: that is the point of a pipeline."""
     runs = [(s.rank, s.effect.microbatch) for s in interleave(streaming(2, 3)) if isinstance(s.effect, Run)]
     assert runs.index((0, 1)) < runs.index((1, 1))
     assert runs.index((0, 2)) < runs.index((1, 2))
@@ -70,7 +70,7 @@ def test_the_first_rank_takes_in_late_and_the_last_at_once() -> None:
 
 
 def test_no_rank_is_further_ahead_than_one_message_an_edge_allows() -> None:
-    """With s stages after it, a rank runs at most 2s + 1 jobs ahead of what returned, and no more than s + 2."""
+    """With s stages after it, a rank runs at most 2s + 1 jobs ahead of returned outputs, and at most s + 2."""
     for program in streaming(4, 12, feedback=True):
         ahead, most = 0, 0
         for effect in program.effects:

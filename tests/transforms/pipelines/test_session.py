@@ -1,4 +1,4 @@
-"""A session is a stream in parts: the same outputs and states, whatever is submitted together."""
+"""A session is a stream in parts: outputs and states do not depend on which micro-batches are submitted together."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
 
 @given(st.integers(1, 5), job_lists(), st.sampled_from((None, 1, 2)), st.booleans())
 def test_what_runs_before_the_end_is_a_beginning(stages: int, jobs: list[Job], buffers: int | None, more: bool) -> None:
-    """Up to the last job's own effects, a program is the beginning of that of more jobs."""
+    """Except for the last job's own effects, a program is a prefix of the program for more jobs."""
     counts, first = count_running(stages, jobs, advances=True, buffers=buffers)
     longer = [*jobs, Job(more)]
     for before, after, count in zip(
@@ -129,7 +129,7 @@ def test_jobs_that_cannot_be_are_refused_and_nothing_ran(batches: int, jobs: lis
 
 
 def test_after_a_failure_a_session_is_over() -> None:
-    """The ranks before the one that failed have run the batch: to run it again would be another result."""
+    """The ranks before the failed one have run the batch, so running it again would give another result."""
 
     def fails(p: Any, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor) -> Any:
         raise ValueError("planted")

@@ -1,4 +1,4 @@
-"""The simulator: closed forms, a clock that ticks as a second definition, and what more cost or room may do."""
+"""The simulator: closed forms, a ticking clock as a second definition, and the effects of more cost or capacity."""
 
 import itertools
 from collections import defaultdict
@@ -26,7 +26,7 @@ def test_streaming_takes_fill_and_a_stage_for_each_further_micro_batch(
     stages: int, mbs: int, transfer: float, capacity: int
 ) -> None:
     costs = Costs([2.0] * stages, latency=transfer / 2, bytes_per_second=8, message_bytes=4 * transfer)
-    slowest = max(2.0, transfer) if stages > 1 else 2.0  # the edge, where it is slower than the stages
+    slowest = max(2.0, transfer) if stages > 1 else 2.0  # the edge is the bottleneck if it is slower than the stages
     wanted = 2.0 * stages + transfer * (stages - 1) + slowest * (mbs - 1)
     timeline = simulate(streaming(stages, mbs), costs, capacity=capacity)
     assert timeline.step_time == wanted
@@ -108,7 +108,7 @@ class Sent:
 
 
 class Ticking:
-    """The same machine by brute force: time goes by in ticks, and in each all ranks do what they can."""
+    """The same machine by brute force: time passes in ticks, and in each tick every rank does whatever it can."""
 
     def __init__(self, programs: Sequence[Program], costs: dict[str, int], capacity: int) -> None:
         self.programs, self.costs, self.capacity = programs, costs, capacity
@@ -129,7 +129,7 @@ class Ticking:
             assert self.now < 10_000
 
     def advance(self, rank: int) -> bool:
-        """Whether a rank could end its effect now."""
+        """Whether a rank can finish its effect now."""
         if self.at[rank] == len(self.programs[rank].effects):
             return False
         effect = self.programs[rank].effects[self.at[rank]]
@@ -180,7 +180,7 @@ class Ticking:
             messages.append(Sent(effect.microbatch, size, self.costs["latency"] + size, self.now))
 
     def peak(self, rank: int) -> int:
-        """The most bytes held at any tick, by looking at all of them."""
+        """The most bytes held at any tick, computed by visiting all ticks."""
         mine = [m for (source, to, _), messages in self.edges.items() if rank in (source, to) for m in messages]
         held = (
             sum(m.size for m in mine if m.until is not None and m.since <= tick < m.until) for tick in range(self.now)
@@ -190,7 +190,7 @@ class Ticking:
 
 @st.composite
 def programs_of_any_kind(draw: st.DrawFn) -> list[Program]:
-    """Programs that run to their end with one message an edge: a random run of them, written down."""
+    """Programs that can end with one message per edge, recorded from a random run."""
     ranks = draw(st.integers(1, 4))
     effects: list[list[Effect]] = [[] for _ in range(ranks)]
     queues: dict[tuple[int, int, str], int] = {}  # the micro-batch that is on an edge
@@ -220,7 +220,7 @@ def programs_of_any_kind(draw: st.DrawFn) -> list[Program]:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> list[Program]:
-    """Programs that `make_programs` makes."""
+    """Programs made by `make_programs`."""
     jobs: list[Job] = []
     for index in range(draw(st.integers(1, 7))):
         feeding = [i for i in range(index) if jobs[i].feeds]
@@ -234,7 +234,7 @@ prices = st.fixed_dictionaries({name: st.integers(0, 3) for name in NAMES})
 
 
 def costs_of(price: dict[str, int]) -> Costs:
-    """The ticking machine's costs, at a byte a tick."""
+    """The ticking machine's costs, at one byte per tick."""
     return Costs(
         lambda stage, mb: price["stage"] * (1 + mb),
         advance=price["advance"],
@@ -273,7 +273,7 @@ def test_no_capacity_ends_any_effect_later(programs: list[Program], price: dict[
 
 
 def ends_in_order(events: Sequence[Any]) -> list[Any]:
-    """The events by rank; a rank's are in program order whatever they cost."""
+    """The events by rank; a rank's events are in program order whatever their costs."""
     return [event for _, group in itertools.groupby(events, key=lambda e: e.rank) for event in group]
 
 

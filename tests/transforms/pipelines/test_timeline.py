@@ -1,4 +1,4 @@
-"""Timelines: their shares, as text, as SVG, measured ones, and how they compare."""
+"""Timelines: shares, text, SVG, measured timelines, and comparisons."""
 
 import itertools
 import math

@@ -247,7 +247,8 @@ class _Session(DispatchMode):
 
     def _end(self) -> None:
         with warnings.catch_warnings():
-            # The graph is empty if two split operators follow each other.
+            # The graph is empty if two split operators follow each other, and torch warns of empty graphs:
+            # https://github.com/pytorch/pytorch/pull/88754
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             self._graph.capture_end()
         self.pieces.append(Piece(self._before, self._graph))

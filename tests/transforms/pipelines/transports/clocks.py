@@ -1,4 +1,4 @@
-"""A clock that a test moves: heartbeats, monitors and watchdogs go by it without threads, and without waiting."""
+"""A clock that a test moves, so that heartbeats, monitors and watchdogs run without threads and without waiting."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ class FakeTime:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Let some time pass, in which others do what they do `meanwhile`."""
+        """Let some time pass, during which `meanwhile` is called."""
         self.now += seconds
         for call in self.meanwhile:
             call()

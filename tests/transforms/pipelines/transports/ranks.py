@@ -1,5 +1,4 @@
-"""The functions that ranks run in processes of their own, and the pipelines that every transport must run as Local
-does."""
+"""The functions that ranks run in separate processes, and the pipelines for which every transport must equal Local."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from weft.transforms.pipelines.transports.distributed import Distributed
 
 
 def scale(p: Tensor, s: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Multiplies by its parameter, and adds up in its state what it saw."""
+    """Multiplies by its parameter, and sums its inputs in its state."""
     y = (batch if x is None else x) * p
     return s + y.sin().sum(), y
 
@@ -38,7 +37,7 @@ class Hidden(NamedTuple):
 
 
 def mixed(p: Tensor, s: Tensor, batch: Tensor, x: Hidden | None) -> tuple[Tensor, Hidden]:
-    """Sends what is not contiguous, of other dtypes, or empty, and what is no tensor."""
+    """Sends tensors that are not contiguous, have other dtypes, or are empty, and values that are not tensors."""
     wide = torch.stack([batch, batch * p]).t() if x is None else x.wide * p
     few = (wide[:, 0] > 1).clone() if x is None else ~x.few
     return s + wide.contiguous().sum(), Hidden(wide, few, wide[:, :0], "hidden")
@@ -54,7 +53,7 @@ Scenario = Callable[[int, Transport], Any]
 
 
 def _values(num_ranks: int, transport: Transport) -> tuple[list[Tensor], list[Tensor]]:
-    """Params and states of the ranks that run here."""
+    """Params and states of the ranks in this process."""
     here = transport.ranks(num_ranks)
     return [torch.tensor(1.1 + r) for r in here], [torch.tensor(0.1 * r) for r in here]
 
@@ -123,7 +122,7 @@ def lent_sessions(num_ranks: int, transport: Transport) -> Any:
 
 
 def _sessions(stages: list[Any], transport: Transport) -> Any:
-    """One after the other, of submissions of many sizes: what returns is received some submissions later."""
+    """Submissions of many sizes, one after another; returned outputs are received some submissions later."""
     step = pipeline(stages, advance=advance, transport=transport)
     params, state = _values(len(stages), transport)
     outs: list[Any] = []
@@ -175,7 +174,7 @@ def run_all(num_ranks: int) -> Any:
 
 
 def told(fn: Callable[[], Any]) -> str:
-    """The words of the error that `fn` raises, or of none."""
+    """The text of the error that `fn` raises, or a text that says it raised none."""
     try:
         fn()
     except WeftError as error:

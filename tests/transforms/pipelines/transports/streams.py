@@ -1,4 +1,4 @@
-"""A device on the CPU: what is sent and received is done by a thread, in order, while the host goes on."""
+"""A fake device on the CPU: a thread sends and receives in order, while the host continues."""
 
 import queue
 import threading
@@ -28,7 +28,7 @@ class Done:
 
 
 class StreamEnd:
-    """An end over the store, whose host calls return at once, as a GPU's do."""
+    """An end over the store, whose calls return at once on the host, as on a GPU."""
 
     def __init__(self, monitor: Monitor, closing: float) -> None:
         self.monitor, self.closing = monitor, closing
@@ -94,12 +94,12 @@ def run_rank(case: failures.Case, folder: Path) -> None:
 
 
 def run_slowly_closing_rank(case: failures.Case, folder: Path) -> None:
-    """The same, where what failed takes its time to close: others hear of it, and its own watchdog does."""
+    """The same, but the failed rank takes long to close, so that the others and its own watchdog notice."""
     _on_streams(case, folder, closing=0.5)
 
 
 def use_streams(closing: float = 0.0) -> None:
-    """Transports that this process makes from now on have such a device."""
+    """Give transports that this process makes from now on such a device."""
 
     def make_end(_: str, monitor: Monitor, device: torch.device, network: Network) -> DeviceEnd:
         return StreamEnd(monitor, closing)

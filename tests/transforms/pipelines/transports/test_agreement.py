@@ -1,4 +1,4 @@
-"""Ranks that decide by themselves what they should decide alike are found out, by name, before any of them returns."""
+"""Ranks whose decisions differ are detected, by name, before any of them returns."""
 
 import sys
 from contextlib import nullcontext
@@ -33,8 +33,8 @@ def _largest(descriptor: Any, ladder: Ladder[Any]) -> Decision[Any]:
 
 
 def whole_step(deciding: int | None, from_step: int) -> list[int]:
-    """A rank's whole step as one graph: receive, run, sample, send, advance; one rank may dispatch by its own rule,
-    from some step on."""
+    """A rank's whole step as one graph: receive, run, sample, send, advance. From some step on, one rank may dispatch
+    by its own rule."""
     transport = Distributed(backend="gloo", timeout=8.0)
     rank, model = transport.rank, load(DEMO, "cpu", stage=(transport.rank, 2))
     layouts = split_layers(model.config.num_layers, 2)
@@ -61,7 +61,7 @@ def advancing(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["other", "none"])
 def test_what_advances_is_compared_too(how: str) -> None:
-    """Else the states of the ranks would drift apart."""
+    """Otherwise the ranks' states would drift apart."""
     with pytest.raises(ProgramError, match=r"saw: 'advance: .*', where rank 0 has 'advance: <lambda> \w{12}'") as error:
         launch(advancing, 2, how)
     assert ("'advance: none'" in error.value.seen) == (how == "none")
@@ -81,6 +81,6 @@ def test_programs_of_different_classes_are_found_out_at_their_first_step(decidin
 
 
 def test_a_rank_that_takes_another_graph_later_keeps_nobody_waiting() -> None:
-    """It replays what the others have never seen: they are told who is not where they are."""
+    """It replays a graph that the others do not have, and they are told which rank is not in the same step."""
     with pytest.raises((ProgramError, RankError)):
         launch(whole_step, 2, 1, 1)

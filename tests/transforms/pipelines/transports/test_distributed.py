@@ -1,4 +1,4 @@
-"""Processes: what Local gives, by gloo and on GPUs; and how they are started."""
+"""Processes give the results of Local, by gloo and on GPUs; and the ways to start them."""
 
 import os
 import subprocess
@@ -114,7 +114,7 @@ def test_a_back_end_that_cannot_serve_the_device_is_refused(
 
 
 def run_on_gpus(num_ranks: int, backend: Any) -> list[str]:
-    """The scenarios that differ from what one process gives on the same device."""
+    """The scenarios whose results differ from those of one process on the same device."""
     transport, wrong = Distributed(backend=backend, timeout=20), []
     with transport.device:
         for name in SCENARIOS:

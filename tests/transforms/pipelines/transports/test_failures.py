@@ -1,4 +1,4 @@
-"""Ranks in processes of their own that fail: some of the cases of the proof, on the CPU, on a fake device, on GPUs."""
+"""Ranks in separate processes that fail: some cases of the proof, on the CPU, on a fake device, and on GPUs."""
 
 import itertools
 import json
@@ -28,10 +28,10 @@ def test_the_cases_are_every_place_in_every_way() -> None:
         assert seen == {(p.rank, i, str(e)) for p in programs for i, e in enumerate((*p.effects, "its end"))}
     kinds = {case.instruction.split()[0] for case in ALL}
     assert kinds == {"run", "send", "recv", "broadcast", "fence", "its"}
-    assert max(case.step for case in ALL) < STEPS - 1  # what fails at the end of a step is noticed in the next
+    assert max(case.step for case in ALL) < STEPS - 1  # a failure at the end of a step is noticed in the next one
 
 
-# What is due to another rank's end is heard at once; other tests take their part of the machine meanwhile.
+# The end of another rank is noticed at once; the rest allows for other tests on the same machine.
 QUICK = [attrs.evolve(case, timeout=20.0) for case in ALL if case.way in ("raise", "exit", "kill")]
 SLOW = [attrs.evolve(case, timeout=3.0) for case in ALL if case.way in ("stall", "stop")]
 ANY_TIME = [attrs.evolve(case, timeout=20.0) for case in itertools.islice(cases_at_any_time(), 10)]
@@ -60,7 +60,7 @@ def test_a_rank_killed_at_any_time_is_named_by_all(case: Case) -> None:
     assert run_case(case).wrong is None
 
 
-# A device whose host goes on, and GPUs
+# A device whose host runs ahead, and GPUs
 
 TWO = [case for case in ALL if case.num_ranks == 2 and case.step == 1]
 

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: a fault of one request ends it on every rank alike, and parameters change on all."""
+"""Ranks in separate processes: a faulty request ends in the same way on every rank, and parameters change on all."""
 
 import sys
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ LIMITS = EngineLimits(max_num_reqs=4, max_model_len=64)
 
 
 class Mute:
-    """The demo's tokenizer, which does not decode one token."""
+    """The demo's tokenizer, changed so that it cannot decode one token."""
 
     def __init__(self, tokenizer: Any, token: int) -> None:
         self.tokenizer, self.token = tokenizer, token

@@ -1,4 +1,4 @@
-"""The watchdog of a device, with fakes for the events and for what carries messages: no GPU."""
+"""The watchdog of a device, with fakes for events and for the end that carries messages, without a GPU."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ PROGRAMS = CheckedPrograms(pipeline([scale] * 2).programs(1))
 
 
 class Event:
-    """An event of a device, done when it is told to be."""
+    """A device event that the test completes."""
 
     def __init__(self) -> None:
         self.done = False
@@ -37,7 +37,7 @@ class Event:
 
 
 class Device:
-    """An end whose work is what is pending; an abort ends it, unless it is deaf."""
+    """An end with pending work; an abort ends the work, unless the end is deaf."""
 
     def __init__(self, deaf: bool = False) -> None:
         self.deaf = deaf
@@ -95,7 +95,7 @@ class Run:
                 self.watchdogs[rank].look()
 
     def launch(self, rank: int, index: int) -> Event:
-        """The rank's host goes on to the effect after; its device gets one to do."""
+        """The rank's host moves to the next effect, and its device gets one more to execute."""
         monitor, effects = self.monitors[rank], PROGRAMS.programs[rank].effects
         monitor.move_to(index, effects[index])
         event = self.watchdogs[rank].launched(monitor.here)
@@ -104,7 +104,7 @@ class Run:
         return event
 
     def error_of(self, rank: int) -> RankError:
-        """The error that a rank's watchdog comes to know."""
+        """The error that a rank's watchdog detects."""
         while self.watchdogs[rank].error is None:
             assert self.time.now < 5.0, "the watchdog finds nothing"
             self.time.sleep(0.02)
@@ -183,7 +183,7 @@ def test_a_rank_whose_watchdog_is_gone_is_blamed_where_its_host_was(runs: Callab
 
 
 def test_of_replays_the_rank_that_waits_less_often_for_its_device_is_blamed(runs: Callable[..., Run]) -> None:
-    """Nothing of a replay is written down; rank 0 stalls before its second."""
+    """A replay writes no records; rank 0 stalls before its second one."""
     run = runs()
     for rank, times in ((0, 1), (1, 2)):
         for count in range(times):
@@ -211,7 +211,7 @@ def test_an_end_that_the_launcher_saw_is_heard_at_once(runs: Callable[..., Run])
     run = runs(timeout=60)
     run.monitors[0].move_to(0, PROGRAMS.programs[0].effects[0])
     run.launch(1, 0)
-    write_exit(run.store, 1, Exit(True, "its function returned"), secret=SECRET)  # which is no failure
+    write_exit(run.store, 1, Exit(True, "its function returned"), secret=SECRET)  # this is not a failure
     run.time.run(0.1)
     run.watchdogs[1].check()
     write_exit(run.store, 0, Exit(False, "SIGKILL"), secret=SECRET)

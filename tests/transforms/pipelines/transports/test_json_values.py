@@ -1,4 +1,4 @@
-"""Plain values travel between processes as they are, and nothing but plain values does."""
+"""Plain values travel between processes unchanged, and all other values are refused."""
 
 import collections
 import enum

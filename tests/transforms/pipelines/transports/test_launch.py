@@ -1,4 +1,4 @@
-"""launch: results in order, and whatever goes wrong on a rank: who, where, why; and no process is left."""
+"""launch: results in order; errors name the rank, the place and the cause; no process is left."""
 
 import multiprocessing
 import os
@@ -30,7 +30,7 @@ def test_results_in_order_of_ranks() -> None:
 
 
 def step(how: str, rank: int) -> str:
-    """Steps of a pipeline of all ranks, in the second of which one fails."""
+    """Steps of a pipeline over all ranks; one rank fails in the second step."""
     torch.set_num_threads(1)
     transport = Distributed(timeout=60)
     count = [0]
@@ -102,7 +102,7 @@ def test_a_rank_that_ends_is_named_with_its_instruction_and_how(how: str, cause:
 
 
 def leave(rank: int) -> str:
-    """Rank `rank` makes no transport."""
+    """A function in which rank `rank` makes no transport."""
     if int(os.environ["RANK"]) == rank:
         return "early"
     return told(lambda: Distributed(timeout=5))
@@ -150,7 +150,7 @@ KEPT: list[Distributed] = []
 
 
 def send_much_and_leave() -> float:
-    """Rank 0 is at its end long before rank 1 takes what it sent."""
+    """Rank 0 ends long before rank 1 receives its message."""
     transport = Distributed(timeout=10)
     KEPT.append(transport)
 
@@ -170,7 +170,7 @@ def test_what_a_rank_sent_arrives_though_it_has_returned() -> None:
 
 
 def load_slowly(seconds: float, timeout: float) -> list[float]:
-    """Rank 1 comes to its first step late; rank 0 could be steps ahead by then."""
+    """Rank 1 reaches its first step late; rank 0 could be several steps ahead by then."""
     transport = Distributed(timeout=timeout)
     shared = transport.share(2.0)
     if transport.rank == 1:
@@ -245,7 +245,7 @@ def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     ranks, _, last = done.stderr.rpartition("weft.errors.")
-    assert "weft.errors.ProgramError: launch(f, 2)" in ranks  # what the ranks say may be mixed, even within a line
+    assert "weft.errors.ProgramError: launch(f, 2)" in ranks  # the ranks' output may be mixed, even within a line
     assert "saw: a rank that imports the script" in ranks
     assert last.startswith("RankError: launch\n  saw: its process ended: exit code 1, as that of every rank\n")
     assert last.endswith('in a script, call launch under `if __name__ == "__main__":`\n')
@@ -288,7 +288,7 @@ def test_ranks_do_not_outlive_their_launcher_and_leave_no_semaphores(tmp_path: P
         pids = [int((tmp_path / str(r)).read_text()) for r in range(2)]
     finally:
         process.kill()
-        _, err = process.communicate()  # once all have ended: the tracker of resources says what was left
+        _, err = process.communicate()  # returns once all have ended; the resource tracker would report leaks
     assert err == ""
     deadline = time.monotonic() + 10
     while not all(map(gone, pids)) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Messages between processes: schemas, values however they are stored, and what is refused."""
+"""Messages between processes: schemas, values in any storage layout, and refusals."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +83,7 @@ def test_shapes_that_follow_from_data_are_refused() -> None:
 
 
 def odd_values() -> dict[str, Any]:
-    """Tensors that torch does not store as their bytes in order."""
+    """Tensors whose elements torch does not store as bytes in order."""
     turned = torch.tensor([1.0 + 2.0j, 3.0 - 4.0j])
     return {
         "one of a stride": torch.arange(6.0)[4::4],
@@ -107,7 +107,7 @@ def send_odd_values() -> list[dict[str, Any]]:
 def test_values_arrive_however_they_are_stored() -> None:
     for got in launch(send_odd_values, 2):
         for found in got:
-            assert repr(found.pop("no number")) == "nan"  # which is unequal to itself, and still the same
+            assert repr(found.pop("no number")) == "nan"  # NaN is not equal to itself, but it is the same value
             assert_equal("odd values", found, {name: x for name, x in odd_values().items() if name != "no number"})
 
 
@@ -141,7 +141,7 @@ def test_what_would_arrive_as_something_else_is_refused() -> None:
 
 
 def send_equal_values() -> str:
-    """1, and then True, which is another value."""
+    """Sends 1 and then True, which is another value."""
     stages = [lambda p, s, batch, x: (s, (batch, p)), lambda p, s, batch, x: (s, x)]
     step = pipeline(stages, transport=Distributed(timeout=5))
     step([1], [None], torch.ones(1))
@@ -172,7 +172,7 @@ def test_a_transform_of_torch_func_does_not_reach_other_processes() -> None:
 
 
 def leave_a_session() -> tuple[str, str, Any]:
-    """An output of a session that is not closed must not be taken for an output of another one."""
+    """An output of an unclosed session must not be received as an output of another session."""
     step = pipeline([scale] * 2, advance=advance, transport=Distributed(timeout=5))
     params, state, jobs = [torch.ones(())], [torch.zeros(())], [Job()]
     session = step.session(params, state)
@@ -213,7 +213,7 @@ def test_a_call_within_a_call_is_refused_at_once() -> None:
 
 
 class Draining:
-    """An end whose sends are under way until they are waited for."""
+    """An end whose sends stay in flight until somebody waits for them."""
 
     def __init__(self) -> None:
         self.drained = 0
@@ -226,7 +226,7 @@ class Draining:
 def test_a_run_waits_for_what_the_one_before_sent_of_buffers_that_it_overwrites(
     buffers: int | None, drained: int
 ) -> None:
-    """A micro-batch that feeds nothing may still be on its way when a run ends: the next has no fence for it."""
+    """A micro-batch that feeds nothing may be in flight when a run ends, and the next run has no fence for it."""
     programs = make_programs(2, [Job(feeds=False)], buffers=buffers)
     assert "fence" not in str(programs[0])
     end: Any = Draining()

@@ -1,4 +1,4 @@
-"""Ranks that are asked for different things are refused before any of them returns a token."""
+"""Ranks with different requests fail before any of them returns a token."""
 
 import os
 import sys
@@ -88,7 +88,7 @@ def model_of(rank: int, what: str) -> Model:
 
 
 def ask(engine: Engine, what: str, odd: bool) -> None:
-    """Add requests; one rank asks for something else."""
+    """Add requests; one rank adds a different one."""
     request: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "id": "a", **sampled()}
     if odd and what in REQUESTS:
         request |= REQUESTS[what][0]
@@ -107,7 +107,7 @@ def ask(engine: Engine, what: str, odd: bool) -> None:
 
 
 def run_all(kinds: list[str]) -> list[tuple[str, int]]:
-    """For each kind, the words of the error on this rank, and how many tokens it returned."""
+    """For each kind, the words of this rank's error, and the number of tokens that it returned."""
     torch.set_num_threads(1)
     return [run_kind(what) for what in kinds]
 
@@ -141,8 +141,8 @@ def run_kind(what: str) -> tuple[str, int]:
 
 
 def run_on_a_device(differs: bool) -> list[str]:
-    """Steps on a device, which the host runs ahead of: what rank 1 says differently comes with a layout that rank 0 has
-    seen. What is said of each step, and then of what was read."""
+    """Steps on a device that the host runs ahead of. Rank 1's differing request has a layout that rank 0 knows. The
+    errors of each step, and then those of the reads."""
     streams.use_streams()
     transport = Distributed(timeout=5)
     step = pipeline([scale] * 2, advance=advance, transport=transport)
@@ -186,7 +186,7 @@ def test_what_differs_is_refused_before_a_token_is_returned(what: str, found: di
 
 
 def step_by_hand(what: str) -> tuple[str, str]:
-    """A step of a runner, and prompts to `generate`, as rank 1 has other weights or prompts."""
+    """A step of a runner, and a call of `generate`, in which rank 1 has other weights or prompts."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
 

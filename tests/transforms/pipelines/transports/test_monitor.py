@@ -1,4 +1,4 @@
-"""Records and the monitor: what ranks write, and whom a rank blames, without processes and by a fake clock."""
+"""Records and the monitor: the ranks' records and the rank to blame, without processes and by a fake clock."""
 
 import threading
 from typing import Any
@@ -113,7 +113,7 @@ def test_a_rank_that_is_steps_behind_is_followed_by_the_plan_of_its_step() -> No
     first, second, three = make_programs_of(3), make_programs_of(3, microbatches=2), monitors(3)
     together(*(lambda monitor=monitor: monitor.begin(first) for monitor in three))
     three[2].move_to(0, first.programs[2].effects[0])
-    three[1].move_to(2, first.programs[1].effects[2])  # it has run, and is to send
+    three[1].move_to(2, first.programs[1].effects[2])  # it has run, and must send next
     three[0].here = Position(2, second.digest, 0, BEGIN)
     three[0].records.write_position(three[0].here)
     for peer in (1, 2):
@@ -123,7 +123,7 @@ def test_a_rank_that_is_steps_behind_is_followed_by_the_plan_of_its_step() -> No
 
 
 def test_a_rank_that_stopped_is_blamed_for_a_message_that_had_not_left_it() -> None:
-    """Rank 0 has sent, as far as is written; rank 1 waits for the message."""
+    """Rank 0 has sent, according to its record; rank 1 waits for the message."""
     time = FakeTime()
     checked, three = make_programs_of(3), monitors(3, 1, time.clock)
     for monitor, index in zip(three, (2, 0, 0), strict=True):
@@ -132,7 +132,7 @@ def test_a_rank_that_stopped_is_blamed_for_a_message_that_had_not_left_it() -> N
     stopped = beating(three, time)[0]
     time.run(0.3)
     time.meanwhile.remove(stopped.beat)
-    time.run(1.0)  # rank 2's host waits, which its heartbeat sees
+    time.run(1.0)  # rank 2's host waits, as its heartbeat shows
     error = three[2].explain(1, "no progress")
     assert (error.rank, error.instruction) == (0, "broadcast from 2 [mb 0]")
     assert error.cause == "no progress: its process ended, or was stopped"

@@ -1,4 +1,4 @@
-"""A run listens on the loopback interface alone, and what a stranger writes to its ports does nothing."""
+"""A run listens only on the loopback interface, and data that a stranger sends to its ports has no effect."""
 
 import os
 import pickle
@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this modu
 UNREAD = ("shared/0", "collected/0/0", "checked/0/0", "layout/0/00", "secret")
 """Keys that no rank of such a run reads."""
 OVERWRITTEN = ("at/0", "at/1", "device/0", "wire/0")
-"""Keys that a rank writes, before or after another one reads them."""
+"""Keys that a rank writes, before or after another rank reads them."""
 
 
 class Planted:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -41,7 +41,7 @@ class Planted:
 
 
 def run_beside_a_stranger(file: str, keys: tuple[str, ...]) -> list[str]:
-    """The words of a rank whose store gets pickles from a stranger, before and while it runs."""
+    """The words of a rank's error when a stranger writes pickles to its store, before and during its run."""
     torch.set_num_threads(1)
     wait = timedelta(seconds=5)
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def test_a_secret_that_is_easily_guessed_is_refused() -> None:
 
 
 def run_with_a_left_secret() -> tuple[str, list[str]]:
-    """A rank of a launcher that gives no secret, as torchrun."""
+    """A rank of a launcher that passes no secret, like torchrun."""
     del os.environ["WEFT_SECRET"]
     said = told(lambda: Distributed(timeout=5).collect(1))
     time.sleep(0.5)
@@ -232,7 +232,7 @@ def _target(link: Path) -> str:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
 @pytest.mark.parametrize("launcher", ["--pp 2", "torchrun"])
 def test_a_run_listens_on_the_loopback_interface_alone(launcher: str) -> None:
-    """All of its processes, from their start to their end. The store of torchrun's agent is torchrun's."""
+    """All of a run's processes, from start to end, except the store of torchrun's agent, which is torchrun's own."""
     options = ["generate", "--model", str(DEMO), "--prompt", "A list is", "--max-tokens", "40", "--device", "cpu"]
     command = [sys.executable, "-m", "weft", *options, "--pp", "2"]
     if launcher == "torchrun":

@@ -1,4 +1,4 @@
-"""A difference between ranks is found with their first message, and named on each of them."""
+"""A difference between ranks is detected at their first message, and each rank's error names it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -135,7 +135,7 @@ def test_of_three_ranks_all_name_the_one_that_differs() -> None:
 
 
 def differ_in_what_ran_before() -> str:
-    """Rank 1 takes a step that both have agreed on, while rank 0 takes one that they have not."""
+    """Rank 1 takes a step that both have agreed on, while rank 0 takes one that they have not agreed on."""
     transport = Distributed(timeout=5)
     made = pipeline([scale] * 2, transport=transport)
     state, _ = made([torch.ones(())], [torch.ones(())], torch.ones(3))

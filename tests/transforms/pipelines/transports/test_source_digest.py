@@ -1,4 +1,4 @@
-"""Digests of stages' sources: changes that they see, changes that they ignore, and that all processes find the same."""
+"""Digests of stages' sources: changes that they detect or ignore; all processes compute the same ones."""
 
 import functools
 import subprocess
@@ -37,7 +37,7 @@ class Config:
 
 
 def helped(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A stage whose helper, of its module, is `fn`."""
+    """A stage whose helper in its module is `fn`."""
     namespace: dict[str, Any] = {"helper": fn}
     exec("def stage(x):\n    return helper(x)", namespace)
     stage: Callable[..., Any] = namespace["stage"]

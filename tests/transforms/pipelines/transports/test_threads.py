@@ -1,4 +1,4 @@
-"""Threads: the results of Local, refusals, and failures, which name the rank and leave nothing behind."""
+"""Threads: the results of Local, refusals, and failures, whose errors name the rank and which leave nothing running."""
 
 import gc
 import threading

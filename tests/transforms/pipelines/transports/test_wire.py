@@ -1,4 +1,4 @@
-"""The wire: what ranks send arrives in order, and whoever does not hold the secret is refused."""
+"""The wire: messages between ranks arrive in order, and peers without the secret are refused."""
 
 import contextlib
 import errno
@@ -91,7 +91,7 @@ def test_a_listener_that_does_not_hold_the_secret_is_refused() -> None:
 
 
 def test_unproven_keep_no_rank_from_connecting() -> None:
-    """Some say nothing, some talk nonsense, some repeat what a rank of another run said."""
+    """Some strangers send nothing, some send nonsense, and some repeat the messages of another run's rank."""
     zero, one = wires(2)
     strangers = [socket.create_connection((LOOPBACK, zero.port)) for _ in range(8)]
     for number, stranger in enumerate(strangers[2:]):
@@ -101,7 +101,7 @@ def test_unproven_keep_no_rank_from_connecting() -> None:
     zero.send(1, b"here")
     assert one.recv(0, nobody) == b"here"
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection((LOOPBACK, zero.port))  # once all are there, nothing listens
+        socket.create_connection((LOOPBACK, zero.port))  # once all ranks are connected, nothing listens
     for each in (*strangers, zero, one):
         each.close()
 
@@ -111,7 +111,7 @@ def test_a_process_that_can_open_no_more_files_accepts_again_when_it_can(monkeyp
     listener: Any = zero._listener
 
     class Full:
-        """A listener that fails as where there are too many open files, 20 times."""
+        """A listener that fails 20 times, as if there were too many open files."""
 
         left = 20
 
@@ -126,7 +126,7 @@ def test_a_process_that_can_open_no_more_files_accepts_again_when_it_can(monkeyp
 
     monkeypatch.setattr(zero, "_listener", Full())
     monkeypatch.setattr(module, "_PAUSE", 1e-3)
-    socket.create_connection((LOOPBACK, zero.port)).close()  # the thread returns from the listener that it waits at
+    socket.create_connection((LOOPBACK, zero.port)).close()  # wakes the thread that waits at the listener
     one.connect(0, zero.address, 5)
     zero.await_ranks(5)
     assert not zero._listener.left
