@@ -26,7 +26,7 @@ from weft.transforms.engine.speculation import Speculation
 
 LAW = "L11 an engine serves as alone"
 MAX_REQUESTS = 5
-"""The most requests of one trace, those of one `add` more or less."""
+"""From so many requests on, an example adds no more."""
 FEW_TOKENS = 12
 """The default requests use so few tokens that stop tokens and repetitions occur."""
 SEEDS = st.integers(0, 2**32 - 1)
@@ -86,8 +86,8 @@ def engine_machine(
             that ends it included. It is called once for each request that differs, with the full `max_tokens`. None, or
             where it returns None: the same model in an engine of its own, eagerly, one request at a time.
         prompts: texts or token ids; some should begin alike, so that prefixes are shared. None: six short ones.
-        sampling: parameters that requests choose from; where a seed is None, it is the parameters' place. None: nine,
-            greedy and drawn, with penalties, stop tokens and two completions.
+        sampling: parameters that requests choose from; a seed of None becomes the parameters' place in the list. None:
+            nine, greedy and drawn, with penalties, stop tokens and two completions.
         masks: masks that requests choose from; half of them have none. Each must leave a token that all of `sampling`
             allow. None: two that allow half of 12 tokens; or, if `sampling` is given, no masks.
         adapters: LoRA adapters by name; in half of the examples the engine has them. None: no adapters.
@@ -121,16 +121,14 @@ def engine_machine(
         raise CheckError(call, f"expected is {kind_of(expected)}", "a function from a CompletionRequest to token ids")
     if not is_int(max_tokens, 1):
         raise CheckError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
+    size = model.config.vocab_size
     if masks is None:
-        masks = (
-            [Half(seed, _few(model, call), model.config.vocab_size) for seed in range(2)] if sampling is None else ()
-        )
+        masks = [] if sampling is not None else [Half(seed, _few(model, call), size) for seed in range(2)]
     ids = _default_prompts(_few(model, call)) if prompts is None else [_ids(model, prompt) for prompt in prompts]
-    params = _default_sampling(_few(model, call), model.config.vocab_size) if sampling is None else sampling
+    params = _default_sampling(_few(model, call), size) if sampling is None else sampling
     if not ids or not params:
-        raise CheckError(
-            call, f"{len(ids)} prompts, {len(params)} sampling parameters", "at least one of each, or None"
-        )
+        seen = f"{len(ids)} prompts, {len(params)} sampling parameters"
+        raise CheckError(call, seen, "at least one of each, or None")
     length, most = max(map(len, ids)) + max_tokens, model.config.max_position_embeddings
     if length > most:
         seen = f"a prompt and tokens of {length}, where the model has {most} positions"
@@ -173,6 +171,7 @@ def _default_prompts(few: Sequence[int]) -> list[tuple[int, ...]]:
 def _default_sampling(few: Sequence[int], vocab_size: int) -> list[SamplingParams]:
     """Each leaves at least 7 of the few tokens, and most allow no others."""
     only: dict[str, Any] = {} if len(few) == vocab_size else {"allowed_token_ids": few}
+    penalties = {"frequency_penalty": 0.4, "presence_penalty": 0.3}
     stops = [few[place] for place in (0, 2, 3, 5, 7)]
     fields: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -183,14 +182,7 @@ def _default_sampling(few: Sequence[int], vocab_size: int) -> list[SamplingParam
         {"temperature": 1.0, "seed": 3, "n": 2},
         {"temperature": 0.7, "seed": 4, "top_k": 5, "n": 2, "stop_token_ids": [few[2]], **only},
         {"temperature": 1.5, "seed": 5, "top_p": 0.8, "min_p": 0.05},
-        {
-            "temperature": 1.0,
-            "seed": 6,
-            "frequency_penalty": 0.4,
-            "presence_penalty": 0.3,
-            "prompt_logprobs": 0,
-            **only,
-        },
+        {"temperature": 1.0, "seed": 6, "prompt_logprobs": 0, **penalties, **only},
     ]
     return [SamplingParams(**own) for own in fields]
 
@@ -296,10 +288,8 @@ class EngineMachine(RuleBasedStateMachine):
             "num_logprobs": subject.num_logprobs,
             "seed": 0,
         }
-        shown = "".join(f", {name}={value!r}" for name, value in options.items())
-        _note(
-            f"engine = weft.Engine(model, {limits!r}{shown}, adapters={{{', '.join(f'{name!r}: ...' for name in named)}}})"
-        )
+        held = ", ".join(f"{name!r}: ..." for name in named)
+        _note(f"engine = weft.Engine(model, {limits!r}, adapters={{{held}}}{_written(options)})")
         self.engine = Engine(subject.model, limits, adapters=named, **options)
         self._has_engine = True
         self._add(draw, 2)
@@ -318,14 +308,9 @@ class EngineMachine(RuleBasedStateMachine):
             most = draw.choice((subject.max_tokens, subject.max_tokens, -(-2 * subject.max_tokens // 3), 1))
             priority, adapter = draw.choice((0, 0, 1)), draw.choice(self._adapters)
             mask = draw.choice((None, draw.randrange(len(subject.masks)))) if subject.masks else None
-            options: dict[str, Any] = {
-                "max_tokens": most,
-                "priority": priority,
-                "adapter": adapter,
-                "mask": subject.mask(mask),
-            }
-            shown = "".join(f", {name}={value!r}" for name, value in options.items())
-            _note(f"engine.add({subject.prompts[prompt]}, {subject.sampling[which]!r}{shown})")
+            options: dict[str, Any] = {"priority": priority, "adapter": adapter, "max_tokens": most}
+            options["mask"] = subject.mask(mask)
+            _note(f"engine.add({subject.prompts[prompt]}, {subject.sampling[which]!r}{_written(options)})")
             name = self.engine.add(subject.prompts[prompt], subject.sampling[which], **options)
             self._added[name] = _Key(prompt, which, 0, adapter, mask), most
 
@@ -428,6 +413,11 @@ class EngineMachine(RuleBasedStateMachine):
                 **{f"steps in mode {mode}": count for mode, count in stats.modes.items()},
             }
         )
+
+
+def _written(options: Mapping[str, Any]) -> str:
+    """Options as they are written after the other arguments of a call."""
+    return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
 def _note(text: str) -> None:
