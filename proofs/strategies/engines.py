@@ -70,19 +70,27 @@ def small_speculation(drafts: Drafts) -> Speculation:
 
 @attrs.frozen
 class Half:
-    """A mask that allows half of the tokens, others after each prefix, as ids or as bits; sometimes any token."""
+    """A mask that allows half of some tokens, others after each prefix, as ids or as bits; sometimes any token.
+
+    Args:
+        seed: fixes what it allows.
+        tokens: the tokens it chooses from.
+        vocab_size: the number of ids in the model's vocabulary.
+    """
 
     seed: int
+    tokens: tuple[int, ...] = attrs.field(default=tuple(range(VOCABULARY)), repr=False)
+    vocab_size: int = attrs.field(default=VOCABULARY, repr=False)
 
     def __call__(self, said: Sequence[int]) -> torch.Tensor | list[int] | None:
         if (ids := self.allowed(said)) is None:
             return None
-        return pack_bits(ids, VOCABULARY) if len(said) % 2 else ids
+        return pack_bits(ids, self.vocab_size) if len(said) % 2 else ids
 
     def allowed(self, said: Sequence[int]) -> list[int] | None:
         """The tokens allowed next; None: any."""
         chosen = random.Random(f"{self.seed} {list(said)}")
-        return sorted(chosen.sample(range(VOCABULARY), VOCABULARY // 2)) if chosen.random() < 0.8 else None
+        return sorted(chosen.sample(self.tokens, len(self.tokens) // 2)) if chosen.random() < 0.8 else None
 
 
 @attrs.frozen

@@ -122,11 +122,29 @@ def alone(
     Args:
         weights: the seed of the small model's weights.
     """
-    engine = _engine_for_one(adapter, weights)
     own = attrs.evolve(sampling, prompt_logprobs=None)
-    engine.add(prompt, own, max_tokens=max_tokens, adapter=adapter, mask=mask)
+    track = complete(_engine_for_one(adapter, weights), prompt, own, max_tokens, adapter, mask)
+    return track.token_ids, track.reason
+
+
+def complete(
+    engine: Engine,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    max_tokens: int,
+    adapter: str | None = None,
+    mask: Mask | None = None,
+) -> CompletionState:
+    """The completion of one request in an engine that has no other.
+
+    Raises:
+        WeftError: its mask raised or allowed no token, or its logits were NaN.
+    """
+    engine.add(prompt, sampling, max_tokens=max_tokens, adapter=adapter, mask=mask)
     *_, output = engine
-    return output.track.token_ids, output.track.reason
+    if output.error is not None:
+        raise output.error
+    return output.track
 
 
 @functools.cache

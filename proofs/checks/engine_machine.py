@@ -1,0 +1,426 @@
+"""`engine_machine`: the engine under a user's own model, as a state machine of Hypothesis."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+from hypothesis import currently_in_test_context, event, note, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from weft.arguments import is_int, kind_of
+from weft.errors import CheckError
+from weft.proofs.checks.difference import LawViolation
+from weft.proofs.laws.engine.completions import check_ends, check_nothing_is_left, complete
+from weft.proofs.strategies.engines import Half
+from weft.sampling import SamplingParams
+from weft.stages.adapters import Adapter
+from weft.stages.model import Model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.masks import Mask
+from weft.transforms.engine.outputs import CompletionState, RequestOutput
+from weft.transforms.engine.requests import sample_seeds
+from weft.transforms.engine.setup import EngineLimits, check_engine, check_options
+from weft.transforms.engine.speculation import Speculation
+
+LAW = "L11 an engine serves as alone"
+MAX_REQUESTS = 5
+"""From so many requests on, an example adds no more."""
+FEW_TOKENS = 12
+"""The default requests use so few tokens that stop tokens and repetitions occur."""
+SEEDS = st.integers(0, 2**32 - 1)
+"""Each rule draws one number, and all else from it: Hypothesis repeats small values too often."""
+
+
+@attrs.frozen(eq=False)
+class CompletionRequest:
+    """One completion whose tokens an oracle is asked for.
+
+    Args:
+        prompt: token ids.
+        sampling: its parameters, with `n=1` and the completion's own seed.
+        max_tokens: the most tokens to generate.
+        adapter: the name of its LoRA adapter; None: the model alone.
+        mask: says which tokens may be next; None: any.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    adapter: str | None
+    mask: Mask | None
+
+
+Oracle = Callable[[CompletionRequest], Sequence[int] | None]
+
+
+def engine_machine(
+    model: Model,
+    expected: Oracle | None = None,
+    *,
+    prompts: Sequence[str | Sequence[int]] | None = None,
+    sampling: Sequence[SamplingParams] | None = None,
+    masks: Sequence[Mask] | None = None,
+    adapters: Mapping[str, Adapter] | None = None,
+    speculation: Sequence[Speculation] | None = None,
+    graph: str = "full_and_piecewise",
+    pipeline: int = 1,
+    max_tokens: int = 7,
+) -> "type[EngineMachine]":
+    """Make a state machine of Hypothesis that compares an engine of your model with an oracle.
+
+    Each example is an engine whose rows, pages and tokens per step are drawn, most of them scarce. Requests arrive
+    while others run, share prefixes, are preempted, and some are aborted. In the end, each completion must have the
+    tokens that the oracle says, an aborted one the first of them, and the engine must hold no page.
+
+    Assign the class's `TestCase` to a name that pytest or unittest collects. Examples, steps and the database are those
+    of your Hypothesis profile, or of `TestCase.settings`. A failure prints each call of the engine, as notes.
+
+    Tokens are compared exactly. Batches of other sizes may round differently, so use a model in float32 on a CPU, and
+    one whose likeliest tokens do not tie: a trained one, or one with large random weights.
+
+    Args:
+        model: from `weft.load`, whole. Its parameters must not change.
+        expected: the oracle: a function from a `CompletionRequest` to the ids of the tokens that it generates, the one
+            that ends it included. It is called once for each request that differs, with the full `max_tokens`. None, or
+            where it returns None: the same model in an engine of its own, eagerly, one request at a time.
+        prompts: texts or token ids; some should begin alike, so that prefixes are shared. None: six short ones.
+        sampling: parameters that requests choose from; a seed of None becomes the parameters' place in the list. None:
+            nine, greedy and drawn, with penalties, stop tokens and two completions.
+        masks: masks that requests choose from; half of them have none. Each must leave a token that all of `sampling`
+            allow. None: two that allow half of 12 tokens; or, if `sampling` is given, no masks.
+        adapters: LoRA adapters by name; in half of the examples the engine has them. None: no adapters.
+        speculation: the ways of drafting that examples choose from; about two in five have none. None: prompt lookup.
+        graph: one of `weft.transforms.MODES`.
+        pipeline: the number of stages, in this process.
+        max_tokens: the most tokens that a request generates; some generate fewer.
+
+    Returns:
+        A subclass of `RuleBasedStateMachine` with the rules `add`, `step` and `abort`. `self.engine` is the engine, and
+        `self.seen` names what happened in the example (`"preempted"`, `"drafts right"`, ...), which
+        `--hypothesis-show-statistics` counts. Subclass it to add rules or invariants.
+
+    Raises:
+        CheckError: no prompts or parameters; a prompt that leaves no room for `max_tokens` in the model's positions; or
+            a vocabulary of fewer than 12 tokens, without prompts, parameters and masks of your own.
+        RequestError: an argument that `weft.Engine` does not take.
+
+    >>> import torch, weft
+    >>> from hypothesis import settings
+    >>> model = weft.load(weft.stages.DEMO, "cpu", torch.float32)
+    >>> TestMyEngine = engine_machine(model, graph="none", max_tokens=3).TestCase
+    >>> TestMyEngine.settings = settings(max_examples=1, stateful_step_count=2)
+    >>> TestMyEngine("runTest").runTest()
+    """
+    call = "weft.proofs.engine_machine(model, ...)"
+    check_engine(call, model, graph, pipeline, None, None)
+    for drafts in speculation or (None,):
+        check_options(call, model, None, 0, 0, adapters, drafts)
+    if expected is not None and not callable(expected):
+        raise CheckError(call, f"expected is {kind_of(expected)}", "a function from a CompletionRequest to token ids")
+    if not is_int(max_tokens, 1):
+        raise CheckError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
+    size = model.config.vocab_size
+    if masks is None:
+        masks = [] if sampling is not None else [Half(seed, _few(model, call), size) for seed in range(2)]
+    ids = _default_prompts(_few(model, call)) if prompts is None else [_ids(model, prompt) for prompt in prompts]
+    params = _default_sampling(_few(model, call), size) if sampling is None else sampling
+    if not ids or not params:
+        seen = f"{len(ids)} prompts, {len(params)} sampling parameters"
+        raise CheckError(call, seen, "at least one of each, or None")
+    length, most = max(map(len, ids)) + max_tokens, model.config.max_position_embeddings
+    if length > most:
+        seen = f"a prompt and tokens of {length}, where the model has {most} positions"
+        raise CheckError(call, seen, "shorter prompts, or fewer max_tokens")
+    subject = _Subject(
+        model=model,
+        expected=expected,
+        prompts=tuple(ids),
+        sampling=tuple(attrs.evolve(p, seed=i) if p.seed is None else p for i, p in enumerate(params)),
+        masks=tuple(masks),
+        adapters=dict(adapters or {}),
+        speculation=(Speculation(3),) if speculation is None else tuple(speculation),
+        graph=graph,
+        pipeline=pipeline,
+        max_tokens=max_tokens,
+    )
+    return type("EngineMachine", (EngineMachine,), {"subject": subject, "__doc__": EngineMachine.__doc__})
+
+
+def _ids(model: Model, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    return tuple(model.encode(prompt) if isinstance(prompt, str) else prompt)
+
+
+def _few(model: Model, call: str) -> tuple[int, ...]:
+    """The first tokens of the vocabulary that do not end a request."""
+    size, ends = model.config.vocab_size, model.config.eos_token_ids
+    tokens = tuple(token for token in range(min(size, FEW_TOKENS + len(ends))) if token not in ends)[:FEW_TOKENS]
+    if len(tokens) < FEW_TOKENS:
+        seen = f"a model of {size} tokens, {len(tokens)} of which do not end a request"
+        raise CheckError(call, seen, "prompts=..., sampling=... and masks=... of your own")
+    return tokens
+
+
+def _default_prompts(few: Sequence[int]) -> list[tuple[int, ...]]:
+    """Four that begin alike, and with repetitions, which prompt lookup finds; and two others."""
+    places = [(1, 2, 3, 4, 1, 2, 3, 4, 5), (1, 2, 3, 4, 1, 2, 3, 4), (1, 2, 3, 4, 1, 2), (1, 2, 3, 4)]
+    return [tuple(few[place] for place in prompt) for prompt in (*places, (7,), (9, 8, 7, 6, 5, 4))]
+
+
+def _default_sampling(few: Sequence[int], vocab_size: int) -> list[SamplingParams]:
+    """Each leaves at least 7 of the few tokens, and most allow no others."""
+    only: dict[str, Any] = {} if len(few) == vocab_size else {"allowed_token_ids": few}
+    penalties = {"frequency_penalty": 0.4, "presence_penalty": 0.3}
+    stops = [few[place] for place in (0, 2, 3, 5, 7)]
+    fields: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.4},
+        {"temperature": 0.0, "logit_bias": {few[3]: 2.5, few[5]: -1.0}, "bad_token_ids": [few[8]], **only},
+        {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": stops, **only},
+        {"temperature": 0.0, "stop_token_ids": [few[1], few[4], few[6]], "prompt_logprobs": 0, **only},
+        {"temperature": 1.0, "seed": 3, "n": 2},
+        {"temperature": 0.7, "seed": 4, "top_k": 5, "n": 2, "stop_token_ids": [few[2]], **only},
+        {"temperature": 1.5, "seed": 5, "top_p": 0.8, "min_p": 0.05},
+        {"temperature": 1.0, "seed": 6, "prompt_logprobs": 0, **penalties, **only},
+    ]
+    return [SamplingParams(**own) for own in fields]
+
+
+@attrs.frozen
+class _Key:
+    """A completion's request, by places in the lists of the subject."""
+
+    prompt: int
+    sampling: int
+    sample: int
+    adapter: str | None
+    mask: int | None
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Subject:
+    """The model, its oracle, and all that is chosen from."""
+
+    model: Model
+    expected: Oracle | None
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: tuple[SamplingParams, ...]
+    masks: tuple[Mask, ...]
+    adapters: dict[str, Adapter]
+    speculation: tuple[Speculation, ...]
+    graph: str
+    pipeline: int
+    max_tokens: int
+    _known: dict[_Key, list[int]] = attrs.field(factory=dict, init=False)
+    _engines: dict[bool, Engine] = attrs.field(factory=dict, init=False)
+
+    @property
+    def max_model_len(self) -> int:
+        return max(map(len, self.prompts)) + self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        return max(max(params.logprobs or 0, params.prompt_logprobs or 0) for params in self.sampling)
+
+    def mask(self, place: int | None) -> Mask | None:
+        return None if place is None else self.masks[place]
+
+    def tokens(self, key: _Key) -> list[int]:
+        """All tokens of a completion, by the oracle."""
+        if key not in self._known:
+            params = self.sampling[key.sampling]
+            own = attrs.evolve(params, n=1, seed=sample_seeds(params.seed or 0, params.n)[key.sample])
+            prompt, mask = self.prompts[key.prompt], self.mask(key.mask)
+            request = CompletionRequest(prompt, own, self.max_tokens, key.adapter, mask)
+            said = None if self.expected is None else self.expected(request)
+            self._known[key] = self._alone(request) if said is None else [int(token) for token in said]
+        return self._known[key]
+
+    def _alone(self, request: CompletionRequest) -> list[int]:
+        is_adapted = request.adapter is not None
+        if is_adapted not in self._engines:
+            most = self.max_model_len
+            limits = EngineLimits(max_num_reqs=1, max_num_tokens=most, max_model_len=most)
+            limits = attrs.evolve(limits, num_pages=-(-most // limits.page_size))
+            named = self.adapters if is_adapted else None
+            self._engines[is_adapted] = Engine(self.model, limits, graph="none", run_ahead=0, adapters=named)
+        own = attrs.evolve(request.sampling, logprobs=None, prompt_logprobs=None)
+        engine = self._engines[is_adapted]
+        return complete(engine, request.prompt, own, request.max_tokens, request.adapter, request.mask).token_ids
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests are added to an engine with any limits, several at once, and aborted between its steps."""
+
+    subject: ClassVar[_Subject]
+    engine: Engine
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self._has_engine = self._has_failed = False
+        self._added: dict[str, tuple[_Key, int]] = {}
+        self._tracks: dict[tuple[str, int], CompletionState] = {}
+        self._told: Counter[tuple[str, int]] = Counter()
+        self._last: set[str] = set()
+
+    @initialize(seed=SEEDS)
+    def start(self, seed: int) -> None:
+        """Make an engine, and add two requests."""
+        draw, subject = random.Random(seed), self.subject
+        rows, page_size = draw.choice((2, 3, 4, 5)), draw.choice((2, 4))
+        limits = EngineLimits(
+            max_num_reqs=rows,
+            max_num_tokens=-(-rows // subject.pipeline) + draw.choice((0, 4, 20)),
+            max_model_len=subject.max_model_len,
+            page_size=page_size,
+            num_pages=-(-subject.max_model_len // page_size) + draw.choice((0, 2, 4, 30)),
+            mixed=draw.random() < 0.5,
+        )
+        named = draw.choice(({}, subject.adapters))
+        self._adapters = (None, *named)
+        options: dict[str, Any] = {
+            "pipeline": subject.pipeline,
+            "graph": subject.graph,
+            "speculation": draw.choice((None, None, *subject.speculation)),
+            "run_ahead": draw.randrange(4),
+            "num_logprobs": subject.num_logprobs,
+            "seed": 0,
+        }
+        held = ", ".join(f"{name!r}: ..." for name in named)
+        _note(f"engine = weft.Engine(model, {limits!r}, adapters={{{held}}}{_written(options)})")
+        self.engine = Engine(subject.model, limits, adapters=named, **options)
+        self._has_engine = True
+        self._add(draw, 2)
+
+    @precondition(lambda self: len(self._added) < MAX_REQUESTS)
+    @rule(seed=SEEDS)
+    def add(self, seed: int) -> None:
+        """Add one or two requests."""
+        draw = random.Random(seed)
+        self._add(draw, draw.choice((1, 2)))
+
+    def _add(self, draw: random.Random, count: int) -> None:
+        subject = self.subject
+        for _ in range(count):
+            prompt, which = draw.randrange(len(subject.prompts)), draw.randrange(len(subject.sampling))
+            most = draw.choice((subject.max_tokens, subject.max_tokens, -(-2 * subject.max_tokens // 3), 1))
+            priority, adapter = draw.choice((0, 0, 1)), draw.choice(self._adapters)
+            mask = draw.choice((None, draw.randrange(len(subject.masks)))) if subject.masks else None
+            options: dict[str, Any] = {"priority": priority, "adapter": adapter, "max_tokens": most}
+            options["mask"] = subject.mask(mask)
+            _note(f"engine.add({subject.prompts[prompt]}, {subject.sampling[which]!r}{_written(options)})")
+            name = self.engine.add(subject.prompts[prompt], subject.sampling[which], **options)
+            self._added[name] = _Key(prompt, which, 0, adapter, mask), most
+
+    @precondition(lambda self: not self.engine.is_idle or len(self._added) >= MAX_REQUESTS)  # some rule always holds
+    @rule(count=st.sampled_from((3, 2, 1)))
+    def step(self, count: int) -> None:
+        """Take some steps."""
+        for _ in range(count):
+            _note("engine.step()")
+            self._step()
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except BaseException:
+            self._has_failed = True  # so that `teardown` does not hide what was raised
+            raise
+        self._take(outputs)
+        self._look(outputs)
+
+    @precondition(lambda self: self.engine.num_unfinished > 1)
+    @rule(seed=SEEDS)
+    def abort(self, seed: int) -> None:
+        """Abort a request."""
+        name = random.Random(seed).choice([name for name in self._added if self.engine.is_under_way(name)])
+        _note(f"engine.abort({name!r})")
+        ran = name in self._last and self._added[name][0].mask is None  # masked requests do not run ahead
+        self._see({"aborted with a step under way": ran and self.engine.run_ahead})
+        self._take(self.engine.abort(name))
+
+    def _take(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            if output.error is not None:
+                self._has_failed = True
+                raise output.error
+            self._tracks[output.id, output.index] = output.track
+            self._told[output.id, output.index] += len(output.token_ids)
+
+    def _look(self, outputs: Sequence[RequestOutput]) -> None:
+        """See which completions got tokens together that are not their first."""
+        self._last = {output.id for output in outputs}
+        decoding = [output for output in outputs if output.token_ids and len(output.track.token_ids) > 1]
+        keys = [self._added[output.id][0] for output in decoding]
+        num_masked = sum(key.mask is not None for key in keys)
+        self._see(
+            {
+                "several decode": len(keys) > 1,
+                "adapters mixed": len({key.adapter for key in keys}) > 1,
+                "masks": num_masked > 0,
+                "a mask beside none": 0 < num_masked < len(keys),
+                "several masks": num_masked > 1,
+            }
+        )
+
+    def _see(self, happened: Mapping[str, Any]) -> None:
+        self.seen |= {name for name, times in happened.items() if times}
+
+    def teardown(self) -> None:
+        """Run the engine until it is idle, and compare all completions with the oracle's."""
+        if not self._has_engine or self._has_failed:
+            return
+        steps = 0
+        while not self.engine.is_idle:
+            check_ends(LAW, steps)
+            self._step()
+            steps += 1
+        for name, (key, most) in self._added.items():
+            for sample in range(self.subject.sampling[key.sampling].n):
+                self._compare(name, attrs.evolve(key, sample=sample), most)
+        check_nothing_is_left(self.engine)
+        self._see_stats()
+        if currently_in_test_context():
+            for happened in sorted(self.seen):
+                event(happened)
+
+    def _compare(self, name: str, key: _Key, most: int) -> None:
+        track, expected = self._tracks[name, key.sample], self.subject.tokens(key)[:most]
+        tokens, reason, params = track.token_ids, track.reason, track.request.sampling
+        ends = "stop" if len(expected) < most or expected[-1] in params.stop_token_ids else "length"
+        if reason == "abort":
+            expected, ends = expected[: len(tokens)], "abort"
+        elif ends == "length" and params.stop:
+            ends = reason  # whether a text ended it with its last token, the tokens do not say
+        if (tokens, reason) != (expected, ends):
+            seen = f"{tokens}, {reason}, and expected {expected}, {ends}"
+            raise LawViolation(f"{LAW}: completion {key.sample} of {name!r} is {seen}")
+        if (told := self._told[name, key.sample]) != len(tokens):
+            raise LawViolation(f"{LAW}: of the {len(tokens)} tokens of {name!r}, {told} were returned by a step")
+
+    def _see_stats(self) -> None:
+        stats = self.engine.stats()
+        self._see(
+            {
+                "aborted": stats.ended.get("abort", 0),
+                "preempted": stats.preempted,
+                "prefixes shared": stats.prefix_tokens,
+                "drafts right": stats.accepted,
+                "drafts wrong": stats.drafted - stats.accepted,
+                "mixed steps": stats.steps.get("mixed", 0),
+                **{f"steps in mode {mode}": count for mode, count in stats.modes.items()},
+            }
+        )
+
+
+def _written(options: Mapping[str, Any]) -> str:
+    """Options as they are written after the other arguments of a call."""
+    return "".join(f", {name}={value!r}" for name, value in options.items())
+
+
+def _note(text: str) -> None:
+    """Show a text with a failure; nothing where the machine is driven by hand, without Hypothesis."""
+    if currently_in_test_context():
+        note(text)
