@@ -91,7 +91,7 @@ def _run(
     eps: float = 0.0,
     quantized: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Total, normed, values and scales; x stands in for those that were not asked for."""
+    """Total, normed, values and scales; x replaces those that were not requested."""
     x, (tokens, columns) = x.contiguous(), x.shape[-2:]
     like = x if residual is None else residual.contiguous()
     total = x if residual is None else torch.empty_like(like)

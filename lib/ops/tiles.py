@@ -14,7 +14,7 @@ MEASURED = Path(__file__).parent / "tiles.json"
 """Lists of `{"tokens": the most tokens, "tile": the fields of a Tile, or null for torch's own product}`, by product."""
 
 SCAN_PAIRS = 64
-"""The most (token, expert) pairs that are not sorted, for shapes that were not measured: programs find their expert's
+"""For shapes that were not measured: the most (token, expert) pairs that are not sorted; programs find their expert's
 tokens themselves."""
 
 MOST_SCANNED = 512

@@ -140,7 +140,7 @@ def prove_valid() -> Iterator[Verdict]:
 
 
 def prove_dispatch(any_classes: int, classes: int) -> Iterator[Verdict]:
-    """Dispatch is right on ladders of up to so many classes of any type, and of up to so many `BatchDescriptor`s.
+    """Dispatch is right on ladders of at most `any_classes` classes of any type, or `classes` `BatchDescriptor`s.
 
     That means: total, deterministic, sound, least, with the least padding; and a rung's own class reaches it.
     """

@@ -145,7 +145,7 @@ def test_logits_are_those_of_peft(
     folder = tmp_path_factory.mktemp("adapter")
     try:
         peft_model = save_adapter(folder, name, **fields)
-    except ValueError as error:  # it refuses targets of which none is there
+    except ValueError as error:  # PEFT refuses targets if the model has none of them
         assume("arget" not in str(error) and "xclude" not in str(error))
         raise
     model = weft.load(folders[name], "cpu")

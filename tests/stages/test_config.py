@@ -162,7 +162,7 @@ SUPPORTED = "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM,
             "config.json has sliding_window=4096",
             "weft has no sliding windows: set sliding_window to null",
         ),
-        # Python's 0 == False and 1 == True are no reason to read one as the other.
+        # In Python 0 == False and 1 == True, but neither may be read as the other.
         (
             {**LLAMA, "use_sliding_window": 0},
             "config.json has use_sliding_window=0",

@@ -114,7 +114,7 @@ def test_gradients_of_any_configuration_are_those_of_transformers(architecture: 
         params, loss = loss_by(model, PROMPTS[:2], sizes)
         (found,) = torch.func.grad(loss)(params)
         pairs = zip(*map(tree_leaves, (untied(found) if fields["tie_word_embeddings"] else found, wanted)), strict=True)
-        # An expert that no token chose has a gradient of 0 in both; inv_freq, the last leaf, is no weight of theirs.
+        # An expert that no token chose has a gradient of 0 in both; inv_freq, the last leaf, is not a weight there.
         near = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in list(pairs)[:-1]]
         errors.append(max(near))
         assert errors[-1] < TOLERANCE

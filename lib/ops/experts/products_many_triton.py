@@ -22,7 +22,7 @@ from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.tiles import Tile, cdiv
 
 _LINE = 16
-"""The TMA needs rows that start at a multiple of so many bytes."""
+"""The TMA needs rows that start at a multiple of this many bytes."""
 
 
 @triton.jit

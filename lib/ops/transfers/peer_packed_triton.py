@@ -24,7 +24,7 @@ MOST = PROGRAMS * REGION
 _SHARE = 1024
 """Words that a program moves; more if the message is longer than all programs can move so."""
 _ALIGNED = 16
-"""A share is a multiple of so many words."""
+"""A share is a multiple of this many words."""
 _BLOCKS = (256, 1024, REGION)
 LENGTHS = (_BLOCKS[0], _SHARE, MOST)
 """Lengths of messages that need every compiled kernel between them; messages of other lengths need no more, if they are

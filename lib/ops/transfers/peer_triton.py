@@ -24,7 +24,7 @@ _SHARE = 1024
 words of each program."""
 _BLOCK = 1024
 _ALIGNED = 16
-"""A share is a multiple of so many words."""
+"""A share is a multiple of this many words."""
 _WARPS = 8
 
 
@@ -124,7 +124,7 @@ def _shares(message: Tensor, slots: Tensor) -> tuple[int, int, int]:
 
 
 def capacity(slot_bytes: int, dtype: torch.dtype) -> int:
-    """The most elements of a message for slots of so many bytes, so that each share fits its region of a slot."""
+    """The most elements of a message for slots of `slot_bytes`, so that each share fits its region of a slot."""
     region = slot_bytes // dtype.itemsize // PROGRAMS // _ALIGNED * _ALIGNED
     assert region >= _SHARE, "a slot holds a share of every program"
     return region * PROGRAMS

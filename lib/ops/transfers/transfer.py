@@ -31,7 +31,7 @@ _NUMBERS = itertools.count()
 
 
 def register(end: End) -> int:
-    """A number that stands for `end` in the operators, for as long as somebody else holds the end."""
+    """A number that stands for `end` in the operators, as long as the caller keeps the end alive."""
     number = next(_NUMBERS)
     _ENDS[number] = end
     return number

@@ -50,7 +50,7 @@ WIDE = (BatchDescriptor(8, 3),)
 
 
 class Decoder:
-    """The tiny model over so many stages: its parameters, fresh states, and its stages, which can be made to fail."""
+    """The tiny model over several stages: its parameters, fresh states, and its stages, which can be made to fail."""
 
     def __init__(self, model: Model, num_stages: int) -> None:
         self.model, self.layouts = model, split_layers(2, num_stages)
@@ -178,7 +178,7 @@ def test_a_copy_may_be_donated_as_often_as_wanted(tiny: Model) -> None:
 
 
 def test_a_donated_tensor_used_twice_names_who_took_it() -> None:
-    """Tensors of research code: marked, and refused by every transform, whoever took them."""
+    """Tensors of research code are marked when donated, and every transform refuses them, whichever one took them."""
 
     @donates("state")
     def count(params: Tensor, state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:

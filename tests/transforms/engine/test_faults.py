@@ -176,7 +176,7 @@ def test_a_prompt_with_embeddings_beside_one_whose_logprobs_are_told_breaks_no_s
 
 
 class Undecodable:
-    """A tokenizer that raises at a token; a Rust extension's panic is no Exception."""
+    """A tokenizer that raises at a token; a Rust extension's panic is not an `Exception`."""
 
     def __init__(self, token: int, error: BaseException) -> None:
         self.token, self.error = token, error

@@ -23,7 +23,7 @@ from weft.trees import tree_leaves
 def test_a_tape_takes_what_its_tensors_take() -> None:
     def f(x: Tensor) -> Tensor:
         y = torch.sin(x)  # 400 bytes
-        return y.double()[:50]  # 800, of which 400 are returned
+        return y.double()[:50]  # 800, 400 of them returned
 
     g = graphify(f)
     g(torch.ones(100))

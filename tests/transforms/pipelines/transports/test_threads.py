@@ -149,7 +149,7 @@ def lending(num_ranks: int, transport: Any = None) -> Pipelined:
 
 @attrs.define(eq=False)
 class FailingThreads:
-    """Threads of which one fails once."""
+    """Threads, one of which fails once."""
 
     threads: Threads
     rank: int
