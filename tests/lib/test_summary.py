@@ -14,9 +14,10 @@ from weft.state import resolve
 from weft.summary import Summarized
 from weft.torchapi import pytree
 from weft.transforms import Limits, make_runner, make_state
+from weft.transforms.transform import Carried
 from weft.trees import tree_flatten, tree_unflatten
 
-WITHOUT = {"Carried", "Quantized", "DeviceWork"}
+WITHOUT = {Carried.__name__, "Quantized", "DeviceWork"}
 """Pytrees with attrs' own repr: a user transform's state, and two internal ones."""
 
 
