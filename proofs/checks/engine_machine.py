@@ -262,7 +262,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._has_engine = self._has_failed = False
         self._added: dict[str, tuple[_Key, int]] = {}
         self._tracks: dict[tuple[str, int], CompletionState] = {}
-        self._told: Counter[tuple[str, int]] = Counter()
+        self._num_returned: Counter[tuple[str, int]] = Counter()
         self._last: set[str] = set()
 
     @initialize(seed=SEEDS)
@@ -347,7 +347,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self._has_failed = True
                 raise output.error
             self._tracks[output.id, output.index] = output.track
-            self._told[output.id, output.index] += len(output.token_ids)
+            self._num_returned[output.id, output.index] += len(output.token_ids)
 
     def _look(self, outputs: Sequence[RequestOutput]) -> None:
         """See which completions got tokens together that are not their first."""
@@ -397,8 +397,8 @@ class EngineMachine(RuleBasedStateMachine):
         if (tokens, reason) != (expected, ends):
             seen = f"{tokens}, {reason}, and expected {expected}, {ends}"
             raise LawViolation(f"{LAW}: completion {key.sample} of {name!r} is {seen}")
-        if (told := self._told[name, key.sample]) != len(tokens):
-            raise LawViolation(f"{LAW}: of the {len(tokens)} tokens of {name!r}, {told} were returned by a step")
+        if (count := self._num_returned[name, key.sample]) != len(tokens):
+            raise LawViolation(f"{LAW}: of the {len(tokens)} tokens of {name!r}, {count} were returned by a step")
 
     def _see_stats(self) -> None:
         stats = self.engine.stats()
