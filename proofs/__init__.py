@@ -90,6 +90,20 @@ otherwise, it compares by `find_difference`, and says with LawViolation.
 many examples there are, `@pytest.mark.gpu` is skipped without a GPU, and the fixture `weft_device` runs a test on both.
 """
 
+from typing import Any
+
 from lazy_loader import attach_stub
 
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)  # pytest loads the plugin, which must not import torch
+_find, __dir__, __all__ = attach_stub(__name__, __file__)  # pytest loads the plugin, which must not import torch
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _find(name)
+    except ModuleNotFoundError as error:
+        if error.name not in {"hypothesis", "pytest"}:
+            raise
+        from weft.errors import MissingPackageError
+
+        instead = f"pip install {'pytest' if error.name == 'pytest' else repr('weft[proofs]')}"
+        raise MissingPackageError(f"weft.proofs.{name}", f"no {error.name} here", instead) from error

@@ -18,7 +18,7 @@ _TITLE = """# Measured
 
 One table, made from the records in `proofs/results/` by `python -m weft.proofs.measured`; a test compares the two.
 
-- **build**: when the run began (UTC); weft is at its commit of that time. Figures of different builds do not compare.
+- **build**: when the run began (UTC). Records do not name weft's commit. Figures of different builds do not compare.
 - **machine**: all GPUs are NVIDIA H200 with torch 2.11, CUDA 13 and triton 3.6. On *slow host* the CPU takes longer to
   prepare a step of a small model than the GPU takes to run it.
 - Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the

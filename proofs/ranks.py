@@ -21,9 +21,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from tqdm.auto import tqdm
 
-from weft.proofs.checks.difference import assert_equal
+from weft.proofs.checks.difference import assert_equal, visible
 from weft.proofs.environment import environment
-from weft.proofs.laws.compare import visible
 from weft.proofs.laws.engine.serving import spanned
 from weft.proofs.serving import serve
 from weft.proofs.strategies.traces import Trace, traces

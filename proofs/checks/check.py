@@ -190,7 +190,15 @@ def _row(
             raise
 
     title = f"check({subject.name}), law {law.name!r}"
-    found = search(run, examples, title, _count(max_examples)) if is_strategy(examples) else once(run, examples)
+    found = (
+        search(run, examples, title, (subject.graph,), _count(max_examples))
+        if is_strategy(examples)
+        else once(run, examples)
+    )
+    if not found.examples:
+        return Row(
+            law, "not searched", note="was searched for no example: the Hypothesis profile has no Phase.generate"
+        )
     outcome = "holds" if total else "no evidence"
     if found.error is not None:
         outcome = "broken" if isinstance(found.error, _Broken) else "raises"

@@ -1,6 +1,6 @@
 """The comparison of values, everywhere in weft: leaf by leaf of their trees, bitwise unless a tolerance is given."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from weft.proofs.checks.elements import Place, Tolerance, first_place, plain, unequal, worst_place
 from weft.proofs.checks.structures import structure_difference
-from weft.trees import leaves_with_names, tree_structure
+from weft.state import State
+from weft.trees import leaves_with_names, tree_map, tree_structure
 from weft.value_keys import value_key
 
 ATOL, RTOL = 2e-4, 2e-4
@@ -136,3 +137,17 @@ def _element_difference(path: str, kind: str, a: Tensor, b: Tensor, differ: Tens
     first, worst = first_place(a, b, differ), worst_place(a, b, differ)
     seen, expected = repr(first.seen), repr(first.expected)
     return Difference(path, seen, expected, kind, first, worst, int(differ.sum()), differ.numel())
+
+
+def visible(state: Sequence[State]) -> Any:
+    """The part of a state that belongs to requests: all but the scratch row."""
+    names = ("block_table", "positions", "last_tokens", "mrope_position_deltas")
+    return [
+        {"kv_pages": s.kv_pages, "sampling": tree_map(_of_requests, s.sampling)}
+        | {name: _of_requests(getattr(s, name)) for name in names}
+        for s in state
+    ]
+
+
+def _of_requests(table: Tensor) -> Tensor:
+    return table[:-1]

@@ -42,6 +42,10 @@ class Counterexample(LawViolation):
         self.code_apart = False
         self._code = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The arguments of `__init__`, so that a process can raise it for another one."""
+        return type(self), (self.text, self.values, self.call)
+
     def code(self, folder: Path | None = None) -> str:
         """The code to paste. Written once, since it saves tensors that are too large to print (in `folder`)."""
         self._code = self._code or f"{Writer({'import weft.proofs'}).block(self.values, folder)}\n{self.call}"
@@ -112,7 +116,10 @@ def assert_equivalent(
     options = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan, "raises": raises}
     drawn = as_given(given, call)
     comparison = _Comparison(f, g, names, tolerance, raises, _call(names, options))
-    found = search(comparison, drawn, call, max_examples) if is_strategy(drawn) else once(comparison, drawn)
+    found = search(comparison, drawn, call, (f, g), max_examples) if is_strategy(drawn) else once(comparison, drawn)
+    if not found.examples:
+        seen = "a Hypothesis profile that generates no examples, and none in its database"
+        raise CheckError(call, seen, "a profile whose `phases` have Phase.generate")
     if found.error is not None:
         if isinstance(found.error, Counterexample):
             found.error.with_traceback(None)  # a traceback through the search would not help the reader

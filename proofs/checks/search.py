@@ -1,9 +1,12 @@
 """Hypothesis as a search: the smallest example on which a function raises, and the arguments that a user may pass to
 draw examples."""
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
+from unittest import SkipTest
 
 import attrs
 import torch
@@ -43,7 +46,11 @@ def once(run: Callable[[Any], None], example: Any) -> Found:
 
 
 def search(
-    run: Callable[[Any], None], examples: "st.SearchStrategy[Any]", title: str, max_examples: int | None = None
+    run: Callable[[Any], None],
+    examples: "st.SearchStrategy[Any]",
+    title: str,
+    functions: Sequence[Callable[..., Any]] = (),
+    max_examples: int | None = None,
 ) -> Found:
     """Call `run` on examples until it raises, and then on ever smaller ones, with a progress bar.
 
@@ -51,7 +58,11 @@ def search(
     time, and which database remembers what failed, so that the next search begins there. Nothing is printed.
 
     Args:
-        title: names the search in the progress bar and in the database.
+        title: names the search in the progress bar.
+        functions: the user's functions. Their code and the title are the key in the database.
+
+    Returns:
+        The result; with 0 examples, the profile generates none, and the database had none.
     """
     from hypothesis import Phase, Verbosity, given, settings
     from hypothesis.errors import Flaky
@@ -86,11 +97,13 @@ def search(
             raise
 
     # Without a key of its own every search would have that of `test`; `hypothesis.find` sets the same attribute.
-    test._hypothesis_internal_database_key = f"weft.proofs: {title}".encode()  # type: ignore[attr-defined]
+    test._hypothesis_internal_database_key = _key(title, functions)  # type: ignore[attr-defined]
     shown = sys.stderr.isatty() or "ipykernel" in sys.modules
     with tqdm(total=most, desc=title, unit="example", leave=False, delay=BAR_AFTER, disable=not shown) as bar:
         try:
             test()
+        except SkipTest:
+            pass  # no phase of the profile had an example
         except Flaky:
             if not failures:
                 raise
@@ -101,6 +114,18 @@ def search(
     if failures and isinstance(failures[-1], CheckError):
         raise failures[-1]
     return Found(count, failures[-1] if failures else None)
+
+
+def _key(title: str, functions: Sequence[Callable[..., Any]]) -> bytes:
+    """The key of a search in a database: other functions of the same name have another one."""
+    parts = [title]
+    for fn in map(inspect.unwrap, functions):
+        code = getattr(fn, "__code__", None)
+        parts += [getattr(fn, "__module__", "") or "", getattr(fn, "__qualname__", "")]
+        if code is not None:
+            plain = [value for value in code.co_consts if isinstance(value, int | float | complex | str | bytes)]
+            parts += [code.co_code.hex(), repr(code.co_names), repr(plain)]
+    return b"weft.proofs " + sha256("\n".join(parts).encode()).digest()
 
 
 def remember(error: Exception, given: Any) -> None:

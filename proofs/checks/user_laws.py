@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, func
 
 from weft.padding import pad, unpad
+from weft.proofs.checks.difference import visible
 from weft.proofs.checks.search import copies
 from weft.proofs.checks.subject import Arguments, Subject
-from weft.proofs.laws.compare import visible
 from weft.state import State
 from weft.transforms.graphs.calls.borrowing import lends
 from weft.transforms.graphs.graphify import graphify

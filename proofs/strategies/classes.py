@@ -53,7 +53,8 @@ def batches(draw: st.DrawFn, max_reqs: int = 4, max_query_len: int = 4, vocab_si
 
 
 def _largest_first(found: Iterable[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
-    return tuple(sorted(set(found), key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras)))
+    # Without a set: the order of its elements differs from process to process before Python 3.12, by the hash of None.
+    return tuple(sorted(dict.fromkeys(found), key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras)))
 
 
 def ladders(

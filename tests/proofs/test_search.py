@@ -1,15 +1,26 @@
 """A search shows its progress where somebody looks, and uses the user's Hypothesis settings and database."""
 
 import io
+import pickle
 import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings, strategies as st
+import torch
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from hypothesis.database import InMemoryExampleDatabase
+from rich.console import Console
 
+from weft.errors import CheckError
 from weft.proofs.checks import search as module
+from weft.proofs.checks.check import check
+from weft.proofs.checks.difference import LawViolation
+from weft.proofs.checks.equivalence import Counterexample, assert_equivalent
 from weft.proofs.checks.search import search
+from weft.proofs.laws import run_ahead_is_none
+from weft.proofs.strategies.engines import Load, loads
+from weft.proofs.strategies.tensors import tensors
+from weft.transforms.engine.engine import Engine
 
 NUMBERS = st.integers(0, 10_000)
 
@@ -50,7 +61,7 @@ def test_a_terminal_shows_a_search_that_takes_long(
     file = stream()
     monkeypatch.setattr(sys, "stderr", file)
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    assert search(lambda _: None, NUMBERS, "looks at numbers", 20).error is None
+    assert search(lambda _: None, NUMBERS, "looks at numbers", max_examples=20).error is None
     written = file.getvalue()
     assert ("looks at numbers" in written) == shows
     assert shows or not written
@@ -63,7 +74,54 @@ def test_what_failed_is_tried_first_the_next_time(user: settings) -> None:
     assert again.examples == 1
     assert search(is_small, NUMBERS, "other numbers").error is not None
     assert isinstance(user.database, InMemoryExampleDatabase)
-    assert {b"weft.proofs: numbers", b"weft.proofs: other numbers"} <= {*user.database.data}, "each has its own key"
+    keys = {key for key in user.database.data if not key.endswith(b".secondary")}
+    assert len(keys) == 2, "each title has its own key"
+
+
+def test_functions_of_one_name_do_not_share_their_failures(user: settings) -> None:
+    def double(number: int) -> int:
+        return number * 2
+
+    before = double
+
+    def double(number: int) -> int:  # type: ignore[no-redef]
+        return number * 3
+
+    first, _, again = (search(is_small, NUMBERS, "double", (fn,)) for fn in (before, double, before))
+    assert first.error is not None
+    assert again.examples == 1
+    assert isinstance(user.database, InMemoryExampleDatabase)
+    assert len({key for key in user.database.data if not key.endswith(b".secondary")}) == 2
+
+
+def test_a_profile_that_generates_nothing_is_evidence_of_nothing(user: settings) -> None:
+    settings.register_profile("nothing", user, phases=[Phase.explicit])
+    settings.load_profile("nothing")
+    with pytest.raises(CheckError, match=r"Phase\.generate"):
+        assert_equivalent(torch.exp, torch.exp, given=(tensors(2),))
+    shown = io.StringIO()
+    check(lambda x: x.tanh(), (tensors(2),), laws="pure", console=Console(file=shown, width=120))
+    assert "not searched" in shown.getvalue()
+
+
+def test_an_engine_that_never_ends_breaks_a_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.proofs.laws.engine.completions.MOST_STEPS", 20)
+    monkeypatch.setattr(Engine, "step", lambda self: [])
+
+    @settings(max_examples=1, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(loads())
+    def runs(load: Load) -> None:
+        with pytest.raises(LawViolation, match="20 steps after"):
+            run_ahead_is_none(load)
+
+    runs()
+
+
+def test_a_counterexample_reaches_another_process() -> None:
+    with pytest.raises(Counterexample) as caught:
+        assert_equivalent(torch.exp, torch.sin, given=(torch.ones(2),))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
 
 
 def test_the_users_phases_and_number_of_examples_hold(user: settings) -> None:

@@ -44,7 +44,9 @@ class Completion:
         prompt_logprobs: for each token of the prompt but the first; None unless `SamplingParams.prompt_logprobs` asks.
         prompt_top_logprobs: for each of those, the logprobs of the likeliest tokens.
         error: with the reason `error`, what went wrong after these tokens, such as logits that are NaN.
-        text_offsets: for each token, where its text begins in `text`; None where there is no text.
+        text_offsets: for each token, where its text begins in `text`; None if the checkpoint has no tokenizer. A token
+            that ends inside a character has no text: its text is part of the next token's. Tokens from a stop text on
+            begin at the end of `text`.
     """
 
     text: str | None

@@ -175,6 +175,7 @@ class CompletionState:
         if self.tokenizer is not None and not self._stopped:
             whole = str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
             self.text = whole if whole.startswith(self.text) else self._decoded + self._detokenizer.end()
+        self.text_offsets = [min(offset, len(self.text)) for offset in self.text_offsets]
 
 
 def _overlap(text: str, stop: str) -> int:

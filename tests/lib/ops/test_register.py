@@ -1,6 +1,9 @@
 """The decorator of operators: its signature, its call, and the check before it."""
 
+import ast
 import inspect
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,3 +63,27 @@ def test_a_compiled_function_calls_the_operator() -> None:
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     expected = linear.reference(x, weight) + rms_norm.reference(x, weight[0], 1e-3).sum()
     torch.testing.assert_close(step(x, weight), expected)
+
+
+KERNELS = sorted(
+    {
+        keyword.value.value
+        for path in (Path(__file__).parents[3] / "lib" / "ops").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "operator"
+        for keyword in node.keywords
+        if keyword.arg == "kernel" and isinstance(keyword.value, ast.Constant)
+    }
+)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_kernel_of_an_operator_exists(kernel: str) -> None:
+    # An operator imports its kernel at the first call on a GPU.
+    pytest.importorskip("triton")
+    module, _, function = kernel.partition(":")
+    assert callable(getattr(import_module(module), function))
+
+
+def test_kernels_are_found() -> None:
+    assert len(KERNELS) > 10

@@ -82,6 +82,19 @@ def test_offsets_divide_the_text_among_the_tokens(kind: str, data: st.DataObject
     assert state.text_offsets == sorted(state.text_offsets)
 
 
+def test_an_offset_is_the_length_of_the_text_before() -> None:
+    tokenizer = KINDS["byte fallback"]
+    ids = [
+        tokenizer.token_to_id(token)
+        for token in ("a", "▁the", "</s>", "▁▁", "<0xF0>", "<0x9F>", "<0x91>", "<0x8D>", "é")
+    ]
+    state, _ = complete(tokenizer, ids)
+    assert state.text == "a the  👍é"
+    assert state.text_offsets == [0, 1, 5, 5, 7, 7, 7, 7, 8]
+    stopped, _ = complete(tokenizer, ids, ("e ",))
+    assert (stopped.text, stopped.text_offsets) == ("a th", [0, 1, 4, 4])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
 @settings(max_examples=300)

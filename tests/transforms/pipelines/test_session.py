@@ -9,8 +9,7 @@ from hypothesis import given, strategies as st
 
 from weft.errors import ProgramError
 from weft.proofs import strategies
-from weft.proofs.checks.difference import assert_equal
-from weft.proofs.laws.compare import visible
+from weft.proofs.checks.difference import assert_equal, visible
 from weft.proofs.strategies.models import Scenario
 from weft.state import advance
 from weft.transforms.pipelines.pipeline import pipeline
