@@ -6,6 +6,8 @@ tests marked `slow`. `pytest --nightly` adds the long proofs by z3, marked `nigh
 """
 
 import os
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Name the markers."""
+    config.addinivalue_line("markers", "one_of(n): a short run takes every n-th of the test's parameters")
     config.addinivalue_line("markers", "slow: runs with --all and --nightly only")
     config.addinivalue_line("markers", "nightly: runs with --nightly only")
 
@@ -41,6 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items
         if (item.get_closest_marker("slow") and not everything) or (item.get_closest_marker("nightly") and not nightly)
     ]
+    if not everything:
+        left_out += _beyond_every_nth(items)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
@@ -48,6 +53,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not everything:
         for item in items:
             _draw_few(item)
+
+
+def _beyond_every_nth(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The items that a short run leaves out because of `one_of`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if (marker := item.get_closest_marker("one_of")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % marker.args[0]:
+                yield item
+            seen[test] += 1
 
 
 def runs_everything(config: pytest.Config) -> bool:
@@ -59,7 +75,9 @@ def _draw_few(item: pytest.Item) -> None:
     """Lower a test's number of examples, whether its own settings or the profile say it."""
     from hypothesis import is_hypothesis_test, settings
 
-    test = getattr(item, "obj", None)
+    test, machine = getattr(item, "obj", None), getattr(item, "cls", None)
+    if isinstance(parent := getattr(machine, "settings", None), settings):  # of a state machine
+        machine.settings = settings(parent, max_examples=min(parent.max_examples, FEW_EXAMPLES))
     if not is_hypothesis_test(test):
         return
     function = getattr(test, "__func__", test)

@@ -46,6 +46,7 @@ def measured(run: Weft, *more: str) -> Any:
 # the figures
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("graph", MODES)
 @pytest.mark.parametrize("pp", ["1", "2"])
 def test_every_token_is_counted_and_nothing_is_captured_meanwhile(run: Weft, graph: str, pp: str) -> None:

@@ -119,6 +119,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(case, model, weft.load(folder, "cpu"), expected)
 
 
+@pytest.mark.one_of(7)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_split_and_mode_is_equal_to_transformers(pair: Pair, pipeline: int, mode: str) -> None:

@@ -60,6 +60,7 @@ def plain() -> dict[tuple[str, int], CompletionState]:
     return served(None, graph="none")[0]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("pipeline", "graph", "run_ahead"), [(1, "none", 0), (1, "full", 2), (3, "piecewise", 1)])
 def test_tokens_logprobs_and_ends_are_the_same(
@@ -136,6 +137,7 @@ def test_drafts_save_steps() -> None:
     assert steps == [20, 4]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("graph", MODES)
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_after_warm_up_nothing_is_captured(graph: str, pipeline: int) -> None:
