@@ -8,11 +8,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.descriptor import BatchDescriptor
+from weft.display.summary import Summarized
 from weft.errors import DescriptorError
-from weft.summary import Summarized
-from weft.torchapi import to_device
+from weft.torchapi.private import to_device
 from weft.trees import axes, descriptor_field, pytree
 
 LAST_TOKEN = -1

@@ -4,8 +4,8 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import attrs
 
-from weft.arguments import is_int
-from weft.display import strip, text, titled
+from weft.arguments.checks import is_int
+from weft.display.tables import strip, text, titled
 from weft.errors import DescriptorError
 
 

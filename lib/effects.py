@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.display import columns
+from weft.display.tables import columns
 from weft.errors import ProgramError
 from weft.trees import leaf_axes, leaves_with_names
 

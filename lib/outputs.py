@@ -3,7 +3,7 @@
 import attrs
 from torch import Tensor
 
-from weft.summary import Summarized
+from weft.display.summary import Summarized
 from weft.trees import axes, pytree
 
 

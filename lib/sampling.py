@@ -5,8 +5,8 @@ from typing import Any, Self
 
 import attrs
 
-from weft.arguments import is_int, is_number, names_arguments
-from weft.equivalents import SAMPLING
+from weft.arguments.checks import is_int, is_number, names_arguments
+from weft.arguments.equivalents import SAMPLING
 from weft.errors import RequestError
 
 _LARGEST = 1e30

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from weft.batch import EMBEDDED
+from weft.display.summary import Summarized
 from weft.errors import RequestError
 from weft.ops.sampling.logits import ALLOWED, BIAS, FILTERS, IN_PROMPT, MOST_COUNTED, PENALTIES, STOPS, Rules, pack_bits
 from weft.sampling import SamplingParams
-from weft.summary import Summarized
-from weft.torchapi import to_device
+from weft.torchapi.private import to_device
 from weft.trees import pytree
 
 _LEAST_TOP_P = 1e-30

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from weft.arguments import is_int, kind_of
+from weft.arguments.checks import is_int, kind_of
 from weft.errors import ArgumentError, CaptureError, TooManyCapturesError
 
 

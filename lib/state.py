@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
+from weft.display.summary import Summarized
 from weft.donation import donatable, donates
 from weft.errors import RequestError
 from weft.ops.requests import move_on, resolve_tokens
@@ -15,8 +16,7 @@ from weft.ops.sampling.sample import count_tokens
 from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
-from weft.summary import Summarized
-from weft.torchapi import to_device
+from weft.torchapi.private import to_device
 from weft.trees import pytree
 
 

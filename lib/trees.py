@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import attrs
 from torch import Tensor
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.errors import DescriptorError, TreeError
-from weft.torchapi import children_of, pytree as _pytree, unnamed_children
+from weft.torchapi.private import children_of, pytree as _pytree, unnamed_children
 from weft.value_keys import value_key
 
 C = TypeVar("C", bound=type)

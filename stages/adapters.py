@@ -12,9 +12,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
+from weft.arguments.json_text import Fields, read_object
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ProgramError, RequestError
-from weft.json_text import Fields, read_object
 from weft.stages.checkpoint import FLOATS, Origin, digest_files, digest_params, list_some, open_tensors
 from weft.stages.config import ModelConfig
 from weft.stages.expressions import Expression

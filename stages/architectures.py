@@ -11,8 +11,8 @@ from typing import Any
 
 import attrs
 
+from weft.arguments.json_text import Fields
 from weft.errors import ConfigError, ConfigWarning
-from weft.json_text import Fields
 from weft.stages.rope import Rope, unknown_rope_keys
 
 Allowed = Mapping[str, tuple[Any, ...]]

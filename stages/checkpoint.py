@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
+from weft.arguments.json_text import read_object
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError, ProgramError
-from weft.json_text import read_object
 from weft.stages.architectures import ARCHITECTURES
 from weft.stages.config import DTYPES, ModelConfig, check_folder
 from weft.stages.layer_fields import Field, Part, layer_fields

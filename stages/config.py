@@ -13,9 +13,9 @@ from typing import Any
 import attrs
 import torch
 
-from weft.arguments import is_int
+from weft.arguments.checks import is_int
+from weft.arguments.json_text import Fields, read_object
 from weft.errors import CheckpointNotFoundError, ConfigError
-from weft.json_text import Fields, read_object
 from weft.stages.architectures import (
     ARCHITECTURES,
     Architecture,

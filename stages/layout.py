@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.errors import CostError, ProgramError
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import layer_fields

@@ -11,8 +11,8 @@ import attrs
 import torch
 from tokenizers import Tokenizer
 
-from weft.arguments import kind_of, names_arguments
-from weft.equivalents import LOAD
+from weft.arguments.checks import kind_of, names_arguments
+from weft.arguments.equivalents import LOAD
 from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError, WeftError
 from weft.stages.checkpoint import Origin, checked_device, digest_files, digest_params, read_params, weight_files
 from weft.stages.config import ModelConfig, config_in_folder

@@ -7,10 +7,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
+from weft.display.summary import Summarized
 from weft.donation import donates
 from weft.errors import ProgramError
-from weft.summary import Summarized
 
 
 @attrs.frozen(eq=False, repr=False)

@@ -3,9 +3,9 @@
 import attrs
 from torch import Tensor
 
+from weft.display.summary import Summarized
 from weft.errors import ProgramError
 from weft.stages.layout import StageLayout
-from weft.summary import Summarized
 from weft.trees import pytree, static, tree_leaves
 
 

@@ -9,9 +9,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.arguments.json_text import Fields
 from weft.batch import Batch, ResolvedBatch
 from weft.errors import DescriptorError
-from weft.json_text import Fields
 from weft.ops.rotary import turn_tables
 from weft.outputs import IntermediateTensors
 from weft.state import State

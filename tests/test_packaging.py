@@ -248,7 +248,7 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-MAY_USE_PRIVATE_TORCH = ("weft.torchapi", "weft.torchdist")
+MAY_USE_PRIVATE_TORCH = ("weft.torchapi.private", "weft.torchapi.distributed")
 
 
 def test_only_two_modules_use_private_torch() -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import attrs
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.errors import ProgramError
 from weft.trees import pytree
 

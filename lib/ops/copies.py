@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.ops.byte_copies import Copies
 from weft.ops.register import triton_version
-from weft.torchapi import current_device, empty_strided_on
+from weft.torchapi.private import current_device, empty_strided_on
 
 T = TypeVar("T")
 

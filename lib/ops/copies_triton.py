@@ -25,7 +25,7 @@ from torch import Tensor
 
 from weft.errors import DeviceError
 from weft.ops.byte_copies import Copies
-from weft.torchapi import current_stream_id, to_device
+from weft.torchapi.private import current_stream_id, to_device
 
 ARITIES = (8, 64, 448)
 """The most tensors of a launch, one kernel for each: the largest stays within the 4 KiB of a kernel's arguments."""

@@ -40,7 +40,7 @@ from tqdm.auto import tqdm
 from triton.language.target_info import cuda_capability_geq
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.torchapi import current_device
+from weft.torchapi.private import current_device
 
 _MOST_THREADS = 8
 _MOST_KNOWN = 4096

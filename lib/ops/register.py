@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, library
 
 from weft.errors import DerivativeError, DeviceError
-from weft.torchapi import FUNCTORCH_KEY, in_functorch_transform, is_differentiated, overload_of, unwrapped_call
+from weft.torchapi.private import FUNCTORCH_KEY, in_functorch_transform, is_differentiated, overload_of, unwrapped_call
 
 P = ParamSpec("P")
 R = TypeVar("R")

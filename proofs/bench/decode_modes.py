@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weft.plots import GREY, new_axes
+from weft.display.plots import GREY, new_axes
 from weft.proofs.environment import environment
 from weft.proofs.gpu_run import QWEN3_0_6B, copy_bandwidth, random_model, time_decode
 

@@ -9,7 +9,7 @@ import attrs
 from hypothesis import currently_in_test_context, event, note, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from weft.arguments import is_int, kind_of
+from weft.arguments.checks import is_int, kind_of
 from weft.errors import CheckError
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.laws.engine.completions import check_ends, check_nothing_is_left, complete

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.errors import CheckError
 from weft.trees import tree_map
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from weft.arguments import with_article
-from weft.torchapi import children_of
+from weft.arguments.checks import with_article
+from weft.torchapi.private import children_of
 from weft.trees import TreeSpec, node_fields
 from weft.value_keys import value_key
 

@@ -20,7 +20,7 @@ from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.sampling_table import SamplingTable
 from weft.state import State, _find_adapters, advance, resolve
-from weft.torchapi import in_dispatch_mode
+from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.ladder import Ladder, as_ladder
 from weft.transforms.pipelines.microbatch import join, split

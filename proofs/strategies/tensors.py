@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
-from weft.arguments import is_int, kind_of
+from weft.arguments.checks import is_int, kind_of
 from weft.errors import CheckError
 
 Size = int | st.SearchStrategy[int]

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError, TreeError

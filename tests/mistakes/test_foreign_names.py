@@ -10,7 +10,7 @@ import pytest
 from answers import model
 
 import weft
-from weft import equivalents
+from weft.arguments import equivalents
 from weft.errors import ArgumentError
 from weft.stages import DEMO
 

@@ -15,8 +15,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from weft.arguments.json_text import Fields
 from weft.errors import ConfigError
-from weft.json_text import Fields
 from weft.ops.rotary import rotate_and_keep
 from weft.stages.rope import Rope, inverse_frequencies, parse_rope, rope_tables, unknown_rope_keys
 

@@ -18,8 +18,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from weft import __version__
+from weft.arguments.json_text import write_json
 from weft.errors import RequestError
-from weft.json_text import write_json
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.cli import evaluate

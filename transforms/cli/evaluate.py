@@ -12,8 +12,8 @@ import torch
 from rich.text import Text
 from tqdm import tqdm
 
+from weft.arguments.json_text import parse_json
 from weft.errors import RequestError
-from weft.json_text import parse_json
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.cli.ranks import Here, Place, check_stages, in_ranks

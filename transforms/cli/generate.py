@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import attrs
 from rich.text import Text
 
+from weft.arguments.json_text import write_json
 from weft.errors import RequestError
-from weft.json_text import write_json
 from weft.stages.adapters import load_adapter
 from weft.stages.model import Model, load
 from weft.transforms.cli.ranks import Here, Place, check_stages, in_ranks

@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 from rich.text import Text
 
-from weft.durations import duration
+from weft.arguments.json_text import write_json
+from weft.display.durations import duration
 from weft.effects import Program, listing
 from weft.errors import ProgramError
-from weft.json_text import write_json
 from weft.stages.config import ModelConfig
 from weft.stages.layout import StageLayout, Weights, balance, layer_weights, split_layers
 from weft.transforms.cli.shared import check_writable, console, counted, table, write_file

@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
-from weft.arguments import names_arguments
-from weft.equivalents import ENGINE, for_add
+from weft.arguments.checks import names_arguments
+from weft.arguments.equivalents import ENGINE, for_add
 from weft.errors import EngineError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter

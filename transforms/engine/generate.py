@@ -8,9 +8,9 @@ from typing import Any, Literal, overload
 import attrs
 from tqdm.auto import tqdm
 
-from weft.arguments import is_int, kind_of, names_arguments
-from weft.display import bars_over_text, element, text, titled
-from weft.equivalents import for_generate
+from weft.arguments.checks import is_int, kind_of, names_arguments
+from weft.arguments.equivalents import for_generate
+from weft.display.tables import bars_over_text, element, text, titled
 from weft.errors import RequestError, WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter

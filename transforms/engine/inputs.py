@@ -10,15 +10,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments import is_int, kind_of
+from weft.arguments.checks import is_int, kind_of
 from weft.batch import EMBEDDED, IN_ORDER
+from weft.display.summary import Summarized
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
 from weft.stages.rope import mrope_position_delta
-from weft.summary import Summarized
-from weft.torchapi import to_device
+from weft.torchapi.private import to_device
 from weft.transforms.engine.faults import blamed
 from weft.transforms.engine.requests import PromptExtras, Request, position_content, request_seed
 

@@ -6,10 +6,10 @@ from typing import Any
 import attrs
 import torch
 
-from weft.arguments import is_int
+from weft.arguments.checks import is_int
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
-from weft.display import Table
+from weft.display.tables import Table
 from weft.effects import Schema, TensorSchema
 from weft.errors import ProgramError, RequestError
 from weft.outputs import Output

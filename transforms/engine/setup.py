@@ -7,10 +7,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments import is_int, kind_of, names_arguments
+from weft.arguments.checks import is_int, kind_of, names_arguments
+from weft.arguments.equivalents import LIMITS
 from weft.descriptor import BatchDescriptor
 from weft.effects import Schema
-from weft.equivalents import LIMITS
 from weft.errors import RequestError
 from weft.outputs import IntermediateTensors
 from weft.stages.adapters import Adapter, check_slot, stage_params, write_slot
@@ -20,7 +20,7 @@ from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams
 from weft.state import State, advance
-from weft.torchapi import changes_of
+from weft.torchapi.private import changes_of
 from weft.transforms.engine.requests import Budget
 from weft.transforms.engine.runner import graph_step
 from weft.transforms.engine.speculation import Speculation

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import torch
 
-from weft.arguments import is_int, kind_of
+from weft.arguments.checks import is_int, kind_of
 from weft.errors import RequestError
 from weft.stages.config import ModelConfig
 from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter

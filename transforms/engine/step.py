@@ -15,7 +15,7 @@ from weft.donation import donates
 from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.state import State, admit, advance, copy_pages, grow
-from weft.torchapi import to_device
+from weft.torchapi.private import to_device
 from weft.transforms.engine.inputs import batch_embeds, batch_positions
 from weft.transforms.engine.masks import stack_masks
 from weft.transforms.engine.requests import PromptExtras

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from weft.ops.register import triton_version
-from weft.torchapi import DispatchMode, storage_id
+from weft.torchapi.private import DispatchMode, storage_id
 from weft.transforms.graphs.backends.operators import tensors_in
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call

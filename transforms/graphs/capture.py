@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.errors import CaptureError, WeftError
 from weft.padding import inert, padded_shape
-from weft.torchapi import storage_id, unseen
+from weft.torchapi.private import storage_id, unseen
 from weft.transforms.graphs.backends import Backend, Recording
 from weft.transforms.graphs.backends.audit import Audit, Inputs
 from weft.transforms.graphs.calls.buffers import InputBufferPool
@@ -44,7 +44,7 @@ class Entry:
         axes: the axes of each buffer that is padded; None for the others.
         external: the tensors from outside that it reads and that could require grad: while one does, the function
             itself must run under autograd.
-        consults_switches: whether it chose kernels by `weft.torchapi.backend_switches`.
+        consults_switches: whether it chose kernels by `weft.torchapi.private.backend_switches`.
         padding_sources: a tensor of padding for each small buffer that is padded with one number; None for the others.
         buffer_bytes: the bytes that this graph added to the shared input buffers and padding sources.
         operators: the number of operators that it repeats.

@@ -5,9 +5,9 @@ from typing import Any
 
 import attrs
 
-from weft.display import COLOURS, Table, Tabled
-from weft.durations import duration
-from weft.plots import GREY, new_axes, rows
+from weft.display.durations import duration
+from weft.display.plots import GREY, new_axes, rows
+from weft.display.tables import COLOURS, Table, Tabled
 from weft.transforms.graphs.calls.key import CacheInfo, Key, LeafKey
 from weft.transforms.graphs.capture import Entry
 from weft.transforms.graphs.memory import size_text, size_unit

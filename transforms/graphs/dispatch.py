@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from weft.arguments import is_int
+from weft.arguments.checks import is_int
 from weft.descriptor import Descriptor
 from weft.errors import DescriptorError
 from weft.transforms.graphs.ladder import Ladder, as_ladder

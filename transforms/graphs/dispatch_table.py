@@ -5,9 +5,9 @@ from typing import Any
 
 import attrs
 
-from weft.display import COLOURS, Table, Tabled
+from weft.display.plots import axes_for, legend, rows
+from weft.display.tables import COLOURS, Table, Tabled
 from weft.errors import DescriptorError
-from weft.plots import axes_for, legend, rows
 from weft.transforms.graphs.dispatch import EXACT, LEAST, NONE, Decision, dispatch, excess, padding_text
 from weft.transforms.graphs.ladder import Ladder, Limits, make_ladder
 

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from weft.donation import donate
 from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY, may_capture
-from weft.torchapi import in_plain_surroundings, uncompiled
+from weft.torchapi.private import in_plain_surroundings, uncompiled
 from weft.transforms.graphs.ahead import compile_ahead
 from weft.transforms.graphs.calls.borrowing import lend, watches_borrows
 from weft.transforms.graphs.calls.call import (

@@ -8,7 +8,7 @@ state, out = step(params, state, batch)      # captures this batch's class once,
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, Unpack, overload
 
-from weft.arguments import names_arguments
+from weft.arguments.checks import names_arguments
 from weft.errors import CaptureError
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.ladder import Ladder

@@ -5,9 +5,9 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from weft.arguments import is_int, kind_of
+from weft.arguments.checks import is_int, kind_of
 from weft.descriptor import BatchDescriptor, Descriptor
-from weft.display import Table, Tabled
+from weft.display.tables import Table, Tabled
 from weft.errors import DescriptorError
 
 D = TypeVar("D", bound=Descriptor)

@@ -11,7 +11,7 @@ import attrs
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weft.torchapi import DispatchMode
+from weft.torchapi.private import DispatchMode
 from weft.trees import tree_leaves, tree_map
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CacheMissError, CaptureError
-from weft.torchapi import signal_capture
+from weft.torchapi.private import signal_capture
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.capture import Entry, audit_of, prepare

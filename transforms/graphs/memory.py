@@ -9,7 +9,7 @@ import attrs
 from torch import Tensor
 
 from weft.padding import padded_shape
-from weft.torchapi import storage_id
+from weft.torchapi.private import storage_id
 from weft.transforms.graphs.backends import Backend
 from weft.transforms.graphs.calls.buffers import PADDING_SOURCE_BYTES, is_dense
 from weft.transforms.graphs.calls.call import Call

@@ -7,11 +7,11 @@ from typing import Any, Literal, TypedDict
 import attrs
 from torch import Tensor, nn
 
-from weft.arguments import is_int
+from weft.arguments.checks import is_int
 from weft.descriptor import Descriptor
 from weft.donation import donated_argnames, donates
 from weft.errors import CaptureError
-from weft.torchapi import is_compiled, operator_name
+from weft.torchapi.private import is_compiled, operator_name
 from weft.transforms.graphs.backends import NAMES, no_backend
 from weft.transforms.graphs.calls.call import Roles
 from weft.transforms.graphs.ladder import Ladder, as_ladder

@@ -8,7 +8,7 @@ import torch
 
 from weft.padding import unpad
 from weft.settings import MAY_REPLAY
-from weft.torchapi import backend_switches
+from weft.torchapi.private import backend_switches
 from weft.transforms.graphs.calls.call import Call, Roles, num_donated
 from weft.transforms.graphs.calls.results import Outputs, make_outputs
 from weft.transforms.graphs.calls.transfer import Handover, hand_over, plan_copies

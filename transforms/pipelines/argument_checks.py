@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from weft.arguments import is_int, kind_of
+from weft.arguments.checks import is_int, kind_of
 from weft.donation import refuse_donated
 from weft.effects import Schema
 from weft.errors import ProgramError
-from weft.torchapi import in_functorch_transform
+from weft.torchapi.private import in_functorch_transform
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 from weft.trees import tree_leaves

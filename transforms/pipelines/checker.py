@@ -23,7 +23,7 @@ import attrs
 import torch
 
 from weft import __version__
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send, listing
 from weft.errors import ProgramError
 

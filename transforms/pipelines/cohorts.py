@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import attrs
 
-from weft.arguments import kind_of
-from weft.display import Table, Tabled
-from weft.durations import duration
+from weft.arguments.checks import kind_of
+from weft.display.durations import duration
+from weft.display.tables import Table, Tabled
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.events import busy_seconds
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from weft.display import COLOURS
-from weft.durations import duration, ticks, unit_of
+from weft.display.durations import duration, ticks, unit_of
+from weft.display.tables import COLOURS
 from weft.effects import Broadcast, Fence, Recv, Run
 from weft.errors import CostError
 from weft.transforms.pipelines.events import ADVANCE, Event, last_end, num_ranks, ranks_in_words

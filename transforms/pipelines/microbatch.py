@@ -10,13 +10,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments import is_int, kind_of
+from weft.arguments.checks import is_int, kind_of
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, declare_donated, donated_argnames
 from weft.effects import Schema
 from weft.errors import CaptureError, DescriptorError, ProgramError
-from weft.torchapi import in_dispatch_mode
+from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
 from weft.transforms.pipelines.argument_checks import check_step
 from weft.transforms.pipelines.worker import of_length

@@ -9,13 +9,13 @@ from typing import Any
 
 import attrs
 
-from weft.arguments import is_int, kind_of, names_arguments
+from weft.arguments.checks import is_int, kind_of, names_arguments
 from weft.batch import Batch
-from weft.display import text, titled
+from weft.display.tables import text, titled
 from weft.donation import declare_donated, donated_argnames
 from weft.effects import Program, Schema, listing, programs_html
 from weft.errors import ProgramError
-from weft.torchapi import in_dispatch_mode
+from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.pipelines.argument_checks import (

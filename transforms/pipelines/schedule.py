@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import attrs
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send
 from weft.errors import ProgramError
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.errors import ProgramError
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.microbatch import after_first, class_text

@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.effects import Broadcast, Effect, Fence, Program, Run, Send
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.checker import Edge, Step, interleave, puts, takes

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from weft.arguments import kind_of
-from weft.display import element
-from weft.durations import duration
+from weft.arguments.checks import kind_of
+from weft.display.durations import duration
+from weft.display.plots import axes_for, new_axes
+from weft.display.tables import element
 from weft.effects import Effect, Run
 from weft.errors import ProgramError
-from weft.plots import axes_for, new_axes
 from weft.transforms.pipelines.drawing import draw_plot, draw_svg, draw_text
 from weft.transforms.pipelines.events import Event, busy_seconds, last_end, num_ranks, ranks_in_words
 

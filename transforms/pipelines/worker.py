@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.donation import clone
 from weft.effects import Broadcast, Effect, Fence, Recv, Run, Schema, Send
 from weft.errors import ProgramError
-from weft.torchapi import storage_id
+from weft.torchapi.private import storage_id
 from weft.transforms.pipelines.timeline import measuring
 from weft.trees import tree_leaves, tree_map
 

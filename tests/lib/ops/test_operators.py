@@ -10,7 +10,7 @@ from torch import Tensor, library
 
 from weft.errors import DerivativeError
 from weft.ops.attention.paged import paged_attention
-from weft.torchapi import overload_of
+from weft.torchapi.private import overload_of
 from weft.transforms.graphs.graphify import graphify
 
 FP8 = torch.float8_e4m3fn

@@ -14,7 +14,7 @@ from weft.ops.linear import linear
 from weft.ops.lora import add_lora
 from weft.ops.norm import rms_norm
 from weft.ops.rotary import _rotate_and_keep
-from weft.torchapi import overload_of
+from weft.torchapi.private import overload_of
 
 
 def schema(name: str) -> str:

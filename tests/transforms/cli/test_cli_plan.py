@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from cli_calls import Weft, assert_refused
 
-from weft.durations import duration
+from weft.display.durations import duration
 from weft.effects import Program
 from weft.stages.model import DEMO, load
 from weft.stages.params import num_bytes

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, donated_argnames, donates

@@ -10,7 +10,7 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from weft.durations import ticks
+from weft.display.durations import ticks
 from weft.effects import Run, Send
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.events import Event

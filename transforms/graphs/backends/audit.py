@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, in_compiled, signal_capture, storage_id, uncompiled
+from weft.torchapi.private import DispatchMode, in_compiled, signal_capture, storage_id, uncompiled
 from weft.transforms.graphs.backends.host_reads import REMEDY, REMEDY_OF_COPIES, HostReads, refusal
 from weft.transforms.graphs.backends.operators import (
     COPY,
@@ -202,7 +202,7 @@ class Audit(DispatchMode):
         self.external, self._results, self.launches = {}, [], 0
 
     def consults_switches(self) -> bool:
-        """Whether the function called operators that choose their kernels by `weft.torchapi.backend_switches`."""
+        """Whether the function called operators that consult `weft.torchapi.private.backend_switches`."""
         return self._host_reads.calls_attention or any(
             part in name for name in self.called for part in _CONSULT_SWITCHES
         )

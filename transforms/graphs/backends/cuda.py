@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, current_stream_id, replayer, stop_allocating_to_pool, storage_id, unowned
+from weft.torchapi.private import (
+    DispatchMode,
+    current_stream_id,
+    replayer,
+    stop_allocating_to_pool,
+    storage_id,
+    unowned,
+)
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.host_reads import refusal
 from weft.transforms.graphs.backends.operators import tensors_in

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import READ_BY_PICKLE, FunctionMode, is_higher_order, off_fast_path, uncompiled
+from weft.torchapi.private import READ_BY_PICKLE, FunctionMode, is_higher_order, off_fast_path, uncompiled
 from weft.transforms.graphs.backends.operators import tensors_in
 
 REMEDY_OF_COPIES = "copy it before the call, or after it: x.to(device)"

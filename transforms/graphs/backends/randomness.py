@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft.torchapi import generator_bytes, is_capturing
+from weft.torchapi.private import generator_bytes, is_capturing
 from weft.transforms.graphs.backends.host_reads import refusal
 
 _SEEDED = "it seeds a random generator, or sets its state, which a replay does not repeat"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import DispatchMode, signal_capture, storage_id, unowned
+from weft.torchapi.private import DispatchMode, signal_capture, storage_id, unowned
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.operators import ONLY_MEMORY, TRANSFERS, tensors_in, written
 from weft.transforms.graphs.backends.randomness import UnknownGenerator

@@ -10,7 +10,7 @@ import attrs
 from torch import Tensor
 
 from weft.errors import StaleResultError
-from weft.torchapi import FunctionMode, storage_id
+from weft.torchapi.private import FunctionMode, storage_id
 from weft.trees import tree_leaves
 
 F = TypeVar("F", bound=Callable[..., Any])

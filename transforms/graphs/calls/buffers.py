@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.torchapi import seen_as
+from weft.torchapi.private import seen_as
 from weft.transforms.graphs.calls.overlap import overlaps_itself
 from weft.trees import Axes
 

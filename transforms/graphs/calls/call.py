@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from weft.donation import refuse_donated
 from weft.errors import DescriptorError, DonatedError
 from weft.padding import padded_shape
-from weft.torchapi import children_of, function_modes, in_dispatch_mode, in_functorch_transform, storage_id, switches
+from weft.torchapi.private import (
+    children_of,
+    function_modes,
+    in_dispatch_mode,
+    in_functorch_transform,
+    storage_id,
+    switches,
+)
 from weft.transforms.graphs.calls.borrowing import refuse_stale
 from weft.transforms.graphs.calls.key import (
     Key,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weft.ops.byte_copies import is_bytes
 from weft.ops.copies import plan_clones, uses_kernel
-from weft.torchapi import clone_all
+from weft.torchapi.private import clone_all
 
 Cloner = Callable[[tuple[Tensor, ...]], list[Tensor]]
 

@@ -15,7 +15,7 @@ import attrs
 from torch import is_inference_mode_enabled as is_inference_mode
 
 from weft.donation import refuse_donated, take_node, take_tensor
-from weft.torchapi import global_state_check, is_capturing, tensors_check
+from weft.torchapi.private import global_state_check, is_capturing, tensors_check
 from weft.transforms.graphs.calls.call import Call, KnownReferences, Roles, make_call_from_known
 from weft.transforms.graphs.calls.reader import (
     Argument,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.errors import CaptureError
 from weft.trees import tree_leaves
 from weft.value_keys import value_key

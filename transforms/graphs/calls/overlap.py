@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from weft.torchapi import storage_id
+from weft.torchapi.private import storage_id
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:

@@ -11,7 +11,7 @@ import attrs
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi import storage_id
+from weft.torchapi.private import storage_id
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.calls.key import PLAIN
 from weft.trees import (

@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.ops.byte_copies import MOST_REPEATED, Copies, same_bytes
 from weft.ops.copies import plan_copies_of_bytes, uses_kernel
 from weft.padding import last_entry
-from weft.torchapi import copy_all, storage_id
+from weft.torchapi.private import copy_all, storage_id
 from weft.transforms.graphs.calls.clones import Cloner, plan_lending
 from weft.transforms.graphs.calls.reader import write_builder
 from weft.transforms.graphs.calls.results import Outputs

@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from weft.errors import DeviceError, ProgramError, RankError
-from weft.torchdist import rendezvous_store, root_store
+from weft.torchapi.distributed import rendezvous_store, root_store
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.transports import json_values
 from weft.transforms.pipelines.transports.agreement import Agreement

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ProgramError, RankError
-from weft.torchdist import gloo_group
+from weft.torchapi.distributed import gloo_group
 from weft.transforms.pipelines.transports.messages import as_bytes
 from weft.transforms.pipelines.transports.monitor import CAPACITY, Monitor
 

@@ -16,9 +16,9 @@ from typing import Any
 import attrs
 import torch
 
-from weft.arguments import kind_of
+from weft.arguments.checks import kind_of
 from weft.errors import ProgramError
-from weft.torchapi import pytree_node
+from weft.torchapi.private import pytree_node
 
 _JSON = (bool, str, type(None))
 

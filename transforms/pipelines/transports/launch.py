@@ -27,9 +27,9 @@ import attrs
 import torch
 from tqdm import tqdm
 
-from weft.arguments import is_int
+from weft.arguments.checks import is_int
 from weft.errors import ProgramError, RankError
-from weft.torchdist import host_store
+from weft.torchapi.distributed import host_store
 from weft.transforms.pipelines.transports.failures import Failure, check_timeout, described
 from weft.transforms.pipelines.transports.network import LOOPBACK, SECRET, Secret
 from weft.transforms.pipelines.transports.records import Exit, write_exit

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.torchdist import nccl_group
+from weft.torchapi.distributed import nccl_group
 from weft.transforms.pipelines.transports.messages import DeviceEvent, as_bytes
 from weft.transforms.pipelines.transports.monitor import Monitor
 

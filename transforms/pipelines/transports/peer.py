@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.ops.kernel_triton import compiling
 from weft.ops.transfers import peer_packed_triton as packed, peer_triton as bulk
 from weft.ops.transfers.peer_triton import PROGRAMS
-from weft.torchdist import symmetric_memory
+from weft.torchapi.distributed import symmetric_memory
 from weft.transforms.pipelines.transports.messages import DeviceEvent, as_bytes
 from weft.transforms.pipelines.transports.monitor import CAPACITY, Monitor
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import CaptureError, ProgramError, RankError
-from weft.torchapi import function_modes, in_dispatch_mode
+from weft.torchapi.private import function_modes, in_dispatch_mode
 from weft.transforms.pipelines.checker import CheckedPrograms, Edge, Step, puts, takes
 from weft.transforms.pipelines.transports.failures import Failure, blockers, check_timeout, culprit, described
 from weft.transforms.pipelines.worker import Worker

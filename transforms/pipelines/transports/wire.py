@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import attrs
 
-from weft.torchdist import listen
+from weft.torchapi.distributed import listen
 from weft.transforms.pipelines.transports.network import Secret
 
 _NONCE = 32

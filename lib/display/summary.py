@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from weft.display import Table
+from weft.display.tables import Table
 from weft.trees import leaves_with_names
 
 _MOST = 100

@@ -14,9 +14,9 @@ from matplotlib import pyplot
 from matplotlib.patches import Rectangle
 
 from weft.descriptor import BatchDescriptor as B
+from weft.display.plots import GREY
 from weft.effects import Run
 from weft.errors import MissingPackageError
-from weft.plots import GREY
 from weft.transforms import Costs, Limits, compare, dispatch_table, graphify, make_ladder, simulate, streaming
 
 mpl.use("agg")

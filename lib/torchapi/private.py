@@ -1,5 +1,5 @@
 """The private names of torch that weft uses, so that a new torch breaks one file. Those of torch.distributed are in
-`weft.torchdist`."""
+`weft.torchapi.distributed`."""
 
 import contextlib
 import ctypes

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from weft.descriptor import BatchDescriptor
-from weft.display import Table, bars_over_text, columns, strip
+from weft.display.tables import Table, bars_over_text, columns, strip
 from weft.effects import Schema
 from weft.transforms import (
     Costs,

@@ -1,6 +1,6 @@
 """Names of arguments in transformers, vLLM, SGLang and OpenAI's API, and their equivalents in weft.
 
-Each table is for `weft.arguments.names_arguments` of one function; its values are the `instead` of an error.
+Each table is for `weft.arguments.checks.names_arguments` of one function; its values are the `instead` of an error.
 """
 
 from collections.abc import Iterable

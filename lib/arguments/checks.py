@@ -17,7 +17,7 @@ def names_arguments(_by_position: str = "", /, **meant: str) -> Callable[[F], F]
     Args:
         _by_position: what to write instead of more positional arguments than it takes; empty: the names of its
             keyword-only arguments.
-        meant: other libraries' names for the same, and what to write here (`weft.equivalents`).
+        meant: other libraries' names for the same, and what to write here (`weft.arguments.equivalents`).
 
     Returns:
         A decorator; the signature stays as it is.

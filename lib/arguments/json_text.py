@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import attrs
 
-from weft.arguments import is_int, is_number, kind_of
+from weft.arguments.checks import is_int, is_number, kind_of
 from weft.errors import ConfigError
 
 _MOST_LEVELS = 100

@@ -1,0 +1,1 @@
+"""Checks of what users pass: arguments, names that other engines use, and JSON that somebody else wrote."""
