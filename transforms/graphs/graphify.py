@@ -43,11 +43,11 @@ def graphify(
 ) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
     """Make a pure function replay: same signature, same result, one captured graph per key.
 
-    The key holds the tree structure of the arguments; static and other non-tensor values; each tensor's shape, dtype,
-    stride and device; the batch's class; the addresses of arguments captured by reference; and the call's surroundings
-    (grad mode, autocast, function modes, torch's global switches). Results are safe unless borrowed: a later call does
-    not change them. Inside another capture or a torch.func transform, and where autograd would record, the function
-    itself runs.
+    The key (`weft.transforms.graphs.calls.call.key_of`) holds the tree structure of the arguments; static and other
+    non-tensor values; each tensor's shape, dtype, stride and device; the batch's class; the addresses of arguments
+    captured by reference; and the call's surroundings (grad mode, autocast, function modes, torch's global switches).
+    Results are safe unless borrowed: a later call does not change them. Inside another capture or a torch.func
+    transform, and where autograd would record, the function itself runs.
 
     `torch.cuda.is_current_stream_capturing()` is True during every capture, even without a GPU. So code that skips host
     reads inside CUDA graphs skips them in captures on a CPU too.

@@ -1,5 +1,7 @@
-"""The memo key of a graphified function, with named parts (so that `weft.transforms.graphs.misses` can say which field
-differed), and the checks of the values in it."""
+"""`Key`: the memo key of a graphified function. Its parts have names, so that a miss can say which field differed.
+
+`key_of` in `weft.transforms.graphs.calls.call` makes the key of a call.
+"""
 
 import enum
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,5 @@
-"""Messages between processes, which `ProcessLink` sends and receives: tensors, and a header.
+"""Messages between processes, which `ProcessLink` sends and receives: a header by `wire`, and tensors by the operators
+`weft::send` and `weft::recv` (`weft.ops.transfers.transfer`), which find the `ProcessEnd` of gloo, NCCL or peer memory.
 
 The header has the layout of the value, which a receiver gets once.
 """
