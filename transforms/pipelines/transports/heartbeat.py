@@ -9,6 +9,7 @@ device, and whatever the host next asks of the transport raises that error.
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -172,8 +173,12 @@ class Watchdog:
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join(self._poll + self._grace)
-        if self.error is not None and not self._is_done():
-            self._last_resort(self.error)
+        deadline = time.monotonic() + self._grace  # an abort takes the device a moment
+        while self.error is not None and not self._is_done():
+            if time.monotonic() >= deadline:
+                self._last_resort(self.error)
+                return
+            time.sleep(self._poll / 10)
 
     def _run(self) -> None:
         while not self._closed.wait(self._poll):

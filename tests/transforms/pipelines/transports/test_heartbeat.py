@@ -275,6 +275,19 @@ def test_a_device_that_hangs_to_the_end_ends_the_process(runs: Callable[..., Run
     assert run.ended == [error]
 
 
+def test_a_device_that_ends_soon_after_its_abort_does_not_end_the_process(runs: Callable[..., Run]) -> None:
+    run = runs(timeout=0.2, grace=5.0, deaf=True)
+    event = run.launch(1, 0)
+    run.error_of(1)
+
+    def end() -> None:
+        event.done = True
+
+    threading.Timer(0.1, end).start()
+    run.watchdogs[1].close()
+    assert run.ended == []
+
+
 def test_a_board_that_is_gone_is_an_error_too(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     run = runs(timeout=60)
     run.launch(1, 0)
