@@ -97,7 +97,7 @@ def search(
             raise
 
     # Without a key of its own every search would have that of `test`; `hypothesis.find` sets the same attribute.
-    test._hypothesis_internal_database_key = _key(title, functions)  # type: ignore[attr-defined]
+    vars(test)["_hypothesis_internal_database_key"] = _key(title, functions)
     shown = sys.stderr.isatty() or "ipykernel" in sys.modules
     with tqdm(total=most, desc=title, unit="example", leave=False, delay=BAR_AFTER, disable=not shown) as bar:
         try:

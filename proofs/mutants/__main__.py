@@ -18,6 +18,8 @@ from weft.proofs.mutants.catch import catch
 from weft.proofs.mutants.mutant import Mutant
 
 HEADER = ("law", "planted bug", "example", "smallest case", "what was different")
+LONGEST = 160
+"""The most characters of a cell of the page. `mutants.json` has every case whole."""
 
 
 def row(mutant: Mutant, device: str, shrinks: int) -> dict[str, Any]:
@@ -31,11 +33,21 @@ def row(mutant: Mutant, device: str, shrinks: int) -> dict[str, Any]:
     return {"law": str(mutant.law), "mutant": mutant.name, **found}
 
 
+def _beginning(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+
+
 def table(rows: Iterable[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+    """The rows as Markdown, with the beginnings of long cells."""
     lines = [" | ".join(HEADER), " | ".join("---" for _ in HEADER)]
     for r in rows:
-        cells = (r["law"], r["mutant"], str(r["examples"]), "; ".join(r["case"]), r["violation"])
+        cells = (
+            r["law"],
+            r["mutant"],
+            str(r["examples"]),
+            _beginning("; ".join(r["case"])),
+            _beginning(r["violation"]),
+        )
         lines.append(" | ".join(cell.replace("|", "\\|") for cell in cells))
     return "\n".join(f"| {line} |" for line in lines)
 
@@ -66,8 +78,9 @@ def main() -> None:
     (arguments.out / "mutants.json").write_text(json.dumps({**report, "mutants": rows}, indent=1) + "\n")
     title = f"# {len(rows)} planted bugs, and the laws that caught {len(rows) - len(survived)} of them"
     said = (
-        "Each law was run on random cases with the bug planted, the same cases each time, until one broke it (the "
-        "column *example* counts them), and then on smaller ones. `python -m weft.proofs.mutants --out FOLDER` made it."
+        "Each law ran on random cases with the bug planted, until one broke it (the column *example* counts them), and "
+        "then on smaller ones. Long cells are cut; `mutants.json` has them whole. Written by "
+        "`python -m weft.proofs.mutants --out FOLDER`."
     )
     (arguments.out / "mutants.md").write_text(f"{title}\n\n{said}\n\n{table(rows)}\n")
     print(table(rows))

@@ -117,7 +117,7 @@ def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
         try:
             law.check(drawing, device)
         except LawViolation as error:
-            found.append((Caught(1, tuple(drawing.drawn), str(error), choices), error))
+            found.append((Caught(1, tuple(drawing.drawn), str(error), _written(data)), error))
             raise
 
     try:

@@ -81,7 +81,7 @@ _LOOKUP, _MODEL = find("L12", "lookup"), find("L12", "model")
 
 DRAFTS = (
     Mutant("one more draft is accepted than is right", _LOOKUP, replace(_VERIFICATION, "count_right", _one_more)),
-    Mutant("drafts are accepted behind a wrong one", _LOOKUP, replace(_VERIFICATION, "count_right", _any_right)),
+    Mutant("drafts after a wrong one are accepted", _LOOKUP, replace(_VERIFICATION, "count_right", _any_right)),
     Mutant("a request has the noise of one position", _LOOKUP, replace(_DECODER, "sample_rows", _noise_of_the_first)),
     Mutant("wrong drafts stay in the context", _LOOKUP, replace(_STATE, "_advance_verified", _moved_by_all)),
     Mutant(

@@ -174,9 +174,13 @@ STEPS = (
     Mutant("micro-batches run backwards", find("L13"), replace(_MICROBATCH, "split", _split_backwards)),
     Mutant("a seed of the host is baked into a graph", find("L16"), replace(_DECODER, "sample_rows", _baked_seed)),
     Mutant("a seed goes with the place in the batch", find("L16"), replace(_DECODER, "sample_rows", _seed_of_place)),
-    Mutant("all take the first one's parameters", find("L16"), replace(_DECODER, "sample_rows", _rules_of_the_first)),
+    Mutant(
+        "all requests have the first one's sampling parameters",
+        find("L16"),
+        replace(_DECODER, "sample_rows", _rules_of_the_first),
+    ),
     Mutant("generated tokens are not counted", find("L16"), replace(_STATE, "count_tokens", _counts_nothing)),
-    Mutant("tokens behind a chunk are counted", find("L16"), replace(_STATE, "count_tokens", _counts_chunks)),
+    Mutant("tokens after a chunk are counted", find("L16"), replace(_STATE, "count_tokens", _counts_chunks)),
     Mutant(
         "a token has the adapter of its neighbour",
         find("L17"),

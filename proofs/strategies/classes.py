@@ -53,8 +53,11 @@ def batches(draw: st.DrawFn, max_reqs: int = 4, max_query_len: int = 4, vocab_si
 
 
 def _largest_first(found: Iterable[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
-    # Without a set: the order of its elements differs from process to process before Python 3.12, by the hash of None.
-    return tuple(sorted(dict.fromkeys(found), key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras)))
+    # By every field: the order of a set differs from process to process before Python 3.12, by the hash of None.
+    def key(d: BatchDescriptor) -> tuple[int, ...]:
+        return -d.num_tokens, -d.num_reqs, -d.num_active_loras, d.query_len or 0
+
+    return tuple(sorted(set(found), key=key))
 
 
 def ladders(

@@ -2,6 +2,9 @@
 
 import contextlib
 import io
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -255,3 +258,23 @@ def test_random_pure_functions_keep_their_laws(seed: int) -> None:
     }
     rows = table(function.fn, given, max_examples=4, laws=("pure", "graph", "replay", "trace"))
     assert [row[-3] for row in rows.values()] == ["holds"] * 4
+
+
+_WITHOUT_HYPOTHESIS = """
+import sys
+sys.modules["hypothesis"] = None
+import torch, weft.proofs
+weft.proofs.check(lambda x: x.tanh(), [(torch.ones(2),)], laws="graph")
+try:
+    weft.proofs.laws
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_calls_that_are_given_are_checked_without_hypothesis() -> None:
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_HYPOTHESIS], capture_output=True, text=True, check=True)
+    assert re.search(r"a graph of it is it, bitwise +holds", done.stdout)
+    assert done.stdout.endswith(
+        "MissingPackageError weft.proofs.laws\n  saw: no hypothesis here\n  instead: pip install 'weft[proofs]'\n"
+    )

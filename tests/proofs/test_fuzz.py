@@ -27,7 +27,7 @@ def test_what_became_of_them_is_counted(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_a_broken_law_is_told_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [bug] = [mutant for mutant in MUTANTS if mutant.name == "where no token is left, the first one is said"]
+    [bug] = [mutant for mutant in MUTANTS if mutant.name == "a token is returned although none is allowed"]
     monkeypatch.setattr(module, "_PHASES", [Phase.generate])  # finding the smallest case would take minutes
     monkeypatch.setattr(sys, "argv", ["fuzz", "--requests", "1000"])
     with bug.plant():

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,8 @@ import pytest
 import torch
 
 
-def one_of(every: int, ids: Sequence[str]) -> list[Any]:
-    """The indices of the cases with these ids, as parameters: a short run has one of `every`."""
-    marks = [() if index % every == 0 else pytest.mark.slow for index in range(len(ids))]
-    return [pytest.param(index, id=ids[index], marks=marks[index]) for index in range(len(ids))]
-
-
 def drawn(count: int, every: int, runs_all: bool) -> range:
-    """The indices of the cases that this run has."""
+    """The indices that this run has of `count` parameters marked `one_of(every)`."""
     return range(0, count, 1 if runs_all else every)
 
 

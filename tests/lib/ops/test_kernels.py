@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from interpreting import drawn, interpret, one_of
+from interpreting import drawn, interpret
 from torch import Tensor
 
 from weft.errors import DeviceError
@@ -311,7 +311,8 @@ def beside_the_reference(case: Case, found: Any, args: Sequence[Any]) -> tuple[l
     return given, [(sum_parts(a, b.dtype) if a.dim() > b.dim() else a, b) for a, b in pairs]
 
 
-@pytest.mark.parametrize("index", one_of(EVERY, [case.name for case in CASES]))
+@pytest.mark.one_of(EVERY)
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
 def test_kernels_interpreted_equal_the_reference(
     index: int, interpreted: dict[int, tuple[Any, tuple[Any, ...]]]
 ) -> None:

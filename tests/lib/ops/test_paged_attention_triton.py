@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from interpreting import drawn, interpret, one_of
+from interpreting import drawn, interpret
 from paged_cases import DECODE, FIXED, TOLERANCE, Case, Request, Shape, assert_matches, bits, draw_case
 from torch import Tensor
 
@@ -44,7 +44,8 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, runs_all: bool) -> dic
     return {index: (case, *result) for index, case, result in zip(indices, cases, results, strict=True)}
 
 
-@pytest.mark.parametrize("index", one_of(EVERY, list(map(str, FIXED))))
+@pytest.mark.one_of(EVERY)
+@pytest.mark.parametrize("index", range(len(FIXED)), ids=map(str, FIXED))
 def test_kernels_interpreted_equal_dense_attention(
     index: int, interpreted: dict[int, tuple[Case, Tensor, Tensor]]
 ) -> None:

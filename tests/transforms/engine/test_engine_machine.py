@@ -126,7 +126,7 @@ def counting_machine(graph: str, stages: int) -> tuple[type[EngineMachine], Coun
         ours(), by_transformers, adapters=adapters(), speculation=speculation(), graph=graph, pipeline=stages
     )
 
-    class Counting(base):  # type: ignore[misc, valid-type]
+    class Counting(base):  # type: ignore[misc, valid-type]  # mypy refuses a base class that is computed
         """Knows of rows, too, which have no public name."""
 
         def __init__(self) -> None:
