@@ -80,38 +80,39 @@ def _wide(programs: Sequence[Program], *, capacity: int) -> Iterator[Step]:
     return interleave(programs, capacity=1000)
 
 
-def _nothing(*args: Any) -> None:
-    pass
+def _nothing(*args: Any) -> tuple[()]:
+    """Finds no mistake."""
+    return ()
 
 
-def _what_was_sent(program: Program, buffers: int) -> None:
+def _what_was_sent(program: Program, buffers: int) -> Iterator[ProgramError]:
     """Checks the messages in flight, and not those still to be sent."""
     seen: list[Effect] = []
     for effect in program.effects:
         seen.append(effect)
         if isinstance(effect, Run) and effect.what != "advance":
-            check_buffers(attrs.evolve(program, effects=tuple(seen)), buffers)
+            yield from check_buffers(attrs.evolve(program, effects=tuple(seen)), buffers)
 
 
-def _any_root(program: Program) -> None:
+def _any_root(program: Program) -> Iterator[ProgramError]:
     """Checks senders and receivers, and not whose output returns."""
     known = (e for e in program.effects if not (isinstance(e, Broadcast) and e.root < program.num_ranks))
-    check_peers(attrs.evolve(program, effects=tuple(known)))
+    return check_peers(attrs.evolve(program, effects=tuple(known)))
 
 
-def _in_order_of_numbers(programs: Sequence[Program]) -> None:
+def _in_order_of_numbers(programs: Sequence[Program]) -> Iterator[ProgramError]:
     """Refuses micro-batches that are not in the order of their numbers, though the same order on all ranks is right."""
     ran = [e.microbatch for e in programs[0].effects if isinstance(e, Run) and e.what != "advance"]
     if ran != sorted(ran):
-        raise ProgramError("check", f"micro-batches {ran}", "in order")
-    _check_runs(programs)
+        yield ProgramError("check", f"micro-batches {ran}", "in order")
+    yield from _check_runs(programs)
 
 
-def _outputs_of_nobody(program: Program, returning: frozenset[int]) -> None:
-    check_values(program, frozenset())
+def _outputs_of_nobody(program: Program, returning: frozenset[int]) -> Iterator[ProgramError]:
+    return check_values(program, frozenset())
 
 
-_ENDING_ANYHOW = partial(mock.patch.object, Machine, "refuse_leftovers", _nothing)
+_ENDING_ANYHOW = partial(mock.patch.object, Machine, "leftover", _nothing)
 _MADE, _CHECKED, _BROKEN = find("L10", "schedules"), find("L10", "checker"), find("L10", "broken")
 
 SCHEDULES = (

@@ -150,7 +150,7 @@ MISTAKES = {
         lambda: weft.scan(lambda params, state, batch: batch, 2)(None, None, X),
         ProgramError,
         "scan(<lambda>, 2)",
-        "the step returned a Tensor",
+        "it returned a Tensor",
         "return (state, out)",
     ),
     "stage: a function for a module": Mistake(

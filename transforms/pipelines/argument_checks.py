@@ -1,4 +1,4 @@
-"""Checks of the arguments of `pipeline`, `compose` and their steps, before anything runs."""
+"""Checks of the arguments of `pipeline`, `compose`, `microbatch` and `scan`, before anything runs."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -13,75 +13,98 @@ from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 from weft.trees import tree_leaves
 
+Mistake = tuple[str, str]
+"""What was seen, and what to write instead."""
+
 _SIGNATURE = "(params, state, batch, x) -> (state, y)"
+
+
+def refuse(call: str, mistake: Mistake | None) -> None:
+    """Raise ProgramError if there is a mistake."""
+    if mistake is not None:
+        raise ProgramError(call, *mistake)
 
 
 def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
     """The stages as a tuple of functions. Raises ProgramError for anything else."""
-    call = f"{transform}({getattr(stages, '__name__', stages)!s:.80})"
-    if callable(stages):
-        raise ProgramError(call, "one function", f"a list of stages: {transform}([stage])")
-    if not isinstance(stages, Iterable) or isinstance(stages, str | dict):
-        raise ProgramError(call, kind_of(stages), f"a list of stages, each {_SIGNATURE}")
-    checked = tuple(stages)
+    is_list = isinstance(stages, Iterable) and not callable(stages) and not isinstance(stages, str | dict)
+    checked = tuple(stages) if is_list else ()
     if not checked:
-        raise ProgramError(call, "no stage", f"at least one function {_SIGNATURE}")
+        seen = "one function" if callable(stages) else "no stage" if is_list else kind_of(stages)
+        instead = f"a list of stages: {transform}([stage])" if callable(stages) else f"a list of stages {_SIGNATURE}"
+        raise ProgramError(f"{transform}({getattr(stages, '__name__', stages)!s:.80})", seen, instead)
     call = f"{transform}(<{len(checked)} stage{'s' * (len(checked) > 1)}>)"
     for index, stage in enumerate(checked):
-        if hasattr(stage, "named_parameters"):
-            raise ProgramError(call, f"stage {index} is an nn.Module", "weft.stages.from_module(module).stage")
-        if not callable(stage):
-            instead = "its .stage" if hasattr(stage, "stage") else f"a stage {_SIGNATURE}"
-            raise ProgramError(call, f"stage {index} is {kind_of(stage)}, no function", instead)
-        if hasattr(stage, "programs") and isinstance(inner := getattr(stage, "stages", None), tuple):
-            seen = f"stage {index} is itself a {getattr(stage, '__name__', 'pipeline')}, a step (params, state, batch)"
-            raise ProgramError(call, seen, f"its {len(inner)} stages in its place: [*step.stages, ...]")
-        if not _takes(stage, 4):
-            seen = f"stage {index}, {getattr(stage, '__name__', stage)!s:.60}{inspect.signature(stage)}"
-            raise ProgramError(call, seen, f"a stage {_SIGNATURE}")
+        refuse(call, _mistake_in_stage(f"stage {index}", stage))
     return checked
 
 
-def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function takes so many arguments by position, as far as its signature is known."""
+def _mistake_in_stage(name: str, stage: Any) -> Mistake | None:
+    if hasattr(stage, "named_parameters"):
+        return f"{name} is an nn.Module", "weft.stages.from_module(module).stage"
+    if not callable(stage):
+        instead = "its .stage" if hasattr(stage, "stage") else f"a stage {_SIGNATURE}"
+        return f"{name} is {kind_of(stage)}, no function", instead
+    if hasattr(stage, "programs") and isinstance(inner := getattr(stage, "stages", None), tuple):
+        seen = f"{name} is itself a {getattr(stage, '__name__', 'pipeline')}, a step (params, state, batch)"
+        return seen, f"its {len(inner)} stages in its place: [*step.stages, ...]"
+    if (signature := _other_signature(stage, 4)) is not None:
+        return f"{name}, {signature}", f"a stage {_SIGNATURE}"
+    return None
+
+
+def _other_signature(function: Callable[..., Any], count: int) -> str | None:
+    """The name and signature of a function that does not take so many arguments by position; None if it does, or if its
+    signature is not known."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return True
+        return None
     try:
         signature.bind(*range(count))
     except TypeError:
-        return False
-    return True
+        return f"{getattr(function, '__name__', function)!s:.60}{signature}"
+    return None
 
 
-def check_step(call: str, step: Callable[..., Any]) -> None:
-    """Raise ProgramError for a function that does not take the three arguments of a step."""
-    if not _takes(step, 3):
-        seen = f"{getattr(step, '__name__', step)!s:.60}{inspect.signature(step)}"
-        raise ProgramError(call, seen, "a step (params, state, batch) -> (state, out)")
+def check_count(call: str, name: str, count: Any) -> None:
+    """Raise ProgramError unless `count`, the argument `name` of the call, is a positive int."""
+    mistake = f"{name}={getattr(count, '__name__', repr(count))}", "an int >= 1"
+    refuse(call, None if is_int(count, 1) else mistake)
+
+
+def check_step(transform: str, step: Any, name: str, count: Any) -> str:
+    """The call `transform(step, count)` as text. Raises ProgramError unless `step` takes the three arguments of a step,
+    and `count`, the argument `name`, is a positive int."""
+    call = f"{transform}({getattr(step, '__name__', step)!s:.60}, {getattr(count, '__name__', repr(count))})"
+    check_count(call, name, count)
+    seen = _other_signature(step, 3) if callable(step) else f"{kind_of(step)}, no function"
+    refuse(call, None if seen is None else (seen, "a step (params, state, batch) -> (state, out)"))
+    return call
 
 
 def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any) -> None:
     """Raise ProgramError for an argument that `pipeline` cannot take, other than its stages."""
-    call = f"pipeline(<{num_stages} stages>, "
+    step = "a function (state, batch, out) -> state"
     if not is_int(microbatches, least=1):
-        raise ProgramError(f"{call}microbatches={microbatches!r})", "no number of parts", "an int >= 1")
-    if advance is not None and not callable(advance):
-        instead = "a function (state, batch, out) -> state; for a weft.Batch, weft.advance"
-        raise ProgramError(f"{call}advance={advance!r})", f"{kind_of(advance)}, no function", instead)
-    if advance is not None and not _takes(advance, 3):
-        seen = f"{getattr(advance, '__name__', advance)!s:.60}{inspect.signature(advance)}"
-        raise ProgramError(f"{call}advance=...)", seen, "a function (state, batch, out) -> state")
-    if schema is not None and not isinstance(schema, Schema):
-        instead = "weft.Schema.parse(text), or weft.Schema.of(value)"
-        raise ProgramError(f"{call}schema={schema!r:.60})", kind_of(schema), instead)
-    if (wrong := wrong_transport(transport)) is not None:
-        raise ProgramError(f"{call}transport=...)", *wrong)
+        argument, mistake = f"microbatches={microbatches!r}", ("no number of parts", "an int >= 1")
+    elif advance is not None and not callable(advance):
+        mistake = f"{kind_of(advance)}, no function", f"{step}; for a weft.Batch, weft.advance"
+        argument = f"advance={advance!r}"
+    elif advance is not None and (signature := _other_signature(advance, 3)) is not None:
+        argument, mistake = "advance=...", (signature, step)
+    elif schema is not None and not isinstance(schema, Schema):
+        argument = f"schema={schema!r:.60}"
+        mistake = kind_of(schema), "weft.Schema.parse(text), or weft.Schema.of(value)"
+    elif (wrong := wrong_transport(transport)) is not None:
+        argument, mistake = "transport=...", wrong
+    else:
+        return
+    raise ProgramError(f"pipeline(<{num_stages} stages>, {argument})", *mistake)
 
 
-def wrong_transport(transport: Any) -> tuple[str, str] | None:
-    """The `seen` and `instead` of an error about a value that is not a transport; None for a transport or None."""
+def wrong_transport(transport: Any) -> Mistake | None:
+    """The mistake in a value that is not a transport; None for a transport or None."""
     if isinstance(transport, type):
         return f"transport={transport.__name__}, the class", f"one of it: {transport.__name__}()"
     if transport is not None and not hasattr(transport, "ranks"):
@@ -99,12 +122,11 @@ def check_entries(
     if len(ranks) < num_stages:
         instead += f" that runs in this process: stage {', '.join(map(str, ranks))}"
     for name, given in (("params", params), ("state", state)):
-        if given is None:
-            raise ProgramError(call, f"{name} is None", f"{instead}: {(None,) * len(ranks)} where they have no {name}")
-        if not isinstance(given, tuple | list):
-            raise ProgramError(call, f"{name} is {kind_of(given)}", instead)
-        if len(given) != len(ranks):
-            raise ProgramError(call, f"{name} has {len(given)} entries", instead)
+        is_list = isinstance(given, tuple | list)
+        if not is_list or len(given) != len(ranks):
+            seen = f"{name} has {len(given)} entries" if is_list else f"{name} is {kind_of(given)}"
+            example = f": {(None,) * len(ranks)} where they have no {name}" if given is None else ""
+            raise ProgramError(call, seen, instead + example)
     for leaf in tree_leaves(list(state)):
         refuse_donated(leaf, call=call)
 
@@ -113,8 +135,6 @@ def refuse_transform(transport: Transport) -> None:
     """Raise ProgramError inside a torch.func transform that the transport's ranks would not see: derivatives would be
     zero without a word."""
     if not isinstance(transport, Local) and in_functorch_transform():
-        raise ProgramError(
-            f"pipeline(..., transport={transport!r}) inside a torch.func transform",
-            "ranks outside the thread in which vmap, grad, jvp or vjp is active",
-            "transport=Local() inside it; or transform the stages: pipeline([vmap(stage), ...])",
-        )
+        seen = "ranks outside the thread in which vmap, grad, jvp or vjp is active"
+        instead = "transport=Local() inside it; or transform the stages: pipeline([vmap(stage), ...])"
+        raise ProgramError(f"pipeline(..., transport={transport!r}) inside a torch.func transform", seen, instead)

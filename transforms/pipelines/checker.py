@@ -140,12 +140,14 @@ class Machine:
             self.queues.setdefault(edge, deque()).append(step)
         self.at[step.rank] += 1
 
-    def refuse_leftovers(self) -> None:
-        """Raise ProgramError if a message was sent that nobody receives."""
-        for edge, queue in self.queues.items():
-            if queue:
-                instead = f"a {'recv' if edge.carries == 'stages' else 'broadcast'} on rank {edge.to}"
-                raise ProgramError(f"check of {len(self.programs)} programs", f"{queue[0]} is never received", instead)
+    def leftover(self) -> ProgramError | None:
+        """The error for a message that was sent and that nobody receives; None if there is none."""
+        edge = next((edge for edge, queue in self.queues.items() if queue), None)
+        if edge is None:
+            return None
+        instead = f"a {'recv' if edge.carries == 'stages' else 'broadcast'} on rank {edge.to}"
+        seen = f"{self.queues[edge][0]} is never received"
+        return ProgramError(f"check of {len(self.programs)} programs", seen, instead)
 
     def deadlock(self) -> ProgramError:
         """The error for programs that cannot go on: ranks wait for each other, or for one that is at its end."""
@@ -176,9 +178,9 @@ def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[St
         for step in steps:  # a step that is ready stays ready: only its own rank takes from its queues
             machine.move(step)
             yield step
-    if any(machine.next(rank) is not None for rank in range(len(programs))):
-        raise machine.deadlock()
-    machine.refuse_leftovers()
+    waits = any(machine.next(rank) is not None for rank in range(len(programs)))
+    if error := machine.deadlock() if waits else machine.leftover():
+        raise error
 
 
 def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
@@ -199,51 +201,57 @@ def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
         raise ProgramError(
             "check(programs)", seen, "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)"
         )
-    call = f"check of {len(programs)} programs"
-    if not programs or (buffers is not None and buffers < 1):
-        seen = f"buffers={buffers}" if programs else "no program"
-        raise ProgramError(call, seen, "a program for each rank, and one buffer or more (None: no reuse)")
-    for index, program in enumerate(programs):
-        if (program.rank, program.num_ranks) != (index, len(programs)):
-            seen = f"program {index} says it is of rank {program.rank} of {program.num_ranks}"
-            raise ProgramError(call, seen, "give the programs of all ranks, in order")
-        if program.classes != programs[0].classes:
-            seen = f"rank 0 has micro-batches {programs[0].classes}, and rank {index} {program.classes}"
-            raise ProgramError(call, seen, "make the batch by the same pure function on every rank")
-        check_peers(program)
-    _check_runs(programs)
-    for program in programs:
-        check_values(program, returned(programs[-1]))
-        if buffers is not None:
-            check_buffers(program, buffers)
+    for mistake in _mistakes(programs, buffers):
+        raise mistake
     for _ in interleave(programs, capacity=1):
         pass
 
 
-def _check_runs(programs: Sequence[Program]) -> None:
-    """Raise ProgramError unless all ranks run the same micro-batches in the same order, and advance alike."""
+def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[ProgramError]:
+    """The errors for what is wrong before any rank moves. Only the first one counts: the others may follow from it."""
+    call = f"check of {len(programs)} programs"
+    if not programs or (buffers is not None and buffers < 1):
+        seen = f"buffers={buffers}" if programs else "no program"
+        yield ProgramError(call, seen, "a program for each rank, and one buffer or more (None: no reuse)")
+    for index, program in enumerate(programs):
+        if (program.rank, program.num_ranks) != (index, len(programs)):
+            seen = f"program {index} says it is of rank {program.rank} of {program.num_ranks}"
+            yield ProgramError(call, seen, "give the programs of all ranks, in order")
+        if program.classes != programs[0].classes:
+            seen = f"rank 0 has micro-batches {programs[0].classes}, and rank {index} {program.classes}"
+            yield ProgramError(call, seen, "make the batch by the same pure function on every rank")
+        yield from check_peers(program)
+    yield from _check_runs(programs)
+    for program in programs:
+        yield from check_values(program, returned(programs[-1]))
+        if buffers is not None:
+            yield from check_buffers(program, buffers)
+
+
+def _check_runs(programs: Sequence[Program]) -> Iterator[ProgramError]:
+    """Errors unless all ranks run the same micro-batches in the same order, and advance alike."""
     call = f"check of {len(programs)} programs"
     wanted = _ran(programs[0], "stage 0")
     count = len(programs[0].classes) or len(wanted)
     if sorted(wanted) != list(range(count)):
-        raise ProgramError(call, f"rank 0 runs micro-batches {wanted}", f"each of the {count} from 0 on, once")
+        yield ProgramError(call, f"rank 0 runs micro-batches {wanted}", f"each of the {count} from 0 on, once")
     advanced = sorted(_ran(programs[0], "advance"))
     for rank, program in enumerate(programs):
         if (ran := _ran(program, f"stage {rank}")) != wanted:
             seen = f"rank 0 runs micro-batches {wanted}, and rank {rank} {ran}"
-            raise ProgramError(call, seen, "the same micro-batches in the same order on every rank")
+            yield ProgramError(call, seen, "the same micro-batches in the same order on every rank")
         mine = sorted(_ran(program, "advance"))
         if mine != advanced or mine not in ([], list(range(count))):
             seen = f"rank {rank} advances with micro-batches {mine} of {count}, and rank 0 with {advanced}"
-            raise ProgramError(call, seen, "every rank advances with each micro-batch once, or none with any")
+            yield ProgramError(call, seen, "every rank advances with each micro-batch once, or none with any")
 
 
 def _ran(program: Program, what: str) -> list[int]:
     return [effect.microbatch for effect in program.effects if isinstance(effect, Run) and effect.what == what]
 
 
-def check_peers(program: Program) -> None:
-    """Raise ProgramError for an effect that this rank cannot have: a rank runs its own stage, receives from the rank
+def check_peers(program: Program) -> Iterator[ProgramError]:
+    """An error for each effect that this rank cannot have: a rank runs its own stage, receives from the rank
     before it and sends to the rank after it; the last rank broadcasts."""
     rank, last = program.rank, program.num_ranks - 1
     for effect in program.effects:
@@ -261,7 +269,7 @@ def check_peers(program: Program) -> None:
             case Fence():
                 ok, instead = True, ""
         if not ok:
-            raise _refused(program, f"'{effect}' on rank {rank} of {last + 1}", instead)
+            yield _refused(program, f"'{effect}' on rank {rank} of {last + 1}", instead)
 
 
 def returned(program: Program) -> frozenset[int]:
@@ -269,8 +277,8 @@ def returned(program: Program) -> frozenset[int]:
     return frozenset(effect.microbatch for effect in program.effects if isinstance(effect, Broadcast))
 
 
-def check_values(program: Program, returning: frozenset[int]) -> None:
-    """Raise ProgramError unless each effect stands once, after the effect that makes its input, result or output.
+def check_values(program: Program, returning: frozenset[int]) -> Iterator[ProgramError]:
+    """An error for each effect that does not stand once, after the effect that makes its input, result or output.
 
     Args:
         program: one rank's.
@@ -283,7 +291,7 @@ def check_values(program: Program, returning: frozenset[int]) -> None:
         if missing or (bare in done and not isinstance(bare, Fence)):
             seen = f"'{effect}' without '{missing[0]}' before it" if missing else f"'{effect}' once more"
             instead = "recv, then run, then send or broadcast, then fence and advance, each once a micro-batch"
-            raise _refused(program, seen, instead)
+            yield _refused(program, seen, instead)
         done.add(bare)
 
 
@@ -318,16 +326,13 @@ def _needs(program: Program, effect: Effect, returning: frozenset[int]) -> Itera
             yield Send(rank + 1, mb) if rank < last else Broadcast(last, mb)
 
 
-def check_buffers(program: Program, buffers: int) -> None:
-    """Raise ProgramError if a stage overwrites a result that is still to be sent or read, or that may still be in
+def check_buffers(program: Program, buffers: int) -> Iterator[ProgramError]:
+    """An error for each stage that overwrites a result that is still to be sent or read, or that may still be in
     flight: only a fence says that it is not. The program has passed `check_values`."""
     effects, last = [_bare(effect) for effect in program.effects], program.num_ranks - 1
     first = {effect: place for place, effect in reversed(list(enumerate(effects)))}
-    runs = [
-        (place, effect)
-        for place, effect in enumerate(effects)
-        if effect == Run(f"stage {program.rank}", effect.microbatch)
-    ]
+    stage = f"stage {program.rank}"
+    runs = [(place, e) for place, e in enumerate(effects) if e == Run(stage, e.microbatch)]
     for (_, old), (place, new) in zip(runs, runs[buffers:], strict=False):
         mb = old.microbatch
         out: Effect = Send(program.rank + 1, mb) if program.rank < last else Broadcast(last, mb)
@@ -337,7 +342,7 @@ def check_buffers(program: Program, buffers: int) -> None:
         late = next((use for use in uses if first.get(use, place) >= place), None)
         if late is not None:
             seen = f"'{new}' overwrites what '{old}' made, with no '{late}' before it"
-            raise _refused(program, seen, f"'{late}' before '{new}'")
+            yield _refused(program, seen, f"'{late}' before '{new}'")
 
 
 def _refused(program: Program, seen: str, instead: str) -> ProgramError:

@@ -34,15 +34,11 @@ class Event:
     waited: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        if not (self.rank >= 0 and 0 <= self.end - self.start < math.inf and self.waited >= 0):
-            instead = "a rank >= 0, and finite seconds with start <= end and waited >= 0"
-            raise CostError(f"Event(rank={self.rank}, '{self.effect}', …)", self._moments(), instead)
-        if self.waited > self.end - self.start:
-            seen, instead = self._moments(), f"waited <= {self.end - self.start}, which is end - start"
+        seconds = self.end - self.start
+        if not (self.rank >= 0 and 0 <= self.waited <= seconds < math.inf):
+            seen = f"start={self.start}, end={self.end}, waited={self.waited}"
+            instead = "a rank >= 0, and finite seconds with start <= end and 0 <= waited <= end - start"
             raise CostError(f"Event(rank={self.rank}, '{self.effect}', …)", seen, instead)
-
-    def _moments(self) -> str:
-        return f"start={self.start}, end={self.end}, waited={self.waited}"
 
     @property
     def active(self) -> float:

@@ -15,13 +15,14 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, declare_donated, donated_argnames
 from weft.effects import Schema
-from weft.errors import CaptureError, DescriptorError, ProgramError
+from weft.errors import CaptureError, DescriptorError
 from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
-from weft.transforms.pipelines.argument_checks import check_step
-from weft.transforms.pipelines.worker import of_length
+from weft.transforms.pipelines.argument_checks import Mistake, check_step
+from weft.transforms.pipelines.worker import check_pair
 from weft.trees import (
     Axes,
+    TreeSpec,
     find_descriptors,
     leaf_axes,
     leaves_with_names,
@@ -50,8 +51,7 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
     ['uniform x1, 1 reqs', 'uniform x1, 2 reqs']
     """
     if not is_int(parts, 1):
-        seen = "fewer than one part" if isinstance(parts, int) else "no number of parts"
-        raise DescriptorError(f"split(batch, {parts!r})", seen, "a number of micro-batches >= 1")
+        raise DescriptorError(f"split(batch, {parts!r})", "no number of parts", "an int >= 1")
     if not isinstance(batch, Batch) and find_descriptors(batch):
         raise DescriptorError(
             f"split({type(batch).__name__}, {parts})",
@@ -132,27 +132,38 @@ def join(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
     """
     if len(outputs) == 1:
         return outputs[0]
-    call = f"join of {len(outputs)} micro-batches"
     whole = _whole(parts)
-    for out, part in zip(outputs, parts, strict=True):
-        if found := [d for d in find_descriptors(out) if whole is None or d != part.descriptor]:
-            raise DescriptorError(
-                call, f"an output of descriptor '{found[0]}', not its part's", "return it without one"
-            )
-    outputs = [map_sized(lambda value, _: value, out, whole) for out in outputs]
-    leaves, structure = tree_flatten(outputs[0])
-    if any(tree_structure(out) != structure for out in outputs[1:]):
-        raise DescriptorError(call, "outputs of different structures", "return the same structure for every batch")
-    dims = [_batch_dim(axes) for axes in leaf_axes(outputs[0])]
-    for out, part in zip(outputs, parts, strict=True):
-        for (name, leaf), dim in zip(leaves_with_names(out), dims, strict=True):
-            if leaf is not None and not (isinstance(leaf, Tensor) and leaf.shape[dim : dim + 1] in _sizes(part)):
-                shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
-                seen = f"output {name or '(the whole)'} is {shape}, not one entry a request or a token of its part"
-                raise DescriptorError(call, seen, "return such tensors, and reduce them outside")
-    columns = zip(dims, leaves, *(tree_leaves(out) for out in outputs[1:]), strict=True)
+    found = [map_sized(lambda value, _: value, out, whole) for out in outputs]
+    leaves, structure = tree_flatten(found[0])
+    dims = [_batch_dim(axes) for axes in leaf_axes(found[0])]
+    for out, own, part in zip(outputs, found, parts, strict=True):
+        if (mistake := _mistake_in_output(out, own, part, structure, dims)) is not None:
+            raise DescriptorError(f"join of {len(outputs)} micro-batches", *mistake)
+    columns = zip(dims, leaves, *(tree_leaves(own) for own in found[1:]), strict=True)
     joined = [None if first is None else torch.cat([first, *rest], dim) for dim, first, *rest in columns]
     return tree_unflatten(joined, structure)
+
+
+def _mistake_in_output(out: Any, own: Any, part: Any, structure: TreeSpec, dims: Sequence[int]) -> Mistake | None:
+    """The mistake in the output of a part that cannot be joined.
+
+    Args:
+        out: the output.
+        own: the same with the descriptor of the whole batch.
+        part: the part.
+        structure: of the first part's output.
+        dims: for each leaf, the dimension that grows with the batch.
+    """
+    if strange := [d for d in find_descriptors(out) if not isinstance(part, Batch) or d != part.descriptor]:
+        return f"an output of descriptor '{strange[0]}', not its part's", "return it without one"
+    if tree_structure(own) != structure:
+        return "outputs of different structures", "return the same structure for every batch"
+    for (name, leaf), dim in zip(leaves_with_names(own), dims, strict=True):
+        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.shape[dim : dim + 1] in _sizes(part)):
+            shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
+            seen = f"output {name or '(the whole)'} is {shape}, not one entry a request or a token of its part"
+            return seen, "return such tensors, and reduce them outside"
+    return None
 
 
 def _whole(parts: Sequence[Any]) -> BatchDescriptor | None:
@@ -199,22 +210,14 @@ def microbatch(step: F, parts: int) -> F:
     (3, tensor([0, 2, 4]))
     """
 
-    name = getattr(step, "__name__", step)
-    if not callable(step) or not is_int(parts, 1):
-        seen = "no number of parts" if callable(step) else "no function"
-        raise ProgramError(f"microbatch({name!s:.60}, {parts!r})", seen, "a step and an int >= 1")
-    check_step(f"microbatch({name!s:.60}, {parts})", step)
+    call = check_step("microbatch", step, "parts", parts)
 
     @functools.wraps(step)
     def run(params: Any, state: Any, batch: Any) -> Any:
         outputs = []
         batches = split(batch, parts)
         for part in batches:
-            made = step(params, state, part)
-            if not isinstance(made, tuple) or len(made) != 2:
-                seen = f"it returned {kind_of(made)}{of_length(made)}"
-                raise ProgramError(f"microbatch({name}, {parts})", seen, "return (state, out)")
-            state, out = made
+            state, out = check_pair(call, step(params, state, part), "(state, out)")
             outputs.append(clone(out) if lends(step) else out)  # the next part overwrites a lent result
         return state, join(outputs, batches)
 
@@ -269,13 +272,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
     >>> double(None, 1, 10)
     (8, [11, 12, 14])
     """
-    call = f"scan({getattr(step, '__name__', step)!s:.60}, {getattr(length, '__name__', repr(length))})"
-    if not is_int(length, 1):
-        raise ProgramError(call, f"length={getattr(length, '__name__', repr(length))}", "an int >= 1")
-    if not callable(step):
-        raise ProgramError(call, f"{kind_of(step)}, no function", "a step (params, state, batch) -> (state, out)")
-    check_step(call, step)
-
+    call = check_step("scan", step, "length", length)
     whole: Any = step
 
     def run(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -283,10 +280,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
             return whole.repeat(params, state, batch, length)
         outs = []
         for _ in range(length):
-            made = step(params, state, batch)
-            if not isinstance(made, tuple) or len(made) != 2:
-                raise ProgramError(call, f"the step returned {kind_of(made)}{of_length(made)}", "return (state, out)")
-            state, out = made
+            state, out = check_pair(call, step(params, state, batch), "(state, out)")
             outs.append(clone(out) if lends(step) else out)  # the next step overwrites a lent result
         return state, outs
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from weft.arguments.checks import is_int, kind_of, names_arguments
+from weft.arguments.checks import kind_of, names_arguments
 from weft.batch import Batch
 from weft.display.tables import text, titled
 from weft.donation import declare_donated, donated_argnames
@@ -19,6 +19,7 @@ from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.pipelines.argument_checks import (
+    check_count,
     check_entries,
     check_options,
     check_stages,
@@ -104,8 +105,7 @@ class Pipelined:
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
         """The checked program of each rank, for so many micro-batches (None: the pipeline's own number)."""
         microbatches = self.microbatches if microbatches is None else microbatches
-        if not is_int(microbatches, 1):
-            raise ProgramError(f"{self._text}.programs({microbatches!r})", "no number of parts", "an int >= 1")
+        check_count(f"{self._text}.programs({microbatches!r})", "microbatches", microbatches)
         return self._check_programs([Job(feeds=self._returns)] * microbatches, ()).programs
 
     def _check_programs(
@@ -143,15 +143,12 @@ class Pipelined:
             The new state, and the output for each batch; None for a batch whose job does not feed.
         """
         given: Any = batches
-        if not isinstance(given, Sequence):
-            seen = f"batches is {kind_of(given)}"
-            raise ProgramError(f"{self._text}.stream(params, state, batches)", seen, "a list of batches: [batch]")
-        workers = self._workers(params, state)
-        found = self._jobs(batches) if jobs is None else jobs
-        if len(found) != len(batches):
-            seen = f"{len(batches)} batches and {len(found)} jobs"
-            raise ProgramError(f"{self._text}.stream(...)", seen, "a job for each batch")
-        return self._run(workers, batches, found)
+        is_list = isinstance(given, Sequence)
+        if not is_list or (jobs is not None and len(jobs) != len(given)):
+            seen = f"{len(given)} batches and {len(jobs or ())} jobs" if is_list else f"batches is {kind_of(given)}"
+            instead = "a job for each batch" if is_list else "a list of batches: [batch]"
+            raise ProgramError(f"{self._text}.stream(params, state, batches)", seen, instead)
+        return self._run(self._workers(params, state), batches, self._jobs(batches) if jobs is None else jobs)
 
     def repeat(self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int) -> tuple[Any, list[Any]]:
         """Run the same batch `length` times, with the results of one call after the other, but overlap the stages: the
@@ -161,8 +158,7 @@ class Pipelined:
             The new state, and the output of each step.
         """
         workers = self._workers(params, state)
-        if not is_int(length, least=0):
-            raise ProgramError(f"{self._text}.repeat(..., {length!r})", "no number of steps", "an int >= 0")
+        check_count(f"{self._text}.repeat(..., {length!r})", "length", length)
         cohorts = split(batch, self.microbatches)
         jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
         if self._advance is None:

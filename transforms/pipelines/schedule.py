@@ -10,7 +10,7 @@ import attrs
 
 from weft.arguments.checks import kind_of
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Schema, Send
-from weft.errors import ProgramError
+from weft.transforms.pipelines.argument_checks import Mistake, check_count, refuse
 
 
 @attrs.frozen
@@ -60,20 +60,24 @@ def make_programs(
       broadcast from 1 [mb 1]
       run advance [mb 1]
     """
-    if not isinstance(num_stages, int) or not hasattr(jobs, "__len__") or not all(isinstance(job, Job) for job in jobs):
-        call = f"make_programs(<{kind_of(num_stages)}>, <{kind_of(jobs)}>)"
-        raise ProgramError(
-            call, "not a number of stages and a list of jobs", "make_programs(2, decode_jobs(...)), or [Job(), ...]"
-        )
-    call = f"make_programs({num_stages}, <{len(jobs)} jobs>, buffers={buffers})"
-    if num_stages < 1 or (buffers is not None and buffers < 1):
-        raise ProgramError(call, "no stage, or no buffer", "one or more of each (buffers=None: no reuse)")
-    for index, job in enumerate(jobs):
-        if job.after is not None and not (0 <= job.after < index and jobs[job.after].feeds):
-            seen = f"job {index} runs after job {job.after}"
-            raise ProgramError(call, seen, "an earlier job, whose output returns")
+    is_list = hasattr(jobs, "__len__") and all(isinstance(job, Job) for job in jobs)
+    call = f"make_programs({num_stages!r:.60}, <{len(jobs) if is_list else kind_of(jobs)} jobs>, buffers={buffers!r})"
+    check_count(call, "num_stages", num_stages)
+    check_count(call, "buffers", 1 if buffers is None else buffers)
+    mistake = "no list of jobs", "make_programs(2, decode_jobs(...)), or [Job(), ...]"
+    refuse(call, mistake_in_jobs(jobs) if is_list else mistake)
     programs = (_effects(rank, num_stages, jobs, schema, advances, buffers) for rank in range(num_stages))
     return tuple(Program(rank, num_stages, tuple(effects)) for rank, effects in enumerate(programs))
+
+
+def mistake_in_jobs(jobs: Sequence[Job], first: int = 0) -> Mistake | None:
+    """The first job, of jobs that are numbered from `first` on, that runs after one which is not before it, or whose
+    output does not return; None if there is none."""
+    for index, job in enumerate(jobs, first):
+        after = job.after
+        if after is not None and not (0 <= after < index and (after < first or jobs[after - first].feeds)):
+            return f"job {index} runs after job {after}", "an earlier job, whose output returns"
+    return None
 
 
 def _effects(
@@ -190,8 +194,9 @@ def decode_jobs(num_cohorts: int, num_steps: int) -> tuple[Job, ...]:
     >>> [job.after for job in decode_jobs(2, 3)]
     [None, None, 0, 1, 2, 3]
     """
-    if num_cohorts < 1 or num_steps < 1:
-        raise ProgramError(f"decode_jobs({num_cohorts}, {num_steps})", "no job", "a cohort and a step, or more")
+    call = f"decode_jobs({num_cohorts!r}, {num_steps!r})"
+    check_count(call, "num_cohorts", num_cohorts)
+    check_count(call, "num_steps", num_steps)
     return tuple(
         Job(after=None if index < num_cohorts else index - num_cohorts) for index in range(num_cohorts * num_steps)
     )

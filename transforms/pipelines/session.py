@@ -7,9 +7,10 @@ import attrs
 
 from weft.arguments.checks import kind_of
 from weft.errors import ProgramError
+from weft.transforms.pipelines.argument_checks import refuse
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.microbatch import after_first, class_text
-from weft.transforms.pipelines.schedule import Job, count_running
+from weft.transforms.pipelines.schedule import Job, count_running, mistake_in_jobs
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.failures import described
 from weft.transforms.pipelines.worker import Worker, put_batches
@@ -107,23 +108,16 @@ class Session:
     def _check(self, batches: Sequence[Any], jobs: Sequence[Job]) -> None:
         """Raise ProgramError if these cannot be submitted. All ranks are past the jobs before those that are kept, so a
         job that runs after one of them waits for nothing."""
-        if not isinstance(batches, list | tuple) or not isinstance(jobs, list | tuple):
-            call = f"session.submit(<{kind_of(batches)}>, <{kind_of(jobs)}>)"
-            raise ProgramError(
-                call, "not a list of batches and a list of jobs", "submit([batch, ...], [Job(...), ...])"
-            )
-        call = f"session.submit(<{len(batches)} batches>, <{len(jobs)} jobs>)"
+        are_lists = isinstance(batches, list | tuple) and isinstance(jobs, list | tuple)
+        sizes = [f"{len(x)} {of}" if are_lists else kind_of(x) for x, of in ((batches, "batches"), (jobs, "jobs"))]
+        call = f"session.submit(<{sizes[0]}>, <{sizes[1]}>)"
         self._refuse_ended(call)
-        if len(batches) != len(jobs) or not all(isinstance(job, Job) for job in jobs):
-            raise ProgramError(call, f"{len(batches)} batches and the jobs {jobs!r:.60}", "a Job for each batch")
-        kept = [*self._jobs, *jobs]
-        for index, job in enumerate(jobs, self.num_jobs):
-            after = job.after
-            if after is None or 0 <= after < self._first:
-                continue
-            if not (0 <= after < index and kept[after - self._first].feeds):
-                seen = f"job {index} runs after job {after}"
-                raise ProgramError(call, seen, "an earlier job of the session, whose output returns")
+        if are_lists and len(batches) == len(jobs) and all(isinstance(job, Job) for job in jobs):
+            kept = [attrs.evolve(job, after=None) for job in self._jobs]
+            refuse(call, mistake_in_jobs([*kept, *jobs], self._first))
+        else:
+            seen, instead = f"{sizes[0]} and the jobs {jobs!r:.60}", "a Job for each batch: submit([batch], [Job()])"
+            raise ProgramError(call, seen, instead)
 
     def _count(self) -> tuple[tuple[int, ...], int]:
         return count_running(self._num_stages, self._jobs, advances=True, buffers=self._buffers)

@@ -20,6 +20,7 @@ import attrs
 from weft.arguments.checks import kind_of
 from weft.effects import Broadcast, Effect, Fence, Program, Run, Send
 from weft.errors import CostError, ProgramError
+from weft.transforms.pipelines.argument_checks import check_count
 from weft.transforms.pipelines.checker import Edge, Step, interleave, puts, takes
 from weft.transforms.pipelines.events import ADVANCE, Event
 from weft.transforms.pipelines.timeline import Timeline
@@ -197,9 +198,7 @@ def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) ->
     if not isinstance(programs, list | tuple) or not isinstance(costs, Costs):
         call = f"simulate(<{kind_of(programs)}>, <{kind_of(costs)}>)"
         raise ProgramError(call, "no programs, or no Costs", "simulate(step.programs(), Costs(stages=(1e-3, ...)))")
-    if not isinstance(capacity, int) or capacity < 1:
-        call = f"simulate(<{len(programs)} programs>, costs, capacity={capacity!r})"
-        raise ProgramError(call, f"capacity={capacity!r}", "an int >= 1: an edge holds a message")
+    check_count(f"simulate(<{len(programs)} programs>, costs, capacity={capacity!r})", "capacity", capacity)
     clocks = _Clocks(len(programs), costs, capacity)
     events = [clocks.move(step) for step in interleave(programs, capacity=capacity)]
     return Timeline.of(events, clocks.peak_bytes())

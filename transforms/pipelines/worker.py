@@ -133,11 +133,7 @@ def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, b
         first = "; x is None on the first stage, which computes from the batch" if x is None else ""
         error.add_note(f"in stage {index} ({getattr(stage, '__name__', stage)}){first}")
         raise
-    if not isinstance(made, tuple) or len(made) != 2:
-        name = getattr(stage, "__name__", stage)
-        seen = f"it returned {kind_of(made)}{of_length(made)}"
-        raise ProgramError(f"stage {index} ({name})", seen, "return (state, y)")
-    return made
+    return check_pair(f"stage {index} ({getattr(stage, '__name__', stage)})", made, "(state, y)")
 
 
 def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any, out: Any) -> Any:
@@ -151,9 +147,13 @@ def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any
         raise
 
 
-def of_length(made: Any) -> str:
-    """The length of a tuple, as text; empty for anything else."""
-    return f" of {len(made)}" if isinstance(made, tuple) else ""
+def check_pair(call: str, made: Any, pair: str) -> tuple[Any, Any]:
+    """The pair that a step or a stage returned. Anything else is refused: a tensor of two rows would unpack into two
+    values."""
+    if not isinstance(made, tuple) or len(made) != 2:
+        length = f" of {len(made)}" if isinstance(made, tuple) else ""
+        raise ProgramError(call, f"it returned {kind_of(made)}{length}", f"return {pair}")
+    return made
 
 
 def match_schema(rank: int, effect: Effect, schema: Schema | None, value: Any) -> None:

@@ -17,7 +17,7 @@ from weft.transforms.pipelines.transports.threads import Threads
 
 @pytest.mark.parametrize("transform", [compose, pipeline])
 def test_no_stage(transform: Callable[..., Any]) -> None:
-    instead = "at least one function (params, state, batch, x) -> (state, y)"
+    instead = "a list of stages (params, state, batch, x) -> (state, y)"
     with refused(ProgramError, f"{transform.__name__}([])", "no stage", instead):
         transform([])
 

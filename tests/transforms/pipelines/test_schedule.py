@@ -175,13 +175,13 @@ def test_a_job_after_none_that_returns_is_refused(jobs: list[Job], seen: str) ->
 
 @pytest.mark.parametrize(("stages", "buffers"), [(0, None), (-1, 1), (2, 0), (2, -1)])
 def test_no_stage_and_no_buffer_are_refused(stages: int, buffers: int | None) -> None:
-    with pytest.raises(ProgramError, match="no stage, or no buffer"):
+    with pytest.raises(ProgramError, match=r"saw: (num_stages|buffers)=(0|-1)\n  instead: an int >= 1"):
         make_programs(stages, [Job()], buffers=buffers)
 
 
 @pytest.mark.parametrize("given", [(decode_jobs(2, 2), 3), (3, 4), (2, [0]), ("2", [Job()])])
 def test_what_is_no_schedule_is_refused(given: Any) -> None:
-    with pytest.raises(ProgramError, match="not a number of stages and a list of jobs"):
+    with pytest.raises(ProgramError, match=r"saw: (num_stages=|no list of jobs)"):
         make_programs(*given)
 
 
