@@ -21,7 +21,7 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.masks import Mask
 from weft.transforms.engine.outputs import CompletionState, RequestOutput
 from weft.transforms.engine.requests import sample_seeds
-from weft.transforms.engine.setup import EngineLimits, check_engine, check_options
+from weft.transforms.engine.setup import EngineLimits, check_engine
 from weft.transforms.engine.speculation import Speculation
 
 LAW = "L11 an engine serves as alone"
@@ -114,9 +114,9 @@ def engine_machine(
     >>> TestMyEngine("runTest").runTest()
     """
     call = "weft.proofs.engine_machine(model, ...)"
-    check_engine(call, model, graph, pipeline, None, None)
-    for drafts in speculation or (None,):
-        check_options(call, model, None, 0, 0, adapters, drafts)
+    check_engine(call, model, graph=graph, pipeline=pipeline, adapters=adapters)
+    for drafts in speculation or ():
+        check_engine(call, model, speculation=drafts)
     if expected is not None and not callable(expected):
         raise CheckError(call, f"expected is {kind_of(expected)}", "a function from a CompletionRequest to token ids")
     if not is_int(max_tokens, 1):

@@ -48,7 +48,7 @@ MISTAKES = {
         lambda: engine().add(["A", "B"], max_tokens=1),
         RequestError,
         "engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=1, id='request 0')",
-        "the prompt is a list of strings",
+        "the prompt holds 'A'",
         "one prompt: a string or a list of token ids",
     ),
     "engine: a dict for sampling": Mistake(

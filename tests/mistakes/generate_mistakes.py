@@ -64,8 +64,8 @@ MISTAKES = {
         lambda: weft.generate(model(), ["A"], max_tokens=1, pipeline=9),
         RequestError,
         "weft.generate(model, prompts, max_tokens=1, temperature=0.0, pipeline=9)",
-        "pipeline=9; the model has 6 layers",
-        "from 1 stage to one a layer",
+        "pipeline=9",
+        "a whole number from 1 to 6, the model's layers",
     ),
     "sampling: a probability above one": Mistake(
         lambda: weft.SamplingParams(top_p=1.5),
@@ -92,8 +92,8 @@ MISTAKES = {
         lambda: make_runner(weft.load(DEMO, "cpu"), weft.Limits(1, 8), num_stages=9),
         ProgramError,
         "make_runner(model, limits, num_stages=9)",
-        "num_stages=9; the model has 6 layers",
-        "from 1 stage to one a layer",
+        "num_stages=9",
+        "a whole number from 1 to 6, the model's layers",
     ),
     "load: parameters of another stage": Mistake(
         lambda: stage_of(0, 1, None),
@@ -114,6 +114,6 @@ MISTAKES = {
         RequestError,
         "weft.generate(model, prompts, max_tokens=1, temperature=0.0, pipeline=1)",
         "speculation is an int",
-        "weft.Speculation(num_tokens=...), or None",
+        "weft.Speculation(...), or None",
     ),
 }

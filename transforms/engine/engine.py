@@ -27,7 +27,6 @@ from weft.transforms.engine.setup import (
     ResolvedLimits,
     assert_same_engines,
     check_engine,
-    check_options,
     engine_ladder,
     make_executor,
     make_weights,
@@ -85,8 +84,9 @@ class Engine:
         speculation: Speculation | None = None,
     ) -> None:
         call = f"weft.Engine(model, pipeline={pipeline!r}, graph={graph!r}, run_ahead={run_ahead!r})"
-        check_engine(call, model, graph, pipeline, seed, transport)
-        check_options(call, model, limits, run_ahead, num_logprobs, adapters, speculation)
+        options: dict[str, Any] = {"graph": graph, "num_logprobs": num_logprobs, "seed": seed}
+        own = {"limits": limits, "adapters": adapters, "speculation": speculation}
+        check_engine(call, model, transport, pipeline=pipeline, run_ahead=run_ahead, **options, **own)
         self.model = model
         self.transport = transport or Local()
         self.run_ahead = run_ahead
@@ -118,7 +118,7 @@ class Engine:
         self._check = self.transport.check if self._is_distributed else None
         self._assert_equal = self.transport.assert_equal if self._is_distributed else None
         if self._assert_equal is not None:
-            options = {"graph": graph, "num_logprobs": num_logprobs, "seed": own_seed}
+            options["seed"] = own_seed
             assert_same_engines(self._assert_equal, model, self.limits, options, named)
 
     def __repr__(self) -> str:

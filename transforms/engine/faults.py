@@ -1,12 +1,34 @@
-"""Faults: user code that raises for one request, or logits without a possible token, end that request alone; an error
-in a step itself ends the engine."""
+"""Faults: invalid arguments are refused; user code that raises for one request, or logits without a possible token, end
+that request alone; an error in a step itself ends the engine."""
 
 import math
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import UnionType
+from typing import Any
 
+from weft.arguments.checks import is_int, kind_of
 from weft.errors import EngineError, LogitsError, RequestError, WeftError
+
+Rule = tuple[type | UnionType | Callable[[Any], object], str]
+"""The type of an argument, or a function that says whether its value is valid; and the `instead` of the error."""
+COUNT: Rule = (lambda value: is_int(value, 1), "a whole number >= 1")
+COUNT_OR_NONE: Rule = (lambda value: value is None or is_int(value, 1), "a whole number >= 1, or None")
+
+
+def check_values(
+    call: str, rules: Mapping[str, Rule], values: Mapping[str, Any], error: type[WeftError] = RequestError
+) -> None:
+    """Raise `error` for the first value that breaks the rule of its name."""
+    for name, value in values.items():
+        rule, instead = rules[name]
+        if isinstance(rule, type | UnionType):
+            holds, seen = isinstance(value, rule), f"{name} is {kind_of(value)}"
+        else:
+            holds, seen = bool(rule(value)), f"{name}={value!r:.200}"
+        if not holds:
+            raise error(call, seen, instead)
 
 
 class StepGuard:

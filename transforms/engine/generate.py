@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import attrs
 from tqdm.auto import tqdm
 
-from weft.arguments.checks import is_int, kind_of, names_arguments
+from weft.arguments.checks import is_number, names_arguments
 from weft.arguments.equivalents import for_generate
 from weft.display.tables import bars_over_text, element, text, titled
 from weft.errors import RequestError, WeftError
@@ -16,14 +16,17 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.faults import COUNT, Rule, check_values
 from weft.transforms.engine.inputs import EmbedsPrompt, check_sampling, encode_prompt
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.setup import EngineLimits, check_engine
 from weft.transforms.engine.speculation import Speculation
-from weft.transforms.pipelines.argument_checks import wrong_transport
 from weft.transforms.pipelines.transports import Transport
 
-_MAX_TEMPERATURE = 1e38  # of float32
+_RULES: dict[str, Rule] = {
+    "max_tokens": COUNT,
+    "temperature": (lambda value: is_number(value, 0, 1e38), "a finite number >= 0; 0 is greedy"),
+}
 MAX_NUM_REQS = 256
 """The most completions that run at once; others wait."""
 MAX_NUM_TOKENS = 2048
@@ -171,19 +174,15 @@ def generate(
     call = (
         f"weft.generate(model, prompts, max_tokens={max_tokens!r}, temperature={temperature!r}, pipeline={pipeline!r})"
     )
-    check_engine(call, model, graph, pipeline, seed, transport)
-    _check_arguments(call, max_tokens, temperature)
-    if (wrong := wrong_transport(transport)) is not None:
-        raise RequestError(call, *wrong)
-    drafts: Any = speculation
-    if drafts is not None and not isinstance(drafts, Speculation):
-        raise RequestError(call, f"speculation is {kind_of(drafts)}", "weft.Speculation(num_tokens=...), or None")
+    check_engine(call, model, transport, graph=graph, pipeline=pipeline, seed=seed, speculation=speculation)
+    check_values(call, _RULES, {"max_tokens": max_tokens, "temperature": temperature})
     encoded = _encode_prompts(model, prompts, call)
     if transport is not None:
         lengths = [len(own.ids) if isinstance(own, EmbedsPrompt) else len(own) for own in encoded]
         transport.assert_equal("the prompts", f"of {lengths} tokens, max_tokens={max_tokens}")
     params = _sampling_of_each(call, model, temperature, sampling, len(encoded))
-    adapters = _adapter_of_each(call, adapter, len(encoded))
+    instead = f"weft.load_adapter(model, folder), or a list of {len(encoded)} of them and None"
+    adapters = _one_each(call, "adapter", adapter, Adapter | None, len(encoded), instead)
     once = {id(each): each for each in adapters if each is not None}
     named = {f"adapter {place}": each for place, each in enumerate(once.values())}  # the same names on every rank
     names = dict(zip(once, named, strict=True))
@@ -264,26 +263,15 @@ def _sampling_of_each(
     if sampling is not None and temperature != 0:
         raise RequestError(call, f"temperature={temperature!r} beside sampling", "SamplingParams(temperature=...)")
     given = SamplingParams(temperature=temperature) if sampling is None else sampling
-    each = [given] * count if isinstance(given, SamplingParams) else given
-    is_list = isinstance(each, list | tuple) and all(isinstance(params, SamplingParams) for params in each)
-    if not is_list or len(each) != count:
-        raise RequestError(call, f"sampling={sampling!r:.200}", f"one SamplingParams, or a list of {count}")
+    each = _one_each(call, "sampling", given, SamplingParams, count, f"one SamplingParams, or a list of {count}")
     for params in each:
         check_sampling(call, model, params, _num_logprobs(each))
+    return each
+
+
+def _one_each(call: str, name: str, given: Any, kind: Any, count: int, instead: str) -> list[Any]:
+    """An argument for each prompt: one value for all of them, or a list of `count` values."""
+    each = [given] * count if isinstance(given, kind) else given
+    if not isinstance(each, list | tuple) or len(each) != count or not all(isinstance(own, kind) for own in each):
+        raise RequestError(call, f"{name}={given!r:.200}", instead)
     return list(each)
-
-
-def _adapter_of_each(call: str, adapter: Any, count: int) -> list[Adapter | None]:
-    each = [adapter] * count if adapter is None or isinstance(adapter, Adapter) else adapter
-    is_list = isinstance(each, list | tuple) and all(own is None or isinstance(own, Adapter) for own in each)
-    if not is_list or len(each) != count:
-        instead = f"weft.load_adapter(model, folder), or a list of {count} of them and None"
-        raise RequestError(call, f"adapter={adapter!r:.200}", instead)
-    return list(each)
-
-
-def _check_arguments(call: str, max_tokens: int, temperature: float) -> None:
-    if not is_int(max_tokens, 1):
-        raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
-    if not isinstance(temperature, int | float) or not 0 <= temperature <= _MAX_TEMPERATURE:
-        raise RequestError(call, f"temperature={temperature!r}", "a finite number >= 0; 0 is greedy")

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments.checks import is_int, kind_of
+from weft.arguments.checks import is_int
 from weft.batch import EMBEDDED, IN_ORDER
 from weft.display.summary import Summarized
 from weft.errors import RequestError
@@ -19,11 +19,24 @@ from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
 from weft.stages.rope import mrope_position_delta
 from weft.torchapi.private import to_device
-from weft.transforms.engine.faults import blamed
+from weft.transforms.engine.faults import COUNT, Rule, blamed, check_values
 from weft.transforms.engine.requests import PromptExtras, Request, position_content, request_seed
 
 _MAX_POSITION = 2**31
 """Limit of a prompt's positions; those after the prompt, counted on from its largest one, are int64."""
+_PROMPT_RULES: dict[str, Rule] = {
+    name: (Tensor | None, f"{name}=torch.as_tensor(...)") for name in ("inputs_embeds", "positions")
+}
+_REQUEST_RULES: dict[str, Rule] = {
+    "sampling": (SamplingParams, "weft.SamplingParams(...), or None"),
+    "id": (lambda value: isinstance(value, str) and value, "a string that is not empty, or None: one is made"),
+    "priority": (lambda value: isinstance(value, int), "a whole number; the lower goes first"),
+    "mask": (
+        lambda value: value is None or callable(value),
+        "a function from the tokens said so far to the ids of those that may be next",
+    ),
+    "max_tokens": COUNT,
+}
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -52,12 +65,10 @@ class EmbedsPrompt(Summarized):
     positions: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
-        for name in ("inputs_embeds", "positions"):
-            if not isinstance(value := getattr(self, name), Tensor | None):
-                seen = f"{name} is {kind_of(value)}"
-                raise RequestError("weft.EmbedsPrompt(...)", seen, f"{name}=torch.as_tensor(...)")
+        call = "weft.EmbedsPrompt(...)"
+        check_values(call, _PROMPT_RULES, {name: getattr(self, name) for name in _PROMPT_RULES})
         if self.token_ids is None and self.inputs_embeds is None:
-            call, instead = "weft.EmbedsPrompt(...)", "EmbedsPrompt(token_ids, inputs_embeds), or embeddings alone"
+            instead = "EmbedsPrompt(token_ids, inputs_embeds), or embeddings alone"
             raise RequestError(call, "neither token_ids nor inputs_embeds", instead)
 
     @property
@@ -77,8 +88,14 @@ class EmbedsPrompt(Summarized):
         Raises:
             RequestError: the parts do not fit the model or each other.
         """
-        ids, hidden = self.ids, model.config.hidden_size
-        _check_embeds(call, self.inputs_embeds, EMBEDDED in ids, (len(ids), hidden), model.dtype)
+        ids, embeds = self.ids, self.inputs_embeds
+        shape = len(ids), model.config.hidden_size
+        has_shape = EMBEDDED not in ids if embeds is None else (embeds.shape, embeds.dtype) == (shape, model.dtype)
+        if not has_shape:
+            seen = "a token that is EMBEDDED (-2), and no inputs_embeds"
+            if embeds is not None:
+                seen = f"inputs_embeds of shape {list(embeds.shape)}, {embeds.dtype}, for {len(ids)} tokens"
+            raise RequestError(call, seen, f"a row for each of the prompt's tokens: {list(shape)}, {model.dtype}")
         if self.positions is None:
             return
         if model.config.rope.mrope_section is None:
@@ -89,14 +106,6 @@ class EmbedsPrompt(Summarized):
             raise RequestError(call, seen, f"[3, {len(ids)}] int64: get_rope_index(...)[0][:, 0]")
         if outside := [x for x in (int(self.positions.min()), int(self.positions.max())) if not 0 <= x < _MAX_POSITION]:
             raise RequestError(call, f"a position {outside[0]}", f"positions from 0 to {_MAX_POSITION - 1}")
-
-
-def _check_embeds(call: str, given: Any, needed: bool, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    if given is None and needed:
-        raise RequestError(call, "a token that is EMBEDDED (-2), and no inputs_embeds", f"inputs_embeds {list(shape)}")
-    if given is not None and (tuple(given.shape) != shape or given.dtype != dtype):
-        seen = f"inputs_embeds of shape {list(given.shape)}, {given.dtype}, for {shape[0]} tokens"
-        raise RequestError(call, seen, f"a row for each of the prompt's tokens: {list(shape)}, {dtype}")
 
 
 def read_extras(prompt: EmbedsPrompt) -> PromptExtras:
@@ -184,6 +193,7 @@ class RequestBuilder:
     slots: Mapping[str, int]
     _eos_ids: tuple[int, ...] = attrs.field(init=False, repr=False)
     _scratch: SamplingTable = attrs.field(init=False, repr=False)
+    _adapter_rule: Rule = attrs.field(init=False, repr=False)
 
     @_eos_ids.default
     def _eos_ids_of_vocabulary(self) -> tuple[int, ...]:
@@ -196,6 +206,13 @@ class RequestBuilder:
                 stacklevel=5,  # whoever makes the engine
             )
         return tuple(token for token in ends if token < vocab)
+
+    @_adapter_rule.default
+    def _known_adapter(self) -> Rule:
+        instead = "Engine(..., adapters={name: weft.load_adapter(model, folder)}): this one has none"
+        if self.slots:
+            instead = f"one of the engine's: {', '.join(map(repr, self.slots))}"
+        return (lambda own: own is None or (isinstance(own, str) and own in self.slots)), instead
 
     @_scratch.default
     def _one_row(self) -> SamplingTable:
@@ -220,26 +237,14 @@ class RequestBuilder:
         """
         given = SamplingParams(temperature=0.0) if sampling is None else sampling
         call = f"engine.add(prompt, {given!r}, max_tokens={max_tokens!r}, id={name!r})"
-        if not isinstance(given, SamplingParams):
-            raise RequestError(call, f"sampling is {kind_of(given)}", "weft.SamplingParams(...), or None")
-        if not isinstance(name, str) or not name:
-            raise RequestError(call, f"id={name!r}", "a string that is not empty, or None: one is made")
-        if not isinstance(priority, int):
-            raise RequestError(call, f"priority={priority!r}", "a whole number; the lower goes first")
-        if mask is not None and not callable(mask):
-            instead = "a function from the tokens said so far to the ids of those that may be next"
-            raise RequestError(call, f"mask is {kind_of(mask)}", instead)
-        if not is_int(max_tokens, 1):
-            raise RequestError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
+        values = {"sampling": given, "id": name, "priority": priority, "mask": mask, "max_tokens": max_tokens}
+        check_values(call, _REQUEST_RULES, values)
+        check_values(call, {"adapter": self._adapter_rule}, {"adapter": adapter})
         check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
         if EMBEDDED in ids and given.prompt_logprobs is not None:
             seen = f"prompt_logprobs={given.prompt_logprobs!r} of a prompt with embeddings, which have none"
             raise RequestError(call, seen, "SamplingParams() without prompt_logprobs")
-        if adapter is not None and not (isinstance(adapter, str) and adapter in self.slots):
-            known = f"one of the engine's: {', '.join(map(repr, self.slots))}"
-            none = "Engine(..., adapters={name: weft.load_adapter(model, folder)}): this one has none"
-            raise RequestError(call, f"adapter={adapter!r}", known if self.slots else none)
         config = self.model.config
         params = given.for_request(self._eos_ids, request_seed(self.seed, index))
         check_sampling(call, self.model, params, self.num_logprobs)
@@ -273,16 +278,14 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
             instead = 'its ["input_ids"]'  # what transformers' tokenizers and chat templates return
         raise RequestError(call, f"{name} is {prompt!r:.200}, a {type(prompt).__name__}", instead)
     ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    if not ids:
-        raise RequestError(call, f"{name} is empty ({prompt!r})", "give at least one token to go on from")
-    if len(ids) >= limit:
+    if not 0 < len(ids) < limit:
         seen = f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
-        raise RequestError(call, seen, f"shorten it to {limit - 1} tokens")
-    if any(isinstance(token, str) for token in ids):
-        raise RequestError(call, f"{name} is a list of strings", "one prompt: a string or a list of token ids")
+        raise RequestError(call, seen, f"a prompt of 1 to {limit - 1} tokens")
     known = ids if embeds is None else [t for t in ids if t != EMBEDDED]
     if wrong := [t for t in known if not is_int(t, 0, vocab - 1)]:
         instead = f"token ids are ints from 0 to {vocab - 1}"
+        if isinstance(wrong[0], str):
+            instead = "one prompt: a string or a list of token ids"
         if isinstance(wrong[0], Mapping):
             instead = "a text; transformers' apply_chat_template(messages, tokenize=False, …) makes one of a chat"
         raise RequestError(call, f"{name} holds {wrong[0]!r:.200}", instead)
@@ -297,12 +300,11 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
     Raises:
         RequestError: the model or the engine's step cannot do what they ask.
     """
+    vocab = model.config.vocab_size
     for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(params, name) or 0) > model.config.vocab_size:
-            raise RequestError(call, f"{name}={getattr(params, name)}", f"at most {model.config.vocab_size}")
-    params.check_tokens(model.config.vocab_size, MAX_BIASED)
+        if (wanted := getattr(params, name) or 0) > min(num_logprobs, vocab):
+            instead = f"Engine(..., num_logprobs={wanted})" if wanted <= vocab else f"at most {vocab}"
+            raise RequestError(call, f"{name}={wanted}", instead)
+    params.check_tokens(vocab, MAX_BIASED)
     if params.stop and model.tokenizer is None:
         raise RequestError(call, f"stop={params.stop!r}; the checkpoint has no tokenizer", "stop_token_ids=[...]")
-    wanted = max(params.logprobs or 0, params.prompt_logprobs or 0)
-    if wanted > num_logprobs:
-        raise RequestError(call, f"logprobs of {wanted} tokens", f"Engine(..., num_logprobs={wanted})")

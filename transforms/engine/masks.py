@@ -81,12 +81,12 @@ def compute_mask(id: str, own: RequestMask, token_ids: Sequence[int], vocab_size
             raise RequestError(call, seen, f"int32 [{words}], a bit for each of {vocab_size} tokens; or their ids")
         bits = bits.cpu().contiguous()
         allowed = bits & _all(vocab_size)
-        if not allowed.any():
-            instead = "at least one: the end-of-sequence token ends a request"
-            raise RequestError(call, "no token that is allowed", instead)
         if not (allowed & own.allowed_after(len(token_ids))).any():
-            seen = "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
-            raise RequestError(call, seen, "at least one that they leave; a request that may end has min_tokens=0")
+            seen, instead = "no token that is allowed", "at least one: the end-of-sequence token ends a request"
+            if allowed.any():
+                seen = "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
+                instead = "at least one that they leave; a request that may end has min_tokens=0"
+            raise RequestError(call, seen, instead)
         return bits.numpy().tobytes()
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from weft.errors import RequestError
-
 
 @attrs.define(eq=False)
 class Pages:
@@ -84,14 +82,8 @@ class Pages:
             self._refcounts[page] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Hold `count` free pages: empty ones first, then evicted ones.
-
-        Raises:
-            RequestError: fewer pages are free.
-        """
-        if count > self.num_free:
-            call = f"pages.allocate({count})"
-            raise RequestError(call, f"{self.num_free} free pages of {self.num_pages}", "ask num_free first")
+        """Hold `count` free pages, at most `num_free`: empty ones first, then evicted ones."""
+        assert count <= self.num_free, "the scheduler asks num_free first"
         allocated = []
         for _ in range(count):
             page = self._empty.pop() if self._empty else self._evict_oldest()

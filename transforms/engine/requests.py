@@ -239,11 +239,9 @@ class Budget:
 
     def __attrs_post_init__(self) -> None:
         least = min(self.max_num_reqs, self.max_pages, self.num_cohorts, *self.query_lens)
-        if 1 not in self.query_lens:
-            raise RequestError(str(self), f"query_lens={self.query_lens}", "1 among them: not every step has drafts")
-        if least < 1 or self.max_num_tokens < self.cohort_size:
-            instead = f"numbers >= 1, and at least {max(self.cohort_size, 1)} tokens"
-            raise RequestError(str(self), "no room for a step of all requests", instead)
+        if least < 1 or 1 not in self.query_lens or self.max_num_tokens < self.cohort_size:
+            instead = f"numbers >= 1, query_lens with a 1, and at least {max(self.cohort_size, 1)} tokens"
+            raise RequestError(str(self), "no room for a step of all requests, or none without drafts", instead)
 
     @property
     def cohort_size(self) -> int:

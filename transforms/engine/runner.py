@@ -11,7 +11,7 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.display.tables import Table
 from weft.effects import Schema, TensorSchema
-from weft.errors import ProgramError, RequestError
+from weft.errors import ProgramError
 from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.stages.adapters import stage_params
@@ -20,6 +20,7 @@ from weft.stages.layout import StageLayout, split_model
 from weft.stages.model import Model
 from weft.stages.params import num_bytes
 from weft.state import State, admit, advance
+from weft.transforms.engine.faults import Rule, check_values
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder, Limits, make_ladder
 from weft.transforms.pipelines.argument_checks import wrong_transport
@@ -31,6 +32,10 @@ PAGE_SIZE = 16
 """Tokens per page."""
 SPLIT_AT = ("weft::paged_attention",)
 """The operators at which piecewise graphs cut a decoder."""
+_LENGTHS: Rule = (
+    lambda given: isinstance(given, Sequence) and given and all(isinstance(n, int) and n >= 1 for n in given),
+    "a list of whole numbers >= 1, one a request",
+)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -94,10 +99,8 @@ def make_runner(
     ladder = make_ladder(mode, limits)
     if (wrong := wrong_transport(transport)) is not None:
         raise ProgramError(f"make_runner(model, limits, num_stages={num_stages}, transport=...)", *wrong)
-    if not is_int(num_stages, 1) or num_stages > model.config.num_layers:
-        seen = f"num_stages={num_stages!r}; the model has {model.config.num_layers} layers"
-        call = f"make_runner(model, limits, num_stages={num_stages!r})"
-        raise ProgramError(call, seen, "from 1 stage to one a layer")
+    call, rules = f"make_runner(model, limits, num_stages={num_stages!r})", {"num_stages": stage_rule(model)}
+    check_values(call, rules, {"num_stages": num_stages}, ProgramError)
     transport = transport or Local()
     every = split_model(model.config, num_stages)
     layouts = tuple(every[rank] for rank in transport.ranks(num_stages))
@@ -113,6 +116,12 @@ def make_runner(
     spanned = [graph_step(stage, ladder, backend) for stage in stages]
     step = pipeline(spanned, microbatches=num_stages, advance=advance, schema=_edge_schema(model), transport=transport)
     return Runner(step, params, stages, layouts, tuple(spanned) if len(ladder) else ())
+
+
+def stage_rule(model: Model) -> Rule:
+    """The rule of a number of stages that the model's layers are split into."""
+    most = model.config.num_layers
+    return (lambda value: is_int(value, 1, most)), f"a whole number from 1 to {most}, the model's layers"
 
 
 def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
@@ -149,9 +158,7 @@ def make_state(
     Raises:
         RequestError: lengths that are not a list of integers >= 1.
     """
-    if not isinstance(lengths, Sequence) or not lengths or not all(isinstance(n, int) and n >= 1 for n in lengths):
-        seen = f"lengths={lengths!r:.60}"
-        raise RequestError("make_state(model, layouts, lengths)", seen, "a list of whole numbers >= 1, one a request")
+    check_values("make_state(model, layouts, lengths)", {"lengths": _LENGTHS}, {"lengths": lengths})
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

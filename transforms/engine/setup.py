@@ -21,8 +21,9 @@ from weft.stages.model import Model
 from weft.stages.params import DecoderParams
 from weft.state import State, advance
 from weft.torchapi.private import changes_of
+from weft.transforms.engine.faults import COUNT, COUNT_OR_NONE, Rule, check_values
 from weft.transforms.engine.requests import Budget
-from weft.transforms.engine.runner import graph_step
+from weft.transforms.engine.runner import graph_step, stage_rule
 from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.step import Executor, PipelineExecutor, StepExecutor, advance_work, with_edits
 from weft.transforms.graphs.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
@@ -41,6 +42,11 @@ than their size, graphs were found to take up to a fifth more."""
 _CPU_BYTES = 2**30
 """The most that the KV cache takes on a CPU."""
 _MAX_CONTEXT = 4096
+_LIMIT_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("max_num_reqs", "max_num_tokens", "page_size"), COUNT),
+    **dict.fromkeys(("max_model_len", "num_pages", "num_cohorts"), COUNT_OR_NONE),
+    "mixed": (lambda value: isinstance(value, bool), "True or False"),
+}
 
 
 @names_arguments(**LIMITS)
@@ -74,14 +80,8 @@ class EngineLimits:
     mixed: bool = True
 
     def __attrs_post_init__(self) -> None:
-        for field in attrs.fields(EngineLimits):
-            value = getattr(self, field.name)
-            call, seen = f"weft.EngineLimits({field.name}={value!r})", f"{field.name}={value!r}"
-            if field.name == "mixed" and not isinstance(value, bool):
-                raise RequestError(call, seen, "True or False")
-            if field.name != "mixed" and not is_int(value, 1) and (value is not None or field.default is not None):
-                instead = "a whole number >= 1" + (", or None" if field.default is None else "")
-                raise RequestError(call, seen, instead)
+        for name, value in attrs.asdict(self, recurse=False).items():
+            check_values(f"weft.EngineLimits({name}={value!r})", _LIMIT_RULES, {name: value})
 
     def resolve(
         self,
@@ -244,8 +244,7 @@ class Weights:
         Raises:
             RequestError: an adapter that the engine does not have, or that does not fit its slots.
         """
-        if not isinstance(adapters, Mapping) or not all(isinstance(each, Adapter) for each in adapters.values()):
-            raise RequestError(call, f"adapters={adapters!r:.200}", "{name: weft.load_adapter(model, folder)}, or None")
+        check_values(call, _RULES, {"adapters": adapters})
         if unknown := [name for name in adapters if name not in self.slots]:
             known = ", ".join(map(repr, self.slots)) or "none"
             raise RequestError(call, f"an adapter {unknown[0]!r}", f"one that the engine was made with: {known}")
@@ -378,44 +377,37 @@ def _example(model: Model, drafts: int) -> IntermediateTensors:
     return IntermediateTensors(hidden, ids if drafts else None, ids.new_zeros(1, 3) if has_mrope else None)
 
 
-def check_engine(call: str, model: Any, graph: str, stages: int, seed: int | None, transport: Any) -> None:
-    """Check the arguments that `Engine` and `generate` share.
+def _are_adapters(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(
+        isinstance(name, str) and isinstance(each, Adapter) for name, each in given.items()
+    )
+
+
+_RULES: dict[str, Rule] = {
+    "model": (Model, "model = weft.load(folder)"),
+    "seed": (lambda value: value is None or is_int(value), "a whole number, or None"),
+    "graph": (lambda value: value in MODES, f"one of {', '.join(MODES)}"),
+    "run_ahead": (lambda value: is_int(value, 0), "a whole number of steps, or 0"),
+    "limits": (EngineLimits | None, "weft.EngineLimits(...), or None"),
+    "speculation": (Speculation | None, "weft.Speculation(...), or None"),
+    "adapters": (
+        lambda value: value is None or _are_adapters(value), "{name: weft.load_adapter(model, folder)}, or None"
+    ),
+}  # fmt: skip
+
+
+def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -> None:
+    """Check arguments of `Engine`, or those of `generate` and others that they pass on to it.
 
     Raises:
-        RequestError: not a model, an unknown mode, more stages than layers, a seed that is not an integer, or not a
-            transport.
+        RequestError: not a model, not a transport, or an option of the wrong type or out of range.
     """
     if (wrong := wrong_transport(transport)) is not None:
         raise RequestError(call, *wrong)
-    if not isinstance(model, Model):
-        raise RequestError(call, f"model is {kind_of(model)}", "model = weft.load(folder)")
-    if seed is not None and not is_int(seed):
-        raise RequestError(call, f"seed={seed!r}", "a whole number, or None")
-    if graph not in MODES:
-        raise RequestError(call, f"graph={graph!r}", f"one of {', '.join(MODES)}")
-    if not is_int(stages, 1) or stages > model.config.num_layers:
-        raise RequestError(
-            call, f"pipeline={stages!r}; the model has {model.config.num_layers} layers", "from 1 stage to one a layer"
-        )
-
-
-def check_options(
-    call: str, model: Model, limits: Any, run_ahead: Any, num_logprobs: Any, adapters: Any, speculation: Any
-) -> None:
-    """Check the other arguments of `Engine`.
-
-    Raises:
-        RequestError: one of them is of the wrong type or out of range.
-    """
-    if not is_int(run_ahead, 0):
-        raise RequestError(call, f"run_ahead={run_ahead!r}", "a whole number of steps, or 0")
+    check_values(call, _RULES, {"model": model})
     vocab = model.config.vocab_size
-    if not is_int(num_logprobs, 0, vocab):
-        raise RequestError(call, f"num_logprobs={num_logprobs!r}", f"a whole number from 0 to {vocab}")
-    if not isinstance(limits, EngineLimits | None):
-        raise RequestError(call, f"limits is {kind_of(limits)}", "weft.EngineLimits(...), or None")
-    if not isinstance(speculation, Speculation | None):
-        raise RequestError(call, f"speculation is {kind_of(speculation)}", "weft.Speculation(...), or None")
-    named = isinstance(adapters, Mapping) and all(isinstance(name, str) for name in adapters)
-    if adapters is not None and not (named and all(isinstance(each, Adapter) for each in adapters.values())):
-        raise RequestError(call, f"adapters={adapters!r:.200}", "{name: weft.load_adapter(model, folder)}, or None")
+    own: dict[str, Rule] = {
+        "pipeline": stage_rule(model),
+        "num_logprobs": (lambda value: is_int(value, 0, vocab), f"a whole number from 0 to {vocab}"),
+    }
+    check_values(call, _RULES | own, options)

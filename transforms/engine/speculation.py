@@ -6,13 +6,14 @@ from typing import Any
 import attrs
 import torch
 
-from weft.arguments.checks import is_int, kind_of
+from weft.arguments.checks import is_int
 from weft.errors import RequestError
 from weft.stages.config import ModelConfig
 from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
 from weft.state import Drafting, State
+from weft.transforms.engine.faults import Rule, check_values
 
 
 @attrs.frozen
@@ -44,14 +45,9 @@ class Speculation:
 
     def __attrs_post_init__(self) -> None:
         call = f"weft.Speculation(num_tokens={self.num_tokens!r}, ngram={self.ngram!r}, model={self.model!r})"
-        if not is_int(self.num_tokens, 1, _MAX_NUM_TOKENS):
-            raise RequestError(call, f"num_tokens={self.num_tokens!r}", f"a whole number from 1 to {_MAX_NUM_TOKENS}")
+        check_values(call, _RULES, attrs.asdict(self, recurse=False))
         if self.ngram is not None and self.model is not None:
             raise RequestError(call, "two ways to draft", "ngram=..., or model=...")
-        if self.model is not None and not isinstance(self.model, Model | ModelConfig):
-            raise RequestError(call, f"model is {kind_of(self.model)}", "model = weft.load(folder)")
-        if self.model is None and not _is_range(_NGRAM if self.ngram is None else self.ngram):
-            raise RequestError(call, f"ngram={self.ngram!r}", "the fewest tokens and the most, as in ngram=(1, 3)")
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -138,3 +134,10 @@ _MAX_NUM_TOKENS = 1024
 def _is_range(value: Any) -> bool:
     pair = isinstance(value, tuple | list) and len(value) == 2
     return pair and all(is_int(each, 1) for each in value) and value[0] <= value[1]
+
+
+_RULES: dict[str, Rule] = {
+    "num_tokens": (lambda value: is_int(value, 1, _MAX_NUM_TOKENS), f"a whole number from 1 to {_MAX_NUM_TOKENS}"),
+    "ngram": (lambda value: value is None or _is_range(value), "the fewest tokens and the most, as in ngram=(1, 3)"),
+    "model": (Model | ModelConfig | None, "model = weft.load(folder)"),
+}

@@ -137,7 +137,7 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no ids": (("--prompt-ids", ""), ("argument --prompt-ids: '' holds '', which is not a token id",)),
     "long prompt": (
         ("--prompt", "a" * 512),
-        ("saw: prompt 0 has 512 tokens; the model's limit is 512", "instead: shorten it to 511 tokens"),
+        ("saw: prompt 0 has 512 tokens; the model's limit is 512", "instead: a prompt of 1 to 511 tokens"),
     ),
     "id beyond the vocabulary": (("--prompt-ids", "1,257"), ("saw: prompt 0 holds 257", "ints from 0 to 256")),
     "words for ids": (

@@ -29,12 +29,13 @@ def assert_unharmed(demo: Model, usual: tuple[list[weft.Completion], Any]) -> No
 
 LISTS = "pass a list of prompts, each a string or a list of token ids"
 IDS = "token ids are ints from 0 to 256"
-GO_ON = "give at least one token to go on from"
+LIMIT = "tokens; the model's limit is 512, one of them to be generated"
+SIZE = "a prompt of 1 to 511 tokens"
 FINITE = "a finite number >= 0; 0 is greedy"
 MODES = "one of none, piecewise, full_decode_only, full, full_and_piecewise"
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "an empty text": ({"prompts": ["An", ""]}, "prompt 1 is empty ('')", GO_ON),
-    "an empty list of ids": ({"prompts": [[65], [66], []]}, "prompt 2 is empty ([])", GO_ON),
+    "an empty text": ({"prompts": ["An", ""]}, f"prompt 1 has 0 {LIMIT}", SIZE),
+    "an empty list of ids": ({"prompts": [[65], [66], []]}, f"prompt 2 has 0 {LIMIT}", SIZE),
     "no prompts": ({"prompts": []}, "prompts=[]", LISTS),
     "a text, not a list": ({"prompts": "An"}, "prompts='An'", LISTS),
     "ids, not a list of them": ({"prompts": [65, 66]}, "prompts=[65, 66]", LISTS),
@@ -42,16 +43,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a negative id": ({"prompts": [[65], [-1]]}, "prompt 1 holds -1", IDS),
     "a float for an id": ({"prompts": [[65.0]]}, "prompt 0 holds 65.0", IDS),
     "a bool for an id": ({"prompts": [[True]]}, "prompt 0 holds True", IDS),
-    "too many ids": (
-        {"prompts": [[65], [65] * 512]},
-        "prompt 1 has 512 tokens; the model's limit is 512, one of them to be generated",
-        "shorten it to 511 tokens",
-    ),
-    "too long a text": (
-        {"prompts": ["x" * 600]},
-        "prompt 0 has 600 tokens; the model's limit is 512, one of them to be generated",
-        "shorten it to 511 tokens",
-    ),
+    "too many ids": ({"prompts": [[65], [65] * 512]}, f"prompt 1 has 512 {LIMIT}", SIZE),
+    "too long a text": ({"prompts": ["x" * 600]}, f"prompt 0 has 600 {LIMIT}", SIZE),
     "what a tokenizer of transformers returns": (
         {"prompts": [UserDict(input_ids=[65], attention_mask=[1])]},
         "prompt 0 is {'input_ids': [65], 'attention_mask': [1]}, a UserDict",
@@ -85,8 +78,7 @@ def test_what_generate_refuses(case: str, demo: Model, usual: tuple[list[weft.Co
 @pytest.mark.parametrize("stages", [7, 0, -1])
 def test_more_pipeline_stages_than_layers(stages: int, demo: Model, usual: tuple[list[weft.Completion], Any]) -> None:
     call = f"weft.generate(model, prompts, max_tokens=3, temperature=0.0, pipeline={stages})"
-    seen = f"pipeline={stages}; the model has 6 layers"
-    with refused(RequestError, call, seen, "from 1 stage to one a layer"):
+    with refused(RequestError, call, f"pipeline={stages}", "a whole number from 1 to 6, the model's layers"):
         weft.generate(demo, ["An"], max_tokens=3, pipeline=stages)
     assert_unharmed(demo, usual)
 
