@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?( ?(%|s|ms|us|bytes|[KMG]iB))?")
 
 @attrs.frozen(repr=False)
 class Table:
-    """Rows of text below the names of their columns. A terminal shows it aligned, `rich` with rules, a notebook
+    """Rows of text below the names of their columns. A terminal shows it aligned, `rich` also in its width, a notebook
     as HTML.
 
     Args:
@@ -74,9 +74,10 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        made = RichTable(title=Text(self.title) if self.title else None, title_justify="left")
+        made = RichTable(box=None, pad_edge=False, title_justify="left", title_style="bold", header_style="dim")
+        made.title = Text(self.title) if self.title else None
         for name, right in zip(self.header, self.right, strict=True):
-            made.add_column(Text(name), justify="right" if right else "left")
+            made.add_column(Text(name), justify="right" if right else "left", vertical="bottom", overflow="fold")
         for row in self.rows:
             made.add_row(*map(Text, row))
         return made

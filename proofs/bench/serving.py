@@ -14,7 +14,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,11 @@ import torch
 
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
-from weft.transforms.cli.bench import (
-    BenchOptions,
-    RankFigures,
-    evenly,
-    figures,
-    finish,
-    make_prompts,
-    serve,
-    start,
-    warm_up,
-)
+from weft.transforms.cli.bench import measure, start
+from weft.transforms.cli.models import open_model
+from weft.transforms.cli.options import MODES, Bench
 from weft.transforms.cli.presets import PRESETS, WORKLOADS
-from weft.transforms.cli.ranks import Here, Place, in_ranks
-from weft.transforms.cli.shared import MODES
-from weft.transforms.cli.sources import Source
+from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
 
 _PROMPTS, _MORE = 64, 64
@@ -70,23 +60,31 @@ class Plan:
         """The distinct lengths of prompts."""
         return list(dict.fromkeys(self.lengths[name][0] for name in self.workloads))
 
-    def wanted(self, source: Source, place: Place, mode: str, input_len: int, output_len: int) -> BenchOptions:
+    def options(self, options: Bench, mode: str, input_len: int, output_len: int) -> Bench:
         """The corresponding options of `weft bench`."""
         count, tokens = self.requests, max(_MAX_NUM_TOKENS, self.requests)
-        return BenchOptions(source, input_len, output_len, count, count, tokens, mode, 1.0, 0, 1, place)
+        return attrs.evolve(
+            options,
+            graph=mode,
+            input_len=input_len,
+            output_len=output_len,
+            num_prompts=count,
+            max_num_seqs=count,
+            max_num_tokens=tokens,
+        )
 
 
-def run(here: Here, source: Source, place: Place, plan: Plan) -> list[dict[str, Any]]:
+def run(here: Here, options: Bench, plan: Plan) -> list[dict[str, Any]]:
     """Run, and return this process's rows; the first rank prints them as they come."""
-    model, rows, said = source.open(here, progress=here.first), list[dict[str, Any]](), dict[str, Said]()
+    model, rows, said = open_model(options, here, progress=here.first), list[dict[str, Any]](), dict[str, Said]()
     checked = [(length, plan.check + _MORE) for length in plan.input_lens() if plan.check]
     longest = max((*(plan.lengths[name] for name in plan.workloads), *checked), key=sum)
     for mode in dict.fromkeys((*(["none"] if plan.check else []), *plan.modes)):
-        engine, started = start(here, plan.wanted(source, place, mode, *longest), here.first, model)
+        engine, started = start(here, plan.options(options, mode, *longest), here.first, model)
         for name in plan.workloads if mode in plan.modes else ():
-            wanted = plan.wanted(source, place, mode, *plan.lengths[name])
-            for row in measure(here, engine, wanted, started, plan.repeats):
-                rows.append({"workload": name, "mode": mode, **row})
+            wanted = plan.options(options, mode, *plan.lengths[name])
+            for index, row in enumerate(measure(here, engine, wanted, started, repeats=plan.repeats)):
+                rows.append({"workload": name, "mode": mode, "repeat": index, **row})
                 if here.first:
                     print(show(rows[-1]), flush=True)
         if plan.check:
@@ -95,20 +93,6 @@ def run(here: Here, source: Source, place: Place, plan: Plan) -> list[dict[str, 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return [*rows, *compared(said)]
-
-
-def measure(
-    here: Here, engine: Engine, wanted: BenchOptions, started: RankFigures, repeats: int
-) -> Iterator[dict[str, Any]]:
-    """Serve a workload, after a few tokens of warm-up."""
-    draw = random.Random(wanted.seed)
-    own, _ = warm_up(engine, wanted, draw, started)
-    for index in range(repeats):
-        prompts = make_prompts(engine, wanted, draw, wanted.num_prompts)
-        with evenly():
-            served = serve(engine, prompts, wanted.sampling, wanted.output_len, False)
-        found = figures(served, wanted.input_len, here.collect(finish(engine, own)))
-        yield {"repeat": index, **found}
 
 
 def complete(engine: Engine, plan: Plan, input_len: int) -> list[list[int]]:
@@ -185,10 +169,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--modes none leaves nothing for --check to compare: name another mode")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
-    place = Place("python -m weft.proofs.bench.serving", given.pp, given.transport, None)
+    options = Bench(preset=given.preset, pp=given.pp, transport=given.transport)
     lengths = {name: (max(1, a // given.scale), max(1, b // given.scale)) for name, (a, b) in WORKLOADS.items()}
     plan = Plan(given.modes, given.workloads, given.requests, lengths, given.repeats, given.check)
-    rows = in_ranks(run, place, Source(None, given.preset, True, None), place, plan) or []
+    rows = in_ranks(run, options, options, plan) or []
     compared_rows = [row for row in rows if "equal" in row]
     for row in compared_rows:
         seen = f"{row['equal']} of {row['prompts']} greedy completions are those of {row['against']}"

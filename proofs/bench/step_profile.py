@@ -23,9 +23,10 @@ import torch
 
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
+from weft.transforms.cli.models import open_model
+from weft.transforms.cli.options import Bench
 from weft.transforms.cli.presets import PRESETS
 from weft.transforms.cli.ranks import Here
-from weft.transforms.cli.sources import Source
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.pipelines.transports.local import Local
@@ -106,7 +107,7 @@ def profile_prompts(preset: str, num_tokens: int, context: int, graph: str) -> P
 
 
 def _engine(preset: str, limits: EngineLimits, graph: str) -> Engine:
-    model = Source(None, preset, True, None).open(Here(Local(), 1, "cuda"), progress=False)
+    model = open_model(Bench(preset=preset), Here(Local(), 1, "cuda"))
     return Engine(model, limits, graph=graph, seed=0)
 
 

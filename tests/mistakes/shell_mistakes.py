@@ -22,7 +22,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ["generate", "--model", "nowhere", "--prompt", "A"],
         "saw: there is no folder 'nowhere'\n  instead: pass a local folder; `hf download",
     ),
-    "more stages than layers": (["plan", "--model", str(DEMO), "--pp", "9"], "instead: from --pp 1 to --pp 6"),
+    "more stages than layers": (
+        ["plan", "--model", str(DEMO), "--pp", "9"],
+        "instead: use 1 to 6 stages, so that each owns a layer",
+    ),
     "fewer tokens than requests": (
         ["bench", "--preset", "tiny", "--max-num-seqs", "4", "--max-num-tokens", "2"],
         "error: weft bench --max-num-tokens 2\n  saw: 2 tokens a step for 4 requests\n  instead: 4 or more",

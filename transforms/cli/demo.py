@@ -1,10 +1,8 @@
 """`weft demo`: generate from three prompts in four ways, and compare what they computed after every step."""
 
-import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from time import perf_counter
 
 import attrs
@@ -16,12 +14,12 @@ from tqdm import tqdm
 
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
-from weft.errors import RequestError
 from weft.outputs import Output
 from weft.stages.model import DEMO, Model, load
 from weft.stages.params import num_bytes
 from weft.state import State
-from weft.transforms.cli.shared import console, printable, table
+from weft.transforms.cli.options import Demo
+from weft.transforms.cli.printing import console, printable, table
 from weft.transforms.engine.inputs import encode_prompt
 from weft.transforms.engine.runner import Runner, make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
@@ -64,19 +62,19 @@ class Step:
 
     Args:
         descriptor: the batch's.
-        token_ids: (row, token) of each request in the batch.
+        seconds: from the call until the tokens are on the host.
+        tokens: [2, num_reqs], the row and the token of each request in the batch.
         logits: [num_reqs, vocab_size].
         kv_pages: of all layers, those of the stages concatenated.
-        tables: the parts of each stage's state that describe the requests (`TABLES`).
-        seconds: from the call until the tokens are on the host.
+        tables: [num_stages, num_bytes], the parts of each stage's state that describe the requests (`TABLES`).
     """
 
     descriptor: BatchDescriptor
-    token_ids: tuple[tuple[int, int], ...]
+    seconds: float
+    tokens: Tensor
     logits: Tensor
     kv_pages: Tensor
-    tables: tuple[tuple[Tensor, ...], ...]
-    seconds: float
+    tables: Tensor
 
 
 @attrs.frozen(eq=False)
@@ -85,10 +83,8 @@ class Trace:
 
     way: Way
     steps: tuple[Step, ...]
-    token_ids: tuple[tuple[int, ...], ...]
-    captures: int
-    replays: int
-    eager: int
+    token_ids: list[list[int]]
+    calls: Mapping[str, int]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -105,33 +101,23 @@ class Comparison:
     Args:
         steps: compared steps, up to the first one whose tokens differ.
         tokens: whether all tokens are identical.
-        logits, kv_pages: the largest absolute difference.
         tables: whether the request tables of all stages are bitwise equal.
+        sizes: the largest absolute difference of the logits, and of the KV pages.
         bitwise: whether logits and KV pages are bitwise equal.
-        exact: whether they must be; else they may differ by `TOLERANCE`.
     """
 
     way: Way
     against: Way
     steps: int
     tokens: bool
-    logits: float
-    kv_pages: float
     tables: bool
+    sizes: Mapping[str, float]
     bitwise: bool
-    exact: bool
-
-    @property
-    def holds(self) -> bool:
-        """Whether both computed the same."""
-        # Written so that a NaN does not hold.
-        close = self.logits <= self.allowed and self.kv_pages <= self.allowed
-        return self.tokens and self.tables and close and (self.bitwise or not self.exact)
 
     @property
     def allowed(self) -> float:
-        """The difference that logits and KV pages may have."""
-        return 0.0 if self.exact else TOLERANCE
+        """The difference that logits and KV pages may have: none where both ways compute in the same shapes."""
+        return 0.0 if self.way.num_stages == self.against.num_stages else TOLERANCE
 
     def faults(self) -> Iterator[str]:
         """The differences that are not allowed, in words."""
@@ -139,36 +125,37 @@ class Comparison:
             yield f"the tokens differ in step {self.steps}, the last that was compared"
         if not self.tables:
             yield "a stage's request table differs"
-        for name, size in (("logits", self.logits), ("KV pages", self.kv_pages)):
-            if not size <= self.allowed:
+        for name, size in self.sizes.items():
+            if not size <= self.allowed:  # nor is a NaN allowed
                 yield f"the {name} differ by {_size(size)}, allowed {_size(self.allowed)}"
-        if self.exact and not self.bitwise and self.logits == self.kv_pages == 0:
+        if not (self.allowed or self.bitwise or any(self.sizes.values())):
             yield "zeros differ in sign"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(options: Demo) -> int:
     """Run the four ways, compare them and print the result; the exit code is 1 if a comparison does not hold.
 
     Raises:
         DeviceError: this machine does not have the device.
         RequestError: more tokens than the model has positions for.
     """
-    model, max_tokens, out = load(DEMO, arguments.device, "float32"), arguments.max_tokens, console()
-    prompts = _encode(model, max_tokens)
+    model, max_tokens, out = load(DEMO, options.device, "float32"), options.max_tokens, console()
+    prompts = [encode_prompt(model, prompt, "weft demo") for prompt in PROMPTS]
+    if max_tokens > (most := model.config.max_position_embeddings - max(map(len, prompts))):
+        seen = f"{max_tokens} tokens; after the longest prompt the model has {most} positions"
+        options.refuse(f"--max-tokens {max_tokens}", seen, f"a number from 1 to {most}")
     with few_threads(model.device):
         bar = tqdm(WAYS, "demo", leave=False, disable=not sys.stderr.isatty())
-        traces = [trace(model, way, prompts, max_tokens) for way in bar]
-        by_way = {trace.way: trace for trace in traces}
-        found = [compare(by_way[way], by_way[against]) for way, against in COMPARISONS]
+        traces = {way: trace(model, way, prompts, max_tokens) for way in bar}
+        found = [compare(traces[way], traces[against]) for way, against in COMPARISONS]
         threads = f" with {torch.get_num_threads()} thread" if model.device.type == "cpu" else ""
     size = f"{model.config.num_layers} layers, {num_bytes(model.params) / 2**20:.1f} MiB in float32"
     out.print(f"{model.config.architecture}, {size}, on {model.device}{threads}")
     out.print(f"{len(PROMPTS)} prompts in one batch, up to {max_tokens} tokens each, greedy\n")
-    _show_texts(out, model, traces)
-    _show_speed(out, model, traces)
+    _show_texts(out, model, [*traces.values()])
+    _show_speed(out, model, [*traces.values()])
     _show_comparisons(out, found)
-    _show_verdict(out, traces, found)
-    return 0 if all(comparison.holds for comparison in found) else 1
+    return _show_verdict(out, found)
 
 
 @contextmanager
@@ -183,115 +170,87 @@ def few_threads(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _encode(model: Model, max_tokens: int) -> list[list[int]]:
-    call = f"weft demo --max-tokens {max_tokens}"
-    prompts = [encode_prompt(model, prompt, call) for prompt in PROMPTS]
-    most = model.config.max_position_embeddings - max(map(len, prompts))
-    if max_tokens > most:
-        seen = f"{max_tokens} tokens; after the longest prompt the model has {most} positions"
-        raise RequestError(call, seen, f"a number from 1 to {most}")
-    return prompts
-
-
 def trace(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_tokens: int) -> Trace:
     """Generate greedily from `prompts` in one way, and keep the results of every step."""
     limits = Limits(len(prompts), sum(map(len, prompts)))
     runner = make_runner(model, limits, num_stages=way.num_stages, mode=way.mode, keep_logits=True)
     state = make_state(model, runner.layouts, [len(ids) + max_tokens for ids in prompts])
-    batch: Batch | None = Batch.ragged(range(len(prompts)), prompts, device=model.device)
+    batch = Batch.ragged(range(len(prompts)), prompts, device=model.device)
     generated: list[list[int]] = [[] for _ in prompts]
-    steps = []
-    while batch is not None:
+    rows, steps = [*range(len(prompts))], []
+    while rows:
         start = perf_counter()
         state, out = runner.step(runner.params, state, batch)
-        for row, token in zip(batch.rows.tolist(), out.token_ids.tolist(), strict=True):
+        for row, token in zip(rows, out.token_ids.tolist(), strict=True):
             generated[row].append(token)
         steps.append(_keep(batch, out, state, perf_counter() - start))
-        batch = _next_batch(model, generated, max_tokens)
-    return Trace(way, tuple(steps), tuple(map(tuple, generated)), *_counts(runner, steps))
-
-
-def _next_batch(model: Model, generated: Sequence[Sequence[int]], max_tokens: int) -> Batch | None:
-    """A decode batch of the requests that have not ended; None if all have."""
-    ends = model.config.eos_token_ids
-    rows = [row for row, own in enumerate(generated) if len(own) < max_tokens and own[-1] not in ends]
-    return Batch.decode(rows, device=model.device) if rows else None
+        ends = model.config.eos_token_ids
+        rows = [row for row in rows if len(generated[row]) < max_tokens and generated[row][-1] not in ends]
+        batch = Batch.decode(rows, device=model.device) if rows else batch
+    return Trace(way, tuple(steps), generated, _calls(runner, steps))
 
 
 def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> Step:
     assert out.logits is not None
-    tokens = tuple(zip(batch.rows.tolist(), out.token_ids.tolist(), strict=True))
-    tables = tuple(tuple(x.clone() for name, x in leaves_with_names(s) if name in TABLES) for s in state)
-    kept = Step(batch.descriptor, tokens, out.logits.clone(), torch.cat([s.kv_pages for s in state]), tables, seconds)
+    tables = [[x.flatten().view(torch.uint8) for name, x in leaves_with_names(s) if name in TABLES] for s in state]
+    kept = Step(
+        batch.descriptor,
+        seconds,
+        torch.stack([batch.rows, out.token_ids]),
+        out.logits.clone(),
+        torch.cat([stage.kv_pages for stage in state]),
+        torch.stack([torch.cat(parts) for parts in tables]),
+    )
     if out.logits.is_cuda:
         torch.cuda.synchronize(out.logits.device)  # the next step's time is to be without the copies
     return kept
 
 
-def _counts(runner: Runner, steps: Sequence[Step]) -> tuple[int, int, int]:
+def _calls(runner: Runner, steps: Sequence[Step]) -> dict[str, int]:
     """Captures, replays and eager calls: of the whole step, or of each stage on each micro-batch."""
-    if runner.graphs:
-        infos = [graph.cache_info() for graph in runner.graphs]
-        return sum(i.captures for i in infos), sum(i.replays for i in infos), sum(i.eager for i in infos)
-    stages = len(runner.layouts)
-    return 0, 0, sum(stages * min(stages, step.descriptor.num_reqs) for step in steps)
+    infos, stages = [graph.cache_info() for graph in runner.graphs], len(runner.layouts)
+    eager = 0 if infos else sum(stages * min(stages, step.descriptor.num_reqs) for step in steps)
+    return {
+        "captures": sum(info.captures for info in infos),
+        "replays": sum(info.replays for info in infos),
+        "eager calls": eager + sum(info.eager for info in infos),
+    }
 
 
 def compare(trace: Trace, reference: Trace) -> Comparison:
     """Compare two runs up to the first step whose tokens differ: later steps have different inputs."""
-    pairs: list[tuple[Step, Step]] = []
-    tokens = True
-    for a, b in zip_longest(trace.steps, reference.steps):
-        if a is None or b is None or a.logits.shape != b.logits.shape:
-            tokens = False
-            break
-        pairs.append((a, b))
-        if a.token_ids != b.token_ids:
-            tokens = False
-            break
-    logits = [(a.logits, b.logits) for a, b in pairs]
-    kv_pages = [(a.kv_pages, b.kv_pages) for a, b in pairs]
-    tables = [(x, y) for a, b in pairs for table in a.tables for x, y in zip(table, b.tables[0], strict=True)]
+    same = [torch.equal(a.tokens, b.tokens) for a, b in zip(trace.steps, reference.steps, strict=False)]
+    steps = same.index(False) + 1 if False in same else len(same)
+    pairs = [*zip(trace.steps[:steps], reference.steps[:steps], strict=True)]
+    values = {
+        "logits": [(a.logits, b.logits) for a, b in pairs],
+        "KV pages": [(a.kv_pages, b.kv_pages) for a, b in pairs],
+    }
     return Comparison(
         trace.way,
         reference.way,
-        steps=len(pairs),
-        tokens=tokens,
-        logits=_largest(logits),
-        kv_pages=_largest(kv_pages),
-        tables=_bitwise(tables),
-        bitwise=_bitwise(logits) and _bitwise(kv_pages),
-        exact=trace.way.num_stages == reference.way.num_stages,
+        steps,
+        tokens=all(same),
+        tables=all(bool((a.tables == b.tables[:1]).all()) for a, b in pairs),
+        sizes={name: float(torch.stack([(a - b).abs().max() for a, b in own]).max()) for name, own in values.items()},
+        bitwise=all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for own in values.values() for a, b in own),
     )
-
-
-def _largest(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """The largest absolute difference; NaN if there is one anywhere."""
-    return float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
-
-
-def _bitwise(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def _show_texts(out: Console, model: Model, traces: Sequence[Trace]) -> None:
     """The texts, once if all ways agree."""
-    agree = len({trace.token_ids for trace in traces}) == 1
-    rows = []
+    agree = all(trace.token_ids == traces[0].token_ids for trace in traces)
+    out.print(Text("texts, the same in all four ways" if agree else "texts", style="bold"))
     for trace in traces[: 1 if agree else None]:
         for index, (prompt, ids) in enumerate(zip(PROMPTS, trace.token_ids, strict=True)):
-            text = Text.assemble((prompt, "bold"), printable(model.decode(list(ids)) or ""))
-            rows.append({"": index + 1, "text": text} if agree else {"way": trace.way.name, "text": text})
-    out.print(table("texts, the same in all four ways" if agree else "texts", rows, left=2))
+            label = f"{index + 1}  " if agree else f"{trace.way.name:<10}  "
+            out.print(Text.assemble((label, "dim"), (prompt, "bold"), printable(model.decode(ids) or "")))
     out.print()
 
 
 def _show_speed(out: Console, model: Model, traces: Sequence[Trace]) -> None:
-    rows = []
-    for trace in traces:
-        rate = "" if trace.tokens_per_second is None else f"{trace.tokens_per_second:,.0f}"
-        counts = {"captures": trace.captures, "replays": trace.replays, "eager calls": trace.eager}
-        rows.append({"way": trace.way.name, "tokens/s": rate, **counts})
+    rates = ("" if trace.tokens_per_second is None else f"{trace.tokens_per_second:,.0f}" for trace in traces)
+    rows = [{"way": trace.way.name, "tokens/s": rate, **trace.calls} for trace, rate in zip(traces, rates, strict=True)]
     out.print(table("speed", rows))
     on_tape = "On the CPU, graphs are tapes: they check what a CUDA graph would do, and save no time."
     out.print(
@@ -307,9 +266,9 @@ def _show_comparisons(out: Console, found: Sequence[Comparison]) -> None:
     for c in found:
         row = {"way": c.way.name, "against": c.against.name}
         row |= {"tokens": "equal" if c.tokens else "DIFFER", "tables": "equal" if c.tables else "DIFFER"}
-        row |= {"logits": _size(c.logits), "KV pages": _size(c.kv_pages), "allowed": _size(c.allowed)}
-        rows.append(row | {"verdict": "holds" if c.holds else "BROKEN"})
-    out.print(table("largest difference after any step", rows, left=4))
+        row |= {name: _size(size) for name, size in c.sizes.items()}
+        rows.append({**row, "allowed": _size(c.allowed), "verdict": "BROKEN" if [*c.faults()] else "holds"})
+    out.print(table("largest difference after any step", rows))
     out.print(
         "tables: each stage's requests. KV pages: all layers. allowed 0: both ways compute in the same shapes, so the "
         "bits are equal. A pipelined batch runs as micro-batches, and matrix products of other shapes round "
@@ -318,19 +277,21 @@ def _show_comparisons(out: Console, found: Sequence[Comparison]) -> None:
     )
 
 
-def _show_verdict(out: Console, traces: Sequence[Trace], found: Sequence[Comparison]) -> None:
-    broken = [c for c in found if not c.holds]
+def _show_verdict(out: Console, found: Sequence[Comparison]) -> int:
+    """Print whether all ways are equal; returns the exit code."""
+    broken = [c for c in found if [*c.faults()]]
     for c in broken:
         out.print(f"{c.way.name} against {c.against.name}: {'; '.join(c.faults())}", style="red")
     if broken:
         out.print("NOT EQUAL: the four ways did not compute the same.", style="bold red")
-    else:
-        logits, state = max(c.logits for c in found), max(c.kv_pages for c in found)
-        out.print(
-            f"EQUAL after each of {len(traces[0].steps)} steps: identical tokens; logits within {_size(logits)} and "
-            f"state within {_size(state)} of the eager run's, allowed {_size(TOLERANCE)}, and 0 in the same shapes.",
-            style="bold green",
-        )
+        return 1
+    logits, state = (max(c.sizes[name] for c in found) for name in ("logits", "KV pages"))
+    out.print(
+        f"EQUAL after each of {found[0].steps} steps: identical tokens; logits within {_size(logits)} and "
+        f"state within {_size(state)} of the eager run's, allowed {_size(TOLERANCE)}, and 0 in the same shapes.",
+        style="bold green",
+    )
+    return 0
 
 
 def _size(difference: float) -> str:

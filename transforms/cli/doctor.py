@@ -1,6 +1,5 @@
 """`weft doctor`: the versions, devices, graph back ends and kernels that weft would use here, and why."""
 
-import argparse
 import json
 import os
 import platform
@@ -13,17 +12,18 @@ import torch
 
 from weft import __version__
 from weft.ops.backends import backends
-from weft.transforms.cli.shared import console, table
+from weft.transforms.cli.options import Doctor
+from weft.transforms.cli.printing import console, table
 from weft.transforms.graphs.backends import make_backend
 
 _PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "hypothesis", "transformers")
 _REASONS = {"tape": "a record of operators, with a graph's hazards", "cuda": "torch.cuda.CUDAGraph"}
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(options: Doctor) -> int:
     """Print the report; the exit code is 0."""
     report = examine()
-    if arguments.json:
+    if options.json:
         print(json.dumps(report, indent=2))
     else:
         show(report)
@@ -39,22 +39,13 @@ def examine() -> dict[str, Any]:
     """
     devices = [_cpu(), *_gpus()]
     names = [device["device"] for device in devices]
+    own = {"weft": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     return {
-        "versions": _versions(),
+        "versions": own | {"CUDA": torch.version.cuda} | {package: _installed(package) for package in _PACKAGES},
         "devices": devices,
         "graph_backends": list(_graph_backends(names)),
         "ops": [{"device": name, **attrs.asdict(row)} for name in names for row in backends(name)],
     }
-
-
-def _versions() -> dict[str, str | None]:
-    own = {
-        "weft": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "CUDA": torch.version.cuda,
-    }
-    return own | {package: _installed(package) for package in _PACKAGES}
 
 
 def _installed(package: str) -> str | None:
@@ -114,24 +105,16 @@ def show(report: dict[str, Any]) -> None:
         {"package": name, "version": version or ("none" if name == "CUDA" else "not installed")}
         for name, version in report["versions"].items()
     ]
-    devices = [
-        {
-            **device,
-            "memory": "unknown" if device["memory"] is None else f"{device['memory'] / 2**30:.1f} GiB",
-            "threads": "" if device["threads"] is None else device["threads"],
-        }
-        for device in report["devices"]
-    ]
-    graphs = [
-        {
-            "device": found["device"] or "none",
-            "back end": found["backend"] if found["device"] else f"{found['backend']}: not used",
-            "why": found["reason"],
-        }
-        for found in report["graph_backends"]
-    ]
+    devices = []
+    for device in report["devices"]:
+        memory = "unknown" if device["memory"] is None else f"{device['memory'] / 2**30:.1f} GiB"
+        devices.append(device | {"memory": memory, "threads": device["threads"] or ""})
+    graphs = []
+    for found in report["graph_backends"]:
+        chosen = found["backend"] if found["device"] else f"{found['backend']}: not used"
+        graphs.append({"device": found["device"] or "none", "back end": chosen, "why": found["reason"]})
     ops = [{("why" if name == "reason" else name): value for name, value in op.items()} for op in report["ops"]]
     out = console()
     for title, rows in (("versions", versions), ("devices", devices), ("graphs", graphs), ("ops", ops)):
-        out.print(table(title, rows, left=4))
+        out.print(table(title, rows))
         out.print()

@@ -13,12 +13,12 @@ from rich.text import Text
 from tqdm import tqdm
 
 from weft.arguments.json_text import parse_json
-from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
-from weft.transforms.cli.ranks import Here, Place, check_stages, in_ranks
-from weft.transforms.cli.shared import console, table
-from weft.transforms.cli.sources import Source
+from weft.transforms.cli.models import check_models, open_model, read_config
+from weft.transforms.cli.options import Bench
+from weft.transforms.cli.printing import console, table
+from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.outputs import CompletionState
 from weft.transforms.engine.setup import EngineLimits
@@ -44,30 +44,6 @@ class Task:
     line: int
     text: str
     answer: str | None = None
-
-
-@attrs.frozen
-class EvalOptions:
-    """The options of `weft bench --eval`.
-
-    Args:
-        source: the model.
-        file: the tasks.
-        graphs: the modes.
-        splits: numbers of stages; None: one, or torchrun's.
-        max_num_seqs: requests that run at once.
-        max_num_tokens: tokens per step. Mode `full` runs prompts as whole graphs, too, if this is at most the number of
-            requests.
-        run_ahead: steps that are launched before the first of them is read.
-    """
-
-    source: Source
-    file: str
-    graphs: Sequence[str]
-    splits: Sequence[int | None]
-    max_num_seqs: int
-    max_num_tokens: int
-    run_ahead: int
 
 
 @attrs.frozen
@@ -136,26 +112,25 @@ class Score:
         }
 
 
-def evaluate(options: EvalOptions, place: Place, *, progress: bool) -> dict[str, Any] | None:
+def evaluate(options: Bench, *, progress: bool) -> dict[str, Any] | None:
     """The report, with the scores mode by mode and split by split; None on a rank of torchrun that is not the first.
 
     Raises:
-        RequestError: what `read_tasks` refuses, a question longer than the model has positions for, or more stages
-            than layers.
-        Whatever `weft.load`, `Engine` and `in_ranks` raise.
+        RequestError: what `read_tasks` refuses, or a question longer than the model has positions for.
+        Whatever `check_models`, `weft.load`, `Engine` and `in_ranks` raise.
     """
-    tasks, scores, num_layers = read_tasks(options.file), list[Score](), options.source.config().num_layers
-    places = [attrs.evolve(place, stages=stages) for stages in options.splits]
-    for split in places:
-        check_stages(split, num_layers)
-    for split in places:
-        found = in_ranks(score_modes, split, options, tasks, progress)
+    tasks, scores = read_tasks(options), list[Score]()
+    splits = [attrs.evolve(options, pp=pp) for pp in options.splits]
+    for split in splits:
+        check_models(split, read_config(options.model))
+    for split in splits:
+        found = in_ranks(score_modes, split, split, tasks, progress)
         if found is None:
             return None
         scores += found
     first = scores[0]
     return {
-        "file": options.file,
+        "file": options.eval,
         "dtype": first.dtype,
         "texts": len(first.logprobs),
         "tokens": first.num_tokens,
@@ -166,77 +141,73 @@ def evaluate(options: EvalOptions, place: Place, *, progress: bool) -> dict[str,
     }
 
 
-def read_tasks(path: str) -> list[Task]:
+def read_tasks(options: Bench) -> list[Task]:
     """The tasks of a file; empty lines are skipped.
 
     Raises:
         RequestError: the file cannot be read, a line is not a task, or there is none.
     """
-    call = f"weft bench --eval {path:.300}"
+    flag, text = f"--eval {options.eval}", ""
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with Path(str(options.eval)).open(encoding="utf-8") as file:
             text = file.read(_MAX_FILE + 1)
     except (OSError, ValueError) as error:
-        raise RequestError(call, f"it cannot be read: {error}", "a file of UTF-8 text") from error
+        options.refuse(flag, f"it cannot be read: {error}", "a file of UTF-8 text")
     if len(text) > _MAX_FILE:
-        raise RequestError(call, f"more than {_MAX_FILE} characters", "a part of it")
-    tasks = [_task(call, index + 1, line) for index, line in enumerate(text.split("\n")) if line.strip()]
+        options.refuse(flag, f"more than {_MAX_FILE} characters", "a part of it")
+    tasks = [_task(options, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not tasks:
-        raise RequestError(call, "no task in it", _FORMS)
+        options.refuse(flag, "no task in it", _FORMS)
     return tasks
 
 
-def _task(call: str, number: int, line: str) -> Task:
+def _task(options: Bench, number: int, line: str) -> Task:
+    flag, found = f"--eval {options.eval}", None
     try:
         found = parse_json(line)
     except ValueError as error:
-        raise RequestError(call, f"line {number} is not JSON: {error}", _FORMS) from error
+        options.refuse(flag, f"line {number} is not JSON: {error}", _FORMS)
     names = sorted(found) if isinstance(found, dict) else []
     if names not in (["text"], ["answer", "prompt"]):
-        raise RequestError(call, f"line {number} has {', '.join(map(repr, names)) or 'no names'}", _FORMS)
+        options.refuse(flag, f"line {number} has {', '.join(map(repr, names)) or 'no names'}", _FORMS)
     for name in names:
         if not isinstance(found[name], str) or not found[name]:
             seen = f"line {number} has {name}={found[name]!r:.200}"
-            raise RequestError(call, seen, f"{name} is a string, and not empty")
-    return Task(number, found["text"]) if names == ["text"] else Task(number, found["prompt"], found["answer"])
+            options.refuse(flag, seen, f"{name} is a string, and not empty")
+    return Task(number, found.get("text") or found["prompt"], found.get("answer"))
 
 
-def score_modes(here: Here, options: EvalOptions, tasks: Sequence[Task], progress: bool) -> list[Score]:
+def score_modes(here: Here, options: Bench, tasks: Sequence[Task], progress: bool) -> list[Score]:
     """The scores of one model in each mode, with an engine for each.
 
     A pipeline has one cohort, so that every split runs the same batches.
     """
     shows = progress and here.first
-    model, scores = options.source.open(here, progress=shows), []
-    _check_lengths(options, model, tasks)
+    model, scores = open_model(options, here, progress=shows), []
+    most = min(model.config.max_position_embeddings, _MAX_CONTEXT)
+    for task in tasks:
+        length = 0 if task.answer is None else len(model.encode(task.text)) + _num_tokens(model, task.answer)
+        if length > most:
+            seen = f"line {task.line} has {length} tokens, including the answer"
+            options.refuse(f"--eval {options.eval}", seen, f"at most {most}")
+    limits = EngineLimits(
+        max_num_reqs=options.max_num_seqs,
+        max_num_tokens=options.tokens_per_step,
+        max_model_len=most,
+        num_cohorts=1,
+    )
     for graph in tqdm(options.graphs, desc="eval", unit="mode", disable=not shows):
-        scores.append(_score(here, options, model, graph, tasks))
+        scores.append(_score(here, options, model, graph, limits, tasks))
         gc.collect()
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # the next engine takes what memory is free
     return scores
 
 
-def _check_lengths(options: EvalOptions, model: Model, tasks: Sequence[Task]) -> None:
-    most = _context(model)
-    for task in tasks:
-        if task.answer is not None:
-            length = len(model.encode(task.text)) + _num_tokens(model, task.answer)
-            if length > most:
-                seen = f"line {task.line} has {length} tokens, including the answer"
-                raise RequestError(f"weft bench --eval {options.file}", seen, f"at most {most}")
-
-
-def _score(here: Here, options: EvalOptions, model: Model, graph: str, tasks: Sequence[Task]) -> Score:
-    most = _context(model)
+def _score(here: Here, options: Bench, model: Model, graph: str, limits: EngineLimits, tasks: Sequence[Task]) -> Score:
     engine = Engine(
         model,
-        EngineLimits(
-            max_num_reqs=options.max_num_seqs,
-            max_num_tokens=options.max_num_tokens,
-            max_model_len=most,
-            num_cohorts=1,
-        ),
+        limits,
         pipeline=here.num_stages,
         graph=graph,
         transport=here.transport,
@@ -244,7 +215,7 @@ def _score(here: Here, options: EvalOptions, model: Model, graph: str, tasks: Se
         seed=0,
     )
     greedy, scored = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, prompt_logprobs=0)
-    texts = [task.text for task in tasks if task.answer is None]
+    texts, most = [task.text for task in tasks if task.answer is None], limits.max_model_len or _MAX_CONTEXT
     questions = [(task.text, task.answer) for task in tasks if task.answer is not None]
     parts = [[engine.add(part, scored, max_tokens=1) for part in windows(model.encode(text), most)] for text in texts]
     asked = [engine.add(prompt, greedy, max_tokens=_num_tokens(model, answer)) for prompt, answer in questions]
@@ -273,10 +244,6 @@ def windows(ids: Sequence[int], most: int) -> Iterator[list[int]]:
         yield list(ids[start : start + most - 1])
 
 
-def _context(model: Model) -> int:
-    return min(model.config.max_position_embeddings, _MAX_CONTEXT)
-
-
 def _num_tokens(model: Model, answer: str) -> int:
     assert model.tokenizer is not None, "the prompt was encoded with it"
     return len(model.tokenizer.encode(answer, add_special_tokens=False).ids)
@@ -300,7 +267,7 @@ def show(report: dict[str, Any]) -> None:
         row["right"] = "" if score["accuracy"] is None else f"{score['accuracy']:.1%}"
         row["replay"] = f"{score['replayed']:.0%}"
         rows.append(row | {"differs": f"{score['difference']:.1e}" if score["agrees"] else "DIFFERS"})
-    out.print(table(None, rows))
+    out.print(table("", rows))
     out.print()
     if len(rows) > 1:
         how = "score the same" if report["agree"] else "do NOT score the same"

@@ -1,6 +1,5 @@
 """`weft generate`: complete prompts with a checkpoint."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -8,30 +7,28 @@ import attrs
 from rich.text import Text
 
 from weft.arguments.json_text import write_json
-from weft.errors import RequestError
 from weft.stages.adapters import load_adapter
 from weft.stages.model import Model, load
-from weft.transforms.cli.ranks import Here, Place, check_stages, in_ranks
-from weft.transforms.cli.shared import console, counted, printable
-from weft.transforms.cli.sources import check_drafts, open_drafts, read_config
+from weft.transforms.cli.models import check_models, open_drafts, read_config
+from weft.transforms.cli.options import Generate
+from weft.transforms.cli.printing import console, counted, printable
+from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.generate import Completion, generate
 
 Completed = tuple[list[str], list[Completion]]
 """The prompts, as text or in the form that `--prompt-ids` takes, and their completions."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(options: Generate) -> int:
     """Complete the prompts and print the completions; the exit code is 1 if one of them ended with an error."""
-    if not arguments.prompts:
-        raise RequestError("weft generate", "no prompt", "give at least one --prompt TEXT or --prompt-ids 1,2,3")
-    check_drafts("weft generate", arguments.speculate, arguments.draft)
-    place = Place.of(arguments, arguments.pp)
-    check_stages(place, read_config(arguments.model, None).num_layers)
-    completed = in_ranks(_complete, place, arguments, sys.stderr.isatty())
+    if not options.prompt:
+        options.refuse("", "no prompt", "give at least one --prompt TEXT or --prompt-ids 1,2,3")
+    check_models(options, read_config(options.model))
+    completed = in_ranks(_complete, options, options, sys.stderr.isatty())
     if completed is None:
         return 0  # the first rank prints
     prompts, completions = completed
-    if arguments.json:
+    if options.json:
         print("\n".join(write_json(attrs.asdict(completion)) for completion in completions))
     else:
         _show(prompts, completions)
@@ -41,24 +38,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _complete(here: Here, arguments: argparse.Namespace, progress: bool) -> Completed:
+def _complete(here: Here, options: Generate, progress: bool) -> Completed:
     """This process's part of the work."""
     shows = progress and here.first
-    model = load(arguments.model, here.device, arguments.dtype, stage=here.stage, progress=shows)
+    model = load(options.model, here.device, options.dtype, stage=here.stage, progress=shows)
     completions = generate(
         model,
-        arguments.prompts,
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
+        options.prompt,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
         pipeline=here.num_stages,
-        graph=arguments.graph,
-        adapter=None if arguments.adapter is None else load_adapter(model, arguments.adapter),
-        speculation=open_drafts(here, arguments.speculate, arguments.draft, arguments.dtype),
+        graph=options.graph,
+        adapter=None if options.adapter is None else load_adapter(model, options.adapter),
+        speculation=open_drafts(options, here),
         transport=here.transport,
         progress=shows,
     )
-    return [_as_text(model, prompt) for prompt in arguments.prompts], completions
+    return [_as_text(model, prompt) for prompt in options.prompt], completions
 
 
 def _as_text(model: Model, prompt: str | list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Tables and markup: aligned in a terminal, ruled by rich, escaped in a notebook, and readable in both themes."""
+"""Tables and markup: aligned in a terminal, wrapped by rich, escaped in a notebook, and readable in both themes."""
 
 import io
 import re

@@ -16,8 +16,9 @@ import weft
 from weft.errors import ConfigError, RequestError
 from weft.stages.model import DEMO, DTYPES as MODEL_DTYPES
 from weft.transforms.cli.main import in_flags
-from weft.transforms.cli.ranks import Here, Place, in_ranks
-from weft.transforms.cli.shared import MODES, printable
+from weft.transforms.cli.options import MODES, Generate, RunOptions
+from weft.transforms.cli.printing import printable
+from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.generate import Completion
 from weft.transforms.graphs.ladder import MODES as LADDER_MODES
 from weft.transforms.pipelines.transports.distributed import Distributed
@@ -149,7 +150,7 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt that is no text": (("--prompt", "\udcff"), ("argument --prompt: '\\udcff' is not valid UTF-8",)),
     "more stages than layers": (
         ("--prompt", "A", "--pp", "7"),
-        ("saw: 7 stages; the model has 6 layers", "instead: from --pp 1 to --pp 6"),
+        ("saw: 6 layers for 7 stages", "instead: use 1 to 6 stages"),
     ),
     "no stage": (("--prompt", "A", "--pp", "0"), ("argument --pp: '0': write a whole number from 1",)),
     "unknown mode": (("--prompt", "A", "--graph", "half"), ("argument --graph: invalid choice: 'half'", "full")),
@@ -331,13 +332,14 @@ def time_out(here: Here) -> float:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "threads"])
-def test_a_place_says_how_long_a_stage_may_keep_others_waiting(transport: str) -> None:
-    assert in_ranks(time_out, Place("weft generate", 2, transport, "cpu", timeout=7.5)) == 7.5
+def test_an_option_says_how_long_a_stage_may_keep_others_waiting(transport: str) -> None:
+    options = Generate(model=str(DEMO), pp=2, transport=transport, device="cpu", timeout=7.5)
+    assert in_ranks(time_out, options) == 7.5
 
 
 @pytest.mark.parametrize("command", ["generate", "bench"])
 def test_the_time_out_is_an_option(run: Weft, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    places: list[Place] = []
+    places: list[RunOptions] = []
     monkeypatch.setattr(f"weft.transforms.cli.{command}.in_ranks", lambda fn, place, *_: places.append(place))
     argv = generate("--prompt", "A") if command == "generate" else ("bench", "--preset", "tiny")
     assert run(*argv, "--timeout", "7.5")[0] == 0

@@ -17,13 +17,12 @@ from weft.stages.config import parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, load
 from weft.transforms.cli import evaluate
-from weft.transforms.cli.bench import BenchOptions, RankFigures, Served, as_report, figures, serve, show, start
+from weft.transforms.cli.bench import RankFigures, Served, as_report, figures, serve, show, start
 from weft.transforms.cli.evaluate import Score
 from weft.transforms.cli.main import main
+from weft.transforms.cli.options import MODES, Bench
 from weft.transforms.cli.presets import PRESETS, WORKLOADS
-from weft.transforms.cli.ranks import Here, Place
-from weft.transforms.cli.shared import MODES
-from weft.transforms.cli.sources import Source
+from weft.transforms.cli.ranks import Here
 from weft.transforms.engine.stats import Stats
 from weft.transforms.pipelines.transports.local import Local
 
@@ -73,9 +72,9 @@ def test_every_token_is_counted_and_nothing_is_captured_meanwhile(run: Weft, gra
     assert expected[graph]
 
 
-def options(graph: str, pp: int) -> BenchOptions:
-    place = Place("weft bench", pp, "local", "cpu")
-    return BenchOptions(Source(None, "tiny", True, None), 6, 5, 7, 4, 16, graph, 0.0, 0, 1, place)
+def options(graph: str, pp: int) -> Bench:
+    sizes = {"input_len": 6, "output_len": 5, "num_prompts": 7, "max_num_seqs": 4, "max_num_tokens": 16}
+    return Bench(preset="tiny", graph=graph, pp=pp, temperature=0.0, transport="local", device="cpu", **sizes)
 
 
 @pytest.mark.parametrize("graph", [mode for mode in MODES if mode != "none"])
@@ -84,7 +83,7 @@ def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:
     asked = options(graph, pp)
     engine, _ = start(Here(Local(), pp, "cpu"), asked, False)
     before = [one.cache_info() for one in engine.graphs]
-    found = figures(serve(engine, [[i, 1, 2, 3, 4, 5] for i in range(7)], asked.sampling, 5, False), 6, [])
+    found = figures(serve(engine, [[i, 1, 2, 3, 4, 5] for i in range(7)], asked.temperature, 5), 6, [])
     assert len(engine.graphs) == pp
     for was, one in zip(before, engine.graphs, strict=True):
         now = one.cache_info()
@@ -321,10 +320,10 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "two models": ((*TINY, "--model", "m"), "not allowed with argument"),
     "an unknown preset": (("--preset", "gpt"), "argument --preset: invalid choice: 'gpt'"),
     "weights of a preset": ((*TINY, "--load-format", "auto"), "a preset has no weights"),
-    "half the lengths": ((*TINY, "--input-len", "2"), "instead: --input-len and --output-len, or --workload"),
+    "half the lengths": ((*TINY, "--input-len", "2"), "saw: no --output-len\n  instead: --input-len N --output-len N"),
     "lengths twice": (
         (*TINY, *SMALL, "--workload", "mixed"),
-        "weft bench --workload mixed\n  saw: a workload and the lengths that it stands for",
+        "weft bench --workload mixed\n  saw: --input-len, with which --workload counts for nothing",
     ),
     "no prompt": ((*TINY, "--num-prompts", "0"), "argument --num-prompts: '0': write a whole number from 1 to 1048576"),
     "no output": (
@@ -337,7 +336,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "all modes": ((*TINY, "--graph", "all"), "weft bench --graph all\n  saw: several modes or splits"),
     "several splits": ((*TINY, "--pp", "1,2"), "weft bench --pp 1,2\n  saw: several modes or splits"),
     "a split in words": ((*TINY, "--pp", "two"), "argument --pp: 'two': write a whole number"),
-    "more stages than layers": ((*TINY, "--pp", "5"), "saw: 5 stages; the model has 4 layers"),
+    "more stages than layers": ((*TINY, "--pp", "5"), "saw: 4 layers for 5 stages"),
     "no stage": ((*TINY, "--pp", "0"), "argument --pp: '0': write a whole number >= 1"),
     "cold": ((*TINY, *SMALL, "--temperature", "-1"), "argument --temperature: '-1': write a finite number >= 0"),
     "no folder for the file": (
@@ -348,8 +347,12 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         (*TINY, "--eval", str(HELD_OUT)),
         "saw: random weights; --eval scores the weights and the tokenizer",
     ),
-    "a seed of a score": ((*SCORE, "--seed", "1"), "--seed says what is timed, and --eval times nothing"),
-    "a length of a score": ((*SCORE, "--input-len", "1"), "--input-len says what is timed"),
+    "a seed of a score": (
+        (*SCORE, "--seed", "1"),
+        "weft bench --seed 1\n  saw: --eval, with which --seed counts for nothing",
+    ),
+    "a number of requests of a score": ((*SCORE, "--num-prompts", "1"), "instead: leave out --num-prompts, or --eval"),
+    "a length of a score": ((*SCORE, "--input-len", "1"), "saw: no --output-len"),
     "no tasks": (("--model", str(DEMO), "--eval", "none.jsonl"), "it cannot be read"),
 }
 

@@ -108,7 +108,9 @@ def test_demo_leaves_the_number_of_threads_as_it_was(run: Weft) -> None:
 
 
 def test_a_nan_holds_nowhere() -> None:
-    same = Comparison(BOTH, EAGER, 1, tokens=True, logits=0.0, kv_pages=0.0, tables=True, bitwise=True, exact=False)
-    assert same.holds
-    assert not attrs.evolve(same, logits=float("nan")).holds
-    assert not attrs.evolve(same, exact=True, bitwise=False).holds
+    none = {"logits": 0.0, "KV pages": 0.0}
+    same = Comparison(BOTH, PIPELINED, 1, tokens=True, tables=True, sizes=none, bitwise=True)
+    assert not [*same.faults()]
+    assert [*attrs.evolve(same, bitwise=False).faults()] == ["zeros differ in sign"]
+    for against in (PIPELINED, EAGER):
+        assert [*attrs.evolve(same, against=against, sizes=none | {"logits": float("nan")}).faults()]
