@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -23,19 +23,12 @@ from weft.transforms.cli.printing import printable
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 """The codes by which a shell reports a process that SIGINT, or SIGPIPE, ended."""
 
-_FLAGS = {
+_SAME = ("device", "dtype", "graph", "max_num_tokens", "max_tokens", "run_ahead", "seed", "temperature")
+_FLAGS = {name: flag_of(name) for name in _SAME} | {
     "backend": "--transport",
-    "device": "--device",
-    "dtype": "--dtype",
-    "graph": "--graph",
     "max_num_reqs": "--max-num-seqs",
-    "max_num_tokens": "--max-num-tokens",
-    "max_tokens": "--max-tokens",
     "num_tokens": "--speculate",
     "pipeline": "--pp",
-    "run_ahead": "--run-ahead",
-    "seed": "--seed",
-    "temperature": "--temperature",
 }
 """The flags that set arguments of the Python functions, by the names of the arguments."""
 
@@ -123,37 +116,31 @@ def parse(words: Sequence[str]) -> Options:
         RequestError: flags that contradict each other.
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2).
     """
-    parser, commands = _build()
-    namespace, strange = parser.parse_known_args(words)
+    namespace, strange = build_parser().parse_known_args(words)
     given = vars(namespace)
-    own, parser = commands[given.pop("command")]
+    own, parser = given.pop("own"), given.pop("parser")
     if strange:
         flags = [word.strip(".,;]") for word in parser.format_help().split() if word.startswith("--")]
         near = difflib.get_close_matches(strange[0].partition("=")[0], flags, n=1)
         remedy = f"{near[0]}, or see {parser.prog} --help" if near else f"see {parser.prog} --help"
         parser.error(f"unrecognized arguments: {' '.join(strange)} (instead: {remedy})")
-    options = own(**given, given=frozenset(given))
+    options: Options = own(**given, given=frozenset(given))
     options.check()
     return options
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    return _build()[0]
-
-
-def _build() -> tuple[argparse.ArgumentParser, Mapping[str, tuple[type[Options], argparse.ArgumentParser]]]:
-    """The parser, and for each command its options and its own parser."""
+    """The parser of all commands; it sets `own` and `parser`, the class and the parser of the command."""
     parser = argparse.ArgumentParser(prog="weft", description="Model steps as pure functions on PyTorch.")
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
-    made = {}
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for own in _COMMANDS:
         told: dict[str, Any] = {"help": own.summary, "description": own.__doc__}
         usage = f"weft {own.command} {own.usage}"
-        made[own.command] = own, commands.add_parser(own.command, usage=usage, allow_abbrev=False, **told)
-        _add_flags(made[own.command][1], own)
-    return parser, made
+        made = commands.add_parser(own.command, usage=usage, allow_abbrev=False, **told)
+        made.set_defaults(own=own, parser=made)
+        _add_flags(made, own)
+    return parser
 
 
 def _add_flags(parser: argparse.ArgumentParser, own: type[Options]) -> None:
