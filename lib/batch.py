@@ -132,28 +132,20 @@ class Batch(Summarized):
         """
         rows = _as_list("Batch.ragged(rows, token_ids)", "rows", rows)
         token_ids = _as_list("Batch.ragged(rows, token_ids)", "token_ids", token_ids)
-        if any(isinstance(ids, int) for ids in token_ids):
-            call = f"Batch.ragged(rows={rows}, token_ids={token_ids!r})"
-            raise DescriptorError(call, "a number where a request's token ids should be", "one list of ids a row")
         token_ids = [
-            _as_list("Batch.ragged(rows, token_ids)", f"token_ids[{i}]", ids) for i, ids in enumerate(token_ids)
+            _whole_numbers("Batch.ragged(rows, token_ids)", f"token_ids[{i}]", ids) for i, ids in enumerate(token_ids)
         ]
-        for index, ids in enumerate(token_ids):
-            _check_whole("Batch.ragged(rows, token_ids)", f"token_ids[{index}]", ids)
         lengths = [len(ids) for ids in token_ids]
         flags = [True] * len(rows) if samples is None else list(samples)
         call = f"Batch.ragged(rows={rows}, token_ids=<{len(lengths)} of lengths {lengths}>)"
-        if not len(rows) == len(lengths) == len(flags):
-            raise DescriptorError(
-                call, f"{len(rows)} rows, {len(lengths)} token lists, {len(flags)} samples", "give one a row"
-            )
-        if 0 in lengths:
-            raise DescriptorError(
-                call, f"request {lengths.index(0)} has no token", "leave such a request out of the batch"
-            )
+        if not len(rows) == len(lengths) == len(flags) or 0 in lengths:
+            seen, instead = f"{len(rows)} rows, {len(lengths)} token lists, {len(flags)} samples", "give one a row"
+            if 0 in lengths:
+                seen = f"request {lengths.index(0)} has no token"
+                instead = "leave such a request out of the batch"
+            raise DescriptorError(call, seen, instead)
         _check_rows(call, rows)
-        _check_embeds(call, token_ids, inputs_embeds)
-        _check_positions(call, sum(lengths), positions)
+        _check_extras(call, token_ids, inputs_embeds, positions)
         return cls(
             BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
             to_device(torch.tensor(rows, dtype=torch.int64), device),
@@ -192,21 +184,24 @@ def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tenso
 
 
 def _as_list(call: str, name: str, given: Any) -> list[Any]:
-    """An argument as a list of numbers on the host."""
+    """An argument as a list on the host."""
+    if isinstance(given, Iterable) and not isinstance(given, str | Tensor):
+        return list(given)
+    instead = "rows of the state, as in [0, 2]" if name == "rows" else "one list of token ids a row"
+    seen = f"{name} is {given!r:.40}, {kind_of(given)}"
     if isinstance(given, Tensor):
-        raise DescriptorError(call, f"{name} is a tensor, and is wanted on the host", f"{name}.tolist()")
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        instead = "rows of the state, as in [0, 2]" if name == "rows" else "one list of token ids a row"
-        instead = f"model.encode({name})" if isinstance(given, str) and name != "rows" else instead
-        raise DescriptorError(call, f"{name} is {given!r:.40}, {kind_of(given)}", instead)
-    return list(given)
+        seen, instead = f"{name} is a tensor, and is wanted on the host", f"{name}.tolist()"
+    elif isinstance(given, str) and name != "rows":
+        instead = f"model.encode({name})"
+    raise DescriptorError(call, seen, instead)
 
 
-def _check_whole(call: str, name: str, numbers: Sequence[Any]) -> None:
-    """Refuse numbers that torch would round to an int, or would not take."""
+def _whole_numbers(call: str, name: str, given: Any) -> list[Any]:
+    """An argument as a list of numbers that torch takes, and does not round to an int."""
+    numbers = _as_list(call, name, given)
     try:
         if not isinstance(sum(numbers), float):  # one sum for all: prompts are long
-            return
+            return numbers
     except TypeError:
         pass
     strange = next(number for number in numbers if not hasattr(number, "__index__"))
@@ -214,30 +209,32 @@ def _check_whole(call: str, name: str, numbers: Sequence[Any]) -> None:
 
 
 def _check_rows(call: str, rows: Sequence[int]) -> None:
-    _check_whole(call, "rows", rows)
+    _whole_numbers(call, "rows", rows)
     if len(set(rows)) != len(rows):
-        raise DescriptorError(call, "a row stands twice", "join the request's tokens in one list")
-    if rows and min(rows) < 0:
-        raise DescriptorError(call, f"row {min(rows)}", "rows are >= 0; weft.pad adds the padding")
+        seen, instead = "a row stands twice", "join the request's tokens in one list"
+    elif rows and min(rows) < 0:
+        seen, instead = f"row {min(rows)}", "rows are >= 0; weft.pad adds the padding"
+    else:
+        return
+    raise DescriptorError(call, seen, instead)
 
 
-def _check_embeds(call: str, token_ids: Sequence[Sequence[int]], inputs_embeds: Tensor | None) -> None:
-    embedded = any(EMBEDDED in ids for ids in token_ids)
+def _check_extras(
+    call: str, token_ids: Sequence[Sequence[int]], inputs_embeds: Tensor | None, positions: Tensor | None
+) -> None:
+    """Raise DescriptorError unless embeddings and positions fit the tokens."""
     count = sum(map(len, token_ids))
-    if embedded and inputs_embeds is None:
-        raise DescriptorError(
-            call, "a token that is EMBEDDED (-2), and no inputs_embeds", f"inputs_embeds [{count}, …]"
-        )
-    if inputs_embeds is not None and (inputs_embeds.dim() != 2 or len(inputs_embeds) != count):
+    if inputs_embeds is None and any(EMBEDDED in ids for ids in token_ids):
+        seen, instead = "a token that is EMBEDDED (-2), and no inputs_embeds", f"inputs_embeds [{count}, …]"
+    elif inputs_embeds is not None and (inputs_embeds.dim() != 2 or len(inputs_embeds) != count):
         seen = f"inputs_embeds of shape {list(inputs_embeds.shape)} for {count} tokens"
-        raise DescriptorError(call, seen, "a row for each token, [num_tokens, hidden_size]")
-
-
-def _check_positions(call: str, count: int, positions: Tensor | None) -> None:
-    if positions is not None and (positions.shape != (3, count) or positions.dtype != torch.int64):
+        instead = "a row for each token, [num_tokens, hidden_size]"
+    elif positions is not None and (positions.shape != (3, count) or positions.dtype != torch.int64):
         seen = f"positions of shape {list(positions.shape)}, {positions.dtype}, for {count} tokens"
         instead = "rows for time, height and width, [3, num_tokens] int64, as get_rope_index(...)[0][:, 0]"
-        raise DescriptorError(call, seen, instead)
+    else:
+        return
+    raise DescriptorError(call, seen, instead)
 
 
 @pytree

@@ -34,10 +34,6 @@ def check_descriptor(value: Any, call: str) -> None:
         raise DescriptorError(call, f"{value!r:.60} where a descriptor should be", instead)
 
 
-def _counts(value: int) -> str | None:
-    return None if is_int(value, 0) else "is not an int >= 0"
-
-
 @attrs.frozen
 class BatchDescriptor:
     """The immutable shape class of a batch of requests, and the memo key of its graph.
@@ -67,26 +63,24 @@ class BatchDescriptor:
     num_active_loras: int = 0
 
     def __attrs_post_init__(self) -> None:
-        for field in ("num_tokens", "num_reqs", "num_active_loras"):
-            if fault := _counts(getattr(self, field)):
-                raise self._error(
-                    f"{field}={getattr(self, field)!r} {fault}", "pass whole numbers of tokens and requests"
-                )
-        if self.query_len is None:
-            return
-        if _counts(self.query_len) or self.query_len == 0:
-            raise self._error(
-                f"query_len={self.query_len!r} is neither None nor an int >= 1", "pass None for a ragged batch"
-            )
-        if self.num_tokens != self.num_reqs * self.query_len:
-            raise self._error(
-                f"num_tokens={self.num_tokens} is not num_reqs*query_len={self.num_reqs}*{self.query_len}",
-                f"BatchDescriptor.uniform(num_reqs={self.num_reqs}, query_len={self.query_len}), or query_len=None",
-            )
+        if fault := self._fault():
+            call = f"BatchDescriptor({self.num_tokens!r}, {self.num_reqs!r}, query_len={self.query_len!r})"
+            raise DescriptorError(call, *fault)
 
-    def _error(self, seen: str, instead: str) -> DescriptorError:
-        call = f"BatchDescriptor({self.num_tokens!r}, {self.num_reqs!r}, query_len={self.query_len!r})"
-        return DescriptorError(call, seen, instead)
+    def _fault(self) -> tuple[str, str] | None:
+        """The contradiction between the fields, and what to write instead."""
+        num_tokens, num_reqs, query_len = self.num_tokens, self.num_reqs, self.query_len
+        for field in ("num_tokens", "num_reqs", "num_active_loras"):
+            if not is_int(value := getattr(self, field), 0):
+                return f"{field}={value!r} is not an int >= 0", "pass whole numbers of tokens and requests"
+        if query_len is None:
+            return None
+        if not is_int(query_len, 1):
+            return f"query_len={query_len!r} is neither None nor an int >= 1", "pass None for a ragged batch"
+        if num_tokens != num_reqs * query_len:
+            uniform = f"BatchDescriptor.uniform(num_reqs={num_reqs}, query_len={query_len})"
+            return f"{num_tokens=} is not num_reqs*query_len={num_reqs}*{query_len}", f"{uniform}, or query_len=None"
+        return None
 
     @classmethod
     def uniform(cls, num_reqs: int, query_len: int = 1, num_active_loras: int = 0) -> Self:

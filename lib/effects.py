@@ -165,6 +165,7 @@ _LINE = re.compile(
     r"(run (?P<what>.+)|send to (?P<to>\d+)|recv from (?P<source>\d+)|broadcast from (?P<root>\d+)|(?P<fence>fence)) "
     r"\[mb (?P<mb>\d+)\](: (?P<schema>.+))?"
 )
+_LINES = "run|send to|recv from|broadcast from|fence ... [mb N], and a schema only where something is sent"
 
 
 def parse_effect(line: str) -> Effect:
@@ -174,13 +175,9 @@ def parse_effect(line: str) -> Effect:
     Send(to=1, microbatch=0, schema=None)
     """
     match = _LINE.fullmatch(line.strip())
-    if match is None:
-        instead = "run|send to|recv from|broadcast from|fence ... [mb N]"
-        raise ProgramError(f"parse_effect({line!r})", "no effect", instead)
+    if match is None or (match["schema"] and (match["what"] or match["fence"])):
+        raise ProgramError(f"parse_effect({line!r})", "no effect", _LINES)
     microbatch = int(match["mb"])
-    if match["schema"] and (match["what"] or match["fence"]):
-        instead = "leave it to send, recv and broadcast"
-        raise ProgramError(f"parse_effect({line!r})", "a schema on what sends nothing", instead)
     schema = Schema.parse(match["schema"]) if match["schema"] else None
     if match["what"]:
         return Run(match["what"], microbatch)
@@ -225,13 +222,13 @@ class Program:
         match = _TITLE.fullmatch(title.strip())
         if match is None:
             raise ProgramError("Program.parse(...)", f"a first line {title!r}", "rank R of N")
-        if another := next((line for line in lines if _TITLE.fullmatch(line.strip())), None):
-            raise ProgramError(
-                "Program.parse(...)", f"another rank's program, {another!r}", "weft.effects.parse_listing(text)"
-            )
+        another = next((line for line in lines if _TITLE.fullmatch(line.strip())), None)
         classes = list(itertools.takewhile(bool, (re.fullmatch(r"mb (\d+): (.+)", line.strip()) for line in lines)))
-        if any(found and int(found[1]) != index for index, found in enumerate(classes)):
-            raise ProgramError("Program.parse(...)", "classes of micro-batches out of order", "mb 0: ..., mb 1: ...")
+        if another or any(found and int(found[1]) != index for index, found in enumerate(classes)):
+            seen, instead = "classes of micro-batches out of order", "mb 0: ..., mb 1: ..."
+            if another:
+                seen, instead = f"another rank's program, {another!r}", "weft.effects.parse_listing(text)"
+            raise ProgramError("Program.parse(...)", seen, instead)
         effects = tuple(parse_effect(line) for line in lines[len(classes) :])
         return cls(int(match[1]), int(match[2]), effects, tuple(found[2] for found in classes if found))
 

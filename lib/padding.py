@@ -60,25 +60,26 @@ def pad(tree: T, descriptor: Any) -> T:
     found = find_descriptors(tree)
 
     def grow(value: Tensor, spec: Axes) -> Tensor:
-        if len(found) == 1 and (said := padded_shape(value, spec, found[0])) != tuple(value.shape):
-            seen = f"a tensor of shape {tuple(value.shape)} in a batch of class '{found[0]}', which needs {said}"
-            raise DescriptorError(call, seen, "give the batch the descriptor of its tensors")
+        own = tuple(value.shape)
+        said = padded_shape(value, spec, found[0]) if len(found) == 1 else own
         shape = padded_shape(value, spec, descriptor)
-        if shape == tuple(value.shape):
+        if said == own == shape:
             return value
-        if any(new < old for new, old in zip(shape, value.shape, strict=True)):
-            raise _too_small(tree, descriptor, value)
+        if said != own or any(new < old for new, old in zip(shape, own, strict=True)):
+            seen, instead = f"a tensor of shape {own}, larger than that descriptor", "pad to one that covers the batch"
+            if said != own:
+                seen = f"a tensor of shape {own} in a batch of class '{found[0]}', which needs {said}"
+                instead = "give the batch the descriptor of its tensors"
+            raise DescriptorError(call, seen, instead)
         target = value.new_empty(shape)
         write_padded(target, value, spec)
         return target
 
-    if all(axes is None for axes in leaf_axes(tree)):
-        raise DescriptorError(
-            f"weft.pad({type(tree).__name__}, {descriptor})",
-            "nothing in it that says which of its dimensions follow the batch",
-            f"pass a weft.Batch, or a class with attrs.field(metadata=weft.axes({_first_size(descriptor)!r}))",
-        )
     call = f"weft.pad({type(tree).__name__}, {descriptor})"
+    if all(axes is None for axes in leaf_axes(tree)):
+        name = next(iter(getattr(type(descriptor), "__match_args__", ())), "num_tokens")
+        instead = f"pass a weft.Batch, or a class with attrs.field(metadata=weft.axes({name!r}))"
+        raise DescriptorError(call, "nothing in it that says which of its dimensions follow the batch", instead)
     check_descriptor(descriptor, call)
     for own in found:
         check_descriptor(own, call)
@@ -129,16 +130,3 @@ def inert(tree: T, descriptor: Any) -> T:
         return target
 
     return map_sized(blank, tree, descriptor)
-
-
-def _first_size(descriptor: Any) -> str:
-    """The name of the first size of a descriptor, for an example."""
-    return str(next(iter(getattr(type(descriptor), "__match_args__", ())), "num_tokens"))
-
-
-def _too_small(tree: Any, descriptor: Any, value: Tensor) -> DescriptorError:
-    return DescriptorError(
-        f"weft.pad({type(tree).__name__}, {descriptor})",
-        f"a tensor of shape {tuple(value.shape)}, larger than that descriptor",
-        "pad to a descriptor that covers the batch",
-    )

@@ -106,20 +106,14 @@ class SamplingParams:
         Args:
             eos_token_ids: the model's own.
             seed: the seed, if these parameters have none.
-
-        Raises:
-            RequestError: `min_tokens` bars all tokens that are allowed.
         """
         ends = () if self.ignore_eos else tuple(eos_token_ids)
         stops = tuple(dict.fromkeys((*self.stop_token_ids, *ends)))
-        left = set(self.allowed_token_ids or ()) - set(self.bad_token_ids) - set(stops)
-        if self.allowed_token_ids is not None and self.min_tokens and not left:
-            seen = f"all allowed tokens would end the request, and min_tokens={self.min_tokens} bars them"
-            raise RequestError(repr(self), seen, "allow another, or min_tokens=0")
         return attrs.evolve(self, stop_token_ids=stops, seed=seed if self.seed is None else self.seed)
 
     def check_tokens(self, vocab_size: int, most_biased: int) -> None:
-        """Raise RequestError for tokens that the model does not have, and for more biases than a table holds."""
+        """Raise RequestError for tokens that the model does not have, for more biases than a table holds, and where no
+        token is left that could be drawn."""
         for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"):
             if wrong := [token for token in getattr(self, name) or () if token >= vocab_size]:
                 instead = f"token ids of this model go from 0 to {vocab_size - 1}"
@@ -128,8 +122,13 @@ class SamplingParams:
             seen = f"{len(self.logit_bias)} tokens in logit_bias; the state holds {most_biased} a request"
             raise RequestError(repr(self), seen, f"State.zeros(..., max_biased={len(self.logit_bias)})")
         bars = {*self.bad_token_ids, *(self.stop_token_ids if self.min_tokens else ())}
-        if self.allowed_token_ids is None and len(bars) >= vocab_size:
-            raise RequestError(repr(self), f"all {vocab_size} tokens barred", "leave one that can be drawn")
+        allowed = self.allowed_token_ids
+        left = vocab_size - len(bars) if allowed is None else len(set(allowed) - bars)
+        if left < 1:
+            seen = f"all {vocab_size if allowed is None else 'allowed'} tokens barred"
+            raise RequestError(
+                repr(self), seen, "leave one that can be drawn; min_tokens bars those that end a request"
+            )
 
 
 def _is_count(value: Any) -> bool:

@@ -33,11 +33,11 @@ class Config:
 
     def __setattr__(self, name: str, value: Any) -> None:
         call, names = f"weft.config.{name} = {value!r:.60}", [field.name for field in attrs.fields(Config)]
-        if name not in names:
-            raise ArgumentError(call, f"{name!r}, which is no setting", " or ".join(names))
-        if not isinstance(value, bool):
-            raise ArgumentError(call, kind_of(value), "True or False")
-        object.__setattr__(self, name, value)
+        if name in names and isinstance(value, bool):
+            object.__setattr__(self, name, value)
+        else:
+            unknown = f"{name!r}, which is no setting", " or ".join(names)
+            raise ArgumentError(call, *(unknown if name not in names else (kind_of(value), "True or False")))
 
 
 config = Config()

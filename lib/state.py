@@ -1,6 +1,6 @@
 """`State`: everything on the device that changes from step to step; and the pure functions that read and advance it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import attrs
@@ -208,17 +208,22 @@ def _check_admission(
 ) -> None:
     asked, prompts = len(others[0]), len(others[1])
     call = f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{asked} sampling>, <{prompts} prompts>)"
-    num_rows, (_, most), num_pages = len(state.positions) - 1, state.block_table.shape, state.kv_pages.shape[2]
-    if any(len(other) != len(rows) for other in (pages, *others)):
-        raise RequestError(call, "numbers that differ", "pages, SamplingParams and a prompt for each row")
-    if len(set(rows)) != len(rows) or any(not 0 <= row < num_rows for row in rows):
-        raise RequestError(
-            call, "a row that stands twice or is not the state's", f"different rows from 0 to {num_rows - 1}"
-        )
-    for own in pages:
-        if len(own) > most or any(not 0 <= page < num_pages for page in own):
-            seen = f"pages {list(own)[: most + 1]}"
-            raise RequestError(call, seen, f"at most {most} pages a request, from 0 to {num_pages - 1}")
+    if len(set(rows)) != len(rows) or any(len(other) != len(rows) for other in (pages, *others)):
+        instead = "different rows; pages, SamplingParams and a prompt for each"
+        raise RequestError(call, "a row that stands twice, or numbers that differ", instead)
+    _check_pages(call, state, ((row, 0, own) for row, own in zip(rows, pages, strict=True)))
+
+
+def _check_pages(call: str, state: State, more: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+    """Raise RequestError for a row or a page that is not of the state, and for more pages than a row of the table
+    holds. For each request `more` has its row, the number of its pages, and the pages to add."""
+    (num_rows, most), num_pages = state.block_table.shape, state.kv_pages.shape[2]
+    for row, start, pages in more:
+        outside = any(not 0 <= page < num_pages for page in pages)
+        if not 0 <= row < num_rows - 1 or not 0 <= start <= most - len(pages) or outside:
+            seen = f"row {row}, pages {list(pages)[: most + 1]} after {start}"
+            instead = f"rows below {num_rows - 1}, at most {most} pages a request, pages below {num_pages}"
+            raise RequestError(call, seen, instead)
 
 
 @donates("state")
@@ -232,12 +237,7 @@ def grow(state: State, more: Sequence[tuple[int, int, Sequence[int]]]) -> State:
     Raises:
         RequestError: a row or a page that is not of the state, or more pages than a row of the table holds.
     """
-    (num_rows, most), num_pages = state.block_table.shape, state.kv_pages.shape[2]
-    for row, start, pages in more:
-        outside = any(not 0 <= page < num_pages for page in pages)
-        if not 0 <= row < num_rows - 1 or not 0 <= start <= most - len(pages) or outside:
-            instead = f"rows below {num_rows - 1}, at most {most} pages a request, pages below {num_pages}"
-            raise RequestError("grow(state, more)", f"row {row}, pages {list(pages)} behind {start}", instead)
+    _check_pages("grow(state, more)", state, more)
     places = [(row, start + i, page) for row, start, pages in more for i, page in enumerate(pages)]
     row, column, page = to_device(torch.tensor(places, dtype=torch.int64).T.contiguous(), state.block_table.device)
     state.block_table[row, column] = page.to(torch.int32)

@@ -56,14 +56,12 @@ class Axes:
         base, plus, constant = name.partition("+")
         size: Any = getattr(descriptor, base, None)
         if not hasattr(size, "__index__"):
-            raise self._no_size(base, descriptor)
+            has = f"{base}={size!r}" if hasattr(descriptor, base) else f"no attribute {base!r}"
+            seen = f"a descriptor {descriptor!r}, with {has}"
+            kind = type(descriptor).__name__
+            instead = f"an int attribute {base!r} of {kind}, or in axes(...) the name of one that it has"
+            raise DescriptorError(f"weft.axes({_listed(self.dims)})", seen, instead)
         return int(size) + (int(constant) if plus else 0)
-
-    def _no_size(self, name: str, descriptor: Any) -> DescriptorError:
-        kind = type(descriptor).__name__
-        has = f"{name}={getattr(descriptor, name)!r}" if hasattr(descriptor, name) else f"no attribute {name!r}"
-        instead = f"an int attribute {name!r} of {kind}, or in axes(...) the name of one that it has"
-        return DescriptorError(f"weft.axes({_listed(self.dims)})", f"a descriptor {descriptor!r}, with {has}", instead)
 
 
 def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
@@ -267,17 +265,14 @@ def map_sized(fn: Callable[[Tensor, Axes], Any], tree: T, descriptor: Any = None
 def _check_field(node: Any, name: str, spec: Axes) -> None:
     value = getattr(node, name)
     if isinstance(value, list | tuple | dict | int | float):
-        raise DescriptorError(
-            f"{type(node).__name__}({name}={value!r:.60})",
-            f"{kind_of(value)} in a field with axes({_listed(spec.dims)})",
-            "a tensor (torch.tensor), or a field without axes",
-        )
-    if isinstance(value, Tensor) and value.dim() < len(spec.dims):
-        raise DescriptorError(
-            f"{type(node).__name__}({name}=<tensor of shape {tuple(value.shape)}>)",
-            f"{value.dim()} dimensions in a field with axes({_listed(spec.dims)})",
-            "a name for each dimension, or for the first ones",
-        )
+        shown, seen, instead = f"{value!r:.60}", kind_of(value), "a tensor (torch.tensor), or a field without axes"
+    elif isinstance(value, Tensor) and value.dim() < len(spec.dims):
+        shown, seen = f"<tensor of shape {tuple(value.shape)}>", f"{value.dim()} dimensions"
+        instead = "a name for each dimension, or for the first ones"
+    else:
+        return
+    call = f"{type(node).__name__}({name}={shown})"
+    raise DescriptorError(call, f"{seen} in a field with axes({_listed(spec.dims)})", instead)
 
 
 def leaf_axes(tree: Any) -> list[Axes | None]:

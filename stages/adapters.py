@@ -2,9 +2,7 @@
 
 import math
 import os
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,10 +12,18 @@ from torch import Tensor
 
 from weft.arguments.checks import kind_of
 from weft.arguments.json_text import Fields, read_object
-from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ProgramError, RequestError
-from weft.stages.checkpoint import FLOATS, Origin, digest_files, digest_params, list_some, open_tensors
-from weft.stages.config import ModelConfig
-from weft.stages.expressions import Expression
+from weft.errors import ConfigError, ProgramError, RequestError
+from weft.stages.checkpoint import (
+    FLOATS,
+    Origin,
+    check_tensor,
+    digest_files,
+    digest_params,
+    open_tensors,
+    refuse_names,
+)
+from weft.stages.config import ModelConfig, find_file
+from weft.stages.expressions import Expression, read_expression
 from weft.stages.layer_fields import Part, layer_fields
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
@@ -29,7 +35,6 @@ Names = tuple[str, ...] | Expression
 PRODUCTS = tuple(field.name for field in attrs.fields(LayerLora))
 """The products of a layer that adapters may change."""
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<which>[AB])\.weight")
 _USED = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern",
@@ -134,14 +139,13 @@ def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
         ConfigError: a field that weft does not support, named with its value; a value of the wrong type.
     """
     fields = Fields(raw, call, _CONFIG)
-    if raw.get("peft_type") != "LORA":
-        raise fields.refuse("peft_type", "weft loads adapters of peft_type='LORA'")
+    fields.check(raw.get("peft_type") == "LORA", "peft_type", "weft loads adapters of peft_type='LORA'")
     for name, value in raw.items():
-        if name in _NEUTRAL_AT:
-            if value not in _NEUTRAL_AT[name]:
-                raise fields.refuse(name, f"weft supports {name}={_NEUTRAL_AT[name][0]!r}; merge this adapter instead")
-        elif name not in _USED | _NEUTRAL and value not in _OFF:
-            raise fields.refuse(name, f"weft supports LoRA without {name}; merge this adapter into its model instead")
+        if name not in _USED | _NEUTRAL:
+            instead = f"weft supports LoRA without {name}; merge this adapter into its model instead"
+            if name in _NEUTRAL_AT:
+                instead = f"weft supports {name}={_NEUTRAL_AT[name][0]!r}; merge this adapter instead"
+            fields.check(value in _NEUTRAL_AT.get(name, _OFF), name, instead)
     return LoraConfig(
         rank=fields.integer("r", 8),
         alpha=fields.number("lora_alpha", 8),
@@ -158,41 +162,34 @@ def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
 def _layers(fields: Fields) -> tuple[int, ...] | None:
     found = fields.raw.get("layers_to_transform")
     given = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(one) is int for one in given):
-        raise fields.refuse("layers_to_transform", "layers_to_transform is a layer's number, a list of them, or null")
+    numbers = all(type(one) is int for one in given)
+    fields.check(numbers, "layers_to_transform", "layers_to_transform is a layer's number, a list of them, or null")
     return tuple(given) or None
 
 
 def _in_layers(fields: Fields) -> Expression:
     found = fields.raw.get("layers_pattern")
     given = _strings(fields, "layers_pattern") if not isinstance(found, str) else [found]
-    around = {"before": r"(?:.*\.)?", "after": r"\.\d+\..*"}
-    return _expression(fields, "layers_pattern", "|".join(given) or "[^.]*", **around)
+    text = "|".join(given) or "[^.]*"
+    return read_expression(fields, "layers_pattern", text, before=r"(?:.*\.)?", after=r"\.\d+\..*")
 
 
 def _pattern(fields: Fields, name: str, value: Callable[[Fields, str], T]) -> list[tuple[Expression, T]]:
     inner = fields.nested(name, "an object of numbers") if fields.raw.get(name) else None
     if inner is None:
         return []
-    return [(_expression(inner, key, key, before=r"(?:.*\.)?"), value(inner, key)) for key in inner.raw]
+    return [(read_expression(inner, key, key, before=r"(?:.*\.)?"), value(inner, key)) for key in inner.raw]
 
 
 def _names(fields: Fields, name: str, *, all_linear: bool = False) -> Names:
     found = fields.raw.get(name)
     if all_linear and found == _ALL:
         return Expression(".*")
-    return _expression(fields, name, found) if found and isinstance(found, str) else tuple(_strings(fields, name))
+    return read_expression(fields, name, found) if found and isinstance(found, str) else tuple(_strings(fields, name))
 
 
 def _strings(fields: Fields, name: str) -> list[str]:
     return fields.items(name, str, "a list of names, or a regular expression") if fields.raw.get(name) else []
-
-
-def _expression(fields: Fields, name: str, text: str, **around: str) -> Expression:
-    try:
-        return Expression(text, **around)
-    except ConfigError as error:
-        raise fields.refuse(name, f"a regular expression: {error.seen}") from None
 
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
@@ -216,15 +213,18 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
     """
     _check_arguments(model, folder)
     call, path = f"weft.load_adapter({model!r}, {os.fspath(folder)!r:.300})", Path(folder)
-    _check_files(path, call)
+    for file in (_CONFIG, _WEIGHTS):
+        pickled = {"adapter_model.bin": "save it again, as safetensors"}
+        find_file(path, (file,), call, "pass a folder that PEFT's save_pretrained wrote", pickled)
     config = parse_lora(read_object(path / _CONFIG, call), call)
     parts = {n: part for i in range(model.config.num_layers) for n, (_, _, part) in adaptable(model.config, i).items()}
     pairs = _changed(config, parts, call)
-    wanted = set(pairs)
-    own = {name for i in model.layout.layers for name in adaptable(model.config, i)} & wanted
-    with ExitStack() as stack:
-        handle = stack.enter_context(open_tensors(path / _WEIGHTS, "cpu", call))
-        _check_names(list(handle.keys()), wanted, call)
+    wanted = {_tensor(name, which) for name in pairs for which in "AB"}
+    own = {name for i in model.layout.layers for name in adaptable(model.config, i)} & pairs.keys()
+    with open_tensors(path / _WEIGHTS, "cpu", call) as handle:
+        there = handle.keys()
+        missing, extra = sorted(wanted.difference(there)), [name for name in there if name not in wanted]
+        refuse_names(missing, extra, _WEIGHTS, _CONFIG, call)
         deltas = {name: _read(handle, name, pairs[name], parts[name].shape, call) for name in parts if name in own}
     origin = Origin(digest_files(path, (path / _CONFIG, path / _WEIGHTS)), digest_params(deltas))
     return Adapter(deltas, path, origin=origin)
@@ -242,33 +242,13 @@ def _check_arguments(model: Any, folder: Any) -> None:
 def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:
     """The rank and the scaling of each of these linear layers that has a pair of matrices."""
     try:
-        return {name: (config.rank_of(name), config.scaling_of(name)) for name in names if config.changes(name)}
+        found = {name: (config.rank_of(name), config.scaling_of(name)) for name in names if config.changes(name)}
     except ConfigError as error:
         raise ConfigError(call, f"{_CONFIG} has {error.call}, and {error.seen}", error.instead) from None
-
-
-def _check_files(path: Path, call: str) -> None:
-    for name in (_CONFIG, _WEIGHTS):
-        if not os.path.isfile(path / name):
-            seen, instead = f"{str(path)!r:.300} has no {name}", "pass a folder that PEFT's save_pretrained wrote"
-            if os.path.isfile(path / "adapter_model.bin"):
-                seen, instead = f"{seen}, only adapter_model.bin", "save it again, as safetensors"
-            raise CheckpointNotFoundError(call, seen, instead)
-
-
-def _check_names(names: list[str], wanted: set[str], call: str) -> None:
-    found = {name: _NAME.fullmatch(name) for name in names}
-    if strange := [name for name, match in found.items() if match is None or match["layer"] not in wanted]:
-        seen = f"{_WEIGHTS} has {list_some(strange)}, which {_CONFIG} or the model does not explain"
-        if not wanted:
-            seen = f"{_CONFIG} names no module of the model that can be adapted; {_WEIGHTS} has {list_some(strange)}"
-        instead = "adapters of the model's own q, k, v, o, gate, up and down projections alone, none of experts"
-        raise CheckpointError(call, seen, instead)
-    if missing := [name for name in sorted(wanted) if any(_tensor(name, which) not in found for which in "AB")]:
-        seen = f"{_WEIGHTS} has no pair of matrices for {list_some(missing)}, and {_CONFIG} says so"
-        raise CheckpointError(call, seen, "check that the two files, and the base model, belong together")
-    if not wanted:
-        raise ConfigError(call, f"{_CONFIG} names no layer of the model", "an adapter of this model")
+    if not found:
+        instead = "an adapter of the model's own q, k, v, o, gate, up or down projections, none of experts"
+        raise ConfigError(call, f"{_CONFIG} names no layer of the model that can be adapted", instead)
+    return found
 
 
 def _tensor(name: str, which: str) -> str:
@@ -281,11 +261,7 @@ def _read(
     """The pair of matrices of a linear layer `[out, in]`, with the scaling in the second."""
     (rows, columns), (rank, scaling), pair = shape, wanted, []
     for which, size in (("A", (rank, columns)), ("B", (rows, rank))):
-        view = handle.get_slice(_tensor(name, which))
-        seen = f"{_tensor(name, which)} is {view.get_dtype()} {tuple(view.get_shape())}"
-        if tuple(view.get_shape()) != size or view.get_dtype() not in FLOATS:
-            instead = f"the model and {_CONFIG} make it {size}, of {', '.join(FLOATS)}"
-            raise CheckpointError(call, seen, instead)
+        check_tensor(handle, _tensor(name, which), size, FLOATS, _WEIGHTS, _CONFIG, call)
         pair.append(handle.get_tensor(_tensor(name, which)).to(torch.float32))
     return pair[0], pair[1] * scaling
 
@@ -404,26 +380,18 @@ def check_slot(
 
 
 def _slots(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> dict[str, tuple[LoraWeights, int, Part]]:
-    return {name: found for index, layer in zip(layout.layers, params.layers, strict=True)
-            for name, found in _slots_of(config, index, layer)}  # fmt: skip
+    found = {}
+    for index, layer in zip(layout.layers, params.layers, strict=True):
+        for name, (product, place, part) in adaptable(config, index).items():
+            if (lora := getattr(layer.lora, product)) is not None:
+                found[name] = (lora, place, part)
+    return found
 
 
 def _deltas(layout: StageLayout, adapter: Adapter | None) -> dict[str, tuple[Tensor, Tensor]]:
     """The pairs of matrices for the layers of a stage."""
-    return {} if adapter is None else {n: d for n, d in adapter.deltas.items() if _layer_of(n) in layout.layers}
-
-
-def _slots_of(
-    config: ModelConfig, index: int, layer: LayerParams
-) -> Iterator[tuple[str, tuple[LoraWeights, int, Part]]]:
-    for name, (product, place, part) in adaptable(config, index).items():
-        lora = getattr(layer.lora, product)
-        if lora is not None:
-            yield name, (lora, place, part)
-
-
-def _layer_of(name: str) -> int:
-    return int(name.split(".")[2])
+    deltas = {} if adapter is None else adapter.deltas
+    return {name: pair for name, pair in deltas.items() if int(name.split(".")[2]) in layout.layers}
 
 
 def stage_params(

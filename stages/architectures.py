@@ -226,22 +226,17 @@ def architecture_of(fields: Fields) -> str:
     Raises:
         ConfigError: an architecture that weft does not know, or two fields that disagree.
     """
-    model_type = fields.raw.get("model_type")
-    by_type = {known.model_type: name for name, known in ARCHITECTURES.items()}
-    if not fields.raw.get("architectures"):
-        if model_type is None:
-            seen = f"{fields.source} has neither architectures nor model_type"
-            raise ConfigError(fields.call, seen, supported())
-        if not isinstance(model_type, str) or model_type not in by_type:
-            raise fields.refuse("model_type", supported())
-        return by_type[model_type]
-    names = fields.raw["architectures"]
+    model_type, names = fields.raw.get("model_type"), fields.raw.get("architectures")
+    if not names:
+        by_type = {known.model_type: name for name, known in ARCHITECTURES.items()}
+        fields.check(model_type in list(by_type), "model_type", supported())
+        return by_type[str(model_type)]
     name = names[0] if isinstance(names, list | tuple) and len(names) == 1 else None
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise fields.refuse("architectures", supported())
-    if model_type not in (None, ARCHITECTURES[name].model_type):
-        values = {"architectures": names, "model_type": model_type}
-        raise fields.contradict(values, f"model_type is {ARCHITECTURES[name].model_type!r} for {name}")
+    fields.check(name in list(ARCHITECTURES), "architectures", supported())
+    name = str(name)
+    own = ARCHITECTURES[name].model_type
+    values = {"architectures": names, "model_type": model_type}
+    fields.check(model_type in (None, own), values, f"model_type is {own!r} for {name}")
     return name
 
 
@@ -261,13 +256,12 @@ def decoder_fields(fields: Fields, architecture: str) -> Fields:
     text = fields.nested("text_config")
     if text is None:
         return attrs.evolve(fields, raw=outer)
-    if text.raw.get("model_type", types[0]) not in types:
-        values = {"text_config": {"model_type": text.raw["model_type"]}}
-        raise fields.contradict(values, f"text_config.model_type is {types[0]!r} for {architecture}")
+    instead = f"text_config.model_type is {types[0]!r} for {architecture}"
+    text.check(text.raw.get("model_type", types[0]) in types, "model_type", instead)
     inner = {name: value for name, value in text.raw.items() if name not in _OF_THE_WHOLE}
     for name, value in inner.items():
-        if name in outer and outer[name] != value:
-            raise fields.contradict({name: outer[name], f"text_config.{name}": value}, f"give {name} once")
+        values = {name: outer.get(name, value), f"text_config.{name}": value}
+        fields.check(name not in outer or outer[name] == value, values, f"give {name} once")
     return attrs.evolve(fields, raw=outer | inner)
 
 
@@ -284,8 +278,8 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
     for name, value in fields.raw.items():
         if name in neutral_at and name not in known.fields:
             allowed = neutral_at[name]
-            if not any(type(value) is type(one) and value == one for one in allowed):
-                raise fields.refuse(name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}")
+            holds = any(type(value) is type(one) and value == one for one in allowed)
+            fields.check(holds, name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}")
         elif name not in USED | NEUTRAL.keys() | known.fields:
             unknown[name] = value
     _check_attention_is_full(fields, known)
@@ -302,12 +296,11 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
 
 
 def _check_attention_is_full(fields: Fields, known: Architecture) -> None:
-    off = known.window_switch or "use_sliding_window" in fields.raw
-    if fields.raw.get("sliding_window") is not None and not off:
-        raise fields.refuse("sliding_window", "weft has no sliding windows: set sliding_window to null")
+    off = fields.raw.get("sliding_window") is None or known.window_switch or "use_sliding_window" in fields.raw
+    fields.check(off, "sliding_window", "weft has no sliding windows: set sliding_window to null")
     types = fields.raw.get("layer_types")
     if types is None:
         return
     layers = fields.integer("num_hidden_layers", known.defaults["num_hidden_layers"])
-    if not isinstance(types, list) or len(types) != layers or any(one != "full_attention" for one in types):
-        raise fields.refuse("layer_types", f"weft supports 'full_attention' in each of the {layers} layers")
+    full = isinstance(types, list) and types == ["full_attention"] * layers
+    fields.check(full, "layer_types", f"weft supports 'full_attention' in each of the {layers} layers")

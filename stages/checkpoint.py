@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from weft.arguments.checks import kind_of
-from weft.arguments.json_text import read_object
-from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError, ProgramError
+from weft.arguments.json_text import Fields, read_object
+from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError
 from weft.stages.architectures import ARCHITECTURES
-from weft.stages.config import DTYPES, ModelConfig, check_folder
+from weft.stages.config import DTYPES, ModelConfig, check_folder, find_file
 from weft.stages.layer_fields import Field, Part, layer_fields
-from weft.stages.layout import StageLayout
+from weft.stages.layout import StageLayout, check_layout
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.rope import inverse_frequencies
 from weft.trees import tree_leaves
@@ -31,7 +30,6 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 # Buffers that old versions of transformers saved; they follow from the configuration.
 _NEUTRAL = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _FP8 = "F8_E4M3"
-_BELONG = "check that config.json and the weights belong together"
 _SHOWN = 4
 _SAMPLES, _BYTES = 512, 64
 """Places in a checkpoint that a digest reads, and the bytes that it reads at each."""
@@ -93,8 +91,10 @@ def read_params(
     with ExitStack() as stack:
         handles = _open_all(needed, "cpu", call, stack)
         for field in fields.values():
+            dtypes = FLOATS if field.dtype is None or field.dtype.itemsize > 1 else (_FP8,)
             for part in field.parts:
-                _check_tensor(handles[files[part.name]], part, field.dtype, files[part.name].name, call)
+                file = files[part.name]
+                check_tensor(handles[file], part.name, part.shape, dtypes, file.name, "config.json", call)
     with ExitStack() as stack:
         handles = _open_all(needed, str(device), call, stack)
         bar = tqdm(total=len(needed), desc=f"stage {layout.index}", unit=" tensors", disable=not progress)
@@ -188,10 +188,7 @@ def assemble(
 
 def checked_dtype(config: ModelConfig, layout: StageLayout, dtype: torch.dtype | None, call: str) -> torch.dtype:
     """The dtype to load; an error if it is not a dtype of decoders, or if the layout is not of this model."""
-    if layout.stop > config.num_layers or layout.last != (layout.stop == config.num_layers):
-        instead = f"split_layers({config.num_layers}, {layout.num_stages})[{layout.index}]"
-        seen = f"a layout that ends with layer {layout.stop - 1}, and a model of {config.num_layers} layers"
-        raise ProgramError(call, seen, instead)
+    check_layout(layout, config.num_layers, call)
     if dtype is not None and dtype not in DTYPES.values():
         raise ConfigError(call, f"dtype={dtype}", f"use one of {', '.join(f'torch.{name}' for name in DTYPES)}")
     return config.dtype if dtype is None else dtype
@@ -223,44 +220,36 @@ def weight_files(folder: Path, call: str) -> list[Path]:
 def _tensor_files(folder: Path, call: str) -> dict[str, Path]:
     """The file that holds each of the checkpoint's tensors."""
     check_folder(folder, call)
-    if os.path.isfile(folder / _WEIGHTS):
-        with open_tensors(folder / _WEIGHTS, "cpu", call) as handle:
-            return dict.fromkeys(handle.keys(), folder / _WEIGHTS)
-    if os.path.isfile(folder / _INDEX):
-        return _indexed_files(folder / _INDEX, call)
-    seen, instead = f"{str(folder)!r} has no {_WEIGHTS} and no {_INDEX}", "pass a folder that save_pretrained wrote"
-    pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
-    if pickles:
-        seen += f", only {pickles[0]}"
-        instead = "convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
-    raise CheckpointNotFoundError(call, seen, instead)
+    convert = "convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
+    written = "pass a folder that save_pretrained wrote"
+    file = find_file(folder, (_WEIGHTS, _INDEX), call, written, {"pytorch_model*.bin": convert})
+    if file.name == _INDEX:
+        return _indexed_files(file, call)
+    with open_tensors(file, "cpu", call) as handle:
+        return dict.fromkeys(handle.keys(), file)
 
 
 def _indexed_files(index: Path, call: str) -> dict[str, Path]:
-    again = f"copy {index.name} again from where it came from"
     try:
-        shards = read_object(index, call).get("weight_map")
+        fields = Fields(read_object(index, call), call, "it")
+        shards = fields.value("weight_map", None, lambda one: isinstance(one, Mapping), "an object")
+        own = attrs.evolve(fields, raw=shards, prefix="weight_map.")
+        for name in shards:
+            own.value(name, None, _is_inside, f"the name of a file of {str(index.parent)!r}")
     except ConfigError as error:
-        raise CheckpointError(call, f"{index.name} is not an index of shards: {error.seen}", again) from error
-    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-        what = f"weight_map is {kind_of(shards)}, not an object"
-        if isinstance(shards, dict):
-            name, shard = next((name, shard) for name, shard in shards.items() if not isinstance(shard, str))
-            what = f"weight_map[{name!r:.100}] is {shard!r:.100}, not the name of a file"
-        raise CheckpointError(call, f"{index.name} is not an index of shards: {what}", again)
-    names = set(shards.values())
-    if outside := sorted(name for name in names if not _is_inside(name)):
-        seen = f"{index.name} names {list_some(outside)}, which is not a file of {str(index.parent)!r}"
-        raise CheckpointError(call, seen, f"{again}; shards are in its folder")
-    if missing := sorted(name for name in names if not os.path.isfile(index.parent / name)):
+        seen = f"{index.name} is not an index of shards: {error.seen}; {error.instead}"
+        raise CheckpointError(call, seen, f"copy {index.name} again from where it came from") from error
+    if missing := sorted(name for name in set(shards.values()) if not os.path.isfile(index.parent / name)):
         seen = f"{index.name} names {list_some(missing)}, and {str(index.parent)!r} has no such file"
         raise CheckpointNotFoundError(call, seen, "finish the download, or copy the missing shards")
     return {name: index.parent / shard for name, shard in shards.items()}
 
 
-def _is_inside(name: str) -> bool:
-    """Whether a relative path stays in the folder that it begins in. Links may lead out of it, as those of Hugging
-    Face's cache do."""
+def _is_inside(name: Any) -> bool:
+    """Whether this is a relative path that stays in the folder where it begins. Links may lead out of it, as those of
+    Hugging Face's cache do."""
+    if not isinstance(name, str):
+        return False
     return all(part not in ("", ".", "..") for part in re.split(r"[/\\]", name)) and ":" not in name
 
 
@@ -288,35 +277,50 @@ def _check_names(
     files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, call: str
 ) -> None:
     missing = [name for name in shapes if name not in files]
-    if missing:
-        raise CheckpointError(call, f"the checkpoint has no {list_some(missing)}", _BELONG)
     explained = tensor_shapes(config, StageLayout(0, 1, 0, config.num_layers))
     tied = {HEAD} if config.tie_word_embeddings else set()
     other = ARCHITECTURES[config.architecture].other_tensors
     left = [name for name in files if name not in explained and name not in tied and not name.startswith(other)]
     extra = [name for name in left if not _NEUTRAL.fullmatch(name)]
-    if extra:
-        seen = f"the checkpoint has {list_some(extra)}, and no field of config.json explains that"
-        raise CheckpointError(call, seen, _BELONG)
+    refuse_names(missing, extra, "the checkpoint", "config.json", call)
 
 
-def _check_tensor(handle: Any, part: Part, dtype: torch.dtype | None, file: str, call: str) -> None:
-    name, shape = part.name, part.shape
+def refuse_names(missing: list[str], extra: list[str], holder: str, source: str, call: str) -> None:
+    """Raise CheckpointError for tensors that are missing from a checkpoint or an adapter, or that nothing explains.
+
+    Args:
+        holder: what holds the tensors, for the error.
+        source: the name of the configuration file.
+    """
+    seen = f"no {list_some(missing)}" if missing else f"{list_some(extra)}, and no field of {source} explains that"
+    if missing or extra:
+        raise CheckpointError(call, f"{holder} has {seen}", _belong(source))
+
+
+def _belong(source: str) -> str:
+    return f"check that {source} and the weights belong together"
+
+
+def check_tensor(
+    handle: Any, name: str, shape: tuple[int, ...], dtypes: Sequence[str], file: str, source: str, call: str
+) -> None:
+    """Raise CheckpointError unless an open file of a checkpoint or an adapter has this tensor.
+
+    Args:
+        shape, dtypes: its shape, and the dtypes that it may have.
+        file: the file's name.
+        source: the name of the configuration file.
+    """
     try:
         view = handle.get_slice(name)
     except SafetensorError as error:
         instead = "copy the index and the shards again from where they came from"
         raise CheckpointError(call, f"{_INDEX} says that {file} holds {name}, and it does not", instead) from error
-    if tuple(view.get_shape()) != shape:
-        seen = f"{name} in {file} is {tuple(view.get_shape())}, and config.json makes it {shape}"
-        raise CheckpointError(call, seen, _BELONG)
-    if dtype is torch.float8_e4m3fn:
-        if view.get_dtype() != _FP8:
-            seen = f"{name} in {file} is {view.get_dtype()}, and quantization_config makes it {_FP8}"
-            raise CheckpointError(call, seen, _BELONG)
-    elif view.get_dtype() not in FLOATS:
-        seen = f"{name} in {file} is {view.get_dtype()}"
-        raise CheckpointError(call, seen, f"weft loads {', '.join(FLOATS)}: use the checkpoint before quantization")
+    found, dtype = tuple(view.get_shape()), view.get_dtype()
+    if found != shape or dtype not in dtypes:
+        seen = f"{name} in {file} is {dtype} {found}, and {source} makes it {shape} of {', '.join(dtypes)}"
+        quantized = dtypes == FLOATS and dtype not in FLOATS
+        raise CheckpointError(call, seen, "use it before quantization" if quantized else _belong(source))
 
 
 def list_some(names: list[str]) -> str:

@@ -6,7 +6,7 @@ does not do. Fields that weft does not know are listed in one warning; reading t
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from weft.stages.architectures import (
     decoder_fields,
     supported,
 )
-from weft.stages.expressions import Expression, is_plain
+from weft.stages.expressions import Expression, is_plain, read_expression
 from weft.stages.rope import Rope, parse_rope
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -39,7 +39,7 @@ _FROM_GGUF = (
 )
 _MOST_BLOCKS = 2**16
 """The most feed-forward blocks of a model, each expert counted; the largest released models have some 23,000."""
-# The value of each key of `quantization_config`; it may be missing, but for quant_method and weight_block_size.
+# The values that each key of `quantization_config` may have.
 _FP8_ONLY: Mapping[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
     "activation_scheme": ("dynamic",),
@@ -50,7 +50,13 @@ _FP8_ONLY: Mapping[str, tuple[Any, ...]] = {
     "dequantize": (False,),
     "modules_to_convert": (None, []),
 }
+_FP8_NEEDED = ("quant_method", "weight_block_size")
 _SKIPPED = "modules_to_not_convert"
+
+
+def _check(call: str, holds: bool, seen: str, instead: str) -> None:
+    if not holds:
+        raise ConfigError(call, seen, instead)
 
 
 @attrs.frozen
@@ -77,9 +83,10 @@ class MoeConfig:
     dense_layers: tuple[int, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
-            seen = f"num_experts_per_tok={self.top_k} and num_experts={self.num_experts}"
-            raise ConfigError("MoeConfig(…)", seen, "num_experts_per_tok is from 1 to num_experts")
+        seen = f"num_experts_per_tok={self.top_k} and num_experts={self.num_experts}"
+        _check(
+            "MoeConfig(…)", 1 <= self.top_k <= self.num_experts, seen, "num_experts_per_tok is from 1 to num_experts"
+        )
 
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer, counted in the whole model, has experts.
@@ -167,30 +174,23 @@ class ModelConfig:
     fp8: Fp8Config | None = None
 
     def __attrs_post_init__(self) -> None:
+        check = functools.partial(_check, f"ModelConfig(architecture={self.architecture!r}, …)")
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_position_embeddings"):
-            if getattr(self, name) < 1:
-                self._refuse(f"{name}={getattr(self, name)}", f"{name} is 1 or more")
-        if self.num_heads % self.num_kv_heads:
-            seen = f"num_attention_heads={self.num_heads} and num_key_value_heads={self.num_kv_heads}"
-            self._refuse(seen, "num_attention_heads is a multiple of num_key_value_heads")
-        if self.head_dim % 2:
-            self._refuse(f"head_dim={self.head_dim}", "head_dim is even: the rotary embedding turns pairs")
-        section = self.rope.mrope_section
-        if section is not None and sum(section) * 2 != self.head_dim:
-            seen = f"mrope_section={list(section)} and head_dim={self.head_dim}"
-            self._refuse(seen, f"mrope_section adds up to the {self.head_dim // 2} pairs of a head")
-        blocks = self.num_layers * (1 if self.moe is None else self.moe.num_experts)
-        if blocks > _MOST_BLOCKS:
-            seen = f"{self.num_layers} layers" + ("" if self.moe is None else f" of {self.moe.num_experts} experts")
-            self._refuse(seen, f"{_MOST_BLOCKS} layers at most, or as many experts in all")
-        if self.architecture not in ARCHITECTURES:
-            self._refuse(f"architecture={self.architecture!r}", supported())
-        if self.dtype not in DTYPES.values():
-            self._refuse(f"dtype={self.dtype}", f"dtype is one of {', '.join(DTYPES)}")
-
-    def _refuse(self, seen: str, instead: str) -> None:
-        raise ConfigError(f"ModelConfig(architecture={self.architecture!r}, …)", seen, instead)
+            check(getattr(self, name) >= 1, f"{name}={getattr(self, name)}", f"{name} is 1 or more")
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        seen = f"num_attention_heads={heads} and num_key_value_heads={kv_heads}"
+        check(heads % kv_heads == 0, seen, "num_attention_heads is a multiple of num_key_value_heads")
+        check(dim % 2 == 0, f"head_dim={dim}", "head_dim is even: the rotary embedding turns pairs")
+        section = self.rope.mrope_section or (dim // 2,)
+        seen = f"mrope_section={list(section)} and head_dim={dim}"
+        check(sum(section) * 2 == dim, seen, f"mrope_section adds up to the {dim // 2} pairs of a head")
+        experts = 1 if self.moe is None else self.moe.num_experts
+        seen = f"{self.num_layers} layers" + ("" if self.moe is None else f" of {experts} experts")
+        few = self.num_layers * experts <= _MOST_BLOCKS
+        check(few, seen, f"{_MOST_BLOCKS} layers at most, or as many experts in all")
+        check(self.architecture in ARCHITECTURES, f"architecture={self.architecture!r}", supported())
+        check(self.dtype in DTYPES.values(), f"dtype={self.dtype}", f"dtype is one of {', '.join(DTYPES)}")
 
 
 def parse_config(raw: Mapping[str, Any], *, source: str, strict: bool = False) -> ModelConfig:
@@ -235,12 +235,8 @@ def load_config(path: str | os.PathLike[str], *, strict: bool = False) -> ModelC
 def config_in_folder(folder: Path, call: str, *, strict: bool = False) -> ModelConfig:
     """As `load_config`; errors name `call`."""
     check_folder(folder, call)
-    if not os.path.isfile(folder / "config.json"):
-        instead = "pass a folder that save_pretrained wrote, or that `hf download` filled"
-        seen = f"{str(folder)!r} has no config.json"
-        if file := next(folder.glob("*.gguf"), None):
-            seen, instead = f"{seen}, but {file.name!r:.300}", _FROM_GGUF
-        raise CheckpointNotFoundError(call, seen, instead)
+    written = "pass a folder that save_pretrained wrote, or that `hf download` filled"
+    find_file(folder, ("config.json",), call, written, {"*.gguf": _FROM_GGUF})
     config = _parse(Fields(read_object(folder / "config.json", call), call, "config.json"), strict)
     if not os.path.isfile(folder / "generation_config.json"):
         return config
@@ -250,14 +246,33 @@ def config_in_folder(folder: Path, call: str, *, strict: bool = False) -> ModelC
 
 def check_folder(folder: Path, call: str) -> None:
     """Raise CheckpointNotFoundError if this is not a folder."""
+    if os.path.isdir(folder):  # unlike Path's, False also of a name that no file can have
+        return
+    seen = f"there is no folder {str(folder)!r:.300}"
+    instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
     if os.path.isfile(folder):
-        instead = f"its folder: {str(folder.parent)!r}"
-        if folder.suffix == ".gguf":
-            instead = _FROM_GGUF
-        raise CheckpointNotFoundError(call, f"{str(folder)!r} is a file", instead)
-    if not os.path.isdir(folder):  # unlike Path's, False also of a name that no file can have
-        instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
-        raise CheckpointNotFoundError(call, f"there is no folder {str(folder)!r:.300}", instead)
+        seen = f"{str(folder)!r} is a file"
+        instead = _FROM_GGUF if folder.suffix == ".gguf" else f"its folder: {str(folder.parent)!r}"
+    raise CheckpointNotFoundError(call, seen, instead)
+
+
+def find_file(folder: Path, names: Sequence[str], call: str, instead: str, others: Mapping[str, str]) -> Path:
+    """The first of these files that a folder has.
+
+    Args:
+        instead: what to do where it has none of them.
+        others: patterns of files in other formats, and what to do where it has one of those.
+
+    Raises:
+        CheckpointNotFoundError: it has none.
+    """
+    if found := next((folder / name for name in names if os.path.isfile(folder / name)), None):
+        return found
+    seen = f"{str(folder)!r:.300} has no {' and no '.join(names)}"
+    for pattern, remedy in others.items():
+        if file := min(folder.glob(pattern), default=None):
+            seen, instead = f"{seen}, only {file.name!s:.300}", remedy
+    raise CheckpointNotFoundError(call, seen, instead)
 
 
 def _parse(fields: Fields, strict: bool) -> ModelConfig:
@@ -291,9 +306,10 @@ def _sizes(fields: Fields, known: Architecture) -> dict[str, Any]:
     hidden, heads, head_dim = size("hidden_size"), size("num_attention_heads"), known.defaults["head_dim"]
     if fields.raw.get("head_dim", head_dim) is not None or head_dim is not None:
         head_dim = size("head_dim")
-    elif hidden % heads:
+    else:
         values = {"hidden_size": hidden, "num_attention_heads": heads}
-        raise fields.contradict(values, "hidden_size is a multiple of num_attention_heads, or head_dim is given")
+        instead = "hidden_size is a multiple of num_attention_heads, or head_dim is given"
+        fields.check(hidden % heads == 0, values, instead)
     kv_heads = fields.raw.get("num_key_value_heads", known.defaults["num_key_value_heads"])
     return {
         "vocab_size": size("vocab_size"),
@@ -317,8 +333,7 @@ def _biases(fields: Fields, known: Architecture) -> dict[str, bool]:
 def _parse_moe(fields: Fields) -> MoeConfig:
     """The experts; missing fields have the defaults of transformers' Qwen3Moe (5.23)."""
     numbers = {name: fields.raw[name] for name in ("num_experts", "num_local_experts") if name in fields.raw}
-    if len(set(map(repr, numbers.values()))) > 1:
-        raise fields.contradict(numbers, "keep num_experts alone")
+    fields.check(len(set(map(repr, numbers.values()))) <= 1, numbers, "keep num_experts alone")
     return MoeConfig(
         num_experts=fields.integer(next(iter(numbers), "num_experts"), 128),
         top_k=fields.integer("num_experts_per_tok", 8),
@@ -334,41 +349,33 @@ def _parse_fp8(fields: Fields) -> Fp8Config | None:
     block = fields.nested("quantization_config")
     if block is None:
         return None
-    if block.raw.get("quant_method", "fp8") != "fp8":
-        instead = "weights in FP8, or not quantised; where transformers has dequantised them, remove the field"
-        raise block.refuse("quant_method", instead)
-    for name in ("quant_method", "weight_block_size"):
-        if name not in block.raw:
-            instead = f"weft supports quantization_config.{name}={_FP8_ONLY[name][0]!r}"
-            raise fields.refuse("quantization_config", instead)
-    for name, value in block.raw.items():
-        if name in _FP8_ONLY and value not in _FP8_ONLY[name]:
-            raise block.refuse(name, f"weft supports quantization_config.{name}={_FP8_ONLY[name][0]!r}")
-        if name not in _FP8_ONLY and name != _SKIPPED:
-            raise block.refuse(name, f"quantization_config takes {', '.join((*_FP8_ONLY, _SKIPPED))}")
+    instead = "weights in FP8, or not quantised; where transformers has dequantised them, remove the field"
+    block.check(block.raw.get("quant_method", "fp8") == "fp8", "quant_method", instead)
+    for name, allowed in _FP8_ONLY.items():
+        fits = block.raw[name] in allowed if name in block.raw else name not in _FP8_NEEDED
+        block.check(fits, name, f"weft supports quantization_config.{name}={allowed[0]!r}")
+    for name in block.raw:
+        takes = (*_FP8_ONLY, _SKIPPED)
+        block.check(name in takes, name, f"quantization_config takes {', '.join(takes)}")
     names = block.items(_SKIPPED, str, "a list of names of modules, or null")
     for name in names:
-        try:
-            Expression(name)
-        except ConfigError as error:
-            instead = f"each of {_SKIPPED} is a regular expression, and {name!r:.60} is not one: {error.seen}"
-            raise block.refuse(_SKIPPED, instead) from None
+        read_expression(block, _SKIPPED, name)
     return Fp8Config(tuple(names))
 
 
 def _eos_token_ids(fields: Fields, default: int | None) -> tuple[int, ...]:
-    value = fields.raw.get("eos_token_id", default)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(is_int(one, 0) for one in ids):
-        raise fields.refuse("eos_token_id", "eos_token_id is a token, a list of tokens, or null")
-    return tuple(ids)
+    def listed(value: Any) -> list[Any]:
+        return [] if value is None else value if isinstance(value, list) else [value]
+
+    def fits(value: Any) -> bool:
+        return all(is_int(one, 0) for one in listed(value))
+
+    return tuple(listed(fields.value("eos_token_id", default, fits, "a token, a list of tokens, or null")))
 
 
 def _dtype(fields: Fields) -> torch.dtype:
     values = {name: fields.raw[name] for name in ("dtype", "torch_dtype") if fields.raw.get(name) is not None}
     for name, value in values.items():
-        if not isinstance(value, str) or value not in DTYPES:
-            raise fields.refuse(name, f"{name} is one of {', '.join(DTYPES)}")
-    if len(set(values.values())) > 1:
-        raise fields.contradict(values, "keep dtype alone")
+        fields.check(value in list(DTYPES), name, f"{name} is one of {', '.join(DTYPES)}")
+    fields.check(len(set(values.values())) <= 1, values, "keep dtype alone")
     return DTYPES[next(iter(values.values()), "float32")]

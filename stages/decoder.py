@@ -98,14 +98,16 @@ def decoder_stage(
 
 def _check_part(name: str, layout: StageLayout, params: DecoderParams, x: IntermediateTensors | None) -> None:
     """Raise ProgramError for the parameters of another stage, and for a later stage without `x`."""
-    call = f"{name}(params, state, batch, x)"
-    if x is None and not layout.first:
-        raise ProgramError(call, "x is None", "what the stage before returned")
     owned = params.embed_tokens is not None, params.norm is not None, len(params.layers)
     if owned != (layout.first, layout.last, len(layout.layers)):
         parts = [*["the embedding"] * owned[0], f"{owned[2]} layers", *["the head"] * owned[1]]
+        seen = f"params of {', '.join(parts)}"
         instead = f"this stage's own, of layers {layout.start} to {layout.stop - 1}: Runner.params[{layout.index}]"
-        raise ProgramError(call, f"params of {', '.join(parts)}", instead)
+    elif x is None and not layout.first:
+        seen, instead = "x is None", "what the stage before returned"
+    else:
+        return
+    raise ProgramError(f"{name}(params, state, batch, x)", seen, instead)
 
 
 def _resolved(state: State, batch: Batch) -> ResolvedBatch:

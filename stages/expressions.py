@@ -7,9 +7,11 @@ tried twice; and it gives up after a fixed number of steps. `re` matches single 
 
 import re
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import attrs
 
+from weft.arguments.json_text import Fields
 from weft.errors import ConfigError
 
 # Two libraries do not serve. `regex` (2026.5) with a time-out of 1 s was busy for 27 s and took 8 GB with one of the
@@ -60,12 +62,9 @@ class Expression:
             re.compile(self.text)  # by itself, so that it cannot end the group that it is put into
             pattern = re.compile(whole)
             return _of_plain(pattern) if plain else _Parser(whole).branches()
-        except RecursionError:
-            raise self._refuse("groups are nested too deeply") from None
-        except (re.error, OverflowError) as error:
-            raise self._refuse(str(error)) from None
-        except _UnsupportedError as error:
-            raise self._refuse(f"{error} is not supported") from None
+        except (re.error, OverflowError, RecursionError, _UnsupportedError) as error:
+            deep = isinstance(error, RecursionError)
+            raise self._refuse("groups are nested too deeply" if deep else str(error)) from None
 
     def matches(self, name: str) -> bool:
         """Whether it matches a whole name.
@@ -83,6 +82,18 @@ class Expression:
         return ConfigError(
             f"the regular expression {self.text!r:.60}", seen, "a list of names, or a simpler expression"
         )
+
+
+def read_expression(fields: Fields, name: str, text: str, *, before: str = "", after: str = "") -> Expression:
+    """The expression that a field holds.
+
+    Raises:
+        ConfigError: what `Expression` refuses; the error names the field.
+    """
+    try:
+        return Expression(text, before, after)
+    except ConfigError as error:
+        raise fields.refuse(name, f"a regular expression in place of {text!r:.60}: {error.seen}") from None
 
 
 def is_plain(text: str) -> bool:
@@ -199,7 +210,7 @@ class _Parser:
             return self._group()
         found = (_CLASS if self.text[self.at] == "[" else _SINGLE).match(self.text, self.at)
         if found is None:
-            raise _UnsupportedError(repr(self.text[self.at : self.at + 2]))
+            self._refuse(self.text[self.at : self.at + 2])
         self.at = found.end()
         return _single(re.escape(found[0]) if found[0] in "{}" else found[0])
 
@@ -207,7 +218,7 @@ class _Parser:
         found = _GROUP.match(self.text, self.at)
         opened = found[0] if found else ""
         if opened == "(" and self.text[self.at + 1] == "?":
-            raise _UnsupportedError(repr(self.text[self.at : self.at + 4]))
+            self._refuse(self.text[self.at : self.at + 4])
         self.at += len(opened)
         inner = self.branches()
         self.at += 1
@@ -219,13 +230,16 @@ class _Parser:
             return part
         self.at = found.end()
         if self._takes("+"):
-            raise _UnsupportedError(repr(f"{found[0]}+"))
+            self._refuse(f"{found[0]}+")
         self._takes("?")  # lazy or greedy: the possible ends are the same
         if found[0] in "*+?":
             return _repeated(part, int(found[0] == "+"), 1 if found[0] == "?" else None)
         least = int(found["least"] or 0)
         most = least if found["open"] is None else int(found["most"]) if found["most"] else None
         return _repeated(part, least, most)
+
+    def _refuse(self, syntax: str) -> NoReturn:
+        raise _UnsupportedError(f"{syntax!r} is not supported")
 
     def _takes(self, character: str) -> bool:
         if not self.text.startswith(character, self.at):

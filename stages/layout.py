@@ -30,12 +30,11 @@ class StageLayout:
     stop: int
 
     def __attrs_post_init__(self) -> None:
-        if not 0 <= self.index < self.num_stages:
-            seen = f"index={self.index}, num_stages={self.num_stages}"
-            raise ProgramError(repr(self), seen, "number the stages from 0 to num_stages - 1")
-        if not 0 <= self.start < self.stop or (self.first and self.start != 0):
-            seen = f"start={self.start}, stop={self.stop}"
-            raise ProgramError(repr(self), seen, "give every stage at least one layer, and stage 0 layer 0")
+        numbered = 0 <= self.index < self.num_stages
+        if not numbered or not 0 <= self.start < self.stop or (self.first and self.start != 0):
+            seen = f"stage {self.index} of {self.num_stages}, of the layers from {self.start} to {self.stop - 1}"
+            instead = "number the stages from 0, and give each at least one layer, stage 0 also layer 0"
+            raise ProgramError(repr(self), seen, instead)
 
     @property
     def first(self) -> bool:
@@ -51,6 +50,21 @@ class StageLayout:
     def layers(self) -> range:
         """The indices of its layers in the whole model."""
         return range(self.start, self.stop)
+
+
+def check_layout(layout: StageLayout, num_layers: int, call: str) -> None:
+    """Raise ProgramError unless a layout is of a model with so many layers."""
+    if layout.stop > num_layers or layout.last != (layout.stop == num_layers):
+        seen = f"a layout that ends with layer {layout.stop - 1}, and a model of {num_layers} layers"
+        raise ProgramError(call, seen, f"split_layers({num_layers}, {layout.num_stages})[{layout.index}]")
+
+
+def _check_count(call: str, num_layers: int, num_stages: int) -> None:
+    if not 1 <= num_stages <= num_layers:
+        instead = (
+            f"use 1 to {num_layers} stages, so that each owns a layer" if num_layers > 0 else "use a model with layers"
+        )
+        raise ProgramError(call, f"{num_layers} layers for {num_stages} stages", instead)
 
 
 def split_layers(num_layers: int, num_stages: int) -> tuple[StageLayout, ...]:
@@ -70,12 +84,7 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[StageLayout, ...]:
     >>> [stage.stop - stage.start for stage in split_layers(30, 4)]
     [7, 8, 8, 7]
     """
-    if not 1 <= num_stages <= num_layers:
-        raise ProgramError(
-            f"split_layers({num_layers}, {num_stages})",
-            f"{num_layers} layers for {num_stages} stages",
-            f"use 1 to {num_layers} stages, so that each owns a layer" if num_layers > 0 else "use a model with layers",
-        )
+    _check_count(f"split_layers({num_layers}, {num_stages})", num_layers, num_stages)
     least, left_over = divmod(num_layers, num_stages)
     by_nearness = sorted(range(num_stages), key=lambda i: (abs(2 * i - (num_stages - 1)), i))
     sizes = [least + (i in by_nearness[:left_over]) for i in range(num_stages)]
@@ -110,10 +119,7 @@ def balance(
     if not isinstance(given, Sequence):
         call = f"balance({given!r:.60}, {num_stages!r})"
         raise CostError(call, kind_of(given), "a list of the cost of each layer: [1.0] * 30")
-    if not 1 <= num_stages <= len(layer_costs):
-        seen = f"{len(layer_costs)} layers for {num_stages} stages"
-        instead = f"from 1 to {len(layer_costs)} stages, so that each owns a layer"
-        raise ProgramError(f"balance(<{len(layer_costs)} layers>, {num_stages!r})", seen, instead)
+    _check_count(f"balance(<{len(layer_costs)} layers>, {num_stages!r})", len(layer_costs), num_stages)
     even = split_layers(len(layer_costs), num_stages)
     layers = ((f"layer {index}", cost) for index, cost in enumerate(layer_costs))
     for name, value in (*layers, ("first", first), ("last", last)):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -84,8 +84,10 @@ class Model:
         Raises:
             RequestError: the checkpoint has no tokenizer, or `text` is not a string.
         """
-        _check_text(text)
-        call = f"model.encode({text!r:.60})"
+        call, given = f"model.encode({text!r:.60})", cast(Any, text)
+        if not isinstance(given, str):
+            instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
+            raise RequestError(call, kind_of(given), instead)
         if self.tokenizer is None:
             raise RequestError(call, f"{self.path} holds no tokenizer.json", "pass token ids")
         with _tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
@@ -128,34 +130,29 @@ def _tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: st
         raise
 
 
-def _check_text(text: Any) -> None:
-    if not isinstance(text, str):
-        instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
-        raise RequestError(f"model.encode({text!r:.60})", kind_of(text), instead)
-
-
 def pick_device(device: torch.device | str | None, *, call: str) -> torch.device:
     """`device`; for None, CUDA if there is a GPU, otherwise the CPU.
 
     Raises:
         DeviceError: a device that this machine does not have.
     """
-    if isinstance(device, torch.dtype):
-        raise DeviceError(call, f"device={device}, which is a dtype", "dtype=...")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if count else "cpu")
+    seen, instead = f"device {str(device)!r}", "'cpu', 'cuda' or 'cuda:N'"
     try:
         chosen = torch.device(device)
-    except RuntimeError as error:
-        raise DeviceError(call, f"device {device!r}, which torch does not know", "'cpu', 'cuda' or 'cuda:N'") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise DeviceError(call, f"device {str(device)!r}, for which weft has no kernels", "'cpu', 'cuda' or 'cuda:N'")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if chosen.type == "cuda" and (chosen.index or 0) >= count:
-        raise DeviceError(
-            call, f"device {str(device)!r}, but torch sees {count} CUDA devices", "'cpu', or leave it out"
-        )
-    return chosen
+    except (RuntimeError, TypeError):
+        seen += ", which torch does not know"
+    else:
+        if chosen.type == "cpu" or (chosen.type == "cuda" and (chosen.index or 0) < count):
+            return chosen
+        seen += ", for which weft has no kernels"
+        if chosen.type == "cuda":
+            seen, instead = f"device {str(device)!r}, but torch sees {count} CUDA devices", "'cpu', or leave it out"
+    if isinstance(device, torch.dtype):
+        instead = "dtype=..."
+    raise DeviceError(call, seen, instead)
 
 
 def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | None:

@@ -62,10 +62,10 @@ def from_module(module: nn.Module) -> ModuleStage:
 
 
 def _check_module(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        call = "weft.stages.from_module(module)"
-        seen = f"{getattr(module, '__name__', module)!s:.60}, {kind_of(module)} and not an nn.Module"
-        if isinstance(module, type) and issubclass(module, nn.Module):
-            raise ProgramError(call, f"{module.__name__}, the class", f"a module of it: {module.__name__}(...)")
-        instead = "a function (params, state, batch, x) -> (state, y) is a stage as it is"
-        raise ProgramError(call, seen, instead)
+    if isinstance(module, nn.Module):
+        return
+    seen = f"{getattr(module, '__name__', module)!s:.60}, {kind_of(module)} and not an nn.Module"
+    instead = "a function (params, state, batch, x) -> (state, y) is a stage as it is"
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        seen, instead = f"{module.__name__}, the class", f"a module of it: {module.__name__}(...)"
+    raise ProgramError("weft.stages.from_module(module)", seen, instead)

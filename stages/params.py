@@ -5,7 +5,7 @@ from torch import Tensor
 
 from weft.display.summary import Summarized
 from weft.errors import ProgramError
-from weft.stages.layout import StageLayout
+from weft.stages.layout import StageLayout, check_layout
 from weft.trees import pytree, static, tree_leaves
 
 
@@ -108,9 +108,7 @@ def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
     call = f"slice_params(params, {layout!r})"
     if params.embed_tokens is None or params.norm is None or params.lm_head is None:
         raise ProgramError(call, "params without an embedding or a head: already a stage's", "pass the whole model's")
-    if layout.stop > len(params.layers) or (layout.last and layout.stop != len(params.layers)):
-        seen = f"params with {len(params.layers)} layers"
-        raise ProgramError(call, seen, f"split_layers({len(params.layers)}, {layout.num_stages})[{layout.index}]")
+    check_layout(layout, len(params.layers), call)
     return DecoderParams(
         embed_tokens=params.embed_tokens if layout.first else None,
         layers=params.layers[layout.start : layout.stop],

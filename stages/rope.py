@@ -34,6 +34,11 @@ _OPTIONAL_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
     "llama3": ("original_max_position_embeddings",),
     "yarn": ("original_max_position_embeddings", *_YARN_KEYS),
 }
+_NEUTRAL_AT: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "partial_rotary_factor": ((None, 1), "weft rotates whole heads: partial_rotary_factor is 1.0 or missing"),
+    "mrope_interleaved": ((None, False), "weft has the sections of mrope_section one after the other"),
+}
+"""The values at which keys that weft does not use change nothing, and the text of the error for others."""
 
 
 @attrs.frozen
@@ -85,9 +90,9 @@ def parse_rope(fields: Fields, default: Rope) -> Rope:
     """
     blocks = _blocks(fields)
     ropes = [_parse_block(fields, block, default) for block in blocks or [attrs.evolve(fields, raw={})]]
-    if ropes[0] != ropes[-1]:
-        values = {block.prefix.rstrip("."): block.raw for block in blocks}
-        raise fields.contradict(values, "say it once: rope_parameters, or rope_scaling beside rope_theta")
+    values = {block.prefix.rstrip("."): block.raw for block in blocks}
+    instead = "say it once: rope_parameters, or rope_scaling beside rope_theta"
+    fields.check(ropes[0] == ropes[-1], values, instead)
     return ropes[0]
 
 
@@ -112,8 +117,7 @@ def _parse_block(fields: Fields, block: Fields, default: Rope) -> Rope:
     theta = _same_in_both(fields, block, "rope_theta", default.theta)
     section = _section(block) or default.mrope_section
     rope = Rope(theta=theta.number("rope_theta", default.theta), kind=kind, mrope_section=section)
-    if rope.theta <= 1:
-        raise theta.refuse("rope_theta", "rope_theta is greater than 1, or the frequencies would not fall")
+    theta.check(rope.theta > 1, "rope_theta", "rope_theta is greater than 1, or the frequencies would not fall")
     if kind == "default":
         return rope
     rope = attrs.evolve(rope, factor=block.optional_number("factor"))
@@ -123,49 +127,45 @@ def _parse_block(fields: Fields, block: Fields, default: Rope) -> Rope:
 def _kind(block: Fields) -> RopeKind:
     """The rope type: `rope_type`, or `type` as transformers before 4.45 wrote it. A file may have both."""
     names = {name: block.raw[name] for name in ("rope_type", "type") if block.raw.get(name) is not None}
-    if len({repr("default" if value == _MROPE else value) for value in names.values()}) > 1:
-        raise block.contradict(names, "keep rope_type alone")
-    for name, value in names.items():
-        if value not in (*KINDS, _MROPE):
-            raise block.refuse(name, f"weft supports the rope types {', '.join((*KINDS, _MROPE))}")
-        kind: RopeKind = "default" if value == _MROPE else value
-        return kind
-    return "default"
+    kinds: list[Any] = ["default" if value == _MROPE else value for value in names.values()] or ["default"]
+    block.check(kinds[0] == kinds[-1], names, "keep rope_type alone")
+    block.check(kinds[0] in KINDS, names, f"weft supports the rope types {', '.join((*KINDS, _MROPE))}")
+    kind: RopeKind = kinds[0]
+    return kind
 
 
 def _section(block: Fields) -> tuple[int, int, int] | None:
     """The pairs of a head that turn with time, height and width; None: the file does not say."""
-    value = block.raw.get("mrope_section")
-    if value is None:
-        if _MROPE in (block.raw.get("rope_type"), block.raw.get("type")):
-            raise block.missing("mrope_section", "rope type 'mrope' needs it")
-        return None
-    numbers = isinstance(value, list | tuple) and all(type(one) is int and one >= 0 for one in value)
-    if not numbers or len(value) != 3:
-        raise block.refuse("mrope_section", "mrope_section is three whole numbers: pairs for time, height and width")
-    time, height, width = value
-    return time, height, width
+    needed = _MROPE in (block.raw.get("rope_type"), block.raw.get("type"))
+
+    def fits(value: Any) -> bool:
+        if value is None:
+            return not needed
+        return (
+            isinstance(value, list | tuple) and len(value) == 3 and all(type(one) is int and one >= 0 for one in value)
+        )
+
+    section = block.value("mrope_section", None, fits, "three whole numbers: pairs for time, height and width")
+    return None if section is None else (section[0], section[1], section[2])
 
 
 def _check_keys(block: Fields, kind: RopeKind) -> None:
     for name in _NEEDED_KEYS[kind]:
-        if name not in block.raw or (block.raw[name] is None and kind != "yarn"):
-            raise block.missing(name, f"rope type {kind!r} needs it")
-    others = set().union(*map(_known_keys, KINDS)) - _known_keys(kind)
-    for name, value in block.raw.items():
-        if name in others and value is not None:
-            raise block.refuse(name, f"rope type {kind!r} takes {', '.join(sorted(_known_keys(kind)))}")
-    if block.raw.get("partial_rotary_factor") not in (None, 1):
-        raise block.refuse("partial_rotary_factor", "weft rotates whole heads: partial_rotary_factor is 1.0 or missing")
-    if block.raw.get("mrope_interleaved"):
-        raise block.refuse("mrope_interleaved", "weft has the sections of mrope_section one after the other")
+        there = name in block.raw and (block.raw[name] is not None or kind == "yarn")
+        block.check(there, name, f"add {name} to {block.prefix[:-1]}: rope type {kind!r} needs it")
+    known = _known_keys(kind)
+    others = set().union(*map(_known_keys, KINDS)) - known
+    for name in sorted(others & block.raw.keys()):
+        block.check(block.raw[name] is None, name, f"rope type {kind!r} takes {', '.join(sorted(known))}")
+    for name, (allowed, instead) in _NEUTRAL_AT.items():
+        block.check(block.raw.get(name) in allowed, name, instead)
 
 
 def _same_in_both(fields: Fields, block: Fields, name: str, default: Any) -> Fields:
     """Whichever of the two objects has `name`; an error if both have it and disagree."""
     outer, inner = fields.raw.get(name), block.raw.get(name)
-    if outer is not None and inner is not None and outer != inner:
-        raise fields.contradict({name: outer, f"{block.prefix}{name}": inner}, f"give {name} once")
+    agree = None in (outer, inner) or outer == inner
+    fields.check(agree, {name: outer, f"{block.prefix}{name}": inner}, f"give {name} once")
     if inner is not None:
         return block
     return fields if outer is not None else attrs.evolve(fields, raw={name: default})
@@ -179,8 +179,7 @@ def _with_bands(fields: Fields, block: Fields, rope: Rope) -> Rope:
         rope = attrs.evolve(rope, original_max_position_embeddings=length)
     low, high = ("low_freq_factor", "high_freq_factor") if rope.kind == "llama3" else ("beta_slow", "beta_fast")
     bands: dict[str, Any] = {name: block.optional_number(name) or getattr(rope, name) for name in (low, high)}
-    if not bands[low] < bands[high]:
-        raise block.contradict(bands, f"{low} is less than {high}")
+    block.check(bands[low] < bands[high], bands, f"{low} is less than {high}")
     rope = attrs.evolve(rope, **bands)
     if rope.kind == "llama3":
         return rope
@@ -321,14 +320,16 @@ def check_positions(stage: str, batch: Batch, x: IntermediateTensors | None, has
     Raises:
         DescriptorError: there are such inputs, or `x` lacks the positions.
     """
-    call = f"{stage}(params, state, batch, x)"
     if x is not None and batch.after_first() is not batch:
         name = "positions" if batch.positions is not None else "inputs_embeds"
         seen = f"batch.{name}, which the first stage alone takes"
-        raise DescriptorError(call, seen, "batch.after_first(); what the first stage makes of them comes with x")
-    if batch.positions is not None and not has_mrope:
+        instead = "batch.after_first(); what the first stage makes of them comes with x"
+    elif batch.positions is not None and not has_mrope:
         seen = "batch.positions, and a model without mRoPE (no mrope_section in its rope_parameters)"
-        raise DescriptorError(call, seen, "a batch without positions: a token stands where it does in its request")
-    if has_mrope and x is not None and x.positions is None:
+        instead = "a batch without positions: a token stands where it does in its request"
+    elif has_mrope and x is not None and x.positions is None:
         seen = "no x.positions, in a model with mRoPE"
-        raise DescriptorError(call, seen, "attrs.evolve(y, hidden_states=...) of what the stage before returned")
+        instead = "attrs.evolve(y, hidden_states=...) of what the stage before returned"
+    else:
+        return
+    raise DescriptorError(f"{stage}(params, state, batch, x)", seen, instead)

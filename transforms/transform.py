@@ -19,6 +19,11 @@ from weft.trees import pytree
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _check_function(call: str, given: Any, instead: str) -> None:
+    if not callable(given):
+        raise ProgramError(call, f"{kind_of(given)}, which is not a function", instead)
+
+
 @pytree
 @attrs.frozen(eq=False)
 class Carried:
@@ -70,8 +75,7 @@ class Transform:
 
     def __attrs_post_init__(self) -> None:
         for name, part in (("init", self.init), ("apply", self.apply)):
-            if not callable(part):
-                raise ProgramError(f"Transform({name}={part!r:.60})", kind_of(part), "a function")
+            _check_function(f"Transform({name}={part!r:.60})", part, "a function")
 
     def carry(self, params: Any, state: Any) -> Carried:
         """The first state of a transformed step, made from the first state of the inner step."""
@@ -80,8 +84,7 @@ class Transform:
     def __call__(self, step: F) -> F:
         """The transformed step, with the same signature."""
         name = getattr(step, "__name__", step)
-        if not callable(step):
-            raise ProgramError(f"Transform(...)({step!r:.60})", f"{kind_of(step)}, which is not a function", "a step")
+        _check_function(f"Transform(...)({step!r:.60})", step, "a step")
 
         @functools.wraps(step)
         def run(params: Any, state: Any, *rest: Any) -> Any:
@@ -111,10 +114,7 @@ def lift(advance: F) -> F:
     >>> lift(lambda state, batch, out: state + out)(Carried(Carried(1, "a"), "b"), None, 2)
     Carried(state=Carried(state=3, own='a'), own='b')
     """
-    given: Any = advance
-    if not callable(given):
-        instead = "an advance (state, batch, out) -> state"
-        raise ProgramError(f"lift({given!r:.60})", f"{kind_of(given)}, which is not a function", instead)
+    _check_function(f"lift({advance!r:.60})", advance, "an advance (state, batch, out) -> state")
 
     @functools.wraps(advance)
     def lifted(state: Any, *rest: Any) -> Any:

@@ -53,17 +53,16 @@ def _checked(fn: Callable[..., Any], name: str, meant: dict[str, str], by_positi
         if kwargs.keys() <= known and len(args) <= most:
             return fn(*args, **kwargs)
         if len(args) > most:
-            raise _too_many(name, len(args) - is_method, most - is_method, by_position or ", ".join(by_name))
-        strange = next(key for key in kwargs if key not in known)
-        seen = f"{strange!r}, which is no argument of it"
-        raise ArgumentError(f"{name}(..., {strange}=...)", seen, _instead(strange, known, meant))
+            count, takes = len(args) - is_method, most - is_method
+            written, instead = ["..."] * count, by_position or ", ".join(by_name)
+            seen = f"{count} argument{'s' * (count != 1)} by position, of which it takes {takes or 'none'}"
+        else:
+            strange = next(key for key in kwargs if key not in known)
+            written, instead = ["...", f"{strange}=..."], _instead(strange, known, meant)
+            seen = f"{strange!r}, which is no argument of it"
+        raise ArgumentError(f"{name}({', '.join(written)})", seen, instead)
 
     return checked
-
-
-def _too_many(name: str, count: int, most: int, instead: str) -> ArgumentError:
-    seen = f"{count} argument{'s' * (count != 1)} by position, of which it takes {most or 'none'}"
-    return ArgumentError(f"{name}({', '.join(['...'] * count)})", seen, instead)
 
 
 def _instead(strange: str, known: Collection[str], meant: Mapping[str, str]) -> str:

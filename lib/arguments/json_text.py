@@ -1,8 +1,9 @@
 """JSON that somebody else wrote, read with errors that name the field and its value; and JSON that weft writes."""
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ _MOST_BYTES = 2**26
 _MOST_INTEGER = 2**31 - 1
 _FLOAT32 = 1.1754944e-38, 3.4028234e38
 """The least and the greatest normal numbers: everything is computed in float32, or in less."""
+_MISSING = object()
 
 
 def parse_json(text: str) -> Any:
@@ -29,15 +31,12 @@ def parse_json(text: str) -> Any:
         ...
     ValueError: an object gives 'a' two values
     """
-    try:
-        found = json.loads(text, object_pairs_hook=_object)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    level = [found]
-    for _ in range(_MOST_LEVELS):
-        level = [inner for one in level for inner in _inside(one)]
-        if not level:
-            return found
+    with contextlib.suppress(RecursionError):
+        level = [found := json.loads(text, object_pairs_hook=_object)]
+        for _ in range(_MOST_LEVELS):
+            level = [inner for one in level for inner in _inside(one)]
+            if not level:
+                return found
     raise ValueError("it is nested too deeply")
 
 
@@ -59,18 +58,18 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: the file holds something else, or cannot be read. The error names `call`.
     """
-    instead = f"copy {path.name} again from where the checkpoint came from"
     try:
         if (size := path.stat().st_size) > _MOST_BYTES:
             raise ValueError(f"{size} bytes, and {_MOST_BYTES} are the most")
         raw = parse_json(path.read_text(encoding="utf-8"))
+        if isinstance(raw, dict):
+            return raw
+        fault = f"holds {kind_of(raw)}, not an object"
     except OSError as error:
-        raise ConfigError(call, f"{path.name} cannot be read: {error.strerror}", instead) from error
+        fault = f"cannot be read: {error.strerror}"
     except ValueError as error:
-        raise ConfigError(call, f"{path.name} is not JSON: {error}", instead) from error
-    if not isinstance(raw, dict):
-        raise ConfigError(call, f"{path.name} holds {kind_of(raw)}, not an object", instead)
-    return raw
+        fault = f"is not JSON: {error}"
+    raise ConfigError(call, f"{path.name} {fault}", f"copy {path.name} again from where the checkpoint came from")
 
 
 # cattrs 26.1, tried in its place, structures {"vocab_size": 64.5, "rms_norm_eps": "1e-6", "tie_word_embeddings": 1}
@@ -91,35 +90,41 @@ class Fields:
     source: str
     prefix: str = ""
 
-    def refuse(self, name: str, instead: str) -> ConfigError:
-        """The error for a field whose value cannot be used."""
-        return self.contradict({name: self.raw.get(name)}, instead)
+    def refuse(self, which: str | Mapping[str, Any], instead: str) -> ConfigError:
+        """The error for a field that cannot be used, or for fields, with their values, that do not go together."""
+        values = {which: self.raw.get(which, _MISSING)} if isinstance(which, str) else which
+        pairs = (
+            f"no {self.prefix}{name:.60}" if value is _MISSING else f"{self.prefix}{name:.60}={value!r:.200}"
+            for name, value in values.items()
+        )
+        return ConfigError(self.call, f"{self.source} has {' and '.join(pairs)}", instead)
 
-    def contradict(self, values: Mapping[str, Any], instead: str) -> ConfigError:
-        """The error for fields that do not go together."""
-        pairs = " and ".join(f"{self.prefix}{name:.60}={value!r:.200}" for name, value in values.items())
-        return ConfigError(self.call, f"{self.source} has {pairs}", instead)
+    def check(self, holds: object, which: str | Mapping[str, Any], instead: str) -> None:
+        """Raise the error of `refuse`, unless a condition holds."""
+        if not holds:
+            raise self.refuse(which, instead)
 
-    def missing(self, name: str, reason: str) -> ConfigError:
-        """The error for a field that a nested object lacks."""
-        seen = f"{self.source} has no {self.prefix}{name}, and {reason}"
-        return ConfigError(self.call, seen, f"add {name} to {self.prefix.rstrip('.')}")
+    def value(self, name: str, default: Any, fits: Callable[[Any], object], what: str) -> Any:
+        """A field's value, or the default where the field is missing.
+
+        Args:
+            fits: whether the value can be used.
+            what: what the field is, for the error.
+        """
+        found = self.raw.get(name, default)
+        self.check(fits(found), name, f"{name:.60} is {what}")
+        return found
 
     def integer(self, name: str, default: int | None) -> int:
         """An integer from 1 to 2**31 - 1."""
-        value = self.raw.get(name, default)
-        if not is_int(value, 1):
-            raise self.refuse(name, f"{name} is a whole number, 1 or more")
-        if value > _MOST_INTEGER:
-            raise self.refuse(name, f"{name} is {_MOST_INTEGER} at most")
-        return value
+        what = f"a whole number, 1 or more, and {_MOST_INTEGER} at most"
+        return int(self.value(name, default, lambda one: is_int(one, 1, _MOST_INTEGER), what))
 
     def number(self, name: str, default: float) -> float:
         """A number greater than 0 that is normal in float32."""
-        value, (least, most) = self.raw.get(name, default), _FLOAT32
-        if not is_number(value, least, most):
-            raise self.refuse(name, f"{name} is a finite number greater than 0, from {least:g} to {most:g}")
-        return float(value)
+        least, most = _FLOAT32
+        what = f"a finite number greater than 0, from {least:g} to {most:g}"
+        return float(self.value(name, default, lambda one: is_number(one, least, most), what))
 
     def optional_number(self, name: str) -> float | None:
         """As `number`; None where the field is null or missing."""
@@ -127,10 +132,7 @@ class Fields:
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
-        value = self.raw.get(name, default)
-        if not isinstance(value, bool):
-            raise self.refuse(name, f"{name} is true or false")
-        return value
+        return bool(self.value(name, default, lambda one: isinstance(one, bool), "true or false"))
 
     def items(self, name: str, kind: type, what: str) -> list[Any]:
         """A list whose entries all have one type; empty where the field is null or missing.
@@ -139,21 +141,17 @@ class Fields:
             kind: the type: `str`, or `int` for integers that are 0 or more.
             what: what the field is, for the error.
         """
-        found = self.raw.get(name)
-        found = [] if found is None else found
-        fits = isinstance(found, list) and all(type(one) is kind and (kind is str or is_int(one, 0)) for one in found)
-        if not fits:
-            raise self.refuse(name, f"{name} is {what}")
-        return list(found)
+
+        def fits(found: Any) -> bool:
+            entries = isinstance(found, list) and all(type(one) is kind for one in found)
+            return found is None or (entries and (kind is str or all(one >= 0 for one in found)))
+
+        return list(self.value(name, None, fits, what) or ())
 
     def nested(self, name: str, what: str = "an object, or null") -> Self | None:
         """The object in a field; None where the field is null or missing."""
-        found = self.raw.get(name)
-        if found is None:
-            return None
-        if not isinstance(found, Mapping):
-            raise self.refuse(name, f"{name} is {what}")
-        return attrs.evolve(self, raw=found, prefix=f"{self.prefix}{name}.")
+        found = self.value(name, None, lambda one: one is None or isinstance(one, Mapping), what)
+        return None if found is None else attrs.evolve(self, raw=found, prefix=f"{self.prefix}{name}.")
 
 
 def write_json(value: Any, indent: int | None = None) -> str:

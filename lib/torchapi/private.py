@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from typing import Any, Self, TypeVar
 
 import torch
-import torch.utils._pytree as pytree
 from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
@@ -20,54 +19,11 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = [
-    "FUNCTORCH_KEY",
-    "READ_BY_PICKLE",
-    "DispatchMode",
-    "FunctionMode",
-    "backend_switches",
-    "changes_of",
-    "children_of",
-    "clone_all",
-    "copy_all",
-    "current_device",
-    "current_stream_id",
-    "empty_strided_on",
-    "function_modes",
-    "generator_bytes",
-    "global_state_check",
-    "in_compiled",
-    "in_dispatch_mode",
-    "in_functorch_transform",
-    "in_pickle",
-    "in_plain_surroundings",
-    "is_capturing",
-    "is_compiled",
-    "is_differentiated",
-    "is_higher_order",
-    "off_fast_path",
-    "operator_name",
-    "overload_of",
-    "pytree",
-    "pytree_node",
-    "replayer",
-    "seen_as",
-    "signal_capture",
-    "stop_allocating_to_pool",
-    "storage_id",
-    "switches",
-    "tensors_check",
-    "to_device",
-    "uncompiled",
-    "unnamed_children",
-    "unowned",
-    "unseen",
-    "unwrapped_call",
-]
-
+pytree = _pytree
 
 READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
 """An attribute of tensors that `Tensor.__reduce_ex__` reads, and hardly any other code; see `in_pickle`."""

@@ -139,7 +139,7 @@ def test_a_tensor_that_is_larger_than_the_class_is_refused() -> None:
     assert str(error.value) == (
         "weft.pad(IntermediateTensors, ragged 4 tokens, 1 reqs)\n"
         "  saw: a tensor of shape (5, 8), larger than that descriptor\n"
-        "  instead: pad to a descriptor that covers the batch"
+        "  instead: pad to one that covers the batch"
     )
 
 

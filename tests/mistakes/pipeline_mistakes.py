@@ -214,7 +214,7 @@ MISTAKES = {
         ProgramError,
         "balance(<3 layers>, 5)",
         "3 layers for 5 stages",
-        "from 1 to 3 stages, so that each owns a layer",
+        "use 1 to 3 stages, so that each owns a layer",
     ),
     "pipeline: a number for costs": Mistake(
         lambda: Costs(stages=3),

@@ -93,5 +93,5 @@ def test_a_gguf_file_is_told_of_transformers(tmp_path: Path, whole: bool) -> Non
 def test_an_index_with_an_entry_that_names_no_file(tmp_path: Path) -> None:
     shutil.copy(weft.stages.DEMO / "config.json", tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": 3}}')
-    with pytest.raises(errors.CheckpointError, match=r"weight_map\['model.norm.weight'\] is 3, not the name of a file"):
+    with pytest.raises(errors.CheckpointError, match=r"has weight_map.model.norm.weight=3; .* is the name of a file"):
         weft.load(tmp_path, "cpu")

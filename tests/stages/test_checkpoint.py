@@ -193,5 +193,5 @@ def test_slices_share_the_whole_models_tensors(folder: Path) -> None:
     assert sum(map(num_bytes, stages)) == num_bytes(complete) + 2 * complete.inv_freq.nbytes
     with pytest.raises(ProgramError, match="already a stage's"):
         slice_params(stages[0], split_layers(5, 3)[0])
-    with pytest.raises(ProgramError, match=r"params with 5 layers\n.*split_layers\(5, 2\)\[1\]"):
+    with pytest.raises(ProgramError, match=r"a model of 5 layers\n.*split_layers\(5, 2\)\[1\]"):
         slice_params(complete, split_layers(4, 2)[1])

@@ -182,10 +182,10 @@ def test_what_a_checkpoint_lacks_or_has_too_much(tmp_path: Path) -> None:
         return caught.value.seen
 
     assert refused(_scale_inv=None) == f"the checkpoint has no {name}_scale_inv"
-    found = f"{name}_scale_inv in model.safetensors is (1, 2)"
-    assert refused(_scale_inv=torch.ones(1, 2)) == f"{found}, and config.json makes it (2, 2)"
-    found = f"{name} in model.safetensors is F32"
-    assert refused(**{"": torch.ones(150, 160)}) == f"{found}, and quantization_config makes it F8_E4M3"
+    found = f"{name}_scale_inv in model.safetensors is F32 (1, 2)"
+    assert refused(_scale_inv=torch.ones(1, 2)) == f"{found}, and config.json makes it (2, 2) of F16, BF16, F32, F64"
+    found = f"{name} in model.safetensors is F32 (150, 160)"
+    assert refused(**{"": torch.ones(150, 160)}) == f"{found}, and config.json makes it (150, 160) of F8_E4M3"
     unexplained = "and no field of config.json explains that"
     assert refused(_scale=torch.ones(2, 2)) == f"the checkpoint has {name}_scale, {unexplained}"
 

@@ -93,7 +93,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[WeftError], str, str]] =
     "a wrong shape": (
         lambda f: change_tensors(f, lambda tensors: tensors.update({UP: tensors[UP][:7].clone()})),
         CheckpointError,
-        f"{UP} in model.safetensors is (7, 128), and config.json makes it (280, 128)",
+        f"{UP} in model.safetensors is <any> (7, 128), and config.json makes it (280, 128) of <any>",
         BELONG,
     ),
     "an unknown architecture": (

@@ -221,8 +221,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ),
         (
             {"rope_scaling": {"type": "mrope"}},
-            "config.json has no rope_scaling.mrope_section, and rope type 'mrope' needs it",
-            "add mrope_section to rope_scaling",
+            "config.json has no rope_scaling.mrope_section",
+            "mrope_section is three whole numbers",
         ),
         (
             {"rope_scaling": {"type": "mrope", "rope_type": "yarn", "mrope_section": [16, 24, 24]}},
@@ -241,13 +241,13 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ),
         (
             {"rope_scaling": {"type": "linear"}},
-            "config.json has no rope_scaling.factor, and rope type 'linear' needs it",
-            "add factor to rope_scaling",
+            "config.json has no rope_scaling.factor",
+            "add factor to rope_scaling: rope type 'linear' needs it",
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
-            "config.json has no rope_parameters.high_freq_factor, and rope type 'llama3' needs it",
-            "add high_freq_factor to rope_parameters",
+            "config.json has no rope_parameters.high_freq_factor",
+            "add high_freq_factor to rope_parameters: rope type 'llama3' needs it",
         ),
         (
             {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},

@@ -40,7 +40,7 @@ def test_missing_fields_have_transformers_defaults() -> None:
         ),
         (
             {"text_config": {"model_type": "qwen3"}},
-            "config.json has text_config={'model_type': 'qwen3'}",
+            "config.json has text_config.model_type='qwen3'",
             "text_config.model_type is 'qwen2_vl_text' for Qwen2VLForConditionalGeneration",
         ),
         (

@@ -14,22 +14,17 @@ from weft.ops.register import operator
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SLOT_DTYPES = (torch.int32, torch.int64)
+_INT32 = (torch.int32,)
 
 # The reference attends this many queries at a time, so that a long prompt's scores need memory linear in its length.
 _QUERY_BLOCK = 256
 
 
 def _check(q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *where: Any) -> None:
-    """Raise unless the arguments agree."""
-    *tensors, max_query_len, _ = where
-    _check_shapes(q, k, v, kv_pages, *tensors)
-    _check_kinds(q, k, v, kv_pages, *tensors)
-    if max_query_len < 1:
-        raise DescriptorError(
-            f"paged_attention(…, max_query_len={max_query_len})",
-            "no request could have a token",
-            "pass the query length of the batch descriptor, or num_tokens for a ragged batch",
-        )
+    """Raise unless the arguments agree: DeviceError for a device, DescriptorError for anything else."""
+    if fault := _fault(q, k, v, kv_pages, *where[:-1]):
+        name, seen, instead = fault
+        raise DescriptorError(f"paged_attention(…, {name}=…)", f"{name} has {seen}", instead)
 
 
 @operator(
@@ -182,12 +177,10 @@ def _spans(starts: list[int], seq_lens: list[int], num_tokens: int, max_query_le
         query_len = end - start
         if seq_len == 0 or query_len == 0:
             continue
-        if not 0 < query_len <= min(seq_len, max_query_len):
-            instead = "give it at least as much context as queries and no more queries than max_query_len"
-            raise DescriptorError(call, f"request {request} has {query_len} queries, context {seq_len}", instead)
-        if seq_len > limit:
-            instead = "give its row of the block table more pages"
-            raise DescriptorError(call, f"request {request} has context {seq_len}, its pages hold {limit}", instead)
+        if not 0 < query_len <= min(seq_len, max_query_len) or seq_len > limit:
+            seen = f"request {request} has {query_len} queries, context {seq_len}, its pages hold {limit}"
+            instead = "give it no more queries than context or max_query_len, and no more context than its pages hold"
+            raise DescriptorError(call, seen, instead)
         yield _Span(request, start, end, seq_len - query_len)
 
 
@@ -235,7 +228,7 @@ def _causal(scores: Tensor, queries: int) -> Tensor:
     return masked.view(kv_heads, rows, length)
 
 
-def _check_shapes(
+def _fault(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
@@ -244,67 +237,42 @@ def _check_shapes(
     block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
-) -> None:
-    """Raise DescriptorError unless the shapes agree with q `[T, H, D]`, kv_pages' Hkv, and block_table's R."""
+    max_query_len: int,
+) -> tuple[str, str, str] | None:
+    """The first argument that does not agree with the others, its fault, and what to pass instead."""
     ranks = (("q", q, "[T, H, D]"), ("kv_pages", kv_pages, "[2, P, page_size, Hkv, D]"))
     for name, tensor, layout in (*ranks, ("block_table", block_table, "[R, max_pages]")):
         if tensor.dim() != layout.count(",") + 1:
-            raise _refused(name, f"shape {_shape(tensor)}", f"pass {name} of shape {layout}")
+            return name, f"shape {list(tensor.shape)}", f"pass {name} of shape {layout}"
     tokens, heads, dim = q.shape
     _, pages, page_size, kv_heads, _ = kv_pages.shape
     requests = block_table.shape[0]
-    for name, tensor, shape in (
-        ("kv_pages", kv_pages, (2, pages, page_size, kv_heads, dim)),
-        *((name, x, (tokens, kv_heads, dim)) for name, x in (("k", k), ("v", v)) if x is not None),
-        ("slot_mapping", slot_mapping, (tokens,)),
-        ("query_start_loc", query_start_loc, (requests + 1,)),
-        ("seq_lens", seq_lens, (requests,)),
+    device, floats = q.device, (q.dtype,) if q.dtype in _FLOATS else _FLOATS
+    for name, tensor, shape, dtypes in (
+        ("q", q, q.shape, floats),
+        ("kv_pages", kv_pages, (2, pages, page_size, kv_heads, dim), floats),
+        *((name, x, (tokens, kv_heads, dim), floats) for name, x in (("k", k), ("v", v)) if x is not None),
+        ("slot_mapping", slot_mapping, (tokens,), _SLOT_DTYPES),
+        ("block_table", block_table, block_table.shape, _INT32),
+        ("query_start_loc", query_start_loc, (requests + 1,), _INT32),
+        ("seq_lens", seq_lens, (requests,), _INT32),
     ):
-        if tensor.shape != shape:
-            given = f"beside q {_shape(q)}, kv_pages {_shape(kv_pages)} and block_table {_shape(block_table)}"
-            raise _refused(name, f"shape {_shape(tensor)} {given}", f"pass {name} of shape {list(shape)}")
+        if tensor.shape != shape or tensor.dtype not in dtypes:
+            seen = f"shape {list(tensor.shape)} and dtype {tensor.dtype} beside q {list(q.shape)} {q.dtype}"
+            beside = f"{seen}, kv_pages {list(kv_pages.shape)} and block_table {list(block_table.shape)}"
+            return name, beside, f"pass {name} of shape {list(shape)} as {' or '.join(map(str, dtypes))}"
+        if tensor.device != device:
+            call, seen = f"paged_attention(…, {name}=…)", f"{name} on {tensor.device}, q on {device}"
+            raise DeviceError(call, seen, f"{name}.to({str(device)!r})")
     if not dim or not kv_heads or heads % kv_heads:
         seen = f"{heads} heads, {kv_heads} key heads, head dimension {dim}"
-        raise _refused("q", seen, "let the number of key heads divide the number of heads, none of them 0")
-
-
-def _check_kinds(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    kv_pages: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-) -> None:
-    """Raise unless dtypes and devices fit: DescriptorError for a dtype or strided pages, DeviceError for a device."""
-    floats = (q.dtype,) if q.dtype in _FLOATS else _FLOATS
-    for name, tensor, dtypes in (
-        ("q", q, floats),
-        *((name, x, floats) for name, x in (("k", k), ("v", v)) if x is not None),
-        ("kv_pages", kv_pages, floats),
-        ("slot_mapping", slot_mapping, _SLOT_DTYPES),
-        ("block_table", block_table, (torch.int32,)),
-        ("query_start_loc", query_start_loc, (torch.int32,)),
-        ("seq_lens", seq_lens, (torch.int32,)),
-    ):
-        if tensor.dtype not in dtypes:
-            wanted = " or ".join(map(str, dtypes))
-            raise _refused(name, f"dtype {tensor.dtype} beside q's {q.dtype}", f"pass {name} as {wanted}")
-        if tensor.device != q.device:
-            call, seen = f"paged_attention(…, {name}=…)", f"{name} on {tensor.device}, q on {q.device}"
-            raise DeviceError(call, seen, f"{name}.to({str(q.device)!r})")
+        return "q", seen, "let the number of key heads divide the number of heads, none of them 0"
     if (k is None) != (v is None):
-        raise _refused("v" if v is None else "k", "no values beside it", "pass both k and v, or None for both")
+        return "v" if v is None else "k", "no values beside it", "pass both k and v, or None for both"
     if not kv_pages.is_contiguous():
-        seen = f"strides {kv_pages.stride()} of shape {_shape(kv_pages)}"
-        raise _refused("kv_pages", seen, "pass one layer of contiguous pages, such as pages[layer]")
-
-
-def _refused(name: str, seen: str, instead: str) -> DescriptorError:
-    return DescriptorError(f"paged_attention(…, {name}=…)", f"{name} has {seen}", instead)
-
-
-def _shape(tensor: Tensor) -> list[int]:
-    return list(tensor.shape)
+        seen = f"strides {kv_pages.stride()} of shape {list(kv_pages.shape)}"
+        return "kv_pages", seen, "pass one layer of contiguous pages, such as pages[layer]"
+    if max_query_len < 1:
+        instead = "pass the query length of the batch descriptor, or num_tokens for a ragged batch"
+        return "max_query_len", f"{max_query_len}, and no request could have a token", instead
+    return None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.fp8 import ROUNDED, Quantized, dequantize, dequantize_weight, reference_quantize
+from weft.ops.fp8 import BLOCK, ROUNDED, Quantized, dequantize, dequantize_weight, reference_quantize
 from weft.ops.gate import gated
 from weft.ops.parts import widened
 from weft.ops.register import operator, without_derivative
@@ -42,13 +42,12 @@ def run_experts(
     """
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
     (num_experts, doubled, hidden), (_, _, inner) = gate_up.shape, down.shape
-    if (tuple(down.shape), doubled, values.shape[1]) != ((num_experts, hidden, inner), 2 * inner, hidden):
-        seen = f"x {list(values.shape)}, gate_up {list(gate_up.shape)} and down {list(down.shape)}"
-        raise DescriptorError("run_experts(x, gate_up, down, …)", seen, "pass [T, H], [E, 2 * I, H] and [E, H, I]")
     kinds = {scales is None, gate_up_scale is None, down_scale is None}
-    if len(kinds) > 1 or (scales is not None and inner % 128):
-        seen = f"{'no ' if scales is None else ''}scales of x, I={inner}"
-        raise DescriptorError("run_experts(…)", seen, "give scales of all three, with I in 128s, or none")
+    agree = (tuple(down.shape), doubled, values.shape[1]) == ((num_experts, hidden, inner), 2 * inner, hidden)
+    if not agree or len(kinds) > 1 or (scales is not None and inner % BLOCK):
+        seen = f"x {list(values.shape)} {values.dtype}, gate_up {list(gate_up.shape)} and down {list(down.shape)}"
+        instead = f"pass [T, H], [E, 2 * I, H] and [E, H, I]; and scales of all three, with I in {BLOCK}s, or none"
+        raise DescriptorError("run_experts(x, gate_up, down, …)", seen, instead)
     return _run_experts(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype)
 
 

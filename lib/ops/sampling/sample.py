@@ -78,12 +78,13 @@ def sample_rows(
         RequestError: the table or the mask is of another vocabulary.
     """
     vocab = logits.shape[1]
-    call = f"sample_rows(<logits {tuple(logits.shape)}>, table, rows, positions, token_mask)"
-    if table.vocab_size != vocab:
-        instead = f"State.zeros(..., vocab_size={vocab}) for the stage that samples"
-        raise RequestError(call, f"a table of vocab_size={table.vocab_size}", instead)
-    if token_mask is not None and token_mask.shape != (shape := (logits.shape[0], -(-vocab // 32))):
-        raise RequestError(call, f"a mask of shape {tuple(token_mask.shape)}", f"one of {shape}, int32")
+    shape = logits.shape[0], -(-vocab // 32)
+    if table.vocab_size != vocab or (token_mask is not None and token_mask.shape != shape):
+        seen, instead = f"a table of vocab_size={table.vocab_size}", f"State.zeros(..., vocab_size={vocab})"
+        if token_mask is not None and table.vocab_size == vocab:
+            seen, instead = f"a mask of shape {tuple(token_mask.shape)}", f"one of {shape}, int32"
+        call = f"sample_rows(<logits {tuple(logits.shape)}>, table, rows, positions, token_mask)"
+        raise RequestError(call, seen, instead)
     return _sample_rows(
         logits, rows, positions, table.floats, table.ints, table.allowed, table.stops, table.bias_ids, table.bias,
         table.counts, token_mask,

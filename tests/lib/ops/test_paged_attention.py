@@ -127,9 +127,9 @@ def test_errors_name_the_argument_and_say_what_to_pass() -> None:
     assert "instead: pass q of shape [T, H, D]" in refusal({0: q[0]})
     assert "5 heads, 2 key heads" in refusal({0: q[:, :5]})
     assert "seq_lens has shape [3]" in refusal({7: torch.ones(3, dtype=torch.int32)})
-    assert "v has dtype torch.float16 beside q's torch.float32" in refusal({2: k.half()})
-    assert "q has dtype torch.float64" in refusal({0: q.double()})
-    assert "pass seq_lens as torch.int32" in refusal({7: torch.ones(5, dtype=torch.int64)})
+    assert "v has shape [5, 2, 8] and dtype torch.float16 beside q [5, 6, 8] torch.float32" in refusal({2: k.half()})
+    assert "dtype torch.float64" in refusal({0: q.double()})
+    assert "pass seq_lens of shape [5] as torch.int32" in refusal({7: torch.ones(5, dtype=torch.int64)})
     assert "strides" in refusal({3: pages.transpose(2, 3).contiguous().transpose(2, 3)})
     assert "k on meta, q on cpu" in refusal({1: k.to("meta")}, DeviceError)
     assert "no request could have a token" in refusal({8: 0})
@@ -137,7 +137,7 @@ def test_errors_name_the_argument_and_say_what_to_pass() -> None:
 
 def test_the_reference_looks_at_the_lengths_too() -> None:
     lens = torch.tensor([1, 4, 5, 41, 0], dtype=torch.int32)
-    assert "request 3 has context 4000, its pages hold" in refusal({7: lens.index_fill(0, torch.tensor(3), 4000)})
+    assert "context 4000, its pages hold" in refusal({7: lens.index_fill(0, torch.tensor(3), 4000)})
     assert "request 0 has -1 queries" in refusal({6: torch.tensor([1, 0, 2, 3, 4, 5], dtype=torch.int32)})
     assert "leaves the 5 tokens" in refusal({6: torch.tensor([0, 1, 2, 3, 4, 6], dtype=torch.int32)})
     assert "request 3 has 2 queries, context 41" in refusal({6: torch.tensor([0, 1, 2, 3, 5, 5], dtype=torch.int32)})

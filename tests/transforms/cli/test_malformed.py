@@ -134,8 +134,9 @@ def test_shards_outside_of_the_folder_are_refused(name: str, sound: Path, tmp_pa
     malformed.write(folder / malformed.INDEX, index)
     with pytest.raises(CheckpointError) as caught:
         weft.load(folder, "cpu")
-    assert caught.value.seen == f"{malformed.INDEX} names {name}, which is not a file of {str(folder)!r}"
-    assert caught.value.instead.endswith("; shards are in its folder")
+    assert caught.value.seen.startswith(f"{malformed.INDEX} is not an index of shards: it has weight_map.")
+    assert caught.value.seen.endswith(f" is the name of a file of {str(folder)!r}")
+    assert f"={name!r}; " in caught.value.seen
 
 
 def test_shards_in_a_folder_of_their_own_and_links_are_read(sound: Path, tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def damage(kind: str, folder: Path) -> tuple[str, ...]:
     ("kind", "code", "said"),
     [
         ("deep", 2, "config.json is not JSON: it is nested too deeply"),
-        ("endless", 2, "adapter_config.json names no module of the model that can be adapted"),
+        ("endless", 2, "adapter_config.json names no layer of the model that can be adapted"),
         ("NaN", 1, "logits that are NaN after 9 tokens"),
     ],
 )
