@@ -81,6 +81,7 @@ class Machine:
 
     def __init__(self, programs: Sequence[Program], capacity: int = 1) -> None:
         self.programs = tuple(programs)
+        self.call = f"check of {len(programs)} programs"
         self.capacity = capacity
         self.at = [0] * len(programs)
         self.queues: dict[Edge, deque[Step]] = {}
@@ -131,11 +132,8 @@ class Machine:
         if edge is not None:
             sent = self.queues[edge].popleft()
             if not matches(sent, step):
-                raise ProgramError(
-                    f"check of {len(self.programs)} programs",
-                    f"{sent} meets {step}",
-                    "the same micro-batches in the same order, and one schema, on both ends of an edge",
-                )
+                instead = "the same micro-batches in the same order, and one schema, on both ends of an edge"
+                raise ProgramError(self.call, f"{sent} meets {step}", instead)
         for edge in puts(step, len(self.programs)):
             self.queues.setdefault(edge, deque()).append(step)
         self.at[step.rank] += 1
@@ -146,8 +144,7 @@ class Machine:
         if edge is None:
             return None
         instead = f"a {'recv' if edge.carries == 'stages' else 'broadcast'} on rank {edge.to}"
-        seen = f"{self.queues[edge][0]} is never received"
-        return ProgramError(f"check of {len(self.programs)} programs", seen, instead)
+        return ProgramError(self.call, f"{self.queues[edge][0]} is never received", instead)
 
     def deadlock(self) -> ProgramError:
         """The error for programs that cannot go on: ranks wait for each other, or for one that is at its end."""
@@ -158,12 +155,9 @@ class Machine:
         links = chain if step is None else chain[chain.index(step) :]
         targets = [*(link.rank for link in links[1:]), rank]
         waits = "; ".join(f"{link} waits for rank {target}" for link, target in zip(links, targets, strict=True))
-        ends = "a cycle" if step is not None else "which is at its end"
-        return ProgramError(
-            f"check of {len(self.programs)} programs",
-            f"no rank can go on: {waits}{': ' if step is not None else ', '}{ends}",
-            "give every send a recv, and order them so that one message an edge is enough",
-        )
+        ends = ": a cycle" if step is not None else ", which is at its end"
+        instead = "give every send a recv, and order them so that one message an edge is enough"
+        return ProgramError(self.call, f"no rank can go on: {waits}{ends}", instead)
 
 
 def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[Step]:
@@ -222,8 +216,9 @@ def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[Prog
             yield ProgramError(call, seen, "make the batch by the same pure function on every rank")
         yield from check_peers(program)
     yield from _check_runs(programs)
+    returning = frozenset(effect.microbatch for effect in programs[-1].effects if isinstance(effect, Broadcast))
     for program in programs:
-        yield from check_values(program, returned(programs[-1]))
+        yield from check_values(program, returning)
         if buffers is not None:
             yield from check_buffers(program, buffers)
 
@@ -272,11 +267,6 @@ def check_peers(program: Program) -> Iterator[ProgramError]:
             yield _refused(program, f"'{effect}' on rank {rank} of {last + 1}", instead)
 
 
-def returned(program: Program) -> frozenset[int]:
-    """The micro-batches whose output returns to all ranks, by the last rank's program."""
-    return frozenset(effect.microbatch for effect in program.effects if isinstance(effect, Broadcast))
-
-
 def check_values(program: Program, returning: frozenset[int]) -> Iterator[ProgramError]:
     """An error for each effect that does not stand once, after the effect that makes its input, result or output.
 
@@ -297,14 +287,7 @@ def check_values(program: Program, returning: frozenset[int]) -> Iterator[Progra
 
 def _bare(effect: Effect) -> Effect:
     """The effect without its schema."""
-    match effect:
-        case Send(to, mb):
-            return Send(to, mb)
-        case Recv(source, mb):
-            return Recv(source, mb)
-        case Broadcast(root, mb):
-            return Broadcast(root, mb)
-    return effect
+    return effect if isinstance(effect, Run | Fence) else attrs.evolve(effect, schema=None)
 
 
 def _needs(program: Program, effect: Effect, returning: frozenset[int]) -> Iterator[Effect]:

@@ -8,7 +8,7 @@ What carries messages:
 
 What finds failures:
 - `launch`: starts the processes, and sees how they end.
-- `records`: what ranks write for each other. `heartbeat`: the threads that show that a rank runs.
+- `records`: what ranks write for each other. `watchdog`: the thread that shows that a rank runs.
 - `monitor`: a rank's view of the others. `failures`: finds the rank that is to blame.
 
 A new transport is a class with the methods of `Transport`; a new carrier of tensors is a `messages.ProcessEnd`.

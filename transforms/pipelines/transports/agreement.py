@@ -13,6 +13,7 @@ import linecache
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -122,39 +123,32 @@ class Agreement:
 
     def compare(self, peer: int, expected: Expected, header: dict[str, Any]) -> None:
         """Raise ProgramError unless the sender of a message was in the same state when its batch was submitted."""
-        state = expected.state
+        state, microbatch = expected.state, expected.microbatch
+        call, instead = f"step {state.step} of rank {self.rank}", SAME
         if (header["count"], header["chain"]) != (state.count, state.chain):
-            self._refuse_entry(state, peer, header)
-        if header["programs"] != state.digest:
-            known = self._programs.get(header["programs"])
-            text = header.get("text", None if known is None else known.text)
-            raise ProgramError(f"step {state.step} of rank {self.rank}", self._programs_seen(state, peer, text), SAME)
-        microbatch = expected.microbatch
-        if (header["mb"], header["returns"]) != (microbatch, expected.returns):
-            raise ProgramError(
-                f"step {state.step} of rank {self.rank}: a message of micro-batch {microbatch} from rank {peer}",
-                f"one of micro-batch {header['mb']}: rank {peer} is in another step",
-                "the same batches, in the same order, on every rank",
-            )
+            seen, instead = self._entries_seen(state, peer, header), _SAME_CALLS
+        elif header["programs"] != state.digest:
+            seen = self._programs_seen(state, peer, header)
+        elif (header["mb"], header["returns"]) != (microbatch, expected.returns):
+            call += f": a message of micro-batch {microbatch} from rank {peer}"
+            seen = f"one of micro-batch {header['mb']}: rank {peer} is in another step"
+        else:
+            return
+        raise ProgramError(call, seen, instead)
 
-    def _refuse_entry(self, state: JournalState, peer: int, header: dict[str, Any]) -> None:
+    def _entries_seen(self, state: JournalState, peer: int, header: dict[str, Any]) -> str:
+        """The first entry that differs, here and there."""
         start, theirs = header.get("new", (header["count"], []))
         kept = self._count - len(self._entries)
         mine = [self._entries[i - kept] for i in range(max(start, kept), state.count)]
-        theirs = [tuple(entry) for entry in theirs[max(start, kept) - start :]]
-        index = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
-        if index is None:
-            index = min(len(mine), len(theirs))
-        own = _entry_text(mine[index]) if index < len(mine) else f"nothing after its {state.count} earlier calls"
-        other = (
-            _entry_text(theirs[index]) if index < len(theirs) else f"nothing after its {header['count']} earlier calls"
-        )
-        raise ProgramError(
-            f"step {state.step} of rank {self.rank}", f"{own}, where rank {peer} has {other}", _SAME_CALLS
-        )
+        pairs = zip_longest(mine, map(tuple, theirs[max(start, kept) - start :]))
+        own, other = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        return f"{_entry_text(own, state.count)}, where rank {peer} has {_entry_text(other, header['count'])}"
 
-    def _programs_seen(self, state: JournalState, peer: int, theirs: str | None) -> str:
-        mine = self._programs[state.digest].text
+    def _programs_seen(self, state: JournalState, peer: int, header: dict[str, Any]) -> str:
+        """The first line that differs, here and there."""
+        mine, known = self._programs[state.digest].text, self._programs.get(header["programs"])
+        theirs = header.get("text", None if known is None else known.text)
         if theirs is None:
             return f"another program than rank {peer} runs"
         lines = zip(mine.splitlines(), theirs.splitlines(), strict=False)
@@ -162,8 +156,8 @@ class Agreement:
         return f"'{a.strip()}', where rank {peer} has '{b.strip()}'"
 
 
-def _entry_text(entry: tuple[str, ...]) -> str:
-    return f"'{entry[0]}: {entry[1]}'"
+def _entry_text(entry: tuple[str, ...] | None, count: int) -> str:
+    return f"nothing after its {count} earlier calls" if entry is None else f"'{entry[0]}: {entry[1]}'"
 
 
 def header_bytes(header: dict[str, Any]) -> bytes:

@@ -20,12 +20,12 @@ from weft.transforms.pipelines.transports import json_values
 from weft.transforms.pipelines.transports.agreement import Agreement
 from weft.transforms.pipelines.transports.failures import check_timeout
 from weft.transforms.pipelines.transports.gloo import GlooEnd
-from weft.transforms.pipelines.transports.heartbeat import Heartbeat, Watchdog
 from weft.transforms.pipelines.transports.messages import DeviceEnd, ProcessEnd, ProcessLink
-from weft.transforms.pipelines.transports.monitor import END, Monitor, connect_together, rendezvous
+from weft.transforms.pipelines.transports.monitor import END, Monitor
 from weft.transforms.pipelines.transports.nccl import NcclEnd
 from weft.transforms.pipelines.transports.network import Network, shared_secret
 from weft.transforms.pipelines.transports.records import START, Records
+from weft.transforms.pipelines.transports.watchdog import Watchdog
 from weft.transforms.pipelines.transports.wire import Wire
 from weft.transforms.pipelines.worker import Worker
 
@@ -92,7 +92,7 @@ class Distributed:
             self._link = ProcessLink(end, self.monitor, wire, self._agreement, self.device)
             apart = store.clone()  # whoever waits on a connection holds it
             beside = attrs.evolve(records, store=apart, exits=root_store(apart))
-            self._watchdog = _make_watchdog(end, self.monitor, beside)
+            self._watchdog = Watchdog(self.monitor, beside, end if isinstance(end, DeviceEnd) else None).start()
             self._close = weakref.finalize(self, _close_all, end, wire, self._watchdog, self.monitor)
             atexit.register(self._close)  # Python 3.13 drops finalizers in processes that it forks
             self._connect(wire, start)
@@ -101,19 +101,17 @@ class Distributed:
         monitor = self.monitor
         try:
             monitor.records.write(f"wire/{self.rank}", wire.address)
-            rendezvous(monitor, timeout)
-            found = {peer: monitor.records.read(f"wire/{peer}") for peer in range(self.rank)}
+            addresses = [monitor.wait(f"wire/{peer}", peer, timeout) for peer in range(self.num_ranks)]
 
             def connect() -> None:
-                for peer, address in found.items():
-                    wire.connect(peer, address, timeout)
+                for peer in range(self.rank):
+                    wire.connect(peer, addresses[peer], timeout)
                 wire.await_ranks(timeout)
                 self._link.end.connect(timeout)
 
-            connect_together(monitor, connect, timeout)
+            monitor.connect_together(connect, timeout)
         except RankError as error:
-            if isinstance(self._watchdog, Watchdog):
-                self._watchdog.stand_down(error)
+            self._watchdog.stand_down(error)
             raise
 
     @property
@@ -170,15 +168,14 @@ class Distributed:
         return object()
 
     def run(self, checked: CheckedPrograms, workers: Sequence[Worker], mail: object, /) -> None:
-        call = f"pipeline(..., transport={self!r})"
-        if self._session is not None and self._session is not mail:
-            seen = "messages under way of a session that was not closed, which this call would receive"
-            raise ProgramError(call, seen, "session.close() first, on every rank; or a transport for each")
-        if not self._busy.acquire(blocking=False):
+        left = self._session is not None and self._session is not mail
+        if left or not self._busy.acquire(blocking=False):
             seen = "a call while another one is under way, in another thread or around this one"
-            raise ProgramError(
-                call, seen, "one call after the other, in the same order on every rank; or a transport for each"
-            )
+            instead = "one call after the other, in the same order on every rank; or a transport for each"
+            if left:
+                seen = "messages under way of a session that was not closed, which this call would receive"
+                instead = "session.close() first, on every rank; or a transport for each"
+            raise ProgramError(f"pipeline(..., transport={self!r})", seen, instead)
         try:
             self._run(checked, workers[0])
             self._session = mail if checked.leaves_messages else None
@@ -189,8 +186,7 @@ class Distributed:
 
     def _run(self, checked: CheckedPrograms, worker: Worker) -> None:
         try:
-            if isinstance(self._watchdog, Watchdog):
-                self._watchdog.check()
+            self._watchdog.check()
             self.monitor.begin(checked)
             if self.monitor.here.step == 1:
                 self.monitor.await_first_step()
@@ -199,8 +195,7 @@ class Distributed:
             for index, effect in enumerate(effects[start:stop], start):
                 self.monitor.move_to(index, effect)
                 worker.perform(effect, self._link)
-                if isinstance(self._watchdog, Watchdog):
-                    self._watchdog.launched(self.monitor.here)
+                self._watchdog.launched(self.monitor.here)
             self.monitor.move_to(stop, effects[stop] if stop < len(effects) else END)
         except BaseException as error:
             self._fail(error)
@@ -209,7 +204,7 @@ class Distributed:
     def _fail(self, error: BaseException) -> None:
         """Tell the others that this rank failed, and close its connections; raises the reason if its watchdog knew
         one."""
-        reason = self._watchdog.stand_down(error) if isinstance(self._watchdog, Watchdog) else error
+        reason = self._watchdog.stand_down(error)
         self.monitor.fail(reason)
         self._link.end.close(failed=True)
         self._link.wire.close()
@@ -230,8 +225,7 @@ class Distributed:
         return partial(self._confirm, self._link.received(last))
 
     def _confirm(self, compare: Callable[[], None]) -> None:
-        if isinstance(self._watchdog, Watchdog):
-            self._watchdog.check()
+        self._watchdog.check()
         self.monitor.raise_failure()
         try:
             compare()
@@ -247,7 +241,7 @@ class Distributed:
             RankError: a rank has failed, so that this rank's work never ends, or used messages that never arrived.
             ProgramError: a rank was asked for something else.
         """
-        if isinstance(self._watchdog, Watchdog):
+        if isinstance(self.end, DeviceEnd):
             self.monitor.move_to_sync()
             event = self._watchdog.launched(self.monitor.here)
             while event is not None and not event.query():
@@ -271,11 +265,13 @@ def _find_rank() -> tuple[int, int]:
     """
     found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     if len(found) < 2:
-        raise ProgramError("Distributed()", "no RANK and WORLD_SIZE in the environment", _LAUNCHERS)
-    if not all(text.isdecimal() for text in found.values()) or not int(found["RANK"]) < int(found["WORLD_SIZE"]):
+        seen, instead = "no RANK and WORLD_SIZE", _LAUNCHERS
+    elif all(text.isdecimal() for text in found.values()) and int(found["RANK"]) < int(found["WORLD_SIZE"]):
+        return int(found["RANK"]), int(found["WORLD_SIZE"])
+    else:
         seen = ", ".join(f"{name}={text!r}" for name, text in found.items())
-        raise ProgramError("Distributed()", f"{seen} in the environment", f"0 <= RANK < WORLD_SIZE: {_LAUNCHERS}")
-    return int(found["RANK"]), int(found["WORLD_SIZE"])
+        instead = f"0 <= RANK < WORLD_SIZE: {_LAUNCHERS}"
+    raise ProgramError("Distributed()", f"{seen} in the environment", instead)
 
 
 def _find_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
@@ -308,19 +304,9 @@ def _host() -> int | None:
     return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
-def _make_watchdog(end: ProcessEnd, monitor: Monitor, records: Records) -> Watchdog | Heartbeat:
-    """The thread beside a rank: a watchdog if it works on a device, which beats too; else a heartbeat."""
-    if isinstance(end, DeviceEnd):
-        return Watchdog(monitor.for_thread(records), end).start()
-    return Heartbeat(monitor, records).start()
-
-
-def _close_all(end: ProcessEnd, wire: Wire, watchdog: Watchdog | Heartbeat, monitor: Monitor) -> None:
-    """Close the connections. A watchdog ends the call if another rank's failure keeps it from returning."""
-    if isinstance(watchdog, Watchdog):
-        with suppress(RankError), watchdog.during(monitor.here):
-            end.close()
-    else:
+def _close_all(end: ProcessEnd, wire: Wire, watchdog: Watchdog, monitor: Monitor) -> None:
+    """Close the connections. The watchdog ends the call if another rank's failure keeps it from returning."""
+    with suppress(RankError), watchdog.during(monitor.here):
         end.close()
     wire.close()
     watchdog.close()
@@ -328,12 +314,14 @@ def _close_all(end: ProcessEnd, wire: Wire, watchdog: Watchdog | Heartbeat, moni
 
 def _check(backend: str, device: torch.device) -> None:
     """Raise DeviceError unless the device is there and the back end can serve it."""
-    call = f"Distributed(backend={backend!r}, device='{device}')"
     if (backend, device.type) not in (("gloo", "cpu"), ("nccl", "cuda"), ("peer", "cuda")):
         seen = f"backend={backend!r} for a device of type {device.type}"
-        raise DeviceError(call, seen, "gloo with the CPU, or nccl or peer with a GPU")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(call, f"{torch.cuda.device_count()} GPUs", "a device for each process of the machine")
+        instead = "gloo with the CPU, or nccl or peer with a GPU"
+    elif device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        seen, instead = f"{torch.cuda.device_count()} GPUs", "a device for each process of the machine"
+    else:
+        return
+    raise DeviceError(f"Distributed(backend={backend!r}, device='{device}')", seen, instead)
 
 
 def _make_end(backend: str, monitor: Monitor, device: torch.device, network: Network) -> ProcessEnd:

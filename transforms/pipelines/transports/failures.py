@@ -14,7 +14,7 @@ _MOST_SECONDS = 1e6
 
 @attrs.frozen
 class Clock:
-    """The clock of a heartbeat, a monitor or a watchdog; a test gives one that it moves itself.
+    """The clock of a monitor or a watchdog; a test gives one that it moves itself.
 
     Args:
         now: the time in seconds.

@@ -35,10 +35,8 @@ class GlooEnd:
         if len(self._under_way[peer]) >= self._capacity(peer):
             self._wait(self._under_way[peer].popleft()[0], peer)
         parts = torch.tensor([self._sent[peer], tag]), torch.cat([as_bytes(tensor) for tensor in tensors])
-        try:
+        with self.monitor.explaining(peer):
             works = [self._group.send([part], peer, 0) for part in parts]
-        except RuntimeError as error:
-            raise self.monitor.explain_closed(peer, error) from error
         self._sent[peer] += 1
         self._under_way[peer].append((works, parts))
 
@@ -67,18 +65,13 @@ class GlooEnd:
             as_bytes(tensor).copy_(part)
 
     def _fill(self, part: Tensor, peer: int) -> None:
-        try:
-            works = [self._group.recv([part], peer, 0)]
-        except RuntimeError as error:
-            raise self.monitor.explain_closed(peer, error) from error
-        self._wait(works, peer)
+        with self.monitor.explaining(peer):
+            self._group.recv([part], peer, 0).wait(timedelta(seconds=self.monitor.timeout))
 
     def _wait(self, works: Sequence[Any], peer: int) -> None:
-        for work in works:
-            try:
+        with self.monitor.explaining(peer):
+            for work in works:
                 work.wait(timedelta(seconds=self.monitor.timeout))
-            except RuntimeError as error:
-                raise self.monitor.explain_closed(peer, error) from error
 
     def close(self, failed: bool = False) -> None:
         """Close the connections after all that was sent has left; at once if this rank failed, so that the others learn

@@ -291,19 +291,17 @@ def _results(ended: dict[int, RankResult], started: list[tuple[BaseProcess, Conn
     failed = [rank for rank, found in sorted(ended.items()) if found.error is not None]
     if not failed and not silent:
         return [ended[rank].result for rank in range(len(started))]
-    if not failed:
-        cause = f"its process ended: {ended[silent[0]].exit}"
-        if len(silent) == len(started) and {ended[rank].exit for rank in silent} == {"exit code 1"}:
-            raise RankError(
-                "launch", f"{cause}, as that of every rank", f"{_READ}; {_NEEDS_GUARD}", 0, "its part", cause
-            )
-        raise Failure(silent[0], "its part", cause).for_rank(silent[0], "launch")
-    first = min(failed, key=lambda rank: (isinstance(ended[rank].error, RankError), rank))
-    error = ended[first].error
-    assert error is not None
-    error.add_note(f"on rank {first} of {len(started)}")
-    if not isinstance(error, RankError):
-        error.add_note(ended[first].text)
+    first = min(failed or silent, key=lambda rank: (isinstance(ended[rank].error, RankError), rank))
+    error, cause = ended[first].error, f"its process ended: {ended[first].exit}"
+    if error is not None:
+        error.add_note(f"on rank {first} of {len(started)}")
+        if not isinstance(error, RankError):
+            error.add_note(ended[first].text)
+    elif [found.exit for found in ended.values()] == ["exit code 1"] * len(started):
+        seen, instead = f"{cause}, as that of every rank", f"{_READ}; {_NEEDS_GUARD}"
+        error = RankError("launch", seen, instead, 0, "its part", cause)
+    else:
+        error = Failure(first, "its part", cause).for_rank(first, "launch")
     raise error
 
 

@@ -238,33 +238,25 @@ class ProcessLink:
         Raises:
             RankError: the rank has gone.
         """
-        try:
+        with self.monitor.explaining(peer):
             self.wire.send(peer, payload)
-        except OSError as error:
-            raise self.monitor.explain_closed(peer, error) from error
 
     def recv_bytes(self, peer: int) -> bytes:
         """The next bytes that a rank's host sent to this one, after the headers of all messages.
 
         Raises:
             RankError: the rank has gone, or keeps this one waiting for too long.
-            ProgramError: the rank runs other programs.
         """
         self.received()()
         return self._recv_bytes(peer)
 
     def _recv_bytes(self, peer: int) -> bytes:
-        try:
-            with self.monitor.waiting_for(peer) as look:
-                return self.wire.recv(peer, look)
-        except OSError as error:
-            raise self.monitor.explain_closed(peer, error) from error
+        with self.monitor.explaining(peer), self.monitor.waiting_for(peer) as look:
+            return self.wire.recv(peer, look)
 
     def _poll(self, peer: int) -> bytes | None:
-        try:
+        with self.monitor.explaining(peer):
             return self.wire.poll(peer)
-        except OSError as error:
-            raise self.monitor.explain_closed(peer, error) from error
 
     def fence(self, _: Fence, /) -> None:
         self._drain()

@@ -1,18 +1,21 @@
 """The monitor: a rank's view of the others. It ends a wait with an error that names the rank to blame.
 
-`rendezvous` and `connect_together` are the waits before the first step: all ranks come, and then all connect.
+A process that ends closes its connections, which whoever waits for a message of it sees at once. Before ranks are
+connected, a launcher's record of the end says the same. Both name the cause that the launcher saw. A process that is
+stopped, or ends without a launcher, shows as a heartbeat that does not change, and a rank that runs and does not move
+on as a position that does not: those two are found when the time-out is over.
 """
 
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import attrs
 
-from weft.errors import ProgramError, RankError
+from weft.errors import RankError
 from weft.transforms.pipelines.checker import CheckedPrograms
-from weft.transforms.pipelines.transports.agreement import SAME
 from weft.transforms.pipelines.transports.failures import Clock, Failure, blockers, culprit, described
 from weft.transforms.pipelines.transports.records import START, Liveness, Position, Records
 
@@ -39,10 +42,6 @@ _GRACE = 3.0
 """Seconds to wait for a record of why a rank's connections closed: another rank may have made it fail."""
 _MAX_PROGRAMS = 16
 """The programs that are kept to say who waits for whom. A rank that keeps others waiting is only a few steps back."""
-_CONNECT_POLL = 0.025
-"""Seconds between two looks at the records while ranks connect."""
-_CONNECT_SILENT = 0.5
-"""Seconds without a heartbeat after which a rank counts as stopped while ranks connect."""
 
 
 class Monitor:
@@ -78,8 +77,7 @@ class Monitor:
         Raises:
             RankError: a rank failed before.
         """
-        if self.failure is not None:
-            raise self.failure.for_rank(self.rank, "the next step")
+        self._raise(self.failure, "the next step")
         self.here = Position(self.here.step + 1, checked.digest, 0, BEGIN)
         self._programs.pop(checked.digest, None)
         self._programs[checked.digest] = checked
@@ -102,12 +100,12 @@ class Monitor:
             RankError: a rank does not come to its first step.
         """
         self.records.write_position(self.here)
-        self.records.write(f"begun/{self.rank}", "")
+        self.records.write(f"begun/{self.rank}", True)
         for peer in range(self.num_ranks):
             self.wait(f"begun/{peer}", peer)
 
-    def wait(self, key: str, peer: int, timeout: float | None = None) -> str:
-        """The text that `peer` writes under a key.
+    def wait(self, key: str, peer: int, timeout: float | None = None) -> Any:
+        """The value that `peer` writes under a key.
 
         Raises:
             RankError: it does not come.
@@ -118,36 +116,21 @@ class Monitor:
                 failure = self.records.failure()
                 if self.records.has(key):  # asked after the failure: what a rank wrote before it failed counts
                     return self.records.read(key)
-                if failure is not None:
-                    self.failure = failure
-                    raise failure.for_rank(self.rank, self.here.instruction)
+                self._raise(failure, self.here.instruction)
                 check()
                 if self.records.exit(peer) and not self.records.has(key):
-                    raise self.explain(peer, "its process ended", closed=True)
+                    raise self.explain(peer, "its process ended", gone=[peer])
                 self.clock.sleep(pause)
                 pause = min(2 * pause, _POLL)
 
     @contextmanager
     def waiting_for(self, peer: int) -> Iterator[Callable[[], None]]:
-        """Within, this rank waits for a message of `peer`. Yields a function to call now and then, which raises if no
-        message will come: RankError, or ProgramError if `peer` performs the same step by other programs."""
-        was_elsewhere = False
+        """Within, this rank waits for a message of `peer`. Yields a function to call now and then, which raises
+        RankError if no message will come."""
 
         def look() -> None:
-            nonlocal was_elsewhere
             self.raise_failure()
             check()
-            if self.records.exit(peer):
-                raise self.explain(peer, "its process ended", closed=True)
-            theirs = self.records.position(peer)
-            is_elsewhere = theirs.step == self.here.step and theirs.digest != self.here.digest
-            if is_elsewhere and was_elsewhere:  # by now a message that says more would have come
-                raise ProgramError(
-                    f"step {self.here.step} of rank {self.rank}: '{self.here.instruction}'",
-                    f"rank {peer} is at '{theirs.instruction}' of another program",
-                    SAME,
-                )
-            was_elsewhere = is_elsewhere
 
         with self._waiting(peer, self.timeout) as check:
             yield look
@@ -175,6 +158,20 @@ class Monitor:
         yield check
         if told:
             self.records.write_position(self.here)
+
+    @contextmanager
+    def explaining(self, peer: int) -> Iterator[None]:
+        """Within, the error of a connection to `peer` is raised as the RankError that it follows from."""
+        try:
+            yield
+        except RankError:
+            raise
+        except (OSError, RuntimeError) as error:
+            text = str(error).splitlines()[0]
+            gone, cause = [peer], f"its process ended, or was cut off ({text:.120})"
+            if "timed out" in text.lower() or "timeout" in text.lower():
+                gone, cause = [], f"no progress for {self.timeout:g} s"
+            raise self.explain(peer, cause, gone=gone) from error
 
     @property
     def _silence(self) -> float:
@@ -205,45 +202,40 @@ class Monitor:
 
     def raise_failure(self) -> None:
         """Raise RankError if some rank wrote that it failed."""
-        failure = self.records.failure()
+        self._raise(self.records.failure(), self.here.instruction)
+
+    def _raise(self, failure: Failure | None, waiting: str) -> None:
         if failure is not None:
             self.failure = failure
-            raise failure.for_rank(self.rank, self.here.instruction)
+            raise failure.for_rank(self.rank, waiting)
 
-    def explain(
-        self,
-        peer: int,
-        cause: str,
-        *,
-        closed: bool = False,
-        waiting: str | None = None,
-    ) -> RankError:
+    def explain(self, peer: int, cause: str, *, gone: Sequence[int] = (), waiting: str | None = None) -> RankError:
         """The error of this rank after it waited in vain.
 
         Args:
             peer: the rank that it waited for; itself, if it waited for its device.
             cause: what it saw.
-            closed: whether that was the end of `peer`, which then is to blame unless it soon writes who else is.
+            gone: the ranks that may have ended. Then one of them is to blame if a launcher saw its end, or else `peer`,
+                unless some rank soon writes who failed.
             waiting: what this rank was about to do; None: what it last wrote.
         """
         waits = self.here.instruction if waiting is None else waiting
         try:
-            found = self.find_gone([peer], Failure(peer, "", cause)) if closed else self._find_stalled(peer, cause)
+            found = self._find_gone(gone, peer, cause) if gone else self._find_stalled(peer, cause)
         except RankError as error:
             return error
         return self.write_failure(found).for_rank(self.rank, waits)
 
-    def find_gone(self, peers: Sequence[int], otherwise: Failure) -> Failure:
-        """The failure of one of `peers`, which have gone: what was written about it, or how its process ended."""
+    def _find_gone(self, gone: Sequence[int], otherwise: int, cause: str) -> Failure:
         end = self.clock.now() + _GRACE
         while self.clock.now() < end:
             if (failure := self.records.failure()) is not None:
                 return failure
-            for peer in peers:
+            for peer in gone:
                 if (ended := self.records.exit(peer)) is not None:
                     return Failure(peer, self.records.position(peer).instruction, f"its process ended: {ended.text}")
             self.clock.sleep(_POLL / 4)
-        return attrs.evolve(otherwise, instruction=self.records.position(otherwise.rank).instruction)
+        return Failure(otherwise, self.records.position(otherwise).instruction, cause)
 
     def _find_stalled(self, peer: int, cause: str) -> Failure:
         """The failure of the rank that `peer` waits for in the end, unless one was written."""
@@ -278,76 +270,45 @@ class Monitor:
         ]
         return blockers(checked.programs, at, rank, CAPACITY, silent)
 
-    def explain_closed(self, peer: int, error: BaseException) -> RankError:
-        """The error of this rank after its wait on a connection to `peer` ended in `error`."""
-        text = str(error).splitlines()[0]
-        if "timed out" in text.lower() or "timeout" in text.lower():
-            return self.explain(peer, f"no progress for {self.timeout:g} s")
-        return self.explain(peer, f"its process ended, or was cut off ({text:.120})", closed=True)
+    def connect_together(self, connect: Callable[[], None], timeout: float) -> None:
+        """Call a function that all ranks call together. It runs in a thread, since it may not return if a rank has
+        gone.
+
+        Raises:
+            RankError: a rank has gone or does not come, or the function raised. It blames a rank that has gone or
+                stopped, or else this one.
+        """
+
+        def attempt() -> None:
+            try:
+                connect()
+            except Exception as error:
+                results.put(error)
+            else:
+                results.put(None)
+
+        self.move_to(0, CONNECT)
+        results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        threading.Thread(target=attempt, name=CONNECT, daemon=True).start()
+        others = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        end = self.clock.now() + timeout
+        while True:
+            self.liveness.observe(self.records, others)
+            try:
+                error = results.get(timeout=_POLL / 4)
+                break
+            except queue.Empty:
+                self.raise_failure()
+                if self.clock.now() >= end or any(self.records.exit(peer) for peer in others):
+                    error = TimeoutError(f"no progress for {timeout:g} s")
+                    break
+        if error is not None:
+            blamed = (self.liveness.silent(self._silence) or [self.rank])[0]
+            cause = f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
+            raise self.explain(blamed, cause, gone=others) from error
+        self.move_to(0, START)
 
 
 def _reached(place: Position) -> tuple[int, int]:
     """The progress of a rank: its steps, and its waits for its device since the last one."""
     return place.step, place.index + 1 if place.instruction == SYNC else 0
-
-
-def rendezvous(monitor: Monitor, timeout: float) -> None:
-    """Wait until all ranks are there.
-
-    Raises:
-        RankError: a rank does not come.
-    """
-    monitor.records.write_position(monitor.here)
-    for peer in range(monitor.num_ranks):
-        monitor.wait(f"at/{peer}", peer, timeout)
-
-
-def connect_together(monitor: Monitor, connect: Callable[[], None], timeout: float) -> None:
-    """Call a function that all ranks call together. It runs in a thread, since it may not return if a rank has gone.
-
-    Raises:
-        RankError: a rank has gone or does not come, or the function raised.
-    """
-    monitor.move_to(0, CONNECT)
-    errors: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-    threading.Thread(target=lambda: errors.put(_attempt(connect)), name=CONNECT, daemon=True).start()
-    clock, liveness, others = monitor.clock, Liveness(monitor.clock), _others(monitor)
-    end = clock.now() + timeout
-    while True:
-        liveness.observe(monitor.records, others)
-        try:
-            error = errors.get(timeout=_CONNECT_POLL)
-        except queue.Empty:
-            monitor.raise_failure()
-            if clock.now() < end and not any(monitor.records.exit(peer) for peer in others):
-                continue
-            error = TimeoutError(f"no progress for {timeout:g} s")
-        if error is not None:
-            raise _not_connected(monitor, error, liveness.silent(_CONNECT_SILENT)) from error
-        monitor.move_to(0, START)
-        return
-
-
-def _attempt(fn: Callable[[], None]) -> Exception | None:
-    """The exception that `fn()` raises."""
-    try:
-        fn()
-    except Exception as error:
-        return error
-    return None
-
-
-def _others(monitor: Monitor) -> list[int]:
-    return [peer for peer in range(monitor.num_ranks) if peer != monitor.rank]
-
-
-def _not_connected(monitor: Monitor, error: Exception, silent: Collection[int]) -> RankError:
-    """The error of a rank that could not connect. It blames a rank that has gone or stopped, or else this one."""
-    records, cause = monitor.records, f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
-    try:
-        stopped = [peer for peer in silent if records.position(peer).instruction in (START, CONNECT)]
-        rank = stopped[0] if stopped else monitor.rank
-        found = monitor.find_gone(_others(monitor), Failure(rank, records.position(rank).instruction, cause))
-    except RankError as gone:
-        return gone
-    return monitor.write_failure(found).for_rank(monitor.rank, CONNECT)

@@ -113,16 +113,11 @@ def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Sec
                 file.unlink()
         return
     name = bytes(store.get("secret")).decode(errors="replace")
-    try:
-        if not re.fullmatch("[0-9a-f]{16}", name):
-            raise FileNotFoundError(f"a file of 16 hexadecimal digits, not {name!r:.60}")
-        key = (folder / name).read_bytes()
-    except OSError as error:
-        seen = f"no secret that rank 0 left in {folder} ({error})"
-        raise ProgramError(
-            f"Distributed() on rank {rank}", seen, f"all ranks as one user on one machine, or {_EXPORT}"
-        ) from error
-    yield Secret(key)
+    if not re.fullmatch("[0-9a-f]{16}", name) or not (folder / name).is_file():
+        seen = f"no secret that rank 0 left in {folder}, which is said to be in its file {name!r:.60}"
+        instead = f"all ranks as one user on one machine, or {_EXPORT}"
+        raise ProgramError(f"Distributed() on rank {rank}", seen, instead)
+    yield Secret((folder / name).read_bytes())
 
 
 def _private_folder() -> Path:
@@ -160,18 +155,20 @@ class Network:
         Raises:
             ProgramError: several nodes without an address or a secret; or a secret that is easily guessed.
         """
-        given, call = environment.get(SECRET), "Distributed()"
-        if given is not None and len(given) < _LEAST:
-            raise ProgramError(call, f"{SECRET} of {len(given)} characters", f"at least {_LEAST}: {_EXPORT}")
+        given, master = environment.get(SECRET), environment.get("MASTER_ADDR", LOOPBACK)
         secret = None if given is None else Secret(given.encode())
-        master = environment.get("MASTER_ADDR", LOOPBACK)
-        local = environment.get("LOCAL_WORLD_SIZE") == str(num_ranks)
-        if local or master in ("localhost", "::1") or master.startswith("127."):
-            return cls(LOOPBACK, True, secret)
+        one_node = environment.get("LOCAL_WORLD_SIZE") == str(num_ranks)
+        one_node = one_node or master in ("localhost", "::1") or master.startswith("127.")
         seen = f"ranks on several nodes (MASTER_ADDR={master}), and no "
-        if secret is None:
-            raise ProgramError(call, seen + SECRET, _EXPORT)
-        if ADDRESS not in environment:
+        if given is not None and len(given) < _LEAST:
+            seen, instead = f"{SECRET} of {len(given)} characters", f"at least {_LEAST}: {_EXPORT}"
+        elif one_node:
+            return cls(LOOPBACK, True, secret)
+        elif given is None:
+            seen, instead = seen + SECRET, _EXPORT
+        elif ADDRESS not in environment:
+            seen += ADDRESS
             instead = f"export {ADDRESS}=<the address of this node that the other nodes reach>, on each node"
-            raise ProgramError(call, seen + ADDRESS, instead)
-        return cls(environment[ADDRESS], False, secret)
+        else:
+            return cls(environment[ADDRESS], False, secret)
+        raise ProgramError("Distributed()", seen, instead)

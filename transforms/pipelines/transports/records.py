@@ -6,7 +6,7 @@ how a process ended. A rank that waits in vain reads all three.
 
 import json
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 
@@ -28,15 +28,6 @@ class Position:
     digest: str = "-"
     index: int = 0
     instruction: str = START
-
-    def __str__(self) -> str:
-        return f"{self.step} {self.digest} {self.index} {self.instruction}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Position":
-        """The inverse of `str`."""
-        step, digest, index, instruction = text.split(" ", 3)
-        return cls(int(step), digest, int(index), instruction)
 
 
 @attrs.frozen
@@ -81,37 +72,37 @@ class Records:
         """Whether something was written under a key."""
         return self._ask(lambda: self.store.check([key]))
 
-    def read(self, key: str) -> str:
-        """The text under a key, which must be there."""
+    def read(self, key: str) -> Any:
+        """The value under a key, which must be there."""
         return self._open(self._name(key), self._ask(lambda: self.store.get(key)))
 
-    def write(self, key: str, text: str) -> None:
-        """Write a text under a key."""
-        self._ask(lambda: self.store.set(key, self.secret.seal(self._name(key), text)))
+    def write(self, key: str, value: Any) -> None:
+        """Write a value, as JSON, under a key."""
+        self._ask(lambda: self.store.set(key, self.secret.seal(self._name(key), json.dumps(value))))
 
     def _name(self, key: str) -> str:
         return f"{self.prefix}/{key}"
 
     def write_position(self, position: Position) -> None:
         """Write where this rank is."""
-        self.write(f"at/{self.rank}", str(position))
+        self.write(f"at/{self.rank}", attrs.astuple(position))
 
     def position(self, rank: int) -> Position:
         """The place that a rank last wrote."""
         key = f"at/{rank}"
-        return Position.parse(self.read(key)) if self.has(key) else Position()
+        return Position(*self.read(key)) if self.has(key) else Position()
 
     def write_beat(self, count: int, position: Position | None) -> None:
         """Write a heartbeat of this rank."""
-        self.write(f"device/{self.rank}", f"{count}|{position or ''}")
+        self.write(f"device/{self.rank}", [count, None if position is None else attrs.astuple(position)])
 
     def beat(self, rank: int) -> Beat | None:
         """A rank's last heartbeat; None if it has not had one."""
         key = f"device/{rank}"
         if not self.has(key):
             return None
-        count, _, text = self.read(key).partition("|")
-        return Beat(int(count), Position.parse(text) if text else None)
+        count, position = self.read(key)
+        return Beat(count, None if position is None else Position(*position))
 
     def device_position(self, rank: int) -> Position:
         """The place of a rank's device, which is at the rank's own place or before it."""
@@ -120,26 +111,24 @@ class Records:
 
     def write_failure(self, failure: Failure) -> Failure:
         """Write a failure, unless there is one; returns the failure that was written first, which all believe."""
-        record = json.dumps([failure.rank, failure.instruction, failure.cause])
         name = self._name("failure")
-        sealed = self.secret.seal(name, record)
-        found = self._ask(lambda: self.store.compare_set("failure", "", sealed))
-        return Failure(*json.loads(self._open(name, found)))
+        sealed = self.secret.seal(name, json.dumps([failure.rank, failure.instruction, failure.cause]))
+        return Failure(*self._open(name, self._ask(lambda: self.store.compare_set("failure", "", sealed))))
 
     def failure(self) -> Failure | None:
         """The failure that was written."""
-        return Failure(*json.loads(self.read("failure"))) if self.has("failure") else None
+        return Failure(*self.read("failure")) if self.has("failure") else None
 
     def exit(self, rank: int) -> Exit | None:
         """The end of a rank's process, if its launcher saw it."""
         key = _exit_key(rank)
         if not self._ask(lambda: self.exits.check([key])):
             return None
-        return Exit(*json.loads(self._open(key, self._ask(lambda: self.exits.get(key)))))
+        return Exit(*self._open(key, self._ask(lambda: self.exits.get(key))))
 
-    def _open(self, key: str, sealed: bytes) -> str:
+    def _open(self, key: str, sealed: bytes) -> Any:
         try:
-            return self.secret.open(key, bytes(sealed))
+            return json.loads(self.secret.open(key, bytes(sealed)))
         except ValueError as error:
             instead = f"the same {SECRET} for all processes of the run, and nobody else who writes to its store"
             raise RankError(f"rank {self.rank}", f"{error}", instead, None, "its part of the run", f"{error}") from None

@@ -19,6 +19,7 @@ from weft.errors import CaptureError, ProgramError, RankError
 from weft.torchapi.private import function_modes, in_dispatch_mode
 from weft.transforms.pipelines.checker import CheckedPrograms, Edge, Step, puts, takes
 from weft.transforms.pipelines.transports.failures import Failure, blockers, check_timeout, culprit, described
+from weft.transforms.pipelines.transports.local import OneProcess
 from weft.transforms.pipelines.worker import Worker
 from weft.trees import tree_map
 
@@ -31,7 +32,7 @@ Queue = deque[tuple[int, Any]]
 """The messages on an edge, each with the number of its micro-batch."""
 
 
-class Threads:
+class Threads(OneProcess):
     """A transport with a thread for each rank, which lives as long as the transport: a stage compiles and captures in
     it.
 
@@ -59,29 +60,12 @@ class Threads:
             raise ProgramError(f"pipeline(..., transport={self!r})", seen, "a device for each stage")
         return range(num_ranks)
 
-    def share(self, value: Any) -> Any:
-        return value
-
-    def collect(self, value: Any) -> list[Any]:
-        return [value]
-
-    def assert_equal(self, subject: str, value: str) -> None:
-        """Do nothing: one process decides for all ranks."""
-
-    def check(self) -> None:
-        """Do nothing: a run returns when all its threads are done, or raises what one of them raised."""
-
-    def received(self, _: int | None = None, /) -> Callable[[], None]:
-        return lambda: None
-
     def mail(self, _: int, /) -> dict[Edge, Queue]:
         return {}
 
     def run(self, checked: CheckedPrograms, workers: Sequence[Worker], mail: dict[Edge, Queue], /) -> None:
         call = f"pipeline(..., transport={self!r})"
-        _refuse_unseen(
-            call, "pipeline(map(graphify, stages), transport=Threads()), or transport=Local() inside graphify"
-        )
+        _refuse_unseen(call)
         if threading.current_thread() in self._threads:
             seen = "a thread of this transport, which is to run the other stages and would wait for itself"
             raise ProgramError(f"{call} in a stage", seen, "a Threads() of its own for the inner pipeline, or Local()")
@@ -105,10 +89,10 @@ class Threads:
             return
         if shared.left:
             self._broken = failure
-        if failure.error is None:
-            raise failure.for_rank(0, "the whole step")
-        failure.error.add_note(f"on rank {failure.rank}, at '{failure.instruction}'")
-        raise failure.error
+        own = failure.error
+        if own is not None:
+            own.add_note(f"on rank {failure.rank}, at '{failure.instruction}'")
+        raise failure.for_rank(0, "the whole step") if own is None else own
 
     def _start(self, count: int) -> None:
         while len(self._tasks) < count:
@@ -313,15 +297,18 @@ def _holds_none(queue: Queue, microbatch: int) -> bool:
     return all(sent != microbatch for sent, _ in queue)
 
 
-def _refuse_unseen(call: str, instead: str) -> None:
+def _refuse_unseen(call: str) -> None:
     """Raise CaptureError if something is in force in this thread that cannot be in force in another one: a capture, or
     a torch function mode."""
+    modes = [type(mode).__name__ for mode in function_modes() if not isinstance(mode, str)]
     if in_dispatch_mode():
-        seen = "threads, whose work the capture of this one does not see"
-        raise CaptureError(f"{call} inside a captured function", seen, instead)
-    if modes := [mode for mode in function_modes() if not isinstance(mode, str)]:
-        seen = f"threads, whose work the {type(modes[0]).__name__} of this one does not see"
-        raise CaptureError(f"{call} under a torch function mode", seen, "transport=Local()")
+        where, force = "inside a captured function", "capture"
+        instead = "pipeline(map(graphify, stages), transport=Threads()), or transport=Local() inside graphify"
+    elif modes:
+        where, force, instead = "under a torch function mode", modes[0], "transport=Local()"
+    else:
+        return
+    raise CaptureError(f"{call} {where}", f"threads, whose work the {force} of this one does not see", instead)
 
 
 def thread_context(device: torch.device | None) -> Callable[[], AbstractContextManager[None]]:

@@ -1,6 +1,8 @@
 """The wire: a TCP connection between every two ranks, by which their hosts send each other bytes.
 
 Both ends of a connection prove that they hold the run's secret, and each frame carries a tag that only they can make.
+It does not use `multiprocessing.connection`: its listener serves one stranger at a time and waits for each without a
+limit, so that a silent one keeps ranks from connecting, and it signs no frames.
 """
 
 import hmac
@@ -134,12 +136,10 @@ class Wire:
             who, theirs, tag = hello[:4], hello[4 : 4 + _NONCE], hello[4 + _NONCE :]
             parts = who, self.rank.to_bytes(4, "little"), mine, theirs
             peer = int.from_bytes(who, "little")
-            if not hmac.compare_digest(tag, self._secret.tag(b"connects", *parts)):
-                raise RefusedError
+            proves = hmac.compare_digest(tag, self._secret.tag(b"connects", *parts))
             with self._arrived:
-                if not self.rank < peer < self.num_ranks or peer in self._connections or self._closed:
-                    raise RefusedError
-                if own not in self._unproven:  # it was closed as the oldest of too many
+                fits = self.rank < peer < self.num_ranks and peer not in self._connections and not self._closed
+                if not (proves and fits and own in self._unproven):  # else it was closed as the oldest of too many
                     raise RefusedError
                 self._unproven.remove(own)
                 own.sendall(self._secret.tag(b"accepts", *parts))
@@ -212,11 +212,8 @@ class Wire:
         buffer = connection.buffer
         if len(buffer) < 4 + _TAG:
             return None
-        length = int.from_bytes(buffer[:4], "little")
-        if length > _MOST:
-            raise ConnectionError(f"a frame of {length} bytes from rank {peer}")
-        end = 4 + _TAG + length
-        if len(buffer) < end:
+        end = 4 + _TAG + int.from_bytes(buffer[:4], "little")
+        if len(buffer) < end <= _MOST:
             return None
         tag, payload = bytes(buffer[4 : 4 + _TAG]), bytes(buffer[4 + _TAG : end])
         if not hmac.compare_digest(tag, _frame_tag(connection.secret, peer, connection.received, payload)):

@@ -14,10 +14,10 @@ from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports import monitor as monitor_module
 from weft.transforms.pipelines.transports.failures import Clock, Failure
-from weft.transforms.pipelines.transports.heartbeat import Heartbeat
-from weft.transforms.pipelines.transports.monitor import BEGIN, Monitor, connect_together, rendezvous
+from weft.transforms.pipelines.transports.monitor import BEGIN, Monitor
 from weft.transforms.pipelines.transports.network import Secret
 from weft.transforms.pipelines.transports.records import Exit, Liveness, Position, Records, write_exit
+from weft.transforms.pipelines.transports.watchdog import Watchdog
 
 SECRET = Secret.fresh()
 
@@ -62,14 +62,18 @@ def test_a_record_of_another_transport_of_the_run_is_none_of_this_one() -> None:
 
 
 @given(st.builds(Position, st.integers(0, 9), st.text("abc-", min_size=1), st.integers(0, 9), st.text()))
-def test_positions_print_and_parse(position: Position) -> None:
-    assert Position.parse(str(position)) == position
+def test_a_position_is_read_as_it_was_written(position: Position) -> None:
+    store = dist.HashStore()
+    records = Records(store, 0, store, SECRET)
+    records.write_position(position)
+    records.write_beat(3, position)
+    assert (records.position(0), records.device_position(0)) == (position, position)
 
 
-def beating(monitors: list[Monitor], time: FakeTime) -> list[Heartbeat]:
-    """The heartbeats of processes that run while time passes."""
-    found = [Heartbeat(monitor, monitor.records) for monitor in monitors]
-    time.meanwhile += [heartbeat.beat for heartbeat in found]
+def beating(monitors: list[Monitor], time: FakeTime) -> list[Watchdog]:
+    """The watchdogs, which beat, of processes that run while time passes."""
+    found = [Watchdog(monitor, monitor.records, None) for monitor in monitors]
+    time.meanwhile += [watchdog.look for watchdog in found]
     return found
 
 
@@ -131,7 +135,7 @@ def test_a_rank_that_stopped_is_blamed_for_a_message_that_had_not_left_it() -> N
         monitor.move_to(index, checked.programs[monitor.rank].effects[index])
     stopped = beating(three, time)[0]
     time.run(0.3)
-    time.meanwhile.remove(stopped.beat)
+    time.meanwhile.remove(stopped.look)
     time.run(1.0)  # rank 2's host waits, as its heartbeat shows
     error = three[2].explain(1, "no progress")
     assert (error.rank, error.instruction) == (0, "broadcast from 2 [mb 0]")
@@ -147,7 +151,7 @@ def test_a_rank_that_runs_and_comes_late_to_its_first_step_is_waited_for() -> No
         if time.now >= 1.5 and not two.here.step:
             two.begin(checked)
             two.records.write_position(two.here)
-            two.records.write("begun/1", "")
+            two.records.write("begun/1", True)
 
     time.meanwhile.append(come_late)
     one.begin(checked)
@@ -161,8 +165,8 @@ def test_a_rank_that_runs_and_comes_late_to_its_first_step_is_waited_for() -> No
 def test_a_rank_that_stops_before_its_first_step_is_named_in_time() -> None:
     time = FakeTime()
     one, two = monitors(2, 0.8, time.clock)
-    heartbeat = beating([one, two], time)[1]
-    time.meanwhile.append(lambda: heartbeat.beat in time.meanwhile[:2] and time.now > 1.0 and time.meanwhile.pop(1))
+    watchdog = beating([one, two], time)[1]
+    time.meanwhile.append(lambda: watchdog.look in time.meanwhile[:2] and time.now > 1.0 and time.meanwhile.pop(1))
     with pytest.raises(RankError) as error:
         one.await_first_step()
     assert (error.value.rank, error.value.instruction) == (1, "its start")
@@ -214,10 +218,9 @@ def test_a_rank_that_waits_in_vain_says_so_within_its_time() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     one, two, _ = monitors(3, clock=FakeTime().clock)
-    two.records.write_position(two.here)
     for monitor in (one, two):
         with pytest.raises(RankError) as error:
-            rendezvous(monitor, 0.2)
+            monitor.wait("wire/2", 2, 0.2)
         assert (error.value.rank, error.value.cause) == (2, "no progress for 0.2 s")
 
 
@@ -225,16 +228,14 @@ def test_a_rank_whose_process_ended_is_named_at_once() -> None:
     one = monitors(2, timeout=60)[0]
     write_exit(one.records.exits, 1, Exit(False, "exit code 3"), secret=SECRET)
     with pytest.raises(RankError) as error:
-        rendezvous(one, 60)
+        one.wait("wire/1", 1, 60)
     assert (error.value.rank, error.value.cause) == (1, "its process ended: exit code 3")
 
 
 def test_ranks_connect_and_say_so() -> None:
     called: list[int] = []
-    assert together(*(lambda w=w: connect_together(w, lambda: called.append(w.rank), 5) for w in monitors(2))) == [
-        None,
-        None,
-    ]
+    calls = (lambda w=w: w.connect_together(lambda: called.append(w.rank), 5) for w in monitors(2))
+    assert together(*calls) == [None, None]
     assert sorted(called) == [0, 1]
 
 
@@ -247,7 +248,7 @@ def test_a_rank_that_cannot_connect_is_named_by_all() -> None:
         raise RuntimeError("no such interface\nand more")
 
     one, two = monitors(2)
-    errors = together(lambda: connect_together(one, for_ever, 5), lambda: connect_together(two, refuses, 5))
+    errors = together(lambda: one.connect_together(for_ever, 5), lambda: two.connect_together(refuses, 5))
     for error in errors:
         assert (error.rank, error.instruction, error.cause) == (1, "connect", "RuntimeError: no such interface")
 
@@ -257,7 +258,7 @@ def test_a_rank_that_stops_while_it_connects_is_named() -> None:
     two.move_to(0, "connect")
     two.records.write_beat(3, None)
     with pytest.raises(RankError) as error:
-        connect_together(one, for_ever, 0.8)
+        one.connect_together(for_ever, 0.8)
     assert (error.value.rank, error.value.instruction) == (1, "connect")
     assert error.value.cause == "TimeoutError: no progress for 0.8 s"
 

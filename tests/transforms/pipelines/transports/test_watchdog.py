@@ -14,10 +14,10 @@ from weft.errors import RankError
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.failures import Clock, Failure
-from weft.transforms.pipelines.transports.heartbeat import Watchdog
 from weft.transforms.pipelines.transports.monitor import SYNC, Monitor
 from weft.transforms.pipelines.transports.network import Secret
 from weft.transforms.pipelines.transports.records import START, Exit, Position, Records, write_exit
+from weft.transforms.pipelines.transports.watchdog import Watchdog
 
 SECRET = Secret.fresh()
 PROGRAMS = CheckedPrograms(pipeline([scale] * 2).programs(1))
@@ -78,7 +78,7 @@ class Run:
         for monitor in self.monitors:
             monitor.begin(PROGRAMS)
         self.watchdogs = [
-            Watchdog(monitor.for_thread(monitor.records), device, poll=0.01, grace=grace, last_resort=self.ended.append)
+            Watchdog(monitor, monitor.records, device, poll=0.01, grace=grace, last_resort=self.ended.append)
             for monitor, device in zip(self.monitors, self.devices, strict=True)
         ]
         self.looking = [0, 1]

@@ -1,4 +1,4 @@
-"""The threads beside a rank: `Heartbeat` shows the others that its process runs; `Watchdog` watches its device.
+"""The watchdog: a thread beside a rank, which shows the others that its process runs, and watches its device.
 
 On a device, a rank that fails shows as a kernel that never ends on the others. The host launches work and goes on;
 events of the device's stream mark what it launched. The watchdog looks at the oldest event that is not done, and at the
@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Self
 
 import attrs
@@ -24,9 +24,9 @@ from weft.transforms.pipelines.transports.monitor import END, Monitor
 from weft.transforms.pipelines.transports.records import Position, Records
 
 _POLL = 0.05
-"""Seconds between two looks of a watchdog."""
+"""Seconds between two looks at a device."""
 _BEAT = 0.2
-"""The most seconds between two heartbeats."""
+"""The most seconds between two heartbeats of a rank without a device."""
 _GRACE = 5.0
 """Seconds in which the host must ask for a known failure, before its process is ended."""
 
@@ -57,56 +57,15 @@ def end_process(error: RankError) -> None:
     os._exit(1)
 
 
-class Heartbeat:
-    """A thread that beats. If its host does not move on for long, it also reads the heartbeats of the others, so that
-    it knows which of them still run if the host waits in vain.
-
-    Args:
-        monitor: the host's; its place is read.
-        records: which only this thread uses.
-    """
-
-    def __init__(self, monitor: Monitor, records: Records) -> None:
-        self._monitor, self._records = monitor, records
-        self._count = 0
-        self._here: Position | None = None
-        self._since = 0.0
-        self._stopped = threading.Event()
-
-    def start(self) -> Self:
-        """Start the thread."""
-        name = f"weft heartbeat of rank {self._monitor.rank}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-        return self
-
-    def _run(self) -> None:
-        with suppress(RankError):  # the store is gone, which is seen by whoever waits
-            self.beat()
-            while not self._stopped.wait(min(_BEAT, self._monitor.timeout / 10)):
-                self.beat()
-
-    def beat(self) -> None:
-        """Write one heartbeat, and look at the others' if the host has not moved for half the time-out."""
-        monitor, now = self._monitor, self._monitor.clock.now()
-        self._records.write_beat(self._count, None)
-        self._count += 1
-        if monitor.here is not self._here:
-            self._here, self._since = monitor.here, now
-        elif now - self._since > monitor.timeout / 2 and self._here.instruction != END:
-            monitor.liveness.observe(self._records, range(monitor.num_ranks))
-
-    def close(self) -> None:
-        """End the thread."""
-        self._stopped.set()
-
-
 class Watchdog:
-    """A thread that watches the work of a rank's device.
+    """A thread that beats, and watches the work of a rank's device. If the device, or without one the host, does not
+    move on for long, it also reads the heartbeats of the others, to know which of them still run.
 
     Args:
-        monitor: the rank's view of the others, which only this thread uses (`Monitor.for_thread`).
-        end: the rank's end of its edges.
-        poll: seconds between two looks.
+        monitor: the host's view of the other ranks.
+        records: which only this thread uses.
+        device: the rank's end of its edges; None: the host works on the CPU, and finds failures itself.
+        poll: seconds between two looks; None: by whether there is a device.
         grace: seconds in which the host must ask for a known failure while something is still to be done: it may hang,
             or read results that were never received.
         last_resort: called if it does not ask.
@@ -115,16 +74,19 @@ class Watchdog:
     def __init__(
         self,
         monitor: Monitor,
-        end: DeviceEnd,
+        records: Records,
+        device: DeviceEnd | None,
         *,
-        poll: float = _POLL,
+        poll: float | None = None,
         grace: float = _GRACE,
         last_resort: Callable[[RankError], None] = end_process,
     ) -> None:
-        self.monitor = monitor
+        self.monitor = monitor.for_thread(records)
         self.error: RankError | None = None
-        self.end = end
-        self._poll, self._grace, self._last_resort = poll, grace, last_resort
+        self._host, self._device = monitor, device
+        self._here: Position | None = None
+        self._poll = poll or (min(_BEAT, monitor.timeout / 10) if device is None else _POLL)
+        self._grace, self._last_resort = grace, last_resort
         self._launches: deque[Launch] = deque()
         self._count, self._since = 0, monitor.clock.now()
         self._hangs = False
@@ -139,7 +101,7 @@ class Watchdog:
 
     def launched(self, position: Position) -> DeviceEvent | None:
         """Watch for all work launched so far, `position` included; returns its event, if there is one."""
-        event = self.end.record_event()
+        event = None if self._device is None else self._device.record_event()
         if event is not None:
             self._launches.append(Launch(position, event))
         return event
@@ -181,23 +143,23 @@ class Watchdog:
             time.sleep(self._poll / 10)
 
     def _run(self) -> None:
-        while not self._closed.wait(self._poll):
-            if (error := self.look()) is not None:
-                if self._hangs and not self._told.wait(self._grace):
-                    self._last_resort(error)
+        while (error := self.look()) is None:
+            if self._closed.wait(self._poll):
                 return
+        if self._hangs and not self._told.wait(self._grace):
+            self._last_resort(error)
 
     def look(self) -> RankError | None:
-        """Write where the device is, and look whether a rank has failed; a failure ends what waits on the device."""
+        """Beat, and look whether a rank has failed; a failure ends what waits on the device."""
         try:
             error = self._find_failure()
         except RankError as lost:  # the records are gone
             error = lost
         except RuntimeError as broken:
             error = self._broken(broken)
-        if error is not None:
+        if error is not None and self._device is not None:
             self._hangs, self.error = bool(self._launches), error
-            threading.Thread(target=self.end.abort, name="weft abort", daemon=True).start()  # an abort may hang too
+            threading.Thread(target=self._device.abort, name="weft abort", daemon=True).start()  # which may hang too
         return error
 
     def _broken(self, error: RuntimeError) -> RankError:
@@ -214,24 +176,32 @@ class Watchdog:
             self._since = self.monitor.clock.now()
         return not self._launches
 
+    def _has_moved(self) -> bool:
+        """Whether the device, or without one the host, has moved on since the last look, or has nothing to do."""
+        if self._device is not None:
+            return self._is_done()
+        before, self._here = self._here, self._host.here
+        return self._here is not before or self._here.instruction == END
+
     def _find_failure(self) -> RankError | None:
         monitor, records = self.monitor, self.monitor.records
-        if self._is_done():
+        if self._has_moved():
             self._since = monitor.clock.now()
         oldest = self._launches[0].position if self._launches else None
         self._count += 1
         records.write_beat(self._count, oldest)
+        late = monitor.clock.now() - self._since
+        if late >= monitor.timeout / 2:
+            monitor.liveness.observe(records, range(monitor.num_ranks))
+        if self._device is None:
+            return None
         waiting = "the next step" if oldest is None else oldest.instruction
         if (failure := records.failure()) is not None:
             return failure.for_rank(monitor.rank, waiting)
         for peer in range(monitor.num_ranks):
             ended = records.exit(peer)
             if ended is not None and not ended.clean:
-                return monitor.explain(peer, "its process ended", closed=True, waiting=waiting)
-        late = monitor.clock.now() - self._since
-        if oldest is None or late < monitor.timeout / 2:
-            return None
-        monitor.liveness.observe(records, range(monitor.num_ranks))
-        if late < monitor.timeout:
+                return monitor.explain(peer, "its process ended", gone=[peer], waiting=waiting)
+        if oldest is None or late < monitor.timeout:
             return None
         return monitor.explain(monitor.rank, f"no progress for {monitor.timeout:g} s", waiting=waiting)
