@@ -47,9 +47,12 @@ class LocalLink:
         pass  # `interleave` performs it after all was received
 
 
-class OneProcess:
-    """The methods of a transport whose ranks share a process: it decides for all ranks, and a run returns when all of
-    them are done, or raises what one of them raised."""
+@attrs.frozen
+class Local:
+    """A transport that performs the effects of all ranks one after the other, in an order that the programs allow."""
+
+    def ranks(self, num_ranks: int) -> Sequence[int]:
+        return range(num_ranks)
 
     def share(self, value: Any) -> Any:
         return value
@@ -58,21 +61,13 @@ class OneProcess:
         return [value]
 
     def assert_equal(self, subject: str, value: str) -> None:
-        """Do nothing: there is one value."""
+        """Do nothing: one process decides for all ranks."""
 
     def check(self) -> None:
-        """Do nothing: a failure is raised by the run."""
+        """Do nothing: a rank that fails raises in this thread."""
 
     def received(self, _: int | None = None, /) -> Callable[[], None]:
         return lambda: None
-
-
-@attrs.frozen
-class Local(OneProcess):
-    """A transport that performs the effects of all ranks one after the other, in an order that the programs allow."""
-
-    def ranks(self, num_ranks: int) -> Sequence[int]:
-        return range(num_ranks)
 
     def mail(self, num_ranks: int, /) -> Queues:
         return Queues(num_ranks)

@@ -19,7 +19,6 @@ from weft.errors import CaptureError, ProgramError, RankError
 from weft.torchapi.private import function_modes, in_dispatch_mode
 from weft.transforms.pipelines.checker import CheckedPrograms, Edge, Step, puts, takes
 from weft.transforms.pipelines.transports.failures import Failure, blockers, check_timeout, culprit, described
-from weft.transforms.pipelines.transports.local import OneProcess
 from weft.transforms.pipelines.worker import Worker
 from weft.trees import tree_map
 
@@ -32,7 +31,7 @@ Queue = deque[tuple[int, Any]]
 """The messages on an edge, each with the number of its micro-batch."""
 
 
-class Threads(OneProcess):
+class Threads:
     """A transport with a thread for each rank, which lives as long as the transport: a stage compiles and captures in
     it.
 
@@ -59,6 +58,21 @@ class Threads(OneProcess):
             seen = f"{len(self.devices)} devices for {num_ranks} stages"
             raise ProgramError(f"pipeline(..., transport={self!r})", seen, "a device for each stage")
         return range(num_ranks)
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def collect(self, value: Any) -> list[Any]:
+        return [value]
+
+    def assert_equal(self, subject: str, value: str) -> None:
+        """Do nothing: one process decides for all ranks."""
+
+    def check(self) -> None:
+        """Do nothing: a run returns when all its threads are done, or raises what one of them raised."""
+
+    def received(self, _: int | None = None, /) -> Callable[[], None]:
+        return lambda: None
 
     def mail(self, _: int, /) -> dict[Edge, Queue]:
         return {}

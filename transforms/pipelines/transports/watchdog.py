@@ -33,21 +33,10 @@ _GRACE = 5.0
 
 @attrs.frozen(eq=False)
 class Launch:
-    """The work that ends with `event`: one effect on the device, or a call in which the host waits."""
+    """One effect on the device, or a call in which the host waits."""
 
     position: Position
-    event: DeviceEvent
-
-
-class HostCall:
-    """A call of the host that may not return, as an event."""
-
-    def __init__(self) -> None:
-        self.returned = False
-
-    def query(self) -> bool:
-        """Whether the call has returned."""
-        return self.returned
+    is_done: Callable[[], bool]
 
 
 def end_process(error: RankError) -> None:
@@ -103,18 +92,18 @@ class Watchdog:
         """Watch for all work launched so far, `position` included; returns its event, if there is one."""
         event = None if self._device is None else self._device.record_event()
         if event is not None:
-            self._launches.append(Launch(position, event))
+            self._launches.append(Launch(position, event.query))
         return event
 
     @contextmanager
     def during(self, position: Position) -> Iterator[None]:
         """Watch a call of the host, which may not return if another rank fails."""
-        call = HostCall()
-        self._launches.append(Launch(position, call))
+        returned = threading.Event()
+        self._launches.append(Launch(position, returned.is_set))
         try:
             yield
         finally:
-            call.returned = True
+            returned.set()
         self.check()
 
     def check(self) -> None:
@@ -171,7 +160,7 @@ class Watchdog:
 
     def _is_done(self) -> bool:
         """Whether the device has done all its work, and the host is in no call that is watched."""
-        while self._launches and self._launches[0].event.query():
+        while self._launches and self._launches[0].is_done():
             self._launches.popleft()
             self._since = self.monitor.clock.now()
         return not self._launches
