@@ -24,7 +24,7 @@ from weft.stages.checkpoint import (
 )
 from weft.stages.config import ModelConfig, find_file
 from weft.stages.expressions import Expression, read_expression
-from weft.stages.layer_fields import Part, layer_fields
+from weft.stages.layer_fields import Part, adaptable, layer_fields
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams, LayerLora, LayerParams, LoraWeights, slice_params
@@ -32,8 +32,6 @@ from weft.stages.params import DecoderParams, LayerLora, LayerParams, LoraWeight
 T = TypeVar("T")
 Names = tuple[str, ...] | Expression
 
-PRODUCTS = tuple(field.name for field in attrs.fields(LayerLora))
-"""The products of a layer that adapters may change."""
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _USED = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
@@ -264,18 +262,6 @@ def _read(
         check_tensor(handle, _tensor(name, which), size, FLOATS, _WEIGHTS, _CONFIG, call)
         pair.append(handle.get_tensor(_tensor(name, which)).to(torch.float32))
     return pair[0], pair[1] * scaling
-
-
-def adaptable(config: ModelConfig, index: int) -> dict[str, tuple[str, int, Part]]:
-    """The linear layers of decoder layer `index` that an adapter may change, by transformers' name: the product that
-    each is part of, its place in that product, and its part of the weights. Experts are left out."""
-    fields = layer_fields(config, index)
-    found = {}
-    for product in PRODUCTS:
-        for place, part in enumerate(fields[f"{product}_proj"].parts):
-            if part.expert is None:
-                found[part.name.removesuffix(".weight")] = (product, place, part)
-    return found
 
 
 def with_adapters(

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from weft.errors import DeviceError
-from weft.stages.adapters import Adapter, adaptable
+from weft.stages.adapters import Adapter
 from weft.stages.checkpoint import assemble, checked_device, checked_dtype, stage_fields
 from weft.stages.config import ModelConfig
-from weft.stages.layer_fields import Field
+from weft.stages.layer_fields import Field, adaptable
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams
 

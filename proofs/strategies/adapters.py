@@ -4,8 +4,9 @@ from itertools import cycle, islice
 
 from hypothesis import strategies as st
 
-from weft.stages.adapters import adaptable, with_adapters
+from weft.stages.adapters import with_adapters
 from weft.stages.config import ModelConfig
+from weft.stages.layer_fields import adaptable
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams
 from weft.stages.random_weights import random_adapter

@@ -13,8 +13,9 @@ from weft.ops.sampling.logits import pack_bits
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
-from weft.stages.adapters import Adapter, adaptable
+from weft.stages.adapters import Adapter
 from weft.stages.config import parse_config
+from weft.stages.layer_fields import adaptable
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params

@@ -18,7 +18,8 @@ from weft.proofs import CompletionRequest, engine_machine
 from weft.proofs.checks.engine_machine import EngineMachine
 from weft.proofs.strategies.drafts import Drafts
 from weft.proofs.strategies.engines import VOCABULARY, Half
-from weft.stages.adapters import Adapter, adaptable
+from weft.stages.adapters import Adapter
+from weft.stages.layer_fields import adaptable
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.outputs import RequestOutput
