@@ -14,9 +14,8 @@ from .state import State as State, admit as admit, advance as advance
 from .transforms.engine.engine import Engine as Engine
 from .transforms.engine.generate import Completion as Completion, generate as generate
 from .transforms.engine.inputs import EmbedsPrompt as EmbedsPrompt
+from .transforms.engine.options import EngineLimits as EngineLimits, Speculation as Speculation
 from .transforms.engine.outputs import RequestOutput as RequestOutput
-from .transforms.engine.setup import EngineLimits as EngineLimits
-from .transforms.engine.speculation import Speculation as Speculation
 from .transforms.graphs.calls.borrowing import check_borrowed as check_borrowed
 from .transforms.graphs.dispatch import Decision as Decision, dispatch as dispatch
 from .transforms.graphs.dispatch_table import dispatch_table as dispatch_table

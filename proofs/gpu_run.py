@@ -27,7 +27,7 @@ from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, Model
 from weft.stages.params import num_bytes
 from weft.stages.random_weights import random_params
-from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 
 QWEN3_0_6B = {

@@ -7,9 +7,10 @@ import attrs
 
 from weft.outputs import Output
 from weft.proofs.strategies.traces import Trace
+from weft.transforms.engine.executor import FinishedWork
 from weft.transforms.engine.requests import HostState, RequestState
 from weft.transforms.engine.scheduler import add, finish, observe, schedule
-from weft.transforms.engine.step import FinishedWork, Work
+from weft.transforms.engine.step import Work
 
 _VOCABULARY = 11
 """Tokens that are made up; every model that is drawn has as many."""

@@ -1,5 +1,5 @@
 from . import engine as engine
-from .engine.runner import Runner as Runner, make_runner as make_runner, make_state as make_state
+from .engine.setup import Runner as Runner, make_runner as make_runner, make_state as make_state
 from .graphs.calls.key import CacheInfo as CacheInfo
 from .graphs.captured import CapturedGraph as CapturedGraph, CapturedGraphs as CapturedGraphs
 from .graphs.dispatch import Decision as Decision, dispatch as dispatch

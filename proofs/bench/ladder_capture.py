@@ -23,7 +23,7 @@ from weft.proofs.environment import environment
 from weft.proofs.gpu_run import QWEN3_0_6B, random_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
-from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 
 

@@ -28,7 +28,7 @@ from weft.transforms.cli.options import Bench
 from weft.transforms.cli.presets import PRESETS
 from weft.transforms.cli.ranks import Here
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.options import EngineLimits
 from weft.transforms.pipelines.transports.local import Local
 
 _STEPS = 24

@@ -18,11 +18,10 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.masks import Mask
+from weft.transforms.engine.inputs import Mask
+from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import CompletionState, RequestOutput
 from weft.transforms.engine.requests import sample_seeds
-from weft.transforms.engine.setup import EngineLimits, check_engine
-from weft.transforms.engine.speculation import Speculation
 
 LAW = "L11 an engine serves as alone"
 MAX_REQUESTS = 5

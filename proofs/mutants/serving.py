@@ -21,13 +21,12 @@ from weft.stages.rope import mrope_positions
 from weft.state import State
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import batch_positions, check_sampling
-from weft.transforms.engine.masks import RequestMask, compute_mask
+from weft.transforms.engine.inputs import RequestMask, check_sampling, compute_mask
 from weft.transforms.engine.pages import Pages, hash_page
 from weft.transforms.engine.requests import HostState, PromptExtras, Request, RequestState, end, preempt, salt
 from weft.transforms.engine.scheduler import observe
 from weft.transforms.engine.setup import Weights
-from weft.transforms.engine.step import Work
+from weft.transforms.engine.step import Work, batch_positions
 
 _SCHEDULER, _REQUESTS = "weft.transforms.engine.scheduler", "weft.transforms.engine.requests"
 _STEP, _INPUTS = "weft.transforms.engine.step", "weft.transforms.engine.inputs"
@@ -265,7 +264,7 @@ SERVING = (
         replace("weft.stages.decoder", "mrope_positions", _in_order_without_delta),
     ),
     Mutant("a chunk has the positions of the first", _EMBEDDED, replace(_STEP, "batch_positions", _in_their_chunk)),
-    Mutant("all completions of a prompt have one seed", _ENGINE, replace(_ON_ENGINE, "sample_seeds", _of_one_seed)),
+    Mutant("all completions of a prompt have one seed", _ENGINE, replace(_INPUTS, "sample_seeds", _of_one_seed)),
     Mutant(
         "a mask does not see the last token",
         _MASKS,
@@ -283,7 +282,7 @@ SERVING = (
     Mutant(
         "an unexpected error of a mask ends the step",
         _FAULTS,
-        replace("weft.transforms.engine.masks", "blamed", _blames_value_errors_alone),
+        replace(_INPUTS, "blamed", _blames_value_errors_alone),
     ),
     Mutant("the last request is admitted first", _TURN, _latest_first),
     Mutant("the first request is preempted", _TURN, replace(_SCHEDULER, "_preempt_for", _makes_room_from_the_first)),

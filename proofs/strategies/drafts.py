@@ -10,7 +10,7 @@ from weft.stages.config import ModelConfig
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import random_params
-from weft.transforms.engine.speculation import Speculation
+from weft.transforms.engine.options import Speculation
 from weft.trees import tree_map
 
 MODELS = ("itself", "another")

@@ -20,8 +20,7 @@ from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.engine.speculation import Speculation
+from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.graphs.ladder import MODES
 
 VOCABULARY = 12

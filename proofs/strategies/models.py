@@ -19,8 +19,9 @@ from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State, admit
-from weft.transforms.engine.inputs import batch_embeds, batch_positions, read_extras
+from weft.transforms.engine.inputs import read_extras
 from weft.transforms.engine.requests import PromptExtras
+from weft.transforms.engine.step import batch_embeds, batch_positions
 from weft.trees import tree_map
 
 ARCHITECTURES = tuple(name for name, known in architectures.ARCHITECTURES.items() if not known.text_types)

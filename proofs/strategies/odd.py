@@ -14,7 +14,7 @@ from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engines import VOCABULARY, small_adapters, small_model, small_speculation
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.inputs import EmbedsPrompt
-from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.options import EngineLimits
 
 ENDS = (3, 7)
 """The model's end-of-sequence tokens."""

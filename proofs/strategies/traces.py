@@ -18,8 +18,8 @@ from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State
 from weft.transforms.engine.inputs import EmbedsPrompt, read_extras
+from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.requests import Budget, Request
-from weft.transforms.engine.speculation import Speculation
 from weft.trees import tree_map
 
 _STD = 0.3

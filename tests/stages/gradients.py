@@ -13,7 +13,7 @@ from torch import Tensor
 import weft
 from weft.batch import Batch
 from weft.stages.model import Model
-from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 from weft.trees import leaves_with_names, tree_map
 

@@ -14,7 +14,7 @@ from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, Model, load
 from weft.stages.params import slice_params
 from weft.state import State, advance
-from weft.transforms.engine.runner import make_state
+from weft.transforms.engine.setup import make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import compose, pipeline
 

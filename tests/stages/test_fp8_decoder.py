@@ -17,7 +17,7 @@ from weft.stages.layout import split_model
 from weft.stages.model import Model
 from weft.stages.random_weights import random_params
 from weft.transforms.cli.presets import PRESETS
-from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 
 SMALL = {

@@ -45,7 +45,7 @@ from weft.stages.random_weights import random_adapter, random_params
 from weft.state import Drafting
 from weft.transforms.cli.presets import PRESETS
 from weft.transforms.engine.generate import generate
-from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
 from weft.trees import tree_leaves, tree_map

@@ -19,7 +19,7 @@ from weft.stages import decoder as module
 from weft.stages.decoder import prompt_logprobs, top_logprobs
 from weft.stages.model import DEMO, Model
 from weft.state import advance
-from weft.transforms.engine.runner import Runner, make_runner, make_state
+from weft.transforms.engine.setup import Runner, make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.pipelines.microbatch import microbatch, split

@@ -13,9 +13,10 @@ from torch import Tensor
 
 import weft
 from weft.transforms.engine import engine as engine_module
+from weft.transforms.engine.executor import Executor
 from weft.transforms.engine.generate import Completion
 from weft.transforms.engine.setup import make_executor
-from weft.transforms.engine.step import Executor, Work
+from weft.transforms.engine.step import Work
 
 # By name, since the package's function `generate` hides the module of that name.
 generate_module = import_module("weft.transforms.engine.generate")
@@ -132,8 +133,8 @@ class Keeping:
     def graphs(self) -> Any:
         return self.inner.graphs
 
-    def capture(self) -> None:
-        self.inner.capture()
+    def examples(self) -> Any:
+        return self.inner.examples()
 
     @property
     def num_running(self) -> int:

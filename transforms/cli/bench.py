@@ -25,7 +25,7 @@ from weft.transforms.cli.options import Bench
 from weft.transforms.cli.printing import check_file, console, counted, table, write_file
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.stats import Stats
 
 _WARM_UP_TOKENS = 8

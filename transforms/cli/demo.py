@@ -21,7 +21,7 @@ from weft.state import State
 from weft.transforms.cli.options import Demo
 from weft.transforms.cli.printing import console, printable, table
 from weft.transforms.engine.inputs import encode_prompt
-from weft.transforms.engine.runner import Runner, make_runner, make_state
+from weft.transforms.engine.setup import Runner, make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 from weft.trees import leaves_with_names
 

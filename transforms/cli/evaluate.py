@@ -20,8 +20,8 @@ from weft.transforms.cli.options import Bench
 from weft.transforms.cli.printing import console, table
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.outputs import CompletionState
-from weft.transforms.engine.setup import EngineLimits
 
 _MAX_CONTEXT = 4096
 _MAX_FILE = 2**26

@@ -10,7 +10,7 @@ from weft.stages.random_weights import random_params
 from weft.transforms.cli.options import Bench, RunOptions
 from weft.transforms.cli.presets import PRESETS
 from weft.transforms.cli.ranks import Here, world_size
-from weft.transforms.engine.speculation import Speculation
+from weft.transforms.engine.options import Speculation
 
 
 def read_config(model: str | None, preset: str | None = None) -> ModelConfig:

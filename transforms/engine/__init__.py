@@ -3,15 +3,14 @@
 `Engine` drives it. Its parts are functions over a `HostState`: `add` puts a request into the queue, `schedule` decides
 the next step's `Work`, `observe` reads the tokens that it sampled, `finish` ends a request, and `outdate` notes that
 the parameters have changed. A request's way: `inputs.py` checks it, `scheduler.py` admits it and gives it pages
-(`pages.py`), `step.py` runs it, `results.py` copies its tokens to the host, and `outputs.py` turns them into text.
+(`pages.py`), `executor.py` runs its steps and copies its tokens to the host, and `outputs.py` turns them into text.
 """
 
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.requests import Budget, HostState, Request
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
-from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.engine.speculation import Speculation
 from weft.transforms.engine.stats import Stats
 from weft.transforms.engine.step import Work
 

@@ -14,26 +14,16 @@ from weft.errors import EngineError, RequestError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
+from weft.transforms.engine.executor import Executor, FinishedWork, PendingResults, StepResult, capture_all
 from weft.transforms.engine.faults import StepGuard
-from weft.transforms.engine.inputs import EmbedsPrompt, RequestBuilder
-from weft.transforms.engine.masks import Mask
+from weft.transforms.engine.inputs import EmbedsPrompt, Mask, RequestBuilder
+from weft.transforms.engine.options import EngineLimits, ResolvedLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined
-from weft.transforms.engine.requests import HostState, Request, RequestState, sample_seeds
-from weft.transforms.engine.results import PendingResults, StepResult
+from weft.transforms.engine.requests import HostState, RequestState
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
-from weft.transforms.engine.setup import (
-    EngineLimits,
-    Params,
-    ResolvedLimits,
-    assert_same_engines,
-    check_engine,
-    engine_ladder,
-    make_executor,
-    make_weights,
-)
-from weft.transforms.engine.speculation import Speculation
+from weft.transforms.engine.setup import Params, assert_same_engines, engine_ladder, make_executor, make_weights
 from weft.transforms.engine.stats import Counts, Stats
-from weft.transforms.engine.step import Executor, FinishedWork, Work
+from weft.transforms.engine.step import Work
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
@@ -97,8 +87,7 @@ class Engine:
         self._weights = make_weights(model, pipeline, self.transport, named, speculation)
 
         def executor(limits: ResolvedLimits) -> Executor:
-            ladder = engine_ladder(graph, limits.budget, len(named))
-            own = self._weights, limits, pipeline, ladder, self.transport
+            own = self._weights, limits, pipeline, graph, self.transport
             return make_executor(*own, num_logprobs=num_logprobs, backend=backend)
 
         self.limits = (limits or EngineLimits()).resolve(model, pipeline, self.transport, speculation, executor)
@@ -118,8 +107,7 @@ class Engine:
         self._check = self.transport.check if self._is_distributed else None
         self._assert_equal = self.transport.assert_equal if self._is_distributed else None
         if self._assert_equal is not None:
-            options["seed"] = own_seed
-            assert_same_engines(self._assert_equal, model, self.limits, options, named)
+            assert_same_engines(self._assert_equal, model, self.limits, {**options, "seed": own_seed}, named)
 
     def __repr__(self) -> str:
         """The model, and the number of graphs and requests."""
@@ -152,7 +140,7 @@ class Engine:
                 one of a higher number gets no turn.
             adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
             mask: a function, such as a grammar's, that is called before each token with the tokens generated so far and
-                returns those that may be next (`weft.transforms.engine.masks.Mask`); None: any token. Each token waits
+                returns those that may be next (`weft.transforms.engine.inputs.Mask`); None: any token. Each token waits
                 until the one before has been read, so such a request does not run ahead, and has no drafts. If the
                 function raises or allows nothing, this request alone ends with an error.
 
@@ -165,42 +153,25 @@ class Engine:
         """
         self._guard.check("engine.add(...)")
         name = self._new_name() if id is None else id
-        request = self._builder.build(
-            self._num_added,
-            name,
-            prompt,
-            sampling,
-            max_tokens=max_tokens,
-            priority=priority,
-            adapter=adapter,
-            mask=mask,
-        )
-        names = [name, *(f"{name}[{index}]" for index in range(1, request.sampling.n))]
-        if name in self._outputs or any(self._host.find(each) for each in names):
+        options: dict[str, Any] = {"max_tokens": max_tokens, "priority": priority, "adapter": adapter, "mask": mask}
+        requests = self._builder.build(self._num_added, name, prompt, sampling, **options)
+        if name in self._outputs or any(self._host.find(each.id) for each in requests):
             call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
             raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
         if self._assert_equal is not None:
-            self._assert_equal("the request", f"{request}, n={request.sampling.n}")
+            self._assert_equal("the request", f"{requests[0]}, n={len(requests)}")
         first_job = self._host.num_jobs
-        self._outputs.add(name, self._add_completions(names, request), first_job, mask)
+        self._host = add(self._host, requests[0], self.limits.budget)
+        for request in requests[1:]:  # they wait for the pages of their prompt, and its logprobs are computed once
+            params = attrs.evolve(request.sampling, prompt_logprobs=None)
+            self._host = add(self._host, attrs.evolve(request, sampling=params), self.limits.budget, behind=name)
+        self._outputs.add(name, requests, first_job, mask)
         self._num_added += 1
         return name
 
     def _new_name(self) -> str:
         names = (f"request {index}" for index in itertools.count(self._num_added))
         return next(name for name in names if name not in self._outputs and not self._host.find(name))
-
-    def _add_completions(self, names: Sequence[str], first: Request) -> list[Request]:
-        """Add a request's completions to the scheduler: all but the first wait for the pages of their prompt."""
-        requests, budget = [first], self.limits.budget
-        self._host = add(self._host, first, budget)
-        seeds = sample_seeds(first.sampling.seed or 0, len(names))
-        for name, seed in zip(names[1:], seeds[1:], strict=True):
-            requests.append(attrs.evolve(first, id=name, sampling=attrs.evolve(first.sampling, seed=seed)))
-            without_prompt_logprobs = attrs.evolve(requests[-1].sampling, prompt_logprobs=None)
-            scheduled = attrs.evolve(requests[-1], sampling=without_prompt_logprobs)
-            self._host = add(self._host, scheduled, budget, behind=first.id)
-        return requests
 
     def abort(self, id: str) -> list[RequestOutput]:
         """End a request: all of its completions that have not ended.
@@ -212,14 +183,14 @@ class Engine:
             RequestError: there is no such request, or it has ended.
         """
         if not isinstance(id, str) or id not in self._outputs:
-            call = f"engine.abort({id!r})"
-            raise RequestError(call, "no request of that id that has not ended", "an id that add() returned")
+            seen, instead = "no request of that id that has not ended", "an id that add() returned"
+            raise RequestError(f"engine.abort({id!r})", seen, instead)
         if self._assert_equal is not None:
             self._assert_equal("the abort", repr(id))
         names = self._outputs.names(id)
         for name in names:
             self._host = finish(self._host, name, "abort")
-        outputs = [self._counted(self._outputs.end(name, "abort", [])) for name in names]
+        outputs = [self._outputs.end(name, "abort", []) for name in names]
         self._streams.publish(outputs)
         return outputs
 
@@ -335,7 +306,7 @@ class Engine:
         for name, error in failed.items():
             if self._host.find(name) is not None:  # its mask may have aborted it
                 self._host = finish(self._host, name, "error")
-                self._failed.append(self._counted(self._outputs.end(name, "error", [], error)))
+                self._failed.append(self._outputs.end(name, "error", [], error))
         return work
 
     def _copy_results(self, finished: Sequence[FinishedWork]) -> None:
@@ -363,11 +334,6 @@ class Engine:
         output = self._outputs.append(req.request.id, result, row, count, req.reason)
         if output.finish_reason is not None and not req.reason:
             self._host = finish(self._host, req.request.id, output.finish_reason)
-        return self._counted(output)
-
-    def _counted(self, output: RequestOutput) -> RequestOutput:
-        if output.finish_reason is not None:
-            self._counts.ended[output.finish_reason] += 1
         return output
 
     def update(self, params: Params | None = None, *, adapters: Mapping[str, Adapter] | None = None) -> None:
@@ -396,8 +362,7 @@ class Engine:
         """
         call = f"engine.update({'' if params is None else 'params'})"
         pairs = [] if params is None else self._weights.pairs(call, params)
-        if adapters is not None:
-            self._weights.check_adapters(call, adapters)
+        self._weights.check_adapters(call, adapters)
         if self._assert_equal is not None:
             given = {name: own.weights for name, own in sorted((adapters or {}).items())}
             self._assert_equal("the update", f"{call} of {self._weights.digest(params)}, adapters={given}")
@@ -422,7 +387,7 @@ class Engine:
         Returns:
             The engine's counts, the number of captured graphs among them.
         """
-        self._executor.capture()
+        capture_all(self._executor.examples())
         return self.stats()
 
     @property
@@ -432,4 +397,4 @@ class Engine:
 
     def stats(self) -> Stats:
         """What the engine has done so far, and what it holds."""
-        return self._counts.stats(self._host, self._executor.graphs)
+        return self._counts.stats(self._host, self._outputs.ended, self._executor.graphs)

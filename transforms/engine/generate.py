@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import exp, inf
+from math import exp
 from typing import Any, Literal, overload
 
 import attrs
@@ -18,9 +18,8 @@ from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.faults import COUNT, Rule, check_values
 from weft.transforms.engine.inputs import EmbedsPrompt, check_sampling, encode_prompt
+from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput
-from weft.transforms.engine.setup import EngineLimits, check_engine
-from weft.transforms.engine.speculation import Speculation
 from weft.transforms.pipelines.transports import Transport
 
 _RULES: dict[str, Rule] = {
@@ -67,7 +66,9 @@ class Completion:
         if self.text is not None and self.text_offsets is None:
             written = element("div", text(self.text), style="white-space: pre-wrap; font-family: monospace")
             return titled(text(what), written)
-        said = [(exp(p), f"token {i}: {t}, p = {exp(p):.3f}") for i, (t, p) in enumerate(self._tokens())]
+        shares = [exp(p) if p <= 0 else 0.0 for p in self.logprobs]  # NaN counts as probability 0
+        tokens = enumerate(zip(self.token_ids, shares, strict=False))
+        said = [(share, f"token {index}: {token}, p = {share:.3f}") for index, (token, share) in tokens]
         pieces = [(piece, *own) for piece, own in zip(self._pieces(), said, strict=False)]
         return titled(text(what), bars_over_text(pieces))
 
@@ -78,11 +79,6 @@ class Completion:
             return
         for start, end in pairwise((*self.text_offsets, len(self.text))):
             yield self.text[start:end]
-
-    def _tokens(self) -> Iterator[tuple[int, float]]:
-        """Tokens and logprobs; NaN counts as probability 0."""
-        for token, logprob in zip(self.token_ids, self.logprobs, strict=False):
-            yield token, logprob if logprob <= 0 else -inf
 
 
 @overload

@@ -1,9 +1,9 @@
-"""Inputs: users' prompts, checked, as requests; and the embeddings and positions that prompts bring, as tensors of a
-batch."""
+"""Inputs: users' prompts and sampling parameters, checked, as requests; and their masks."""
 
+import functools
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,17 +11,27 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import is_int
-from weft.batch import EMBEDDED, IN_ORDER
+from weft.batch import EMBEDDED
 from weft.display.summary import Summarized
 from weft.errors import RequestError
+from weft.ops.sampling.logits import pack_bits
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
 from weft.stages.rope import mrope_position_delta
-from weft.torchapi.private import to_device
 from weft.transforms.engine.faults import COUNT, Rule, blamed, check_values
-from weft.transforms.engine.requests import PromptExtras, Request, position_content, request_seed
+from weft.transforms.engine.requests import PromptExtras, Request, position_content, request_seed, sample_seeds
 
+Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
+"""A user's function that says, before each token of a request, which tokens are allowed: a grammar, a schema, a list of
+names. It takes the tokens that the request has generated; returns the ids that may be next; or a bit for each token of
+the vocabulary, [ceil(vocab_size / 32)] int32, the lowest bit first, as XGrammar fills it; or None: any token.
+
+Every rank that has a stage calls it for the same tokens, and must get the same answer. `outputs.apply_masks` calls it
+and puts its bits into `step.Work.masks`; the work's batch has them as `Batch.token_mask`; and
+`weft.ops.sampling.logits.adjust`, or the sampling kernel, bars the other tokens."""
+_MAX_REPEATS = 16
+"""A mask may return at most this many times `vocab_size` ids. More is an error, since the iterator may be endless."""
 _MAX_POSITION = 2**31
 """Limit of a prompt's positions; those after the prompt, counted on from its largest one, are int64."""
 _PROMPT_RULES: dict[str, Rule] = {
@@ -129,53 +139,6 @@ def _digest(row: Any) -> bytes:
     return hashlib.blake2b(row.tobytes(), digest_size=16).hexdigest().encode()
 
 
-def batch_embeds(
-    extras: Sequence[PromptExtras | None],
-    starts: Sequence[int],
-    token_ids: Sequence[Sequence[int]],
-    device: torch.device | str,
-) -> Tensor | None:
-    """The embeddings [num_tokens, hidden_size] of a batch's tokens; None if none is EMBEDDED.
-
-    Args:
-        extras: one entry per request.
-        starts: each request's tokens before the batch.
-        token_ids: each request's tokens in the batch.
-    """
-    if not any(EMBEDDED in ids for ids in token_ids):
-        return None
-    like = next(own.inputs_embeds for own in extras if own is not None and own.inputs_embeds is not None)
-    embeds = torch.zeros(sum(map(len, token_ids)), like.shape[1], dtype=like.dtype, device=device)
-    first = 0
-    for own, start, ids in zip(extras, starts, token_ids, strict=True):
-        if own is not None and own.inputs_embeds is not None:
-            rows = own.inputs_embeds[start : start + len(ids)]
-            embeds[first : first + len(rows)] = to_device(rows, device)
-        first += len(ids)
-    return embeds
-
-
-def batch_positions(
-    extras: Sequence[PromptExtras | None],
-    starts: Sequence[int],
-    token_ids: Sequence[Sequence[int]],
-    device: torch.device | str,
-) -> Tensor | None:
-    """The positions [3, num_tokens] of a batch's tokens, -1 where they follow from the state; None if all do.
-
-    Args:
-        extras, starts, token_ids: as for `batch_embeds`.
-    """
-    positions = torch.full((3, sum(map(len, token_ids))), IN_ORDER)
-    first = 0
-    for own, start, ids in zip(extras, starts, token_ids, strict=True):
-        if own is not None and own.positions is not None:
-            columns = own.positions[:, start : start + len(ids)]
-            positions[:, first : first + columns.shape[1]] = columns
-        first += len(ids)
-    return to_device(positions, device) if bool((positions >= 0).any()) else None
-
-
 @attrs.frozen
 class RequestBuilder:
     """Checks what users ask for, and builds the requests that the scheduler takes.
@@ -229,8 +192,8 @@ class RequestBuilder:
         priority: int,
         adapter: str | None,
         mask: Any,
-    ) -> Request:
-        """Build request number `index` from the arguments of `Engine.add`.
+    ) -> list[Request]:
+        """Build request number `index` from the arguments of `Engine.add`: one request per completion.
 
         Raises:
             RequestError: it could never be served.
@@ -256,7 +219,10 @@ class RequestBuilder:
         if isinstance(prompt, EmbedsPrompt):
             with blamed(call, "EmbedsPrompt(...) of dense tensors that can be read on the host"):
                 extras = read_extras(prompt)
-        return Request(name, ids, most, params, priority, slot, extras, mask is not None)
+        first = Request(name, ids, most, params, priority, slot, extras, mask is not None)
+        seeds = enumerate(sample_seeds(params.seed or 0, params.n)[1:], 1)
+        samplings = ((f"{name}[{index}]", attrs.evolve(params, seed=seed)) for index, seed in seeds)
+        return [first, *(attrs.evolve(first, id=id, sampling=own) for id, own in samplings)]
 
 
 def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:
@@ -308,3 +274,84 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
     params.check_tokens(vocab, MAX_BIASED)
     if params.stop and model.tokenizer is None:
         raise RequestError(call, f"stop={params.stop!r}; the checkpoint has no tokenizer", "stop_token_ids=[...]")
+
+
+@attrs.frozen(eq=False)
+class RequestMask:
+    """A mask, and the tokens that its request's sampling parameters allow.
+
+    Args:
+        mask: of the request.
+        allowed: the bits of the allowed tokens.
+        allowed_early: the same without the tokens that end the request, for its first `min_tokens`.
+        min_tokens: of the request.
+    """
+
+    mask: Mask
+    allowed: Tensor
+    allowed_early: Tensor
+    min_tokens: int
+
+    @classmethod
+    def of(cls, mask: Mask, params: SamplingParams, vocab_size: int) -> "RequestMask":
+        """A mask with its request's parameters, which `SamplingParams.for_request` made."""
+        allowed = _all(vocab_size) & ~pack_bits(params.bad_token_ids, vocab_size)
+        if params.allowed_token_ids is not None:
+            allowed = allowed & pack_bits(params.allowed_token_ids, vocab_size)
+        return cls(mask, allowed, allowed & ~pack_bits(params.stop_token_ids, vocab_size), params.min_tokens)
+
+    def allowed_after(self, num_generated: int) -> Tensor:
+        """The tokens that the parameters allow after so many."""
+        return self.allowed_early if num_generated < self.min_tokens else self.allowed
+
+
+def compute_mask(id: str, own: RequestMask, token_ids: Sequence[int], vocab_size: int) -> bytes | None:
+    """The bits of the tokens that a request's mask allows next, as bytes; None: any token.
+
+    Args:
+        id: of the request, for errors.
+        own: its mask.
+        token_ids: the tokens that it has generated.
+
+    Raises:
+        RequestError: the function raised; or it returned something that is not a mask, or allows no token; or the
+            request's parameters bar every token that it allows.
+    """
+    call, words = f"mask of request {id!r}, after {len(token_ids)} tokens", -(-vocab_size // 32)
+    with blamed(call, "a function from tokens to the ids of those that may be next, which raises nothing"):
+        found = own.mask(list(token_ids))
+        if found is None:
+            return None
+        bits = found if isinstance(found, Tensor) else pack_bits(_ids(found, vocab_size), vocab_size)
+        if bits.dtype != torch.int32 or tuple(bits.shape) != (words,):
+            seen = f"a tensor {bits.dtype} {list(bits.shape)}"
+            raise RequestError(call, seen, f"int32 [{words}], a bit for each of {vocab_size} tokens; or their ids")
+        bits = bits.cpu().contiguous()
+        allowed = bits & _all(vocab_size)
+        if not (allowed & own.allowed_after(len(token_ids))).any():
+            seen, instead = "no token that is allowed", "at least one: the end-of-sequence token ends a request"
+            if allowed.any():
+                seen = "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
+                instead = "at least one that they leave; a request that may end has min_tokens=0"
+            raise RequestError(call, seen, instead)
+        return bits.numpy().tobytes()
+
+
+def _ids(found: Any, vocab_size: int) -> set[int]:
+    ids: set[int] = set()
+    for count, token in enumerate(found):  # one after the other: an iterator may be endless
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise ValueError(f"{token!r} is not a token id from 0 to {vocab_size - 1}")
+        if count == _MAX_REPEATS * vocab_size:
+            raise ValueError(f"more than {count} ids, where there are {vocab_size}")
+        ids.add(token)
+    return ids
+
+
+@functools.cache
+def _all(vocab_size: int) -> Tensor:
+    """The bits of all tokens; bits past the last token are 0."""
+    whole = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)
+    if rest := vocab_size % 32:
+        whole[-1] = (1 << rest) - 1
+    return whole

@@ -1,18 +1,21 @@
 """Outputs: from the tokens that a step sampled to each request's text, stop texts, outputs and streams."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 from tokenizers import Tokenizer
 
 from weft.errors import ProgramError, RequestError, WeftError
+from weft.transforms.engine.executor import StepResult
 from weft.transforms.engine.faults import blame, fault_error
-from weft.transforms.engine.masks import Mask, RequestMask, compute_mask
+from weft.transforms.engine.inputs import Mask, RequestMask, compute_mask
 from weft.transforms.engine.requests import Request
-from weft.transforms.engine.results import StepResult
 from weft.transforms.engine.step import Work
+
+TopLogprobs = dict[int, float]
 
 _REPLACEMENT = "\ufffd"
 """The character that a decoder writes for bytes that are not a character, or not yet."""
@@ -78,9 +81,6 @@ def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset(token for token, how in added.items() if how.special)
 
 
-TopLogprobs = dict[int, float]
-
-
 @attrs.define(eq=False)
 class CompletionState:
     """A completion as it grows: tokens, logprobs, and text that never splits a character.
@@ -112,15 +112,8 @@ class CompletionState:
     _num_searched: int = 0  # leading characters without a stop text that ends the request
     _detokenizer: Detokenizer = attrs.field(init=False, repr=False)
 
-    @_detokenizer.default
-    def _new_detokenizer(self) -> Detokenizer:
-        return Detokenizer(self.tokenizer)
-
-    def of_same_prompt(self, request: Request) -> "CompletionState":
-        """The state of another completion of the same prompt, with the same prompt logprobs."""
-        made = CompletionState(request, self.tokenizer, self.special_ids)
-        made.prompt_logprobs, made.prompt_top_logprobs = self.prompt_logprobs, self.prompt_top_logprobs
-        return made
+    def __attrs_post_init__(self) -> None:
+        self._detokenizer = Detokenizer(self.tokenizer)
 
     def append(self, result: StepResult, row: int, index: int = 0) -> bool:
         """Append token `index` of a row of a step; returns whether a stop text ends the request with it."""
@@ -242,6 +235,9 @@ class OutputProcessor:
     Args:
         tokenizer: None: completions have no text.
         vocab_size: the size of masks.
+
+    Attributes:
+        ended: completions that have ended, by reason.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
@@ -249,6 +245,7 @@ class OutputProcessor:
         self._vocab_size = vocab_size
         self._open: dict[str, _OpenCompletion] = {}
         self._names: dict[str, list[str]] = {}
+        self.ended: Counter[str] = Counter()
         self._masks: dict[str, RequestMask] = {}
 
     def __len__(self) -> int:
@@ -264,10 +261,10 @@ class OutputProcessor:
 
     def add(self, id: str, requests: Sequence[Request], first_job: int, mask: Mask | None) -> None:
         """Add a request's completions; the first one collects the logprobs of the prompt for all."""
-        first = CompletionState(requests[0], self._tokenizer, self._special_ids)
+        states = [CompletionState(request, self._tokenizer, self._special_ids) for request in requests]
         own_mask = None if mask is None else RequestMask.of(mask, requests[0].sampling, self._vocab_size)
-        for index, request in enumerate(requests):
-            state = first.of_same_prompt(request) if index else first
+        for index, (request, state) in enumerate(zip(requests, states, strict=True)):
+            state.prompt_logprobs, state.prompt_top_logprobs = states[0].prompt_logprobs, states[0].prompt_top_logprobs
             self._open[request.id] = _OpenCompletion(id, index, state, first_job)
             if own_mask is not None:
                 self._masks[request.id] = own_mask
@@ -317,11 +314,10 @@ class OutputProcessor:
                 return self.end(name, "stop", tokens[: index + 1])
         if not reason:
             return own.output(tokens)
-        fault = self._fault(own, result.faults[row]) if reason == "error" else None
-        return self.end(name, reason, tokens, fault)
-
-    def _fault(self, own: _OpenCompletion, logprob: float) -> WeftError:
-        return fault_error(own.id, logprob, len(own.state.request.prompt) + len(own.state.token_ids))
+        if reason != "error":
+            return self.end(name, reason, tokens)
+        num_tokens = len(own.state.request.prompt) + len(own.state.token_ids)
+        return self.end(name, reason, tokens, fault_error(own.id, result.faults[row], num_tokens))
 
     def end(self, name: str, reason: str, tokens: list[int], error: WeftError | None = None) -> RequestOutput:
         """End a completion; returns its last output. If its text cannot be decoded, the reason is `error`.
@@ -335,6 +331,7 @@ class OutputProcessor:
             own.state.end(reason)
         except BaseException as fault:
             own.state.reason, error = "error", error or _undecodable(own, fault)
+        self.ended[own.state.reason] += 1
         others = self._names[own.id]
         others.remove(name)
         if not others:
@@ -347,46 +344,15 @@ def _undecodable(own: _OpenCompletion, error: BaseException) -> RequestError:
     return blame(error, call, "a tokenizer that decodes every token of the model, or a model without one")
 
 
-class SteppedEngine(Protocol):
-    """What streams need of an engine."""
-
-    def add(
-        self,
-        prompt: Any,
-        sampling: Any = ...,
-        *,
-        max_tokens: int,
-        id: str | None = ...,
-        priority: int = ...,
-        adapter: str | None = ...,
-    ) -> str:
-        """Add a request."""
-
-    def abort(self, id: str) -> list[RequestOutput]:
-        """End a request."""
-
-    def is_under_way(self, id: str) -> bool:
-        """Whether a request has not ended."""
-
-    def launch(self) -> None:
-        """Launch work."""
-
-    def is_ready(self) -> bool:
-        """Whether a step would not wait for the device."""
-
-    def step(self) -> list[RequestOutput]:
-        """Take a step."""
-
-
 class Streams:
     """The streams of an engine: while there are any, one task of the event loop steps the engine for all of them.
 
     Args:
-        engine: the engine.
+        engine: the `Engine`, whose module imports this one.
         is_distributed: whether other processes run some of its stages; they could not know when requests arrive.
     """
 
-    def __init__(self, engine: SteppedEngine, is_distributed: bool) -> None:
+    def __init__(self, engine: Any, is_distributed: bool) -> None:
         self._engine = engine
         self._is_distributed = is_distributed
         self._queues: dict[str, asyncio.Queue[RequestOutput | BaseException]] = {}
@@ -399,7 +365,8 @@ class Streams:
             raise ProgramError(call, "stages in other processes, which do not know when requests come", instead)
         name = self._engine.add(prompt, sampling, **options)
         queue = self._queues[name] = asyncio.Queue()
-        self._start()
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
         try:
             left = 1 if sampling is None else sampling.n
             while left:
@@ -418,10 +385,6 @@ class Streams:
         for output in outputs:
             if (queue := self._queues.get(output.id)) is not None:
                 queue.put_nowait(output)
-
-    def _start(self) -> None:
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
         """Step the engine while there are streams; an error of a step is raised in all of them."""

@@ -1,4 +1,4 @@
-"""Setup: what `Engine.__init__` assembles from a model: limits, parameters, states and an executor; and its checks."""
+"""Setup: a model's weights, states and stages as one step: `make_executor` for an engine, `make_runner` without one."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -7,169 +7,43 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments.checks import is_int, kind_of, names_arguments
-from weft.arguments.equivalents import LIMITS
+from weft.arguments.checks import kind_of
+from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
+from weft.display.tables import Table
 from weft.effects import Schema
-from weft.errors import RequestError
-from weft.outputs import IntermediateTensors
+from weft.errors import ProgramError, RequestError
+from weft.outputs import IntermediateTensors, Output
+from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter, check_slot, stage_params, write_slot
 from weft.stages.checkpoint import digest_params, list_some, places, tensor_shapes
-from weft.stages.decoder import decoder_stage, empty_states
+from weft.stages.decoder import DecoderStage, decoder_stage, empty_states
 from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.model import Model
-from weft.stages.params import DecoderParams
-from weft.state import State, advance
+from weft.stages.params import DecoderParams, num_bytes
+from weft.state import State, admit, advance
 from weft.torchapi.private import changes_of
-from weft.transforms.engine.faults import COUNT, COUNT_OR_NONE, Rule, check_values
+from weft.transforms.engine.executor import Executor, PipelineExecutor, StepExecutor
+from weft.transforms.engine.faults import Rule, check_values
+from weft.transforms.engine.options import RULES, ResolvedLimits, Speculation, stage_rule
 from weft.transforms.engine.requests import Budget
-from weft.transforms.engine.runner import graph_step, stage_rule
-from weft.transforms.engine.speculation import Speculation
-from weft.transforms.engine.step import Executor, PipelineExecutor, StepExecutor, advance_work, with_edits
-from weft.transforms.graphs.ladder import MODES, Ladder, Limits, lora_rungs, make_ladder
+from weft.transforms.engine.step import advance_work, with_edits
+from weft.transforms.graphs.graphify import graphify
+from weft.transforms.graphs.ladder import Ladder, Limits, lora_rungs, make_ladder
 from weft.transforms.pipelines.argument_checks import wrong_transport
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.transports import Transport
+from weft.transforms.pipelines.transports.local import Local
 from weft.trees import leaves_with_names, tree_leaves, tree_map
 
-_MEMORY_SHARE = 0.85
-"""The share of a GPU's free memory for the KV cache and graphs; temporaries get the rest."""
-_SMALL_CACHE_SHARE = 0.25
-"""A KV cache that takes a smaller share of the free memory leaves room for any graphs: they are not estimated."""
-_GRAPHS_MARGIN = 1.25
-"""Factor on the estimate of the graphs' memory, which is interpolated: with a draft model, whose classes differ in more
-than their size, graphs were found to take up to a fifth more."""
-_CPU_BYTES = 2**30
-"""The most that the KV cache takes on a CPU."""
-_MAX_CONTEXT = 4096
-_LIMIT_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("max_num_reqs", "max_num_tokens", "page_size"), COUNT),
-    **dict.fromkeys(("max_model_len", "num_pages", "num_cohorts"), COUNT_OR_NONE),
-    "mixed": (lambda value: isinstance(value, bool), "True or False"),
-}
-
-
-@names_arguments(**LIMITS)
-@attrs.frozen(kw_only=True)
-class EngineLimits:
-    """The most that an engine holds.
-
-    Args:
-        max_num_reqs: requests that run at once.
-        max_num_tokens: tokens per step.
-        max_model_len: tokens per request, those to generate included, rounded up to whole pages; None: the model's
-            number of positions, at most 4,096.
-        page_size: tokens per page.
-        num_pages: pages of the KV cache; None: as many as fit into memory beside the graphs, whose memory is estimated
-            where it is short (`Graphified.memory_estimate`), and no more than all rows could fill.
-        num_cohorts: groups of requests that are stepped in turn; None: one per stage.
-        mixed: whether decodes share steps with prompts: a step that is bound by compute for one and by memory for the
-            other does both at once. Without it they take turns, and decodes stay uniform, which is best for requests
-            that decode.
-
-    Raises:
-        RequestError: not an integer, or less than 1.
-    """
-
-    max_num_reqs: int = 64
-    max_num_tokens: int = 2048
-    max_model_len: int | None = None
-    page_size: int = 16
-    num_pages: int | None = None
-    num_cohorts: int | None = None
-    mixed: bool = True
-
-    def __attrs_post_init__(self) -> None:
-        for name, value in attrs.asdict(self, recurse=False).items():
-            check_values(f"weft.EngineLimits({name}={value!r})", _LIMIT_RULES, {name: value})
-
-    def resolve(
-        self,
-        model: Model,
-        num_stages: int,
-        transport: Transport,
-        speculation: Speculation | None = None,
-        executor: Callable[["ResolvedLimits"], Executor] | None = None,
-    ) -> "ResolvedLimits":
-        """These limits for a model on its device; the same on every rank.
-
-        Args:
-            executor: makes an executor under given limits; pages leave room for its graphs. None: there are no graphs.
-
-        Raises:
-            RequestError: no room for a request.
-        """
-        length = self.max_model_len or min(model.config.max_position_embeddings, _MAX_CONTEXT)
-        max_pages = -(-length // self.page_size)
-        lens = (1,) if speculation is None else speculation.query_lens
-        cohorts = self.num_cohorts or num_stages
-        if self.max_num_tokens < (least := -(-self.max_num_reqs // cohorts)):
-            seen = f"max_num_tokens={self.max_num_tokens}, where a step may be of {least} requests"
-            raise RequestError("weft.EngineLimits(...)", seen, f"max_num_tokens={least} or more, or fewer requests")
-        budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, cohorts, self.mixed, lens)
-        most = max_pages * self.max_num_reqs
-        small = ResolvedLimits(budget, 1, self.page_size, speculation)
-        if self.num_pages is not None:
-            return attrs.evolve(small, num_pages=transport.share(self.num_pages))
-        every = split_model(model.config, num_stages)
-        here = [every[rank] for rank in transport.ranks(num_stages)]
-        drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
-        page = _page_bytes(model, here, self.page_size) + drafts
-        fitting = _fitting_pages(model.device, page, most, lambda: _reserved_bytes(executor and executor(small)))
-        return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
-
-
-@attrs.frozen
-class ResolvedLimits:
-    """Limits with all numbers known."""
-
-    budget: Budget
-    num_pages: int
-    page_size: int
-    speculation: Speculation | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options that must be equal on all ranks. Only the first rank has the draft model; the others have its
-        configuration."""
-        budget, own = attrs.asdict(self.budget, recurse=False), self.speculation
-        drafts = None if own is None else (own.num_tokens, own.ngram, getattr(own.model, "config", own.model))
-        return {**budget, "num_pages": self.num_pages, "page_size": self.page_size, "speculation": drafts}
-
-
-def _page_bytes(model: Model, here: Sequence[StageLayout], page_size: int) -> int:
-    config = model.config
-    layers = sum(len(layout.layers) for layout in here)
-    return 2 * layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
-
-
-def _fitting_pages(device: torch.device, page_bytes: int, most: int, reserved: Callable[[], int]) -> int:
-    """The number of pages that fit into memory beside the `reserved` bytes, at least 1."""
-    free = free_bytes(device)
-    if free is None:
-        return max(1, _CPU_BYTES // page_bytes)
-    if page_bytes * most <= _SMALL_CACHE_SHARE * free:
-        return most
-    num_bytes = reserved()  # which allocates, so the free memory is asked for afterwards
-    return max(1, int(_MEMORY_SHARE * (free_bytes(device) or 0) - num_bytes) // page_bytes)
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """The free memory of a GPU; None for a CPU, of whose memory an engine takes a fixed amount."""
-    if device.type == "cpu":
-        return None
-    torch.cuda.empty_cache()  # give back the memory of dropped tensors and graphs
-    return torch.cuda.mem_get_info(device)[0]
-
-
-def _reserved_bytes(executor: Executor | None) -> int:
-    """The memory that an executor takes beside pages: its tables, and its graphs once they are captured."""
-    if executor is None:
-        return 0
-    tables = sum(x.nbytes for x in tree_leaves(executor.state) if isinstance(x, Tensor))
-    return tables + int(_GRAPHS_MARGIN * sum(estimate.total_bytes for estimate in executor.memory_estimates()))
-
-
+PAGE_SIZE = 16
+"""Tokens per page."""
+SPLIT_AT = ("weft::paged_attention",)
+"""The operators at which piecewise graphs cut a decoder."""
+_LENGTHS: Rule = (
+    lambda given: isinstance(given, Sequence) and given and all(isinstance(n, int) and n >= 1 for n in given),
+    "a list of whole numbers >= 1, one a request",
+)
 Params = DecoderParams | Mapping[str, Tensor]
 """Parameters as `weft.load` returns them in a model; or tensors by transformers' names, as in a `state_dict()`."""
 
@@ -244,7 +118,8 @@ class Weights:
         Raises:
             RequestError: an adapter that the engine does not have, or that does not fit its slots.
         """
-        check_values(call, _RULES, {"adapters": adapters})
+        check_values(call, RULES, {"adapters": adapters})
+        adapters = adapters or {}
         if unknown := [name for name in adapters if name not in self.slots]:
             known = ", ".join(map(repr, self.slots)) or "none"
             raise RequestError(call, f"an adapter {unknown[0]!r}", f"one that the engine was made with: {known}")
@@ -270,29 +145,6 @@ def _fitting(call: str, name: str, own: Tensor, given: Tensor) -> tuple[Tensor, 
         seen = f"{name} {list(given.shape)}, {given.dtype}"
         raise RequestError(call, seen, f"{list(own.shape)}, {own.dtype}")
     return own, given.detach()
-
-
-def engine_ladder(graph: str, budget: Budget, num_adapters: int) -> Ladder[BatchDescriptor]:
-    """The classes of a cohort's steps that may be captured."""
-    loras = lora_rungs(min(num_adapters, budget.cohort_size))
-    return make_ladder(graph, Limits(budget.cohort_size, budget.max_num_tokens, budget.query_lens, loras))
-
-
-def make_states(model: Model, layouts: Sequence[StageLayout], limits: ResolvedLimits) -> tuple[State, ...]:
-    """An empty state for each stage that runs here."""
-    speculation = limits.speculation
-    spare = 0 if speculation is None else speculation.spare_pages(limits.page_size)
-    states = empty_states(
-        model.config,
-        layouts,
-        max_num_reqs=limits.budget.max_num_reqs,
-        num_pages=limits.num_pages,
-        max_pages=limits.budget.max_pages + spare,
-        page_size=limits.page_size,
-        dtype=model.dtype,
-        device=model.device,
-    )
-    return states if speculation is None else speculation.states(states, layouts)
 
 
 def make_weights(
@@ -325,11 +177,34 @@ def assert_same_engines(
         assert_equal(subject, str(value))
 
 
+def engine_ladder(graph: str, budget: Budget, num_adapters: int) -> Ladder[BatchDescriptor]:
+    """The classes of a cohort's steps that may be captured."""
+    loras = lora_rungs(min(num_adapters, budget.cohort_size))
+    return make_ladder(graph, Limits(budget.cohort_size, budget.max_num_tokens, budget.query_lens, loras))
+
+
+def make_states(model: Model, layouts: Sequence[StageLayout], limits: ResolvedLimits) -> tuple[State, ...]:
+    """An empty state for each stage that runs here."""
+    speculation = limits.speculation
+    spare = 0 if speculation is None else speculation.spare_pages(limits.page_size)
+    states = empty_states(
+        model.config,
+        layouts,
+        max_num_reqs=limits.budget.max_num_reqs,
+        num_pages=limits.num_pages,
+        max_pages=limits.budget.max_pages + spare,
+        page_size=limits.page_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    return states if speculation is None else speculation.states(states, layouts)
+
+
 def make_executor(
     weights: Weights,
     limits: ResolvedLimits,
     num_stages: int,
-    ladder: Ladder[BatchDescriptor],
+    graph: str,
     transport: Transport,
     *,
     num_logprobs: int = 0,
@@ -339,10 +214,11 @@ def make_executor(
     """An executor for an engine's work: one graphified step for one stage, a pipeline of graphified stages for more.
 
     Args:
-        ladder: the classes to capture; if it is empty, everything runs eagerly.
+        graph: one of `weft.transforms.MODES`.
         keep_logits: whether outputs hold logits.
     """
     model, speculation = weights.model, limits.speculation
+    ladder = engine_ladder(graph, limits.budget, len(weights.slots))
     layouts = [layout for layout, _ in weights.stages]
     drafts = 0 if speculation is None else speculation.num_tokens
     extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits, "num_drafts": drafts}
@@ -369,6 +245,12 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
+def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
+    """Graphify a decoder's step or stage, in pieces around its attention where the ladder asks for them. With an empty
+    ladder, return it as it is."""
+    return graphify(step, ladder=ladder, split_at=SPLIT_AT, backend=backend) if len(ladder) else step
+
+
 def _example(model: Model, drafts: int) -> IntermediateTensors:
     """What one stage sends to the next, for one token."""
     ids = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -377,37 +259,126 @@ def _example(model: Model, drafts: int) -> IntermediateTensors:
     return IntermediateTensors(hidden, ids if drafts else None, ids.new_zeros(1, 3) if has_mrope else None)
 
 
-def _are_adapters(given: Any) -> bool:
-    return isinstance(given, Mapping) and all(
-        isinstance(name, str) and isinstance(each, Adapter) for name, each in given.items()
-    )
+@attrs.frozen(eq=False, repr=False)
+class Runner:
+    """A model ready to step; `make_state` makes its state.
+
+    Args:
+        step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage that runs here.
+        params: that tuple of parameters.
+        stages: all plain stages that the step is composed of.
+        layouts: the layers of each stage that runs here.
+        graphs: the graphified functions inside the step, for their `cache_info()`.
+    """
+
+    step: Callable[[Any, Any, Batch], tuple[Any, Output]]
+    params: tuple[Any, ...]
+    stages: tuple[DecoderStage, ...]
+    layouts: tuple[StageLayout, ...]
+    graphs: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        of = ", ".join(f"{layout.start} to {layout.stop - 1}" for layout in self.layouts)
+        return f"<Runner of {len(self.stages)} stages: layers {of} here, {len(self.graphs)} graphified>"
+
+    def _repr_html_(self) -> str:
+        rows = (
+            (f"{layout.index}", f"{layout.start} to {layout.stop - 1}", f"{num_bytes(own) / 2**20:,.1f} MiB")
+            for layout, own in zip(self.layouts, self.params, strict=True)
+        )
+        return Table(("stage", "layers", "parameters"), tuple(rows), repr(self))._repr_html_()
 
 
-_RULES: dict[str, Rule] = {
-    "model": (Model, "model = weft.load(folder)"),
-    "seed": (lambda value: value is None or is_int(value), "a whole number, or None"),
-    "graph": (lambda value: value in MODES, f"one of {', '.join(MODES)}"),
-    "run_ahead": (lambda value: is_int(value, 0), "a whole number of steps, or 0"),
-    "limits": (EngineLimits | None, "weft.EngineLimits(...), or None"),
-    "speculation": (Speculation | None, "weft.Speculation(...), or None"),
-    "adapters": (
-        lambda value: value is None or _are_adapters(value), "{name: weft.load_adapter(model, folder)}, or None"
-    ),
-}  # fmt: skip
+def make_runner(
+    model: Model,
+    limits: Limits,
+    *,
+    num_stages: int = 1,
+    mode: str = "full",
+    backend: str | None = None,
+    keep_logits: bool = False,
+    num_logprobs: int = 0,
+    transport: Transport | None = None,
+) -> Runner:
+    """Compose the model's stages into a step: `graphify(compose(...))` for one stage, `pipeline(map(graphify, stages))`
+    for more.
 
-
-def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -> None:
-    """Check arguments of `Engine`, or those of `generate` and others that they pass on to it.
+    Args:
+        model: the checkpoint.
+        limits: the bounds of a batch, and so of the ladder.
+        num_stages: the number of pipeline stages; a batch is cut into as many micro-batches.
+        mode: a graph mode (`weft.transforms.graphs.ladder.MODES`).
+        backend: of graphify.
+        keep_logits: whether outputs hold logits.
+        num_logprobs: the number of likeliest tokens whose logprobs outputs hold.
+        transport: of the pipeline; None: `Local()`.
 
     Raises:
-        RequestError: not a model, not a transport, or an option of the wrong type or out of range.
+        ProgramError: more stages than layers, or a model that is not the part that runs here.
+        DescriptorError: an unknown mode.
     """
+    ladder = make_ladder(mode, limits)
     if (wrong := wrong_transport(transport)) is not None:
-        raise RequestError(call, *wrong)
-    check_values(call, _RULES, {"model": model})
-    vocab = model.config.vocab_size
-    own: dict[str, Rule] = {
-        "pipeline": stage_rule(model),
-        "num_logprobs": (lambda value: is_int(value, 0, vocab), f"a whole number from 0 to {vocab}"),
-    }
-    check_values(call, _RULES | own, options)
+        raise ProgramError(f"make_runner(model, limits, num_stages={num_stages}, transport=...)", *wrong)
+    call, rules = f"make_runner(model, limits, num_stages={num_stages!r})", {"num_stages": stage_rule(model)}
+    check_values(call, rules, {"num_stages": num_stages}, ProgramError)
+    transport = transport or Local()
+    every = split_model(model.config, num_stages)
+    layouts = tuple(every[rank] for rank in transport.ranks(num_stages))
+    extras: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs}
+    stages = tuple(decoder_stage(model.config, layout, **extras) for layout in every)
+    params = stage_params(model, layouts)
+    if len(layouts) < num_stages:
+        for subject, value in {**model.facts, "limits": f"{limits}", "mode": mode, **extras}.items():
+            transport.assert_equal(subject, f"{value}")
+    if num_stages == 1:
+        whole = graph_step(compose(stages, advance=advance), ladder, backend)
+        return Runner(whole, params, stages, layouts, (whole,) if len(ladder) else ())
+    spanned = [graph_step(stage, ladder, backend) for stage in stages]
+    step = pipeline(
+        spanned, microbatches=num_stages, advance=advance, schema=Schema.of(_example(model, 0)), transport=transport
+    )
+    return Runner(step, params, stages, layouts, tuple(spanned) if len(ladder) else ())
+
+
+def make_state(
+    model: Model,
+    layouts: Sequence[StageLayout],
+    lengths: Sequence[int],
+    sampling: Sequence[SamplingParams] | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
+    mrope_position_deltas: Sequence[int] | None = None,
+) -> tuple[State, ...]:
+    """Make each stage's state, with one admitted request per length, in rows 0, 1, ..., and enough pages for each
+    request to grow to its length.
+
+    Args:
+        model: the checkpoint.
+        layouts: the stages' layers, as in `Runner.layouts`.
+        lengths: the most tokens that each request will hold.
+        sampling, prompts, mrope_position_deltas: one per request, as `weft.state.admit` takes them. None: greedy;
+            empty prompts, so that penalties count none of their tokens; 0.
+
+    Raises:
+        RequestError: lengths that are not a list of integers >= 1.
+    """
+    check_values("make_state(model, layouts, lengths)", {"lengths": _LENGTHS}, {"lengths": lengths})
+    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    params = [SamplingParams(temperature=0.0)] * len(lengths) if sampling is None else sampling
+    prompts = prompts or [()] * len(lengths)
+    states = empty_states(
+        model.config,
+        layouts,
+        max_num_reqs=len(lengths),
+        num_pages=ends[-1],
+        max_pages=max(counts),
+        page_size=PAGE_SIZE,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    rows = range(len(lengths))
+    return tuple(
+        admit(empty, rows, pages, params, prompts, mrope_position_deltas=mrope_position_deltas) for empty in states
+    )

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from weft.descriptor import BatchDescriptor
+from weft.transforms.engine.executor import StepResult
 from weft.transforms.engine.requests import HostState
-from weft.transforms.engine.results import StepResult
 from weft.transforms.engine.step import Work
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphified import Graphified
@@ -78,7 +78,6 @@ class Counts:
     padding: int = 0
     drafted: int = 0
     accepted: int = 0
-    ended: Counter[str] = attrs.field(factory=Counter)
     steps: Counter[str] = attrs.field(factory=Counter)
     modes: Counter[str] = attrs.field(factory=Counter)
     _dispatched: dict[BatchDescriptor, tuple[str, int]] = attrs.field(factory=dict)
@@ -103,8 +102,8 @@ class Counts:
         self._dispatched[own] = decision.mode, size
         return decision.mode, size
 
-    def stats(self, host: HostState, graphs: Sequence[Graphified[..., object]]) -> Stats:
-        """A snapshot, with what the host and the graphs hold."""
+    def stats(self, host: HostState, ended: Mapping[str, int], graphs: Sequence[Graphified[..., object]]) -> Stats:
+        """A snapshot, with what the host and the graphs hold, and the completions that have ended, by reason."""
         infos = [graph.cache_info() for graph in graphs]
         pages, running = host.pages, len(host.running)
         return Stats(
@@ -115,7 +114,7 @@ class Counts:
             pages_free=pages.num_free,
             prefix_tokens=host.num_found,
             preempted=host.num_preempted,
-            ended=dict(self.ended),
+            ended=dict(ended),
             steps=dict(self.steps),
             modes=dict(self.modes),
             tokens=self.tokens,

@@ -1,29 +1,23 @@
-"""One step as data (`Work`, the scheduler's output), and the executors that run it on the device's states."""
+"""One step as data: `Work`, which the scheduler decides, its tensors on a device, and its edits of the tables."""
 
 import functools
 import hashlib
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
-from weft.batch import EMBEDDED, LAST_TOKEN, Batch
+from weft.batch import EMBEDDED, IN_ORDER, LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.state import State, admit, advance, copy_pages, grow
 from weft.torchapi.private import to_device
-from weft.transforms.engine.inputs import batch_embeds, batch_positions
-from weft.transforms.engine.masks import stack_masks
 from weft.transforms.engine.requests import PromptExtras
-from weft.transforms.graphs.graphified import Graphified
-from weft.transforms.graphs.memory import MemoryEstimate
-from weft.transforms.pipelines.pipeline import Pipelined, Stage
-from weft.transforms.pipelines.schedule import Job
-from weft.transforms.pipelines.session import Session
+from weft.transforms.pipelines.pipeline import Stage
 from weft.trees import pytree
 
 _STATIC = {"weft.static": True}
@@ -195,6 +189,60 @@ class DeviceWork:
     edits: Edits = attrs.field(metadata=_STATIC)
 
 
+def batch_embeds(
+    extras: Sequence[PromptExtras | None],
+    starts: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    device: torch.device | str,
+) -> Tensor | None:
+    """The embeddings [num_tokens, hidden_size] of a batch's tokens; None if none is EMBEDDED.
+
+    Args:
+        extras: one entry per request.
+        starts: each request's tokens before the batch.
+        token_ids: each request's tokens in the batch.
+    """
+    if not any(EMBEDDED in ids for ids in token_ids):
+        return None
+    like = next(own.inputs_embeds for own in extras if own is not None and own.inputs_embeds is not None)
+    embeds = torch.zeros(sum(map(len, token_ids)), like.shape[1], dtype=like.dtype, device=device)
+    first = 0
+    for own, start, ids in zip(extras, starts, token_ids, strict=True):
+        if own is not None and own.inputs_embeds is not None:
+            rows = own.inputs_embeds[start : start + len(ids)]
+            embeds[first : first + len(rows)] = to_device(rows, device)
+        first += len(ids)
+    return embeds
+
+
+def batch_positions(
+    extras: Sequence[PromptExtras | None],
+    starts: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    device: torch.device | str,
+) -> Tensor | None:
+    """The positions [3, num_tokens] of a batch's tokens, -1 where they follow from the state; None if all do.
+
+    Args:
+        extras, starts, token_ids: as for `batch_embeds`.
+    """
+    positions = torch.full((3, sum(map(len, token_ids))), IN_ORDER)
+    first = 0
+    for own, start, ids in zip(extras, starts, token_ids, strict=True):
+        if own is not None and own.positions is not None:
+            columns = own.positions[:, start : start + len(ids)]
+            positions[:, first : first + columns.shape[1]] = columns
+        first += len(ids)
+    return to_device(positions, device) if bool((positions >= 0).any()) else None
+
+
+def stack_masks(masks: Sequence[bytes | None]) -> Tensor:
+    """`Batch.token_mask` [num_reqs, ceil(vocab_size / 32)] int32 from a batch's masks, not all of them None."""
+    size = max(len(mask) for mask in masks if mask is not None)
+    rows = b"".join(b"\xff" * size if mask is None else mask for mask in masks)
+    return torch.frombuffer(bytearray(rows), dtype=torch.int32).view(len(masks), -1)
+
+
 def with_edits(stage: Stage) -> Stage:
     """Turn a stage over batches into a stage over `DeviceWork`, which edits the tables first. The edits are outside of
     the stage's graph."""
@@ -239,201 +287,3 @@ def apply_edits(state: State, edits: Edits) -> State:
     if edits.growths:
         state = grow(state, [(g.row, g.start, g.pages) for g in edits.growths])
     return state
-
-
-_MAX_CACHED_BATCHES = 16
-
-FinishedWork = tuple[Work, Output | None]
-"""Work that is done, and the last stage's output; None where the step returns nothing."""
-
-
-class Executor(Protocol):
-    """Runs work in order, without waiting for the device."""
-
-    state: Any  # one entry for each stage that runs here, once no work is running
-
-    @property
-    def graphs(self) -> Sequence[Graphified[..., Any]]:
-        """The graphified functions that run here."""
-
-    @property
-    def num_running(self) -> int:
-        """Works that were launched and have not been returned as finished."""
-
-    def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
-        """Launch works; returns what is finished by now, in order. A pipeline returns works of earlier calls."""
-
-    def flush(self) -> Sequence[FinishedWork]:
-        """Finish and return all launched work."""
-
-    def received(self, finished: Sequence[FinishedWork], /) -> Callable[[], None]:
-        """A function to call before the host reads finished work: it raises if other ranks were asked for other
-        work."""
-
-    def capture(self) -> None:
-        """Capture all graphs of the ladders, without a trace in the states."""
-
-    def memory_estimates(self) -> list[MemoryEstimate]:
-        """An estimate, for each graphified function, of the memory that its graphs will take."""
-
-
-@attrs.frozen
-class BatchCache:
-    """Puts batches on the device, and reuses the batch of an earlier decode of the same rows.
-
-    Args:
-        device: the device.
-        first: whether the first stage runs here.
-    """
-
-    device: torch.device | str
-    first: bool = True
-    _decodes: dict[tuple[tuple[int, ...], int, int], Batch] = attrs.field(factory=dict, init=False)
-
-    def __call__(self, work: Work) -> DeviceWork:
-        if work.token_ids or work.masks:
-            return work.place(self.device, self.first)
-        key = work.rows, work.query_len, work.num_active_loras
-        if (batch := self._decodes.get(key)) is None:
-            if len(self._decodes) >= _MAX_CACHED_BATCHES:
-                del self._decodes[next(iter(self._decodes))]
-            batch = self._decodes[key] = work.place(self.device).batch
-        return DeviceWork(batch, work.edits)
-
-
-Example = tuple[Graphified[..., Any], tuple[Any, ...]]
-"""A graphified function, and arguments to capture it with."""
-
-
-def capture_all(examples: Sequence[Example]) -> None:
-    """Compile the kernels of these functions, and capture their ladders."""
-    for graph, example in examples:
-        graph.compile_ahead(*example)
-        graph.capture(*example)
-
-
-def estimate_all(examples: Sequence[Example]) -> list[MemoryEstimate]:
-    """Compile the kernels of these functions, and estimate the memory of their graphs."""
-    estimates = []
-    for graph, example in examples:
-        graph.compile_ahead(*example)
-        estimates.append(graph.memory_estimate(*example))
-    return estimates
-
-
-class StepExecutor:
-    """Runs each work as one step, one after the other; finished work returns at once.
-
-    Args:
-        step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage that runs here.
-        params, state: those tuples.
-        device: the device of the batches.
-    """
-
-    def __init__(
-        self, step: Callable[[Any, Any, Any], tuple[Any, Any]], params: Any, state: Any, device: torch.device | str
-    ) -> None:
-        self.step = step
-        self.params = params
-        self.state = state
-        self.graphs: tuple[Graphified[..., Any], ...] = (step,) if isinstance(step, Graphified) else ()
-        self._batches = BatchCache(device)
-
-    @property
-    def num_running(self) -> int:
-        return 0
-
-    def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
-        finished = []
-        for work in works:
-            state = tuple(apply_edits(state, work.edits) for state in self.state) if work.edits else self.state
-            self.state, out = self.step(self.params, state, self._batches(work).batch)
-            finished.append((work, out))
-        return finished
-
-    def flush(self) -> Sequence[FinishedWork]:
-        return ()
-
-    def received(self, _: Sequence[FinishedWork], /) -> Callable[[], None]:
-        return lambda: None
-
-    def capture(self) -> None:
-        capture_all(self._examples())
-
-    def memory_estimates(self) -> list[MemoryEstimate]:
-        return estimate_all(self._examples())
-
-    def _examples(self) -> list[Example]:
-        example = self.params, self.state, Batch.decode([0], device=self._batches.device)
-        return [(graph, example) for graph in self.graphs]
-
-
-class PipelineExecutor:
-    """Runs work in a session of a pipeline: the stages overlap, within a call and from one call to the next.
-
-    Args:
-        pipelined: a pipeline of stages over `DeviceWork` (`with_edits`), with `advance_work`.
-        params, state: one entry for each stage that runs here.
-        device: the device of the batches.
-        graphs: the graphified stages that run here, each with an example of what the stage before sends it.
-    """
-
-    def __init__(
-        self,
-        pipelined: Pipelined,
-        params: Any,
-        state: Any,
-        device: torch.device | str = "cpu",
-        graphs: Sequence[tuple[Graphified[..., Any], Any]] = (),
-    ) -> None:
-        self.pipelined = pipelined
-        self.params = params
-        self.state = state
-        self.graphs = tuple(graph for graph, _ in graphs)
-        self._inputs = tuple(x for _, x in graphs)
-        self._batches = BatchCache(device, 0 in pipelined.transport.ranks(len(pipelined.stages)))
-        self._session: Session | None = None
-        self._first_job = 0
-        self._running: deque[Work] = deque()
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
-        if not works:
-            return ()
-        if self._session is None:
-            self._session, self._first_job = self.pipelined.session(self.params, self.state), works[0].job
-        self._running += works
-        jobs = [Job(work.feeds, self._after(work)) for work in works]
-        return self._finished(self._session.submit([self._batches(work) for work in works], jobs))
-
-    def flush(self) -> Sequence[FinishedWork]:
-        if self._session is None:
-            return ()
-        self.state, outputs = self._session.close()
-        self._session = None
-        return self._finished(outputs)
-
-    def received(self, finished: Sequence[FinishedWork], /) -> Callable[[], None]:
-        last = None if self._session is None else finished[-1][0].job - self._first_job
-        return self.pipelined.transport.received(last)
-
-    def _after(self, work: Work) -> int | None:
-        """The job of this session that the work waits for; jobs of earlier sessions have returned."""
-        return None if work.after is None or work.after < self._first_job else work.after - self._first_job
-
-    def _finished(self, outputs: Sequence[tuple[int, Any]]) -> Sequence[FinishedWork]:
-        return [(self._running.popleft(), out) for _, out in outputs]
-
-    def capture(self) -> None:
-        capture_all(self._examples())
-
-    def memory_estimates(self) -> list[MemoryEstimate]:
-        return estimate_all(self._examples())
-
-    def _examples(self) -> list[Example]:
-        batch = Batch.decode([0], device=self._batches.device)
-        stages = zip(self.graphs, self.params, self.state, self._inputs, strict=False)
-        return [(graph, (params, state, batch, x)) for graph, params, state, x in stages]

@@ -12,8 +12,9 @@ from weft.proofs.serving import Window, serve
 from weft.proofs.strategies.traces import Trace
 from weft.stages.decoder import empty_states
 from weft.state import State, admit, advance
+from weft.transforms.engine.executor import FinishedWork, PipelineExecutor
 from weft.transforms.engine.requests import PromptExtras, Request
-from weft.transforms.engine.step import FinishedWork, PipelineExecutor, Work, advance_work, with_edits
+from weft.transforms.engine.step import Work, advance_work, with_edits
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.pipelines.pipeline import Pipelined, compose, pipeline

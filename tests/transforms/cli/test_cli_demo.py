@@ -11,7 +11,7 @@ from cli_calls import Weft, assert_refused
 from weft.ops.sampling.logits import SEED
 from weft.transforms.cli import demo as demo_module
 from weft.transforms.cli.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
-from weft.transforms.engine.runner import Runner, make_runner
+from weft.transforms.engine.setup import Runner, make_runner
 
 
 def test_demo_shows_that_all_four_ways_are_equal(run: Weft) -> None:

@@ -16,9 +16,8 @@ from weft.proofs.strategies.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import CompletionState, RequestOutput
-from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.engine.speculation import Speculation
 from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_leaves

@@ -15,7 +15,7 @@ from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.cli.main import main
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.options import EngineLimits
 from weft.transforms.graphs.ladder import MODES
 
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -22,8 +22,8 @@ from weft.stages.adapters import Adapter
 from weft.stages.layer_fields import adaptable
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter
+from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.outputs import RequestOutput
-from weft.transforms.engine.speculation import Speculation
 from weft.transforms.graphs.ladder import MODES
 
 REPLAYED = {

@@ -21,7 +21,7 @@ from weft.stages.model import Model
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import advance
-from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder
 from weft.transforms.pipelines.microbatch import microbatch

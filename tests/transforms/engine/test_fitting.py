@@ -11,10 +11,9 @@ import torch
 import weft
 from weft.proofs.strategies.engines import small_adapters, small_model
 from weft.stages.model import DEMO, Model
-from weft.transforms.engine import setup
+from weft.transforms.engine import options
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.engine.speculation import Speculation
+from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_leaves
 
@@ -38,7 +37,7 @@ class Memory:
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Memory]:
     def of(free: int) -> Memory:
         made = Memory(free)
-        monkeypatch.setattr(setup, "free_bytes", made)
+        monkeypatch.setattr(options, "free_bytes", made)
         return made
 
     return of
@@ -119,7 +118,7 @@ def test_ranks_have_as_many_pages_as_the_one_with_the_least_room(memory: Callabl
 
 
 def test_a_cpu_gives_a_fixed_part() -> None:
-    assert setup.free_bytes(torch.device("cpu")) is None
+    assert options.free_bytes(torch.device("cpu")) is None
     assert Engine(long_model(), LIMITS, graph="full").limits.num_pages == MOST
 
 

@@ -16,9 +16,9 @@ from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.inputs import EmbedsPrompt, read_extras
+from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.requests import Request
 from weft.transforms.engine.scheduler import add, schedule
-from weft.transforms.engine.setup import EngineLimits
 from weft.transforms.pipelines.transports.threads import Threads
 
 LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=24)

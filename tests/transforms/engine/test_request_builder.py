@@ -8,7 +8,7 @@ import weft
 from weft.errors import RequestError
 from weft.proofs.strategies.engines import small_adapters, small_model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.options import EngineLimits
 
 REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a priority that cannot be compared": ({"priority": "high"}, "priority='high'"),

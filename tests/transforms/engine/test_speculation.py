@@ -17,11 +17,10 @@ from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.stages.verification import read_at
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import CompletionState
 from weft.transforms.engine.requests import Budget, HostState, Request
 from weft.transforms.engine.scheduler import add, choose_query_len, observe, schedule
-from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.engine.speculation import Speculation
 from weft.transforms.graphs.ladder import MODES
 
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=20, max_model_len=24, page_size=4, num_pages=24)

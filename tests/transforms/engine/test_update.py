@@ -17,8 +17,7 @@ from weft.stages.model import DEMO, Model
 from weft.stages.params import DecoderParams
 from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.engine.speculation import Speculation
+from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_leaves, tree_map
 

@@ -17,7 +17,7 @@ from weft.donation import clone
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
 from weft.stages.model import DEMO, load
-from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ahead import _Zeros, compile_ahead
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
@@ -120,7 +120,7 @@ from triton import knobs
 from weft.batch import Batch
 from weft.stages.model import DEMO, load
 from weft.transforms.graphs.ladder import Limits
-from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.engine.setup import make_runner, make_state
 compiled = []
 def listen(*, src, metadata, metadata_group, times, cache_hit):
     compiled.append(cache_hit)

@@ -15,7 +15,7 @@ from weft.proofs.strategies import Rows
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.engine.generate import generate
-from weft.transforms.engine.runner import make_runner, make_state
+from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import MODES, Limits

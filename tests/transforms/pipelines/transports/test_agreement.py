@@ -16,7 +16,7 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, load
 from weft.state import advance
-from weft.transforms.engine.runner import make_state
+from weft.transforms.engine.setup import make_state
 from weft.transforms.graphs import memo as graphs
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.graphify import graphify

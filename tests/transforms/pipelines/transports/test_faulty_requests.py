@@ -12,7 +12,7 @@ import torch
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.setup import EngineLimits
+from weft.transforms.engine.options import EngineLimits
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch

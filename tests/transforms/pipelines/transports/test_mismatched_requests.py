@@ -19,9 +19,8 @@ from weft.stages.model import DEMO, Model, load
 from weft.stages.random_weights import random_adapter
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
-from weft.transforms.engine.runner import make_runner, make_state
-from weft.transforms.engine.setup import EngineLimits
-from weft.transforms.engine.speculation import Speculation
+from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.distributed import Distributed

@@ -1,0 +1,317 @@
+"""Executors: they run steps on the device's states, one after the other or through the stages of a pipeline, and their
+results are copied to the host without blocking the device."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.batch import Batch
+from weft.outputs import Output
+from weft.transforms.engine.faults import find_faults
+from weft.transforms.engine.step import DeviceWork, Work, apply_edits
+from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.memory import MemoryEstimate
+from weft.transforms.pipelines.pipeline import Pipelined
+from weft.transforms.pipelines.schedule import Job
+from weft.transforms.pipelines.session import Session
+
+_MAX_CACHED_BATCHES = 16
+_POLL_SECONDS = 2e-5
+"""Pause between two looks at the device."""
+_CHECK_SECONDS = 0.05
+"""Pause between two looks at the other ranks."""
+
+
+FinishedWork = tuple[Work, Output | None]
+"""Work that is done, and the last stage's output; None where the step returns nothing."""
+
+
+Example = tuple[Graphified[..., Any], tuple[Any, ...]]
+"""A graphified function, and arguments to capture it with."""
+
+
+class Executor(Protocol):
+    """Runs work in order, without waiting for the device."""
+
+    state: Any  # one entry for each stage that runs here, once no work is running
+
+    @property
+    def graphs(self) -> Sequence[Graphified[..., Any]]:
+        """The graphified functions that run here."""
+
+    @property
+    def num_running(self) -> int:
+        """Works that were launched and have not been returned as finished."""
+
+    def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
+        """Launch works; returns what is finished by now, in order. A pipeline returns works of earlier calls."""
+
+    def flush(self) -> Sequence[FinishedWork]:
+        """Finish and return all launched work."""
+
+    def received(self, finished: Sequence[FinishedWork], /) -> Callable[[], None]:
+        """A function to call before the host reads finished work: it raises if other ranks were asked for other
+        work."""
+
+    def examples(self) -> list["Example"]:
+        """Each graphified function, and arguments to capture it with, without a trace in the states."""
+
+
+@attrs.frozen
+class BatchCache:
+    """Puts batches on the device, and reuses the batch of an earlier decode of the same rows.
+
+    Args:
+        device: the device.
+        first: whether the first stage runs here.
+    """
+
+    device: torch.device | str
+    first: bool = True
+    _decodes: dict[tuple[tuple[int, ...], int, int], Batch] = attrs.field(factory=dict, init=False)
+
+    def __call__(self, work: Work) -> DeviceWork:
+        if work.token_ids or work.masks:
+            return work.place(self.device, self.first)
+        key = work.rows, work.query_len, work.num_active_loras
+        if (batch := self._decodes.get(key)) is None:
+            if len(self._decodes) >= _MAX_CACHED_BATCHES:
+                del self._decodes[next(iter(self._decodes))]
+            batch = self._decodes[key] = work.place(self.device).batch
+        return DeviceWork(batch, work.edits)
+
+
+def capture_all(examples: Sequence[Example]) -> None:
+    """Compile the kernels of these functions, and capture their ladders."""
+    for graph, example in examples:
+        graph.compile_ahead(*example)
+        graph.capture(*example)
+
+
+def estimate_all(examples: Sequence[Example]) -> list[MemoryEstimate]:
+    """Compile the kernels of these functions, and estimate the memory of their graphs."""
+    estimates = []
+    for graph, example in examples:
+        graph.compile_ahead(*example)
+        estimates.append(graph.memory_estimate(*example))
+    return estimates
+
+
+class StepExecutor:
+    """Runs each work as one step, one after the other; finished work returns at once.
+
+    Args:
+        step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage that runs here.
+        params, state: those tuples.
+        device: the device of the batches.
+    """
+
+    def __init__(
+        self, step: Callable[[Any, Any, Any], tuple[Any, Any]], params: Any, state: Any, device: torch.device | str
+    ) -> None:
+        self.step = step
+        self.params = params
+        self.state = state
+        self.graphs: tuple[Graphified[..., Any], ...] = (step,) if isinstance(step, Graphified) else ()
+        self._batches = BatchCache(device)
+
+    @property
+    def num_running(self) -> int:
+        return 0
+
+    def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
+        finished = []
+        for work in works:
+            state = tuple(apply_edits(state, work.edits) for state in self.state) if work.edits else self.state
+            self.state, out = self.step(self.params, state, self._batches(work).batch)
+            finished.append((work, out))
+        return finished
+
+    def flush(self) -> Sequence[FinishedWork]:
+        return ()
+
+    def received(self, _: Sequence[FinishedWork], /) -> Callable[[], None]:
+        return lambda: None
+
+    def examples(self) -> list[Example]:
+        example = self.params, self.state, Batch.decode([0], device=self._batches.device)
+        return [(graph, example) for graph in self.graphs]
+
+
+class PipelineExecutor:
+    """Runs work in a session of a pipeline: the stages overlap, within a call and from one call to the next.
+
+    Args:
+        pipelined: a pipeline of stages over `DeviceWork` (`with_edits`), with `advance_work`.
+        params, state: one entry for each stage that runs here.
+        device: the device of the batches.
+        graphs: the graphified stages that run here, each with an example of what the stage before sends it.
+    """
+
+    def __init__(
+        self,
+        pipelined: Pipelined,
+        params: Any,
+        state: Any,
+        device: torch.device | str = "cpu",
+        graphs: Sequence[tuple[Graphified[..., Any], Any]] = (),
+    ) -> None:
+        self.pipelined = pipelined
+        self.params = params
+        self.state = state
+        self.graphs = tuple(graph for graph, _ in graphs)
+        self._inputs = tuple(x for _, x in graphs)
+        self._batches = BatchCache(device, 0 in pipelined.transport.ranks(len(pipelined.stages)))
+        self._session: Session | None = None
+        self._first_job = 0
+        self._running: deque[Work] = deque()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
+        if not works:
+            return ()
+        if self._session is None:
+            self._session, self._first_job = self.pipelined.session(self.params, self.state), works[0].job
+        self._running += works
+        jobs = [Job(work.feeds, self._after(work)) for work in works]
+        return self._finished(self._session.submit([self._batches(work) for work in works], jobs))
+
+    def flush(self) -> Sequence[FinishedWork]:
+        if self._session is None:
+            return ()
+        self.state, outputs = self._session.close()
+        self._session = None
+        return self._finished(outputs)
+
+    def received(self, finished: Sequence[FinishedWork], /) -> Callable[[], None]:
+        last = None if self._session is None else finished[-1][0].job - self._first_job
+        return self.pipelined.transport.received(last)
+
+    def _after(self, work: Work) -> int | None:
+        """The job of this session that the work waits for; jobs of earlier sessions have returned."""
+        return None if work.after is None or work.after < self._first_job else work.after - self._first_job
+
+    def _finished(self, outputs: Sequence[tuple[int, Any]]) -> Sequence[FinishedWork]:
+        return [(self._running.popleft(), out) for _, out in outputs]
+
+    def examples(self) -> list[Example]:
+        batch = Batch.decode([0], device=self._batches.device)
+        stages = zip(self.graphs, self.params, self.state, self._inputs, strict=False)
+        return [(graph, (params, state, batch, x)) for graph, params, state, x in stages]
+
+
+@attrs.frozen(eq=False)
+class StepResult:
+    """One step's sampled tokens and logprobs, copied to the host: one entry per batch row; for prompts, per token.
+
+    Args:
+        token_ids, logprobs: the new tokens: one, or, with drafts, as many as were accepted and one more; fewer, or
+            none, in a row with a fault.
+        top_logprobs: the likeliest tokens and their logprobs, for each of those tokens or for more; empty if no request
+            asked.
+        prompt_logprobs, prompt_top_logprobs: for each token of the batch; empty if no request asked.
+        num_drafts: the number of drafts that were verified.
+        faults: for each row in which no token was drawn after those, the logprob that says so: NaN, or -inf.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    top_logprobs: list[list[list[tuple[int, float]]]]
+    prompt_logprobs: list[float]
+    prompt_top_logprobs: list[list[tuple[int, float]]]
+    num_drafts: int = 0
+    faults: dict[int, float] = attrs.field(factory=dict)
+
+
+class PendingResults:
+    """Results of finished work, on their way to the host.
+
+    Args:
+        finished: works, and their outputs.
+        confirm: called once the copies are there, before they are read; raises if they are invalid.
+    """
+
+    def __init__(self, finished: Sequence[FinishedWork], confirm: Callable[[], None]) -> None:
+        self._confirm = confirm
+        outputs = [out for _, out in finished]
+        self.works = tuple(work for work, _ in finished)
+        self._copies = [None if out is None else {n: _to_host(x) for n, x in _tensors(out)} for out in outputs]
+        on_gpu = any(out is not None and out.token_ids.is_cuda for out in outputs)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._copied is None or self._copied.query()
+
+    def wait(self, check: Callable[[], None] | None = None) -> list[tuple[Work, StepResult | None]]:
+        """The result of each work; None where nothing was returned.
+
+        Args:
+            check: called now and then where the device may wait for another rank in vain; raises if it does.
+        """
+        if self._copied is not None and check is None:
+            self._copied.synchronize()
+        elif self._copied is not None and check is not None:
+            _wait(self._copied, check)
+        self._confirm()
+        results = (None if copied is None else _step_result(copied) for copied in self._copies)
+        return list(zip(self.works, results, strict=True))
+
+
+def _wait(event: torch.cuda.Event, check: Callable[[], None]) -> None:
+    last_check = time.monotonic()
+    while not event.query():
+        time.sleep(_POLL_SECONDS)
+        if time.monotonic() - last_check > _CHECK_SECONDS:
+            check()
+            last_check = time.monotonic()
+
+
+def _tensors(out: Output) -> list[tuple[str, Tensor]]:
+    names = [field.name for field in attrs.fields(Output) if field.name != "logits"]
+    return [(name, value) for name in names if (value := getattr(out, name)) is not None]
+
+
+def _to_host(x: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return x
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+
+
+def _step_result(copied: dict[str, Tensor]) -> StepResult:
+    with_drafts = "num_tokens" in copied
+    counts = copied["num_tokens"].tolist() if with_drafts else [1] * len(copied["token_ids"])
+
+    def by_row(name: str) -> list[Any]:
+        rows = copied[name] if with_drafts else copied[name][:, None]
+        return [own[:count] for own, count in zip(rows.tolist(), counts, strict=True)]
+
+    top, prompt_top = "top_ids" in copied, "prompt_top_ids" in copied
+    pairs = zip(by_row("top_ids"), by_row("top_logprobs"), strict=True) if top else ()
+    token_ids, logprobs = by_row("token_ids"), by_row("logprobs")
+    faults = find_faults(logprobs)
+    for row, index in faults.items():
+        token_ids[row] = token_ids[row][:index]
+    return StepResult(
+        token_ids,
+        logprobs,
+        [_pairs(ids, logprobs) for ids, logprobs in pairs],
+        copied["prompt_logprobs"].tolist() if "prompt_logprobs" in copied else [],
+        _pairs(copied["prompt_top_ids"].tolist(), copied["prompt_top_logprobs"].tolist()) if prompt_top else [],
+        int(copied["num_drafts"].sum()) if "num_drafts" in copied else 0,
+        {row: logprobs[row][index] for row, index in faults.items()},
+    )
+
+
+def _pairs(ids: list[list[int]], logprobs: list[list[float]]) -> list[list[tuple[int, float]]]:
+    return [list(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]

@@ -1,0 +1,326 @@
+"""Options of an engine: `EngineLimits`, `Speculation`, and the checks of them and of its other arguments."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.arguments.checks import is_int, names_arguments
+from weft.arguments.equivalents import LIMITS
+from weft.errors import RequestError
+from weft.stages.adapters import Adapter
+from weft.stages.config import ModelConfig
+from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter
+from weft.stages.layout import StageLayout, split_model
+from weft.stages.model import Model
+from weft.state import Drafting, State
+from weft.transforms.engine.executor import Executor, estimate_all
+from weft.transforms.engine.faults import COUNT, COUNT_OR_NONE, Rule, check_values
+from weft.transforms.engine.requests import Budget
+from weft.transforms.graphs.ladder import MODES
+from weft.transforms.pipelines.argument_checks import wrong_transport
+from weft.transforms.pipelines.transports import Transport
+from weft.trees import tree_leaves
+
+_MEMORY_SHARE = 0.85
+"""The share of a GPU's free memory for the KV cache and graphs; temporaries get the rest."""
+_SMALL_CACHE_SHARE = 0.25
+"""A KV cache that takes a smaller share of the free memory leaves room for any graphs: they are not estimated."""
+_GRAPHS_MARGIN = 1.25
+"""Factor on the estimate of the graphs' memory, which is interpolated: with a draft model, whose classes differ in more
+than their size, graphs were found to take up to a fifth more."""
+_CPU_BYTES = 2**30
+"""The most that the KV cache takes on a CPU."""
+_MAX_CONTEXT = 4096
+_LIMIT_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("max_num_reqs", "max_num_tokens", "page_size"), COUNT),
+    **dict.fromkeys(("max_model_len", "num_pages", "num_cohorts"), COUNT_OR_NONE),
+    "mixed": (lambda value: isinstance(value, bool), "True or False"),
+}
+_NGRAM = (1, 3)
+_MAX_NUM_TOKENS = 1024
+"""Limit of `num_tokens`: the classes and buffers of a step have room for the drafts of all requests."""
+
+
+def _is_range(value: Any) -> bool:
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    return pair and all(is_int(each, 1) for each in value) and value[0] <= value[1]
+
+
+_DRAFT_RULES: dict[str, Rule] = {
+    "num_tokens": (lambda value: is_int(value, 1, _MAX_NUM_TOKENS), f"a whole number from 1 to {_MAX_NUM_TOKENS}"),
+    "ngram": (lambda value: value is None or _is_range(value), "the fewest tokens and the most, as in ngram=(1, 3)"),
+    "model": (Model | ModelConfig | None, "model = weft.load(folder)"),
+}
+
+
+@attrs.frozen
+class Speculation:
+    """Draft tokens, and verify them with the model in one step. The tokens stay the same, greedy or sampled; only the
+    number of steps changes.
+
+    Requests with penalties (repetition, presence, frequency) have no drafts, because each of their tokens changes the
+    distribution of the next. Neither have requests in a step that also computes prompts.
+
+    Args:
+        num_tokens: the most drafts per request and step; steps with half as many, and with none, have graphs of their
+            own.
+        ngram: draft by prompt lookup: propose what followed the last n tokens where they occurred before, for n from
+            the second number down to the first. None: (1, 3), or, with a model, no lookup.
+        model: draft with a smaller model from `weft.load`, with the same vocabulary, on the device of the first stage;
+            on a rank without that stage its configuration is enough.
+
+    Raises:
+        RequestError: an invalid number of tokens, an invalid range of n, or two ways to draft.
+
+    >>> Speculation(num_tokens=4).query_lens
+    (1, 3, 5)
+    """
+
+    num_tokens: int
+    ngram: tuple[int, int] | None = None
+    model: Model | ModelConfig | None = None
+
+    def __attrs_post_init__(self) -> None:
+        call = f"weft.Speculation(num_tokens={self.num_tokens!r}, ngram={self.ngram!r}, model={self.model!r})"
+        check_values(call, _DRAFT_RULES, attrs.asdict(self, recurse=False))
+        if self.ngram is not None and self.model is not None:
+            raise RequestError(call, "two ways to draft", "ngram=..., or model=...")
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Tokens per request in a step: the last one, with no drafts, half of them, or all."""
+        return tuple(sorted({1, 1 + self.num_tokens // 2, 1 + self.num_tokens}))
+
+    @property
+    def drafter(self) -> Drafter:
+        """The function that makes the drafts."""
+        if self.config is not None:
+            return model_drafter(self.num_tokens, self.config)
+        return ngram_drafter(self.num_tokens, *(self.ngram or _NGRAM))
+
+    @property
+    def params(self) -> Any:
+        """The drafter's parameters."""
+        return self.model.params if isinstance(self.model, Model) else None
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """The draft model's configuration."""
+        return self.model.config if isinstance(self.model, Model) else self.model
+
+    def check(self, call: str, model: Model, first: bool) -> None:
+        """Check the draft model against the engine's.
+
+        Args:
+            call: the user's call, for the error.
+            model: the engine's.
+            first: whether the first stage, and so the draft model, runs here.
+
+        Raises:
+            RequestError: another vocabulary; or, where the first stage runs, another device or only a part of a model.
+        """
+        if self.config is None:
+            return
+        own, sizes = self.model, (self.config.vocab_size, model.config.vocab_size)
+        if sizes[0] != sizes[1]:
+            raise RequestError(call, f"a draft model of {sizes[0]} tokens for one of {sizes[1]}", "one of as many")
+        here = isinstance(own, Model) and (own.device, own.layout.num_stages) == (model.device, 1)
+        if first and not here:
+            instead = f"weft.load(folder, {str(model.device)!r})"
+            raise RequestError(call, f"the draft model {own!r} beside {model!r}", instead)
+
+    def stages(self, stages: Sequence[Any]) -> list[Any]:
+        """The same stages with a first one that drafts."""
+        return [drafted(stages[0], self.drafter), *stages[1:]]
+
+    def states(self, states: Sequence[State], layouts: Sequence[StageLayout]) -> tuple[State, ...]:
+        """The same empty states with room for drafts; their block tables must have `spare_pages`."""
+        return tuple(self._state(state, layout.first) for state, layout in zip(states, layouts, strict=True))
+
+    def _state(self, state: State, first: bool) -> State:
+        (num_rows, max_pages), device = state.block_table.shape, state.block_table.device
+        num_pages, page_size = state.kv_pages.shape[2:4]
+        pages, tokens = None, 0
+        if first and isinstance(self.model, Model):
+            layers = len(self.model.params.layers)
+            heads, dim = self.model.config.num_kv_heads, self.model.config.head_dim
+            pages = torch.zeros(layers, 2, num_pages, page_size, heads, dim, dtype=self.model.dtype, device=device)
+        elif first:
+            tokens = max_pages * page_size + 1
+        drafting = Drafting.zeros(num_rows, max_tokens=tokens, kv_pages=pages, device=device)
+        return attrs.evolve(state, drafting=drafting)
+
+    def spare_pages(self, page_size: int) -> int:
+        """Columns of the block table that no request has pages for: drafts after a request's last token go there."""
+        return -(-self.num_tokens // page_size)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page of the draft model's cache, over all its layers."""
+        if not isinstance(self.model, Model):
+            return 0
+        return _page_bytes(self.model, len(self.model.params.layers), page_size)
+
+
+@names_arguments(**LIMITS)
+@attrs.frozen(kw_only=True)
+class EngineLimits:
+    """The most that an engine holds.
+
+    Args:
+        max_num_reqs: requests that run at once.
+        max_num_tokens: tokens per step.
+        max_model_len: tokens per request, those to generate included, rounded up to whole pages; None: the model's
+            number of positions, at most 4,096.
+        page_size: tokens per page.
+        num_pages: pages of the KV cache; None: as many as fit into memory beside the graphs, whose memory is estimated
+            where it is short (`Graphified.memory_estimate`), and no more than all rows could fill.
+        num_cohorts: groups of requests that are stepped in turn; None: one per stage.
+        mixed: whether decodes share steps with prompts: a step that is bound by compute for one and by memory for the
+            other does both at once. Without it they take turns, and decodes stay uniform, which is best for requests
+            that decode.
+
+    Raises:
+        RequestError: not an integer, or less than 1.
+    """
+
+    max_num_reqs: int = 64
+    max_num_tokens: int = 2048
+    max_model_len: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    num_cohorts: int | None = None
+    mixed: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        for name, value in attrs.asdict(self, recurse=False).items():
+            check_values(f"weft.EngineLimits({name}={value!r})", _LIMIT_RULES, {name: value})
+
+    def resolve(
+        self,
+        model: Model,
+        num_stages: int,
+        transport: Transport,
+        speculation: Speculation | None = None,
+        executor: Callable[["ResolvedLimits"], Executor] | None = None,
+    ) -> "ResolvedLimits":
+        """These limits for a model on its device; the same on every rank.
+
+        Args:
+            executor: makes an executor under given limits; pages leave room for its graphs. None: there are no graphs.
+
+        Raises:
+            RequestError: no room for a request.
+        """
+        length = self.max_model_len or min(model.config.max_position_embeddings, _MAX_CONTEXT)
+        max_pages = -(-length // self.page_size)
+        lens = (1,) if speculation is None else speculation.query_lens
+        cohorts = self.num_cohorts or num_stages
+        if self.max_num_tokens < (least := -(-self.max_num_reqs // cohorts)):
+            seen = f"max_num_tokens={self.max_num_tokens}, where a step may be of {least} requests"
+            raise RequestError("weft.EngineLimits(...)", seen, f"max_num_tokens={least} or more, or fewer requests")
+        budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, cohorts, self.mixed, lens)
+        most = max_pages * self.max_num_reqs
+        small = ResolvedLimits(budget, 1, self.page_size, speculation)
+        if self.num_pages is not None:
+            return attrs.evolve(small, num_pages=transport.share(self.num_pages))
+        every = split_model(model.config, num_stages)
+        here = [every[rank] for rank in transport.ranks(num_stages)]
+        drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
+        page = _page_bytes(model, sum(len(layout.layers) for layout in here), self.page_size) + drafts
+        fitting = _fitting_pages(model.device, page, most, lambda: _reserved_bytes(executor and executor(small)))
+        return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
+
+
+@attrs.frozen
+class ResolvedLimits:
+    """Limits with all numbers known."""
+
+    budget: Budget
+    num_pages: int
+    page_size: int
+    speculation: Speculation | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that must be equal on all ranks. Only the first rank has the draft model; the others have its
+        configuration."""
+        budget, own = attrs.asdict(self.budget, recurse=False), self.speculation
+        drafts = None if own is None else (own.num_tokens, own.ngram, getattr(own.model, "config", own.model))
+        return {**budget, "num_pages": self.num_pages, "page_size": self.page_size, "speculation": drafts}
+
+
+def _page_bytes(model: Model, num_layers: int, page_size: int) -> int:
+    config = model.config
+    return 2 * num_layers * page_size * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+
+
+def _fitting_pages(device: torch.device, page_bytes: int, most: int, reserved: Callable[[], int]) -> int:
+    """The number of pages that fit into memory beside the `reserved` bytes, at least 1."""
+    free = free_bytes(device)
+    if free is None:
+        return max(1, _CPU_BYTES // page_bytes)
+    if page_bytes * most <= _SMALL_CACHE_SHARE * free:
+        return most
+    num_bytes = reserved()  # which allocates, so the free memory is asked for afterwards
+    return max(1, int(_MEMORY_SHARE * (free_bytes(device) or 0) - num_bytes) // page_bytes)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """The free memory of a GPU; None for a CPU, of whose memory an engine takes a fixed amount."""
+    if device.type == "cpu":
+        return None
+    torch.cuda.empty_cache()  # give back the memory of dropped tensors and graphs
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _reserved_bytes(executor: Executor | None) -> int:
+    """The memory that an executor takes beside pages: its tables, and its graphs once they are captured."""
+    if executor is None:
+        return 0
+    tables = sum(x.nbytes for x in tree_leaves(executor.state) if isinstance(x, Tensor))
+    return tables + int(_GRAPHS_MARGIN * sum(estimate.total_bytes for estimate in estimate_all(executor.examples())))
+
+
+def _are_adapters(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(
+        isinstance(name, str) and isinstance(each, Adapter) for name, each in given.items()
+    )
+
+
+RULES: dict[str, Rule] = {
+    "model": (Model, "model = weft.load(folder)"),
+    "seed": (lambda value: value is None or is_int(value), "a whole number, or None"),
+    "graph": (lambda value: value in MODES, f"one of {', '.join(MODES)}"),
+    "run_ahead": (lambda value: is_int(value, 0), "a whole number of steps, or 0"),
+    "limits": (EngineLimits | None, "weft.EngineLimits(...), or None"),
+    "speculation": (Speculation | None, "weft.Speculation(...), or None"),
+    "adapters": (
+        lambda value: value is None or _are_adapters(value), "{name: weft.load_adapter(model, folder)}, or None"
+    ),
+}  # fmt: skip
+
+
+def stage_rule(model: Model) -> Rule:
+    """The rule of a number of stages that the model's layers are split into."""
+    most = model.config.num_layers
+    return (lambda value: is_int(value, 1, most)), f"a whole number from 1 to {most}, the model's layers"
+
+
+def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -> None:
+    """Check arguments of `Engine`, or those of `generate` and others that they pass on to it.
+
+    Raises:
+        RequestError: not a model, not a transport, or an option of the wrong type or out of range.
+    """
+    if (wrong := wrong_transport(transport)) is not None:
+        raise RequestError(call, *wrong)
+    check_values(call, RULES, {"model": model})
+    vocab = model.config.vocab_size
+    own: dict[str, Rule] = {
+        "pipeline": stage_rule(model),
+        "num_logprobs": (lambda value: is_int(value, 0, vocab), f"a whole number from 0 to {vocab}"),
+    }
+    check_values(call, RULES | own, options)
