@@ -108,6 +108,7 @@ class Distributed:
                     wire.connect(peer, addresses[peer], timeout)
                 wire.await_ranks(timeout)
                 self._link.end.connect(timeout)
+                wire.meet()
 
             monitor.connect_together(connect, timeout)
         except RankError as error:

@@ -291,17 +291,19 @@ class Monitor:
         results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         threading.Thread(target=attempt, name=CONNECT, daemon=True).start()
         others = [peer for peer in range(self.num_ranks) if peer != self.rank]
-        end = self.clock.now() + timeout
+        end, left, pause = self.clock.now() + timeout, False, _POLL / 4
         while True:
             self.liveness.observe(self.records, others)
             try:
-                error = results.get(timeout=_POLL / 4)
+                error = results.get(timeout=pause)
                 break
             except queue.Empty:
                 self.raise_failure()
-                if self.clock.now() >= end or any(self.records.exit(peer) for peer in others):
+                if self.clock.now() >= end or left:
                     error = TimeoutError(f"no progress for {timeout:g} s")
                     break
+                if any(self.records.exit(peer) for peer in others):  # perhaps connected, and done with its work
+                    left, pause = True, self._silence
         if error is not None:
             blamed = (self.liveness.silent(self._silence) or [self.rank])[0]
             cause = f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"

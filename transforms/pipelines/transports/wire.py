@@ -186,6 +186,15 @@ class Wire:
             self._fill(connection, peer)
         return payload
 
+    def meet(self) -> None:
+        """Wait until every rank has called this: a rank that is done at once must not close what another one still
+        connects."""
+        others = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        for peer in others:
+            self.send(peer, b"")
+        for peer in others:
+            self.recv(peer, lambda: None)
+
     def poll(self, peer: int) -> bytes | None:
         """The next frame from a rank; None if there is none yet.
 

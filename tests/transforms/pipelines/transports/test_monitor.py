@@ -1,6 +1,7 @@
 """Records and the monitor: the ranks' records and the rank to blame, without processes and by a fake clock."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -251,6 +252,12 @@ def test_a_rank_that_cannot_connect_is_named_by_all() -> None:
     errors = together(lambda: one.connect_together(for_ever, 5), lambda: two.connect_together(refuses, 5))
     for error in errors:
         assert (error.rank, error.instruction, error.cause) == (1, "connect", "RuntimeError: no such interface")
+
+
+def test_a_rank_may_end_when_all_are_connected() -> None:
+    one = monitors(2, timeout=4)[0]
+    write_exit(one.records.exits, 1, Exit(True, "its function returned"), secret=SECRET)
+    one.connect_together(lambda: time.sleep(0.3), 30)
 
 
 def test_a_rank_that_stops_while_it_connects_is_named() -> None:

@@ -63,6 +63,16 @@ def test_all_ranks_are_connected_with_all_others() -> None:
         wire.close()
 
 
+def test_a_rank_that_is_done_at_once_waits_until_all_have_connected(pair: list[Wire]) -> None:
+    zero, one = pair
+    first = threading.Thread(target=lambda: (one.meet(), one.close()))
+    first.start()
+    first.join(0.2)
+    assert first.is_alive()
+    zero.meet()
+    first.join()
+
+
 def test_a_rank_with_another_secret_is_refused() -> None:
     zero, one = wires(2, [SECRET, Secret.fresh()])
     with pytest.raises(RefusedError, match="it closed the connection when this rank proved that it holds the secret"):
