@@ -1,6 +1,9 @@
 """The NCCL end: carries tensors on GPUs."""
 
+import atexit
+import gc
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.torchapi.distributed import nccl_group
+from weft.transforms.graphs.graphified import clear_caches
 from weft.transforms.pipelines.transports.messages import DeviceEvent, as_bytes
 from weft.transforms.pipelines.transports.monitor import Monitor
 
@@ -98,11 +102,12 @@ class NcclEnd:
         """End the communicators; abort them if a rank failed, so that no kernel waits for it.
 
         NCCL does not end a communicator that a graph holds. Then this returns, and the communicator ends with the graph
-        or the process.
+        or, before the interpreter ends, when all graphs are dropped.
         """
         groups = dict(self._groups)
         self._groups.clear()
         self._under_way.clear()
+        gc.collect()  # graphs that nobody can replay any more may be in cycles
         _end_all([group.abort if failed else group.shutdown for group in groups.values()])
 
 
@@ -111,5 +116,22 @@ def _end_all(ends: Sequence[Callable[[], Any]]) -> None:
     threads = [threading.Thread(target=end, name="weft ends NCCL", daemon=True) for end in ends]
     for thread in threads:
         thread.start()
+    if _still_run(threads):
+        atexit.register(_end_at_exit, threads)
+
+
+def _still_run(threads: Sequence[threading.Thread]) -> bool:
+    """Whether one of these threads still runs after a while."""
+    end = time.monotonic() + _CLOSING
     for thread in threads:
-        thread.join(_CLOSING)
+        thread.join(max(end - time.monotonic(), 0))
+    return any(thread.is_alive() for thread in threads)
+
+
+def _end_at_exit(threads: Sequence[threading.Thread]) -> None:
+    """Drop all graphs, so that communicators end: a thread that came back from NCCL while the interpreter ends would
+    abort the process."""
+    if _still_run(threads):
+        clear_caches()
+        gc.collect()
+        _still_run(threads)
