@@ -302,5 +302,5 @@ def _check_attention_is_full(fields: Fields, known: Architecture) -> None:
     if types is None:
         return
     layers = fields.integer("num_hidden_layers", known.defaults["num_hidden_layers"])
-    full = isinstance(types, list) and types == ["full_attention"] * layers
+    full = isinstance(types, list) and len(types) == layers and all(kind == "full_attention" for kind in types)
     fields.check(full, "layer_types", f"weft supports 'full_attention' in each of the {layers} layers")

@@ -271,7 +271,7 @@ def find_file(folder: Path, names: Sequence[str], call: str, instead: str, other
     seen = f"{str(folder)!r:.300} has no {' and no '.join(names)}"
     for pattern, remedy in others.items() if os.path.isdir(folder) else ():
         if file := min(folder.glob(pattern), default=None):
-            seen, instead = f"{seen}, only {file.name!s:.300}", remedy
+            seen, instead = f"{seen}, but {file.name!s:.300}", remedy
     raise CheckpointNotFoundError(call, seen, instead)
 
 

@@ -54,7 +54,7 @@ class StageLayout:
 
 def check_layout(layout: StageLayout, num_layers: int, call: str) -> None:
     """Raise ProgramError unless a layout is of a model with so many layers."""
-    if layout.stop > num_layers or layout.last != (layout.stop == num_layers):
+    if layout.stop > num_layers or (layout.last and layout.stop != num_layers):
         seen = f"a layout that ends with layer {layout.stop - 1}, and a model of {num_layers} layers"
         raise ProgramError(call, seen, f"split_layers({num_layers}, {layout.num_stages})[{layout.index}]")
 

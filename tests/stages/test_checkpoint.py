@@ -20,7 +20,7 @@ from weft.errors import ConfigError, ProgramError
 from weft.stages import checkpoint
 from weft.stages.checkpoint import load_params, tensor_shapes
 from weft.stages.config import ModelConfig, load_config
-from weft.stages.layout import split_layers
+from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams, num_bytes, slice_params
 from weft.trees import leaves_with_names
 
@@ -191,6 +191,7 @@ def test_slices_share_the_whole_models_tensors(folder: Path) -> None:
     stages = [slice_params(complete, layout) for layout in split_layers(5, 3)]
     assert set(shared(stages)) == set(shared([complete]))
     assert sum(map(num_bytes, stages)) == num_bytes(complete) + 2 * complete.inv_freq.nbytes
+    assert slice_params(complete, StageLayout(0, 2, 0, 5)).layers == complete.layers
     with pytest.raises(ProgramError, match="already a stage's"):
         slice_params(stages[0], split_layers(5, 3)[0])
     with pytest.raises(ProgramError, match=r"a model of 5 layers\n.*split_layers\(5, 2\)\[1\]"):

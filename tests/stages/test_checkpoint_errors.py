@@ -60,7 +60,7 @@ def test_missing_folders_and_files(folder: Path) -> None:
     assert_refused(folder, seen, "pass a folder that save_pretrained wrote", CheckpointNotFoundError)
     (folder / "pytorch_model.bin").write_bytes(b"")
     instead = "convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
-    assert_refused(folder, f"{seen}, only pytorch_model.bin", instead, CheckpointNotFoundError)
+    assert_refused(folder, f"{seen}, but pytorch_model.bin", instead, CheckpointNotFoundError)
 
 
 def test_a_missing_shard(shards: Path) -> None:

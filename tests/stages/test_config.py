@@ -157,6 +157,11 @@ SUPPORTED = "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM,
             "config.json has layer_types=['full_attention']",
             "weft supports 'full_attention' in each of the 2 layers",
         ),
+        (  # the right list for so many layers would fill the memory
+            {**QWEN2, "num_hidden_layers": 2**31 - 1, "layer_types": ["full_attention"]},
+            "config.json has layer_types=['full_attention']",
+            f"weft supports 'full_attention' in each of the {2**31 - 1} layers",
+        ),
         (
             {**LLAMA, "sliding_window": 4096},
             "config.json has sliding_window=4096",

@@ -170,13 +170,13 @@ class Options:
         for field in (fields[name] for name in fields if name in self.given):
             flag, needs = flag_of(field.name), field.metadata["needs"]
             written = f"{flag} {getattr(self, field.name)}"
-            if needs and needs not in self.given:
-                both = (f"{flag_of(name)} {fields[name].metadata['kind']['metavar']}" for name in (field.name, needs))
-                self.refuse(written, f"no {flag_of(needs)}", " ".join(both))
             for other in field.metadata["without"].split():
                 if other in self.given:
                     seen = f"{flag_of(other)}, with which {flag} counts for nothing"
                     self.refuse(written, seen, f"leave out {flag}, or {flag_of(other)}")
+            if needs and needs not in self.given:
+                both = (f"{flag_of(name)} {fields[name].metadata['kind']['metavar']}" for name in (field.name, needs))
+                self.refuse(written, f"no {flag_of(needs)}", " ".join(both))
 
 
 def flag_of(name: str) -> str:

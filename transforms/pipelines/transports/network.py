@@ -113,11 +113,20 @@ def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Sec
                 file.unlink()
         return
     name = bytes(store.get("secret")).decode(errors="replace")
-    if not re.fullmatch("[0-9a-f]{16}", name) or not (folder / name).is_file():
+    key = _read(folder / name) if re.fullmatch("[0-9a-f]{16}", name) else None
+    if key is None:
         seen = f"no secret that rank 0 left in {folder}, which is said to be in its file {name!r:.60}"
         instead = f"all ranks as one user on one machine, or {_EXPORT}"
         raise ProgramError(f"Distributed() on rank {rank}", seen, instead)
-    yield Secret((folder / name).read_bytes())
+    yield Secret(key)
+
+
+def _read(file: Path) -> bytes | None:
+    """What a file holds; None if it is not there, or cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return None
 
 
 def _private_folder() -> Path:
