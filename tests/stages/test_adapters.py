@@ -282,7 +282,7 @@ def test_files_that_are_missing_or_damaged(saved: Saved) -> None:
     with pytest.raises(CheckpointError, match=r"adapter_model.safetensors .20 bytes. is damaged"):
         weft.load_adapter(saved.model, saved.folder)
     weights.rename(saved.folder / "adapter_model.bin")
-    with pytest.raises(CheckpointNotFoundError, match=r"only adapter_model.bin(.|\n)*as safetensors"):
+    with pytest.raises(CheckpointNotFoundError, match=r"but adapter_model.bin(.|\n)*as safetensors"):
         weft.load_adapter(saved.model, saved.folder)
     with pytest.raises(CheckpointNotFoundError, match=r"has no adapter_config.json(.|\n)*save_pretrained"):
         weft.load_adapter(saved.model, saved.folder / "nowhere")
