@@ -1,4 +1,4 @@
-"""What commands print and write. Importing it imports neither torch, numpy nor rich."""
+"""Tables, counts and files that commands print and write. It imports neither torch, numpy nor rich."""
 
 import os
 from collections.abc import Iterable, Mapping

@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -204,14 +204,11 @@ def batch_embeds(
     """
     if not any(EMBEDDED in ids for ids in token_ids):
         return None
-    like = next(own.inputs_embeds for own in extras if own is not None and own.inputs_embeds is not None)
+    held = [None if own is None else own.inputs_embeds for own in extras]
+    like = next(own for own in held if own is not None)
     embeds = torch.zeros(sum(map(len, token_ids)), like.shape[1], dtype=like.dtype, device=device)
-    first = 0
-    for own, start, ids in zip(extras, starts, token_ids, strict=True):
-        if own is not None and own.inputs_embeds is not None:
-            rows = own.inputs_embeds[start : start + len(ids)]
-            embeds[first : first + len(rows)] = to_device(rows, device)
-        first += len(ids)
+    for first, rows in _in_batch(held, starts, token_ids):
+        embeds[first : first + len(rows)] = to_device(rows, device)
     return embeds
 
 
@@ -226,14 +223,23 @@ def batch_positions(
     Args:
         extras, starts, token_ids: as for `batch_embeds`.
     """
-    positions = torch.full((3, sum(map(len, token_ids))), IN_ORDER)
+    positions = torch.full((sum(map(len, token_ids)), 3), IN_ORDER)
+    held = [None if own is None or own.positions is None else own.positions.T for own in extras]
+    for first, rows in _in_batch(held, starts, token_ids):
+        positions[first : first + len(rows)] = rows
+    return to_device(positions.T.contiguous(), device) if bool((positions >= 0).any()) else None
+
+
+def _in_batch(
+    values: Sequence[Tensor | None], starts: Sequence[int], token_ids: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, Tensor]]:
+    """For each request whose prompt has a row of values per token: the index of its first token in the batch, and the
+    rows of its tokens."""
     first = 0
-    for own, start, ids in zip(extras, starts, token_ids, strict=True):
-        if own is not None and own.positions is not None:
-            columns = own.positions[:, start : start + len(ids)]
-            positions[:, first : first + columns.shape[1]] = columns
+    for own, start, ids in zip(values, starts, token_ids, strict=True):
+        if own is not None:
+            yield first, own[start : start + len(ids)]
         first += len(ids)
-    return to_device(positions, device) if bool((positions >= 0).any()) else None
 
 
 def stack_masks(masks: Sequence[bytes | None]) -> Tensor:

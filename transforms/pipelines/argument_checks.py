@@ -14,7 +14,7 @@ from weft.transforms.pipelines.transports.local import Local
 from weft.trees import tree_leaves
 
 Mistake = tuple[str, str]
-"""What was seen, and what to write instead."""
+"""A mistake in two texts: the thing that was seen, and the code to write instead."""
 
 _SIGNATURE = "(params, state, batch, x) -> (state, y)"
 

@@ -120,35 +120,37 @@ def generated(request: CompletionRequest, mask: Half | None) -> list[int]:
     return [int(token) for token in made[0, ids.shape[1] :]]
 
 
+class Counting(EngineMachine):
+    """Counts the traces in which each thing happened, and knows of rows, too, which have no public name."""
+
+    reached: Counter[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masked_rows: set[int] = set()
+
+    def _look(self, outputs: Sequence[RequestOutput]) -> None:
+        super()._look(outputs)
+        decoding = [one for one in self.engine._host.running.values() if one.on_device]
+        unmasked = {one.row for one in decoding if not one.request.is_masked}
+        if self.masked_rows & unmasked:
+            self.seen.add("no mask in a row that had one")
+        self.masked_rows |= {one.row for one in decoding} - unmasked
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "engine"):
+            self.reached.update(["traces", *self.seen])
+            self.reached.update(" and ".join(pair) for pair in PAIRS if self.seen >= set(pair))
+
+
 def counting_machine(graph: str, stages: int) -> tuple[type[EngineMachine], Counter[str]]:
     """A machine, and the number of its traces in which each thing happened."""
     reached: Counter[str] = Counter()
-    base = engine_machine(
+    machine = engine_machine(
         ours(), by_transformers, adapters=adapters(), speculation=speculation(), graph=graph, pipeline=stages
     )
-
-    class Counting(base):  # type: ignore[misc, valid-type]  # mypy refuses a base class that is computed
-        """Knows of rows, too, which have no public name."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.masked_rows: set[int] = set()
-
-        def _look(self, outputs: Sequence[RequestOutput]) -> None:
-            super()._look(outputs)
-            decoding = [one for one in self.engine._host.running.values() if one.on_device]
-            unmasked = {one.row for one in decoding if not one.request.is_masked}
-            if self.masked_rows & unmasked:
-                self.seen.add("no mask in a row that had one")
-            self.masked_rows |= {one.row for one in decoding} - unmasked
-
-        def teardown(self) -> None:
-            super().teardown()
-            if hasattr(self, "engine"):
-                reached.update(["traces", *self.seen])
-                reached.update(" and ".join(pair) for pair in PAIRS if self.seen >= set(pair))
-
-    return Counting, reached
+    return type("CountingMachine", (Counting, machine), {"reached": reached}), reached
 
 
 @pytest.mark.parametrize(("graph", "stages"), WAYS)

@@ -131,6 +131,8 @@ class Monitor:
         def look() -> None:
             self.raise_failure()
             check()
+            if self.records.exit(peer):  # its connection may stay open in a process that it forked
+                raise self.explain(peer, "its process ended", gone=[peer])
 
         with self._waiting(peer, self.timeout) as check:
             yield look

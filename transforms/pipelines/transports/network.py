@@ -122,7 +122,7 @@ def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Sec
 
 
 def _read(file: Path) -> bytes | None:
-    """What a file holds; None if it is not there, or cannot be read."""
+    """The contents of a file; None if it is missing or cannot be read."""
     try:
         return file.read_bytes()
     except OSError:

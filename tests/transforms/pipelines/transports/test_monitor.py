@@ -233,6 +233,16 @@ def test_a_rank_whose_process_ended_is_named_at_once() -> None:
     assert (error.value.rank, error.value.cause) == (1, "its process ended: exit code 3")
 
 
+def test_a_rank_that_waits_for_a_message_is_told_of_the_senders_end() -> None:
+    one = monitors(2, timeout=60)[0]
+    with one.waiting_for(1) as look:
+        look()
+        write_exit(one.records.exits, 1, Exit(False, "exit code 3"), secret=SECRET)
+        with pytest.raises(RankError) as error:
+            look()
+    assert (error.value.rank, error.value.cause) == (1, "its process ended: exit code 3")
+
+
 def test_ranks_connect_and_say_so() -> None:
     called: list[int] = []
     calls = (lambda w=w: w.connect_together(lambda: called.append(w.rank), 5) for w in monitors(2))
