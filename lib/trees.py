@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import attrs
-from torch import Tensor
+from torch import Size, Tensor
 
 from weft.arguments.checks import kind_of
 from weft.errors import DescriptorError, TreeError
@@ -20,15 +20,39 @@ C = TypeVar("C", bound=type)
 T = TypeVar("T")
 
 TreeSpec = _pytree.TreeSpec
-tree_map = _pytree.tree_map
-tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
-tree_leaves = _pytree.tree_leaves
-tree_structure = _pytree.tree_structure
 keystr = _pytree.keystr
 
 _AXES, _STATIC, _DESCRIPTOR = "weft.axes", "weft.static", "weft.descriptor"
 _FIELDS = "__weft_fields__"
+
+
+def _is_size(node: Any) -> bool:
+    """Whether a value is a torch.Size, which is a leaf here: torch's pytree would make a tuple of it."""
+    return type(node) is Size
+
+
+IsLeaf = Callable[[Any], bool]
+
+
+def tree_flatten(tree: Any, is_leaf: IsLeaf = _is_size) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a tree, and its structure."""
+    return _pytree.tree_flatten(tree, is_leaf)
+
+
+def tree_leaves(tree: Any, is_leaf: IsLeaf = _is_size) -> list[Any]:
+    """The leaves of a tree."""
+    return _pytree.tree_leaves(tree, is_leaf)
+
+
+def tree_structure(tree: Any, is_leaf: IsLeaf = _is_size) -> TreeSpec:
+    """The structure of a tree."""
+    return _pytree.tree_structure(tree, is_leaf)
+
+
+def tree_map(fn: Callable[..., Any], tree: Any, *others: Any, is_leaf: IsLeaf = _is_size) -> Any:
+    """Apply `fn` to each leaf of a tree, with the leaves of other trees in the same place."""
+    return _pytree.tree_map(fn, tree, *others, is_leaf=is_leaf)
 
 
 @attrs.frozen
@@ -202,18 +226,23 @@ def pytree(cls: C) -> C:
 
 
 def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
-    """The `value_key`s of the keys of all dicts in a structure, which `==` does not tell apart; without strings."""
-    own: list[Any] = []
-    if isinstance(structure.type, type) and issubclass(structure.type, dict):
-        keys = structure.context[1] if structure.type is defaultdict else structure.context
+    """The `value_key`s of what `==` does not tell apart in a structure: the keys of all dicts, without strings, and
+    the contexts of classes that others registered."""
+    kind, context, own = structure.type, structure.context, list[Any]()
+    if isinstance(kind, type) and issubclass(kind, dict):
+        keys = context[1] if kind is defaultdict else context
         own = [value_key(key) for key in keys if type(key) is not str]
+    elif context is not None and not isinstance(context, type | Context):
+        own = [value_key(context)]
     return (*own, *(found for child in children_of(structure) for found in keys_in(child)))
 
 
 def leaves_with_names(tree: Any) -> list[tuple[str, Any]]:
     """The leaves with their paths as text (`.kv_pages`, `[0]['w']`), in flattening order. Children without names
     are numbered."""
-    pairs, _ = _pytree.tree_flatten_with_path(tree, is_leaf=lambda node: unnamed_children(node) is not None)
+    pairs, _ = _pytree.tree_flatten_with_path(
+        tree, is_leaf=lambda node: _is_size(node) or unnamed_children(node) is not None
+    )
     found: list[tuple[str, Any]] = []
     for path, part in pairs:
         if (children := unnamed_children(part)) is None:

@@ -21,7 +21,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weft.torchapi.watching import unwatched, watched
 
 pytree = _pytree
 
@@ -30,25 +32,6 @@ READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 """The dispatch key that comes first inside a transform of torch.func, and nowhere else."""
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class DispatchMode(TorchDispatchMode):
-    """`TorchDispatchMode` with types; a subclass defines `__torch_dispatch__(func, types, args, kwargs)`, which
-    torch.compile may not trace."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that tells torch.compile so costs more than most handlers
-
-    def __init__(self) -> None:
-        TorchDispatchMode.__init__(self)
-
-    def __enter__(self) -> Self:
-        TorchDispatchMode.__enter__(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        TorchDispatchMode.__exit__(self, *error)
 
 
 class FunctionMode(TorchFunctionMode):
@@ -123,16 +106,17 @@ def unnamed_children(node: Any) -> list[Any] | None:
     return None if known is None or known.flatten_with_keys_fn is not None else list(known.flatten_fn(node)[0])
 
 
-def unseen() -> contextlib.AbstractContextManager[Any]:
-    """A context in which operators bypass all dispatch modes."""
-    modes: contextlib.AbstractContextManager[Any] = _disable_current_modes()
-    return modes
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """A context in which operators bypass all dispatch modes and watches."""
+    with _disable_current_modes(), unwatched():
+        yield
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a dispatch mode is active in this thread (a capture, a trace, fake tensors, a counter of operators), or a
-    trace of torch.jit."""
-    return _len_torch_dispatch_stack() > 0 or _is_tracing()
+    """Whether a capture, a dispatch mode (a trace, fake tensors, a counter of operators), or a trace of torch.jit is
+    active in this thread."""
+    return _len_torch_dispatch_stack() > 0 or watched() or _is_tracing()
 
 
 def in_functorch_transform() -> bool:
@@ -152,15 +136,32 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
 
 
 def in_plain_surroundings() -> bool:
-    """Whether no dispatch mode, no function mode, no torch.func transform, no forward-mode level and no trace of
-    torch.jit is active."""
+    """Whether no capture, no dispatch mode, no function mode, no torch.func transform, no forward-mode level, no hooks
+    on saved tensors and no trace of torch.jit are active."""
     return (
         _len_torch_dispatch_stack() == 0
         and _len_torch_function_stack() == 0
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
+        and not watched()
         and not _is_tracing()
+        and saved_tensors_hooks() is None
     )
+
+
+def saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The innermost pair of `torch.autograd.graph.saved_tensors_hooks`; None if there is none."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+def without_surroundings() -> contextlib.AbstractContextManager[Any]:
+    """A context in which operators run as below autograd, autocast and all function modes."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+    stack.enter_context(torch._C._DisableAutocast())
+    stack.enter_context(torch._C.DisableTorchFunction())
+    return stack
 
 
 def global_state_check() -> Callable[[], bool]:
@@ -242,6 +243,41 @@ def signal_capture() -> Iterator[None]:
         yield
     finally:
         _SIGNALLED.reset(token)
+
+
+_STANDS_FOR_DEFAULT: ContextVar[torch.Generator | None] = ContextVar("weft.default_generator", default=None)
+
+
+@functools.cache
+def _divert_default_generator() -> None:
+    """Make torch's functions for the CPU's default generator use the one that stands for it, if there is one."""
+
+    def diverting(name: str, method: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(torch.random, name)
+
+        @functools.wraps(function)
+        def divert(*args: Any, **kwargs: Any) -> Any:
+            generator = _STANDS_FOR_DEFAULT.get()
+            return function(*args, **kwargs) if generator is None else getattr(generator, method)(*args, **kwargs)
+
+        return divert
+
+    for name in ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state"):
+        diverted = diverting(name, name.replace("rng_", ""))
+        setattr(torch.random, name, diverted)
+        setattr(torch, name, diverted)
+
+
+@contextlib.contextmanager
+def default_generator_is(generator: torch.Generator) -> Iterator[None]:
+    """A context in which `torch.manual_seed`, `torch.get_rng_state` and their like, called in this thread, use
+    `generator` in place of the CPU's default generator."""
+    _divert_default_generator()
+    token = _STANDS_FOR_DEFAULT.set(generator)
+    try:
+        yield
+    finally:
+        _STANDS_FOR_DEFAULT.reset(token)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -341,6 +377,12 @@ def generator_bytes(generator: torch.Generator) -> bytes:
         return ctypes.string_at(state.data_ptr(), state.numel())
 
 
+def generator_id(generator: torch.Generator) -> int:
+    """A number that identifies a generator as long as it lives; each operator gets another object for it."""
+    found: int = generator._cdata
+    return found
+
+
 def children_of(spec: Any) -> list[Any]:
     """The children of a tree's structure."""
     return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
@@ -383,5 +425,8 @@ _version_of = operator.attrgetter("_version")
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number that identifies the storage of `tensor` as long as the storage lives; a resize does not change it."""
+    """A number that identifies the storage of `tensor` as long as the storage lives; a resize does not change it. For a
+    tensor without a storage of its own (sparse), a number that identifies the tensor."""
+    if tensor.layout is not torch.strided:
+        return -id(tensor)
     return int(tensor.untyped_storage()._cdata)

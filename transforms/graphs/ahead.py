@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from weft.ops.register import triton_version
-from weft.torchapi.private import DispatchMode, storage_id
+from weft.torchapi.private import storage_id
+from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.operators import tensors_in
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call
@@ -16,15 +17,13 @@ from weft.transforms.graphs.memo import Graphs
 from weft.transforms.graphs.options import Graphable
 
 
-class _Zeros(DispatchMode):
+class _Zeros(OperatorWatch):
     """Makes weft's operators return zeros, because no kernel writes their results; zeros are valid as any index."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **kwargs or {})
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         if func.namespace == "weft":
-            inputs = {storage_id(x) for x in tensors_in(args, kwargs or {})}
+            inputs = {storage_id(x) for x in tensors_in(args, kwargs)}
             for output in tensors_in(result):
                 if storage_id(output) not in inputs:
                     output.zero_()

@@ -3,13 +3,13 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.errors import CaptureError, WeftError
 from weft.padding import inert, padded_shape
@@ -118,20 +118,21 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
     donated = _tensors({n: call.references[n] for n in graphable.roles.donated if n in call.references})
     saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
     originals, count, grad = (*call.reference_leaves, *buffers), len(call.reference_leaves), torch.is_grad_enabled()
-    requiring = [not grad and isinstance(x, Tensor) and x.requires_grad for x in (*call.reference_leaves, *leaves)]
-    callers_own = tree_unflatten(call.reference_leaves, call.reference_tree)
+    likes = (*call.reference_leaves, *call.copied_leaves)
     state = SavedTensors(saved)
-    aliases, arguments = _aliases(originals, requiring), list[weakref.ref[Tensor]]()
+    aliases, arguments = _aliases(originals, likes, grad), list[weakref.ref[Tensor]]()
 
     def run() -> Outputs:
         state.changed = True
-        own, aliases[:] = [*aliases], _aliases(originals, requiring)
+        own, aliases[:] = [*aliases], _aliases(originals, likes, grad)
         arguments.extend(weakref.ref(x) for x in own if isinstance(x, Tensor))
         references = tree_unflatten(own[:count], call.reference_tree)
         copied = tree_unflatten(own[count:], tree)
         with torch.set_grad_enabled(grad):
-            result = invoke(graphable.fn, graphable.roles, {**call.statics, **references, **copied})
-        donated = [callers_own[n] for n in graphable.roles.donated if n in callers_own]
+            result = invoke(graphable.fn, graphable.roles, {**call.statics, **references, **copied}, call.keywords)
+        _refuse_changed(graphable.name, (references, copied), own)
+        targets = tree_unflatten(_plain_aliases(call.reference_leaves), call.reference_tree)
+        donated = [targets[n] for n in graphable.roles.donated if n in targets]
         return make_outputs(result, donated, call.reference_leaves)
 
     @contextmanager
@@ -154,6 +155,7 @@ def audit_of(graphable: Graphable, prepared: Prepared, device: torch.device) -> 
         f"graphify({graphable.name})",
         Inputs(
             writable=prepared.donated,
+            donated=[(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) in donated],
             names=[(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) not in donated],
             buffers=_tensors(prepared.buffers),
             by_reference=_tensors(prepared.references),
@@ -263,12 +265,52 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _aliases(leaves: Iterable[Any], requiring: Iterable[bool]) -> list[Any]:
+def _aliases(leaves: Iterable[Any], likes: Iterable[Any], grad: bool) -> list[Any]:
     """New tensor objects on the same storages, so that donation or `requires_grad_()` inside the function does not mark
-    the caller's tensors; the flags `requiring` say which of them require grad from the start."""
+    the caller's tensors. They are like the caller's: parameters, leaves of autograd, with the same attributes, and one
+    object where the caller passed one tensor twice. Where autograd could record (`grad`), none requires grad."""
+    made: dict[int, Any] = {}
     with unseen():
-        pairs = zip(leaves, requiring, strict=True)
-        return [x.data.requires_grad_(requires) if isinstance(x, Tensor) else x for x, requires in pairs]
+        return [made.setdefault(id(like), _alias(x, like, grad)) for x, like in zip(leaves, likes, strict=True)]
+
+
+def _alias(leaf: Any, like: Any, grad: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    requires_grad, alias = like.requires_grad and not grad, leaf.data
+    if type(like) is nn.Parameter:
+        alias = nn.Parameter(alias, requires_grad)
+    elif requires_grad:
+        alias.requires_grad_()
+        if not like.is_leaf:
+            with torch.enable_grad():
+                alias = alias.view_as(alias)
+    vars(alias).update({name: value for name, value in vars(like).items() if not name.startswith("_weft")})
+    return alias
+
+
+def _plain_aliases(leaves: Iterable[Any]) -> list[Any]:
+    with unseen():
+        return [x.data if isinstance(x, Tensor) else x for x in leaves]
+
+
+def _refuse_changed(function: str, trees: tuple[dict[str, Any], ...], given: Sequence[Any]) -> None:
+    """Raise if a function changed a dict, a list or another container among its arguments: the caller's own is not
+    changed by a replay."""
+    leaves = [
+        (argument + path, x)
+        for tree in trees
+        for argument, value in tree.items()
+        for path, x in leaves_with_names(value)
+    ]
+    if len(leaves) == len(given) and all(x is y for (_, x), y in zip(leaves, given, strict=True)):
+        return
+    left = {id(x) for x in given}
+    where = next((path for path, x in leaves if id(x) not in left), "")
+    seen = f"it puts another value into its argument, at {where}" if where else "it takes values out of its arguments"
+    raise CaptureError(
+        f"graphify({function})", f"{seen}: a replay would not change the caller's container", "return the new value"
+    )
 
 
 def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any, buffer_axes: tuple[Axes | None, ...]) -> None:

@@ -11,7 +11,7 @@ import attrs
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weft.torchapi.private import DispatchMode
+from weft.torchapi.watching import OperatorWatch
 from weft.trees import tree_leaves, tree_map
 
 
@@ -101,8 +101,8 @@ def _quoted(text: str) -> str:
     return '"' + text.replace('"', r"\"").replace("\n", r"\n") + '"'
 
 
-class Writer(DispatchMode):
-    """A dispatch mode that writes down every operator that runs under it.
+class Writer(OperatorWatch):
+    """A watch that writes down every operator that runs under it.
 
     Args:
         inputs: (tensor, what it is), for the tensors that the function starts from.
@@ -119,10 +119,7 @@ class Writer(DispatchMode):
         for tensor, origin in inputs:
             self.inputs.append(self._new(tensor, origin))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reads = tuple(self._value(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         text = ", ".join([*map(self._show, args), *(f"{k}={self._show(v)}" for k, v in kwargs.items())])
         result = func(*args, **kwargs)

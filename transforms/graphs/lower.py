@@ -126,7 +126,7 @@ def lower(
     writer = Writer(inputs, graphable.split_at if decision.mode == "piecewise" else frozenset())
     audit = audit_of(graphable, prepared, device)
     with prepared.restored(audit):
-        with signal_capture(), writer, audit:
+        with signal_capture(), audit.random.private_draws(), writer, audit:
             outputs = prepared.run()
         result = tree_unflatten(list(outputs.leaves), outputs.structure)
         values = [

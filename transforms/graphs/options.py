@@ -79,7 +79,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     call = f"graphify({getattr(fn, '__name__', fn)!s:.60}, ...)"
     _check_function(call, fn)
     _check(call, options)
-    signature, declared = _signature_of(call, fn), donated_argnames(fn)
+    (signature, own_signature), declared = _signatures_of(call, fn), donated_argnames(fn)
     static = names_in(options["static_argnames"])
     extra = tuple(n for n in names_in(options["donate_argnames"]) if n not in declared)
     by_name = options["reference_argnames"]
@@ -102,7 +102,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     return Graphable(
         fn=donates(*extra)(fn) if extra else fn,
         name=name,
-        roles=Roles(signature, static, donated, by_reference, _module_of(fn)),
+        roles=Roles(signature, own_signature, static, donated, by_reference, _module_of(fn)),
         ladder=None if ladder is None else as_ladder(ladder),
         split_at=frozenset(operators_in(call, options["split_at"])),
         backend=options["backend"],
@@ -133,9 +133,13 @@ def operators_in(call: str, given: Operators) -> Iterator[str]:
         yield name.partition(".")[0]
 
 
-def _signature_of(call: str, fn: Callable[..., Any]) -> inspect.Signature:
+def _signatures_of(call: str, fn: Callable[..., Any]) -> tuple[inspect.Signature, inspect.Signature]:
+    """The signature that names the arguments, and the function's own: those of a decorator with `functools.wraps` and
+    the function that it wraps differ if it adds, drops or renames arguments."""
     try:
-        return inspect.signature(fn)
+        named, own = inspect.signature(fn), inspect.signature(fn, follow_wrapped=False)
+        variadic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.parameters.values())
+        return (named if variadic else own), own
     except (ValueError, TypeError):
         name = getattr(fn, "__name__", "fn")
         instead = f"a function that calls it, such as lambda x: {name}(x)"

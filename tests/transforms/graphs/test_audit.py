@@ -43,7 +43,7 @@ READS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
     "map_": ("Tensor.map_ runs Python on each element", lambda x: x.clone().map_(x, lambda a, b: a + b), (X,)),
     "asarray": ("asarray of a list of tensors reads them", lambda x: torch.asarray([x[0], x[1]]), (X,)),
     "tensor": ("tensor of tensors reads them", lambda x: torch.tensor([x[0], x[1]]), (X,)),
-    "Tensor": ("Tensor.__float__ reads a tensor", lambda x: torch.Tensor([x[0], x[1]]), (X,)),
+    "Tensor": ("Tensor.__index__ reads a tensor", lambda x: torch.Tensor([x[0], x[1]]), (X,)),
     "new": ("new of a list of tensors reads them", lambda x: x.new([x[0], x[1]]), (X,)),
     "an index": ("an index that is a list of tensors reads them", lambda x, i: x[[[i, i]]], (X, INDEX)),
     "an index written": (

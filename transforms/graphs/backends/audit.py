@@ -1,10 +1,11 @@
 """`Audit` refuses operations that a replay cannot repeat: host reads, shapes that depend on data, writes to tensors
 that the function does not own. It watches one run, and its errors name the user's line."""
 
+import contextlib
 import gc
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import attrs
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.private import DispatchMode, in_compiled, signal_capture, storage_id, uncompiled
+from weft.torchapi.private import in_compiled, signal_capture, storage_id, uncompiled
+from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.host_reads import REMEDY, REMEDY_OF_COPIES, HostReads, refusal
 from weft.transforms.graphs.backends.operators import (
     COPY,
@@ -27,6 +29,8 @@ from weft.transforms.graphs.backends.operators import (
     written,
 )
 from weft.transforms.graphs.backends.randomness import Randomness
+from weft.transforms.graphs.calls.results import Outputs
+from weft.trees import tree_leaves
 
 _CONSULT_SWITCHES = ("convolution", "cudnn", "scaled_dot_product", "batch_norm", "native_multi_head", "encoder", "rnn")
 
@@ -37,6 +41,7 @@ class Inputs:
 
     Args:
         writable: tensors whose storage it may write (donated arguments).
+        donated: the caller's own donated tensors, by name.
         names: the other arguments by name, for the error about a write to one.
         buffers: the input buffers among the arguments, which a replay fills again.
         by_reference: the caller's own tensors, captured by reference, which a recording need not keep alive.
@@ -45,6 +50,7 @@ class Inputs:
     """
 
     writable: Sequence[Tensor] = ()
+    donated: Sequence[tuple[str, Tensor]] = ()
     names: Sequence[tuple[str, Tensor]] = ()
     buffers: Sequence[Tensor] = ()
     by_reference: Sequence[Tensor] = ()
@@ -52,10 +58,10 @@ class Inputs:
     arguments: Sequence[weakref.ref[Tensor]] = ()
 
 
-class Audit(DispatchMode):
-    """A dispatch mode that allows operations that a replay can repeat, and refuses all others. It collects the tensors
+class Audit(OperatorWatch):
+    """A watch that allows operations that a replay can repeat, and refuses all others. It collects the tensors
     from outside, which a recording must keep alive (`external`), and the names of operators (`called`), and it watches
-    random generators.
+    random generators. A refusal that the function swallows (`except Exception`) is raised when its run ends.
 
     A run is a rehearsal unless `restart()` was called before it; then it is the recorded run.
 
@@ -92,36 +98,42 @@ class Audit(DispatchMode):
         self.external: dict[int, Tensor] = {}
         self.called: set[str] = set()
         self.launches = 0
-        self.random = Randomness(call, _default_generators(on_device), inputs.generators)
-        self._host_reads = HostReads(call, self._is_argument, lambda t: storage_id(t) in self.own)
+        self._refusals: list[CaptureError] = []
+        self._failed = ""
+        self._callers_own = {id(t): name for name, t in inputs.donated}
+        self.random = Randomness(self.refuse, _default_generators(on_device), inputs.generators)
+        self._host_reads = HostReads(self.refuse, self._is_argument, lambda t: storage_id(t) in self.own)
 
     def __enter__(self) -> Self:
         self.random.begin()
-        self._casts = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(
-            False
-        )  # the cast of a weight, cached earlier, would be a constant in the graph
-        torch.clear_autocast_cache()
-        self._host_reads.__enter__()
-        super().__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_without_cached_casts())
+            stack.enter_context(self._host_reads)
+            super().__enter__()
+            stack.push(super().__exit__)
+            self._entered = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._host_reads.__exit__(*error)
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(self._casts)
-        if error[0] is None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._entered.__exit__(kind, error, trace)
+        if error is None:
             self.random.end()
+            if self._failed and not self._refusals:
+                fault = f"it goes on after an error of an operator, which depends on data: {self._failed}"
+                self.refuse(fault, "choose by values (torch.where), or handle the error outside the function")
+        if self._refusals and error is not self._refusals[0] and (error is None or isinstance(error, Exception)):
+            raise self._refusals[0] from error  # the function swallowed it
+
+    def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
+        """The error for something that a replay cannot repeat; it ends the run, whatever the function makes of it."""
+        self._refusals.append(refusal(self.call, fault, instead, error))
+        return self._refusals[-1]
 
     @uncompiled
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_compiled("weft.transforms.graphs.calls.call"):
             fault = "it calls a result of torch.compile, which cannot compile during a capture"
-            raise refusal(self.call, fault, "call the function that was compiled")
+            raise self.refuse(fault, "call the function that was compiled")
         self.called.add(func._schema.name)
         self.random.before_operator(func, kwargs.get("generator"))
         inputs = {storage_id(t): t for t in flat_tensors(args, kwargs)}
@@ -129,11 +141,13 @@ class Audit(DispatchMode):
         if func is torch.ops.aten.lift_fresh.default:
             # A constant in the function's source: each replay must start from its value, even if it is changed later.
             func = torch.ops.aten.clone.default
-        result, allocates = func(*args, **kwargs), False
+        result, allocates = self._call(func, args, kwargs), False
         self.random.after_operator(func)
         for storage, tensor in inputs.items():
             if storage not in self.own and storage not in self.names:
                 self.external.setdefault(storage, tensor)
+            elif storage in self._writable:
+                self._refuse_unaliased(tensor)
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             self._results.append(weakref.ref(tensor))
             if (storage := storage_id(tensor)) not in inputs:
@@ -141,6 +155,15 @@ class Audit(DispatchMode):
                 allocates = True
         self.launches += (allocates or func._schema.is_mutable) and func.overloadpacket not in ONLY_MEMORY
         return result
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            self._failed = f"{type(error).__name__} of {func}"
+            raise
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: dict[int, Tensor]) -> None:
         """Raise CaptureError if a replay cannot repeat this operation."""
@@ -153,26 +176,35 @@ class Audit(DispatchMode):
 
     def _check_suspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if fault := data_dependence(func, args, kwargs):
-            raise refusal(self.call, fault, REMEDY_OF_COPIES if fault.startswith(COPY) else REMEDY)
+            raise self.refuse(fault, REMEDY_OF_COPIES if fault.startswith(COPY) else REMEDY)
         if func._schema.name in PINS:
             raise self._pinned(func)
         if is_collective(func) and not self.collectives:
             instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
-            raise refusal(self.call, f"{func} is a collective operation, which waits for other ranks", instead)
+            raise self.refuse(f"{func} is a collective operation, which waits for other ranks", instead)
         if (seen := storage_reach(func, args, kwargs)) and seen[1] > self._dense.get(seen[0], math.inf):
             operator = func._schema.name.removeprefix("aten::")
             fault = f"{operator} of {self.names[seen[0]]} beyond its elements, which a replay does not have"
-            raise refusal(self.call, fault, "x.contiguous() first, or pass the whole tensor that it is a view of")
+            raise self.refuse(fault, "x.contiguous() first, or pass the whole tensor that it is a view of")
         for tensor in written(func, args, kwargs):
             if (storage := storage_id(tensor)) not in self.own:
                 name = self.names.get(storage, "a tensor from outside it")
                 fault = f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own"
                 pass_in = "" if storage in self.names else "pass it in (a module's: weft.stages.from_module) and "
                 instead = f"return a new tensor, or {pass_in}donate the argument (donate_argnames=...)"
-                raise refusal(self.call, fault, instead)
+                raise self.refuse(fault, instead)
+
+    def _refuse_unaliased(self, tensor: Tensor) -> None:
+        """Raise CaptureError for a donated tensor, or a view of it, that came from a closure and not as the
+        argument."""
+        owner = tensor if tensor._base is None else tensor._base
+        if (name := self._callers_own.get(id(owner))) is not None:
+            view = "" if owner is tensor else "a view of "
+            fault = f"it reads {view}{name}, which is donated, from outside its arguments"
+            raise self.refuse(fault, f"use the argument {name}, or do not donate it")
 
     def _pinned(self, func: Any) -> CaptureError:
-        return refusal(self.call, f"{func} allocates pinned host memory", "allocate it once, before the call")
+        return self.refuse(f"{func} allocates pinned host memory", "allocate it once, before the call")
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
         """Run the function before its capture, so that kernels compile and libraries create their workspaces.
@@ -183,13 +215,21 @@ class Audit(DispatchMode):
         """
         self.random.rehearse()
         try:
-            with self:
-                fn()
-            return
+            outputs = self._run(fn)
         except CaptureError:
+            outputs = None
+        if outputs is None:
             self._undo()
-        with signal_capture(), self:
-            fn()
+            with signal_capture():
+                outputs = self._run(fn)
+        returned = [x for x in outputs if isinstance(x, Tensor)]
+        del outputs  # with objects that hold other tensors
+        self.refuse_leaks(returned)  # what only the first run keeps (a cache), the recorded run does not show
+
+    def _run(self, fn: Callable[[], Any]) -> list[Any]:
+        with self.random.private_draws(), self:
+            outputs = fn()
+        return [*outputs.leaves] if isinstance(outputs, Outputs) else tree_leaves(outputs)
 
     def restart(self) -> None:
         """Undo the previous run, and make the next one the recorded run. Random generators are not restored here."""
@@ -200,6 +240,7 @@ class Audit(DispatchMode):
         self._rewind()
         self.own = set(self._writable)
         self.external, self._results, self.launches = {}, [], 0
+        self._refusals, self._failed = [], ""
 
     def consults_switches(self) -> bool:
         """Whether the function called operators that consult `weft.torchapi.private.backend_switches`."""
@@ -243,7 +284,7 @@ class Audit(DispatchMode):
             if tensor.is_cpu and (storage in self._writable or storage not in self.own):
                 name = self.names.get(storage, "a tensor from outside it")
                 fault = f"{name} is on the CPU, in a call with tensors on a GPU, so that its value would be frozen"
-                raise refusal(self.call, fault, f"move {name} to the device before the call")
+                raise self.refuse(fault, f"move {name} to the device before the call")
 
 
 def _dense_bytes(buffer: Tensor) -> int:
@@ -252,8 +293,18 @@ def _dense_bytes(buffer: Tensor) -> int:
     return buffer.nbytes if fills or (buffer.is_contiguous() and buffer.storage_offset() == 0) else 0
 
 
+@contextlib.contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Context without autocast's cache: the cast of a weight, cached earlier, would be a constant in the graph."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
+
+
 def _default_generators(device: torch.device | None) -> list[torch.Generator]:
-    found = [torch.default_generator]
-    if device is not None:
-        found.append(torch.cuda.default_generators[device.index or 0])
-    return found
+    return [] if device is None else [torch.cuda.default_generators[device.index or 0]]

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from weft.errors import CaptureError
 from weft.torchapi.private import (
-    DispatchMode,
     current_stream_id,
+    generator_id,
     replayer,
     stop_allocating_to_pool,
     storage_id,
     unowned,
 )
+from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.host_reads import refusal
 from weft.transforms.graphs.backends.operators import tensors_in
@@ -109,7 +110,7 @@ class CudaBackend:
         self.pool = torch.cuda.graph_pool_handle()
         self.input_buffers = InputBufferPool()
         self._warmed_up: set[tuple[bool, int]] = set()
-        self._generators: dict[torch.Generator, None] = {}
+        self._generators: dict[int, torch.Generator] = {}
         self._stream_id = current_stream_id(self.stream.device_index)
         self._last_stream = self.stream.cuda_stream
 
@@ -157,7 +158,7 @@ class CudaBackend:
                 pass  # perhaps a kernel that is not loaded yet, or a new generator; the eager run shows any other cause
         audit.rehearse(fn)
         self.stream.synchronize()
-        self._generators.update(dict.fromkeys(audit.random.initial_states))
+        self._generators.update((generator_id(g), g) for g in audit.random.generators)
         self._warmed_up.add(kind)
         try:
             return self._record(fn, audit, split_at)
@@ -168,7 +169,7 @@ class CudaBackend:
             raise refusal(audit.call, fault, "move operations that wait for the device out of it", error) from error
 
     def _record(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
-        audit.random.add_known(self._generators)
+        audit.random.add_known(self._generators.values())
         audit.restart()
         free, reserved = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_reserved(self.device)
         session = _Session(self.device, self.pool, split_at, audit)
@@ -208,7 +209,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Session(DispatchMode):
+class _Session(OperatorWatch):
     """One capture, which ends one graph before each split operator and begins the next one after it."""
 
     def __init__(self, device: torch.device, pool: Any, split_at: frozenset[str], audit: Audit) -> None:
@@ -222,15 +223,13 @@ class _Session(DispatchMode):
     def run(self, fn: Callable[[], Any]) -> Any:
         with _without_garbage_collection(), self._ended_on_error():
             self._begin()
-            with self if self.split_at else contextlib.nullcontext(), self.audit:
+            watch = self if self.split_at else contextlib.nullcontext()
+            with self.audit.random.private_draws(), watch, self.audit:
                 outputs = fn()
             self._end()
         return outputs
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.name not in self.split_at:
             return func(*args, **kwargs)
         self._end()
@@ -247,7 +246,7 @@ class _Session(DispatchMode):
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        for generator in self.audit.random.initial_states:
+        for generator in self.audit.random.generators:
             if generator.device.type == "cuda":
                 self._graph.register_generator_state(generator)
         self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")

@@ -36,14 +36,19 @@ class HostReads(FunctionMode):
     """A function mode that refuses host reads which never reach the dispatcher, and names each of them.
 
     Args:
-        call: the call in error messages, as the user writes it.
+        refuse: makes the error for a fault and its remedy.
         is_argument: whether a tensor is itself an argument, and not a view or result of one.
         is_own: whether a tensor was made inside the function.
     """
 
-    def __init__(self, call: str, is_argument: Callable[[Tensor], bool], is_own: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self,
+        refuse: Callable[..., CaptureError],
+        is_argument: Callable[[Tensor], bool],
+        is_own: Callable[[Tensor], bool],
+    ) -> None:
         super().__init__()
-        self.call = call
+        self.refuse = refuse
         self.is_argument, self.is_own = is_argument, is_own
         self.calls_attention = False
 
@@ -55,20 +60,20 @@ class HostReads(FunctionMode):
         if name == "__get__":
             return self._read_attribute(func, args)
         if found := _fault(func, name, args, kwargs):
-            raise refusal(self.call, *found)
+            raise self.refuse(*found)
         if name in _ATTENTION:
             self.calls_attention = True
             if off_fast_path():
                 fault = "the fast path of torch.nn's attention, which this capture cannot take"
                 instead = "torch.backends.mha.set_fastpath_enabled(False) before all calls"
-                raise refusal(self.call, fault, instead)
+                raise self.refuse(fault, instead)
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
             if not is_higher_order(func) or "HigherOrderOperator" not in str(error):
                 raise
             instead = f"torch.where, with both branches computed; or call torch.{func} outside the function"
-            raise refusal(self.call, f"torch.{func} chooses a branch, which a graph cannot do", instead) from None
+            raise self.refuse(f"torch.{func} chooses a branch, which a graph cannot do", instead) from None
 
     def _read_attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Read an attribute of a tensor, unless it is one that a replay would not read again."""
@@ -76,9 +81,9 @@ class HostReads(FunctionMode):
         if attribute is torch.Tensor.grad and (self.is_argument(args[0]) if value is None else not self.is_own(value)):
             instead = "pass the gradients as a separate argument, {name: p.grad for name, p in ...}"
             fault = ".grad of a tensor from outside is not an argument, so a replay does not read it again"
-            raise refusal(self.call, fault, instead)
+            raise self.refuse(fault, instead)
         if attribute is READ_BY_PICKLE and _is_pickled():
-            raise refusal(self.call, "pickle (torch.save) reads a tensor on the host", "x.clone(), or save it outside")
+            raise self.refuse("pickle (torch.save) reads a tensor on the host", "x.clone(), or save it outside")
         return value
 
 

@@ -121,10 +121,11 @@ COPY = "a copy from"
 
 def _device_crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """The fault of a copy between host and device, or None: a replay would copy the host's values of the capture."""
-    if func is torch.ops.aten.copy_.default:
-        source, target = args[1].device, args[0].device
-    else:
-        source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
+    copied = args[func is torch.ops.aten.copy_.default]
+    if not isinstance(copied, Tensor):  # a number of vmap's, which is a constant
+        return None
+    source, target = copied.device, args[0].device if copied is not args[0] else kwargs.get("device")
+    target = source if target is None else torch.device(target)
     if source.type == target.type:
         return None
     return f"{COPY} {source.type} to {target.type} inside the function"

@@ -1,14 +1,17 @@
 """`Randomness` watches the random generators that a captured function draws from: a replay draws further numbers, and
 does not seed again."""
 
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from weft.torchapi.private import generator_bytes, is_capturing
-from weft.transforms.graphs.backends.host_reads import refusal
+from weft.errors import CaptureError
+from weft.torchapi.private import default_generator_is, generator_bytes, generator_id, is_capturing
+from weft.torchapi.watching import OperatorWatch
+from weft.transforms.graphs.backends.operators import tensors_in
 
 _SEEDED = "it seeds a random generator, or sets its state, which a replay does not repeat"
 _SEED_OUTSIDE = "seed it before the call, or pass the random numbers in"
@@ -22,36 +25,57 @@ class Randomness:
     """Watches the random generators during a function's runs, and refuses a function that seeds one.
 
     A generator counts as seeded if its seed changed, or if it is in a state that it had before or that its seed gives.
-    A generator that is not a default one, which no other thread draws from, also counts as seeded if its state is not
-    the one that the last operator left. The recorded run starts from a state that occurs nowhere else. A generator that
-    no rehearsal drew from is made by the function itself.
+    A generator that is not a GPU's default one, which no other thread draws from, also counts as seeded if its state is
+    not the one that the last operator left. The recorded run starts from a state that occurs nowhere else. A generator
+    that no rehearsal drew from is made by the function itself.
+
+    In place of the CPU's default generator the runs draw from a copy. Other threads draw from the default one then,
+    and would draw numbers twice if its state was restored after the run.
 
     Args:
-        call: the call in error messages, as the user writes it.
-        default: the default generators.
+        refuse: makes the error for a fault and its remedy.
+        default: the default generators of GPUs.
         known: other generators, such as those among the arguments.
     """
 
-    def __init__(self, call: str, default: Sequence[torch.Generator], known: Iterable[torch.Generator]) -> None:
-        self.call = call
-        self.default = default
-        self.initial_states = {generator: generator.get_state() for generator in (*default, *known)}
-        self._initial_bytes = {generator: generator_bytes(generator) for generator in self.initial_states}
-        self._seeds: dict[torch.Generator, int] = {}
-        self._seen_states: dict[torch.Generator, list[bytes]] = {}
+    def __init__(
+        self, refuse: Callable[..., CaptureError], default: Sequence[torch.Generator], known: Iterable[torch.Generator]
+    ) -> None:
+        self.refuse = refuse
+        self._copy = torch.Generator()
+        self._copy.set_state(torch.default_generator.get_state())
+        self._shared = {generator_id(generator) for generator in default}
+        self._known: dict[int, _Known] = {}
+        self.add_known((self._copy, *default, *(g for g in known if not _is_default(g))))
         self._recording = self._rehearsed = False
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The known generators."""
+        return tuple(known.generator for known in self._known.values())
+
+    @contextlib.contextmanager
+    def private_draws(self) -> Iterator[None]:
+        """Context of a run, in which the copy stands for the CPU's default generator."""
+        seed = torch.default_generator.initial_seed()
+        try:
+            with default_generator_is(self._copy), _PrivateDraws(self._copy):
+                yield
+        finally:
+            if torch.default_generator.initial_seed() != seed:  # a method of the default generator itself was called
+                torch.default_generator.set_state(self._known[generator_id(self._copy)].initial_state)
+                raise self.refuse(_SEEDED, _SEED_OUTSIDE)
 
     def add_known(self, generators: Iterable[torch.Generator]) -> None:
         """Add known generators."""
         for generator in generators:
-            if generator not in self.initial_states:
-                self._add(generator)
+            self._known.setdefault(generator_id(generator), _Known(generator))
 
     def record(self) -> None:
         """Make the next run the recorded one. Called before a capture begins: during a capture a CUDA generator's state
         cannot be read, and CUDA refuses a change of its seed, so a seed is set here that the function would not set."""
         self._recording = True
-        for generator in self.initial_states:
+        for generator in self.generators:
             if generator.device.type == "cuda":  # drawing a number is not allowed while another thread captures
                 generator.manual_seed(generator.initial_seed() ^ 1)
             else:
@@ -63,19 +87,19 @@ class Randomness:
 
     def begin(self) -> None:
         """Begin a run."""
-        self._seeds, self._seen_states = {}, {}
         self._rehearsed = self._rehearsed or not self._recording
-        for generator in self.initial_states:
-            self._observe(generator)
+        for known in self._known.values():
+            known.begin()
 
     def end(self) -> None:
         """End a run; raise CaptureError if it seeded a generator after its last draw."""
-        if any(self._was_seeded(generator) for generator in self._seeds):
-            raise refusal(self.call, _SEEDED, _SEED_OUTSIDE)
+        for identity, known in self._known.items():
+            if known.was_seeded(identity in self._shared):
+                raise self.refuse(_SEEDED, _SEED_OUTSIDE)
 
     def before_operator(self, func: Any, generator: torch.Generator | None) -> None:
         """Raise CaptureError if the run has seeded a generator, or made the one that it is about to draw from."""
-        if generator is not None and generator not in self.initial_states:
+        if generator is not None and generator_id(generator) not in self._known and not _is_default(generator):
             self._first_use(generator)
         if may_draw(func):
             self.end()
@@ -83,46 +107,108 @@ class Randomness:
     def after_operator(self, func: Any) -> None:
         """Record the states that an operator leaves."""
         if may_draw(func):
-            for generator in self._seeds:
-                self._observe(generator)
+            for known in self._known.values():
+                known.observe()
 
     def restore(self) -> None:
         """Restore the states of all generators from before the first run."""
-        for generator, state in self.initial_states.items():
-            generator.set_state(state)
+        for known in self._known.values():
+            known.generator.set_state(known.initial_state)
 
     def _first_use(self, generator: torch.Generator) -> None:
         if not self._recording:
-            self._add(generator)
-            self._observe(generator)
+            self.add_known([generator])
+            self._known[generator_id(generator)].begin()
         elif self._rehearsed:
             fault = "it draws from a generator that it made itself, which a replay does not make again"
-            raise refusal(self.call, fault, "make the generator before the call, and pass it in")
+            raise self.refuse(fault, "make the generator before the call, and pass it in")
         else:
-            raise UnknownGenerator(self.call)
+            raise UnknownGenerator
 
-    def _observe(self, generator: torch.Generator) -> None:
-        if generator.device.type == "cuda" and is_capturing()():
-            return  # the state cannot be read here, and CUDA itself refuses a new seed
-        if generator not in self._seen_states:
-            fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-            self._seen_states[generator] = [generator_bytes(fresh), self._initial_bytes[generator]]
-        self._seeds[generator] = generator.initial_seed()
-        self._seen_states[generator].append(generator_bytes(generator))
 
-    def _add(self, generator: torch.Generator) -> None:
-        self.initial_states[generator], self._initial_bytes[generator] = (
-            generator.get_state(),
-            generator_bytes(generator),
-        )
+class _Known:
+    """A generator, its state before the first run, and the states of the present run in which operators left it."""
 
-    def _was_seeded(self, generator: torch.Generator) -> bool:
-        state, seen = generator_bytes(generator), self._seen_states[generator]
-        moved = state != seen[-1] and (state in seen or generator not in self.default)
-        return moved or generator.initial_seed() != self._seeds[generator]
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.initial_state = generator.get_state()
+        self._initial_bytes = generator_bytes(generator)
+        self._seed: int | None = None
+        self._seen: list[bytes] = []
+
+    def begin(self) -> None:
+        """Begin a run."""
+        self._seed, self._seen = None, []
+        self.observe()
+
+    def observe(self) -> None:
+        """Note the present seed and state, except those of a GPU's generator during a capture, when they cannot be read
+        and CUDA itself refuses a new seed."""
+        if self.generator.device.type == "cuda" and is_capturing()():
+            return
+        seed = self.generator.initial_seed()
+        if self._seed is None:
+            fresh = torch.Generator(self.generator.device).manual_seed(seed)
+            self._seen = [generator_bytes(fresh), self._initial_bytes]
+        self._seed = seed
+        self._seen.append(generator_bytes(self.generator))
+
+    def was_seeded(self, shared: bool) -> bool:
+        """Whether the generator was seeded since the last operator; other threads may draw from a shared one."""
+        if self._seed is None:
+            return False
+        state = generator_bytes(self.generator)
+        moved = state != self._seen[-1] and (state in self._seen or not shared)
+        return moved or self.generator.initial_seed() != self._seed
+
+
+class _PrivateDraws(OperatorWatch):
+    """Makes operators draw from `generator` where they would draw from the CPU's default one."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("generator")
+        if not may_draw(func) or (given is not None and not _is_default(given)):
+            return func(*args, **kwargs)
+        device = kwargs.get("device") or next((t.device for t in tensors_in(args, kwargs)), "cpu")
+        if torch.device(device).type != "cpu":
+            return func(*args, **kwargs)
+        if (drawing := _taking_generator(func)) is not None:
+            return drawing(*args, **{**kwargs, "generator": self.generator})
+        default = torch.default_generator
+        before = default.get_state()
+        default.set_state(self.generator.get_state())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.generator.set_state(default.get_state())
+            default.set_state(before)
+
+
+def _is_default(generator: torch.Generator) -> bool:
+    """Whether a generator is the CPU's default one."""
+    return generator_id(generator) == generator_id(torch.default_generator)
+
+
+@functools.cache
+def _taking_generator(func: Any) -> Any:
+    """The overload of an operator of torch that takes a generator; None if there is none."""
+    names = [a.name for a in func._schema.arguments]
+    if "generator" in names:
+        return func
+    packet = func.overloadpacket
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    return next((o for o in overloads if _names_besides_generator(o) == names), None)
+
+
+def _names_besides_generator(overload: Any) -> list[str] | None:
+    names = [a.name for a in overload._schema.arguments]
+    return [name for name in names if name != "generator"] if "generator" in names else None
 
 
 @functools.cache
 def may_draw(func: Any) -> bool:
     """Whether an operator may draw random numbers: its tags say so, or it is not one of torch's and so unknown."""
-    return torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims")
+    return torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims", "weft")

@@ -6,7 +6,7 @@ break; so the laws can be tested without a GPU.
 """
 
 from collections.abc import Callable, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import attrs
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.private import DispatchMode, signal_capture, storage_id, unowned
+from weft.torchapi.private import signal_capture, storage_id, unowned, without_surroundings
+from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.operators import ONLY_MEMORY, TRANSFERS, tensors_in, written
 from weft.transforms.graphs.backends.randomness import UnknownGenerator
@@ -28,14 +29,17 @@ _CPU = torch.device("cpu")
 class Operation:
     """One recorded operator, with the tensors that it read and wrote.
 
-    `computed` are (index, tensor) of the results that are neither inputs nor views of them: a replay computes them
-    again and copies them to the addresses that they had at capture.
+    Args:
+        computed: (index, tensor) of the results that are neither inputs nor views of them: a replay computes them again
+            and copies them to the addresses that they had at capture.
+        grad: whether grad mode was on, which some operators ask.
     """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     computed: tuple[tuple[int, Tensor], ...]
+    grad: bool
 
     def run(self) -> None:
         results = list(tensors_in(self.func(*self.args, **self.kwargs)))
@@ -49,7 +53,7 @@ class Operation:
         return CaptureError(f"a replay of {self.func}", seen_text, "call that operator outside the graphified function")
 
 
-class _Recorder(DispatchMode):
+class _Recorder(OperatorWatch):
     """Records the operators of a function on a tape while it runs under the audit."""
 
     def __init__(self, audit: Audit, split_at: frozenset[str]) -> None:
@@ -60,10 +64,7 @@ class _Recorder(DispatchMode):
         self.num_pieces = 1
         self._own: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_pieces += func._schema.name in self.split_at
         result = func(*args, **kwargs)
         inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
@@ -74,7 +75,7 @@ class _Recorder(DispatchMode):
         repeated = func.overloadpacket not in ONLY_MEMORY and torch.Tag.inplace_view not in func.tags
         if (computed or writes or checks) and repeated:
             args, kwargs = tree_map(self._tape_argument, (args, kwargs))
-            self.tape.append(Operation(func, args, kwargs, tuple(computed)))
+            self.tape.append(Operation(func, args, kwargs, tuple(computed), torch.is_grad_enabled()))
         return result
 
     def _tape_argument(self, value: Any) -> Any:
@@ -87,7 +88,7 @@ class _Recorder(DispatchMode):
     def nbytes(self) -> int:
         """The bytes of the tensors that the function made and the tape keeps."""
         tensors = tensors_in(*((o.args, o.kwargs, [t for _, t in o.computed]) for o in self.tape))
-        sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
+        sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
         return sum(size for storage, size in sizes.items() if storage in self._own)
 
 
@@ -102,7 +103,9 @@ def _alias(value: Any) -> Any:
 
 
 def _has_address(value: Tensor) -> bool:
-    return not (value.is_meta or value.is_conj() or value.is_neg()) and value.untyped_storage().nbytes() > 0
+    if value.layout is not torch.strided or value.is_meta or value.is_conj() or value.is_neg():
+        return False
+    return value.untyped_storage().nbytes() > 0
 
 
 @attrs.frozen
@@ -114,10 +117,12 @@ class TapeRecording:
     num_pieces: int
     nbytes: int
     driver_bytes: int = 0
+    inference: bool = False
 
     def replay(self) -> None:
-        with torch.no_grad():
+        with torch.inference_mode(self.inference), without_surroundings(), torch.no_grad():
             for operation in self.operations:
+                torch._C._set_grad_enabled(operation.grad)
                 operation.run()
 
 
@@ -139,11 +144,10 @@ class TapeBackend:
             if not self._warm:
                 self._warm.append(True)
                 audit.rehearse(fn)
-            try:
+            with suppress(UnknownGenerator):  # drawn from for the first time, or made by the function
                 return _record(fn, audit, split_at)
-            except UnknownGenerator:  # drawn from for the first time, or made by the function
-                audit.rehearse(fn)
-                return _record(fn, audit, split_at)
+            audit.rehearse(fn)
+            return _record(fn, audit, split_at)
 
     def release_output_memory(self, recording: TapeRecording, _: Set[int]) -> TapeRecording:
         """Return the recording unchanged: a tape's memory is not in a pool."""
@@ -153,6 +157,12 @@ class TapeBackend:
 def _record(fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> TapeRecording:
     recorder = _Recorder(audit, split_at)
     audit.restart()
-    with signal_capture(), recorder, audit:
+    with signal_capture(), audit.random.private_draws(), recorder, audit:
         outputs = fn()
-    return TapeRecording(tuple(recorder.tape), outputs, recorder.num_pieces, recorder.nbytes())
+    tape = tuple(recorder.tape)
+    return TapeRecording(tape, outputs, recorder.num_pieces, recorder.nbytes(), inference=_in_inference_mode(tape))
+
+
+def _in_inference_mode(tape: tuple[Operation, ...]) -> bool:
+    """Whether an operator wrote to a tensor made in inference mode, which can be written to only there."""
+    return any(x.is_inference() for o in tape for x in tensors_in([x for _, x in o.computed], o.args, o.kwargs))

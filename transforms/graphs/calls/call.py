@@ -1,7 +1,9 @@
 """`Call`: the arguments of one call of a graphified function, sorted by role, and the memo key that they make."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -16,6 +18,7 @@ from weft.torchapi.private import (
     function_modes,
     in_dispatch_mode,
     in_functorch_transform,
+    saved_tensors_hooks,
     storage_id,
     switches,
 )
@@ -37,9 +40,12 @@ from weft.trees import (
     leaves_with_names,
     map_sized,
     tree_flatten,
+    tree_leaves,
     tree_structure,
 )
 from weft.value_keys import value_key
+
+_is_training = attrgetter("training")
 
 
 @attrs.frozen
@@ -47,29 +53,43 @@ class Roles:
     """The roles of a function's arguments in its graphs.
 
     Args:
-        signature: the function's signature.
+        signature: the function's signature, for the names of its arguments.
+        own_signature: the signature of the outermost function where a decorator has another one; else the same.
         static: arguments whose values are part of the key.
         donated: arguments whose storage the function takes.
         by_reference: arguments that are captured at their addresses: the donated ones, and others such as params. All
             other arguments are copied in.
-        module: the module that the function is, or is a method of; its training mode is part of the key. None: no
-            module.
+        module: the module that the function is, or is a method of; the training modes of its parts, and of those of
+            static arguments, are part of the key. None: no module.
     """
 
     signature: inspect.Signature
+    own_signature: inspect.Signature
     static: tuple[str, ...]
     donated: tuple[str, ...]
     by_reference: tuple[str, ...]
     module: nn.Module | None = None
 
-    def training(self) -> bool | None:
-        """Whether the module is in training mode; None without a module."""
-        return None if self.module is None else self.module.training
+    @property
+    def is_variadic(self) -> bool:
+        """Whether the function may tell arguments by keyword from those by position, because it takes any of them."""
+        kinds = {parameter.kind for parameter in self.own_signature.parameters.values()}
+        return inspect.Parameter.VAR_KEYWORD in kinds
+
+    def modules(self, statics: Mapping[str, Any]) -> tuple[nn.Module, ...]:
+        """The parts of the modules whose training mode is part of the key of a call with these static arguments."""
+        roots = [x for x in (self.module, *tree_leaves(dict(statics))) if isinstance(x, nn.Module)]
+        return tuple(dict.fromkeys(part for root in roots for part in root.modules()))
 
 
 @attrs.frozen
 class Call:
-    """The arguments of one call by role: static values, the caller's own tensors, and values to copy in."""
+    """The arguments of one call by role: static values, the caller's own tensors, and values to copy in.
+
+    Args:
+        training: for each module whose mode is part of the key, whether it is in training mode.
+        keywords: the names that the call gave by keyword, if the function can tell.
+    """
 
     statics: dict[str, Any]
     references: dict[str, Any]
@@ -78,7 +98,8 @@ class Call:
     reference_tree: TreeSpec
     copied_leaves: list[Any]
     copied_tree: TreeSpec
-    training: bool | None
+    training: tuple[bool, ...]
+    keywords: tuple[str, ...] = ()
     known: "KnownReferences | None" = None
     _reference_key: list[TreeKey] = attrs.field(factory=list, init=False, eq=False, repr=False)
 
@@ -134,7 +155,15 @@ def make_call(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         refuse_donated(leaf, call=f"{name}(...)")
         refuse_stale(leaf, call=f"{name}(...)")
     call = Call(
-        statics, references, copied, reference_leaves, reference_tree, copied_leaves, copied_tree, roles.training()
+        statics,
+        references,
+        copied,
+        reference_leaves,
+        reference_tree,
+        copied_leaves,
+        copied_tree,
+        tuple(map(_is_training, roles.modules(statics))),
+        tuple(kwargs) if roles.is_variadic else (),
     )
     if roles.donated:
         _refuse_donated_twice(call, roles, name)
@@ -160,7 +189,16 @@ def make_call_from_known(
     for leaf in (*leaves, *copied_leaves):
         refuse_stale(leaf, call=f"{name}(...)")
     call = Call(
-        statics, references, copied, list(leaves), known.tree, copied_leaves, copied_tree, roles.training(), known
+        statics,
+        references,
+        copied,
+        list(leaves),
+        known.tree,
+        copied_leaves,
+        copied_tree,
+        tuple(map(_is_training, roles.modules(statics))),
+        tuple(kwargs) if roles.is_variadic else (),
+        known,
     )
     if roles.donated:
         _refuse_donated_twice(call, roles, name)
@@ -171,21 +209,27 @@ def _bind(
     roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Bind arguments, and return three dicts by name: static ones, those by reference, and copied ones."""
-    try:
-        bound = roles.signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}{roles.signature}: {error}") from None
-    bound.apply_defaults()
-    values = bound.arguments
+    # Defaults are left to the function: a decorator may have others than the function whose signature it shows.
+    values = bind(roles, name, args, kwargs).arguments
     statics = {key: values.pop(key) for key in roles.static if key in values}
     references = {key: values.pop(key) for key in roles.by_reference if key in values}
     return statics, references, dict(values)
 
 
+def bind(roles: Roles, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    """Bind arguments to the function's signature; to that of its decorator if they fit only that one."""
+    try:
+        return roles.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        if roles.own_signature is not roles.signature:
+            with suppress(TypeError):
+                return roles.own_signature.bind(*args, **kwargs)
+        raise TypeError(f"{name}{roles.signature}: {error}") from None
+
+
 def refuse_shared(call: Call, roles: Roles, name: str) -> None:
     """Raise if a donated argument shares memory with another donated one, or its storage with another argument by
-    reference, because the order of the writes would then decide the result. (Copied arguments are copied before any
-    write, so they may share.)"""
+    reference, because the order of the writes would then decide the result."""
     count = num_donated(call, roles)
     leaves = call.reference_leaves
     donated = [(i, x) for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and not x.is_meta]
@@ -211,6 +255,34 @@ def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
         leaves = (*call.reference_leaves, *call.copied_leaves)
         path = next(n for n, x in list(zip(call.leaf_names(), leaves, strict=True))[count:] if id(x) in donated)
         raise _shared(name, f"{path} is a tensor that the same call donates")
+    refuse_donated_view(call.reference_leaves[:count], call.copied_leaves, call, name)
+
+
+def refuse_donated_view(donated: Sequence[Any], copied: Sequence[Any], call: Call, name: str) -> None:
+    """Raise if a copied argument lies in the memory of a donated one: the function itself would see what it writes
+    there, and a replay would not."""
+    spans = [(*_span(x), i) for i, x in enumerate(donated) if isinstance(x, Tensor) and _has_memory(x)]
+    for index, leaf in enumerate(copied):
+        if not isinstance(leaf, Tensor) or not _has_memory(leaf):
+            continue
+        start, stop = _span(leaf)
+        for other, last, i in spans:
+            if start < last and other < stop and overlap(leaf, donated[i]):
+                names = call.leaf_names()
+                seen = (
+                    f"{names[len(call.reference_leaves) + index]} is a view of {names[i]}, which the same call donates"
+                )
+                raise _shared(name, seen)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first address of a tensor's elements, and the one after the last."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def num_donated(call: Call, roles: Roles) -> int:
@@ -224,17 +296,29 @@ def _shared(name: str, seen: str) -> DonatedError:
 
 
 def with_training_guard(call: Call, roles: Roles, guard: Callable[[], bool] | None) -> Callable[[], bool] | None:
-    """Add to a guard the condition that the module has not switched between training and evaluation."""
-    if roles.module is None:
+    """Add to a guard the condition that no module has switched between training and evaluation."""
+    if not (modules := roles.modules(call.statics)):
         return guard
-    return lambda: roles.training() is call.training and (guard is None or guard())
+    return lambda: tuple(map(_is_training, modules)) == call.training and (guard is None or guard())
 
 
-def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any]) -> Any:
-    """Call `fn` with arguments given by name, passing positional and variadic ones as its signature says."""
-    bound = roles.signature.bind_partial()
-    bound.arguments.update({key: arguments[key] for key in roles.signature.parameters if key in arguments})
-    return fn(*bound.args, **bound.kwargs)
+def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any], keywords: Collection[str]) -> Any:
+    """Call `fn` with arguments given by name, passing those among `keywords` by keyword, and others by position."""
+    named = arguments.keys() <= roles.signature.parameters.keys()
+    positional: list[Any] = []
+    passed: dict[str, Any] = {}
+    for name, parameter in (roles.signature if named else roles.own_signature).parameters.items():
+        if name not in arguments:
+            continue
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            positional += arguments[name]
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            passed |= arguments[name]
+        elif name in keywords or parameter.kind is parameter.KEYWORD_ONLY:
+            passed[name] = arguments[name]
+        else:
+            positional.append(arguments[name])
+    return fn(*positional, **passed)
 
 
 def enclosing_transform() -> str | None:
@@ -277,7 +361,9 @@ def inline_reason(call: Call) -> str | None:
 
 def _ambient() -> tuple[tuple[str, Any], ...]:
     """The surroundings that a result depends on besides the arguments; a replay needs a capture in the same ones."""
-    return (*switches(), ("function modes", tuple(_ByIdentity(mode) for mode in function_modes())))
+    modes = tuple(_ByIdentity(mode) for mode in function_modes())
+    hooks = tuple(_ByIdentity(hook) for hook in saved_tensors_hooks() or ())
+    return (*switches(), ("function modes", modes), ("hooks on saved tensors", hooks))
 
 
 @attrs.frozen(eq=False)
@@ -311,12 +397,22 @@ def check_sizes(call: Call, descriptor: Any, name: str) -> None:
             )
 
 
+def _repeated(call: Call) -> tuple[int, ...]:
+    """For each leaf the index of the first one that is the same tensor; empty if no tensor is passed twice."""
+    first: dict[int, int] = {}
+    leaves = (*call.reference_leaves, *call.copied_leaves)
+    found = tuple(first.setdefault(id(x), i) if isinstance(x, Tensor) else i for i, x in enumerate(leaves))
+    return () if found == tuple(range(len(leaves))) else found
+
+
 def signature_of(call: Call) -> Key:
     """The key before dispatch, with the batch's own class and sizes."""
     copied = _tree_key(call.copied_tree, (leaf_key(x, None, False) for x in call.copied_leaves))
     statics = tuple((name, value_key(value)) for name, value in call.statics.items())
-    training = () if call.training is None else (("module.training", call.training),)
-    return Key((*_ambient(), *training), "", statics, None, call.reference_key(), copied)
+    training = call.training[0] if len({*call.training}) == 1 else call.training
+    form = {"module.training": training, "keywords": call.keywords, "tensors passed twice": _repeated(call)}
+    own = ((name, value) for name, value in form.items() if value != ())
+    return Key((*_ambient(), *own), "", statics, None, call.reference_key(), copied)
 
 
 def _tree_key(structure: TreeSpec, leaves: Iterable[Any]) -> TreeKey:

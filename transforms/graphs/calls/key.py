@@ -28,9 +28,12 @@ class LeafKey:
     stride: tuple[int, ...]
     device: Any
     flags: tuple[bool, ...]
-    """Whether the tensor is a lazy conjugate, a lazy negative, requires grad, and is quantized, in this order."""
+    """Whether the tensor is a lazy conjugate, a lazy negative, requires grad, is a leaf of autograd, and is quantized,
+    in this order."""
     address: int | None
     """The data pointer, for arguments captured by reference; None for copied ones."""
+    attributes: tuple[tuple[str, Any], ...] = ()
+    """The attributes that Python code has set on the tensor."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -79,12 +82,13 @@ def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> An
     if not isinstance(leaf, Tensor):
         return value_key(leaf)
     kind, dtype, device = type(leaf), leaf.dtype, leaf.device
-    flags = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_quantized)
+    flags = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_leaf, leaf.is_quantized)
+    set_on = tuple((name, value_key(x)) for name, x in vars(leaf).items() if not name.startswith("_weft"))
     if by_reference:
-        return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr())
+        return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr(), set_on)
     if shape is not None:
-        return LeafKey(kind, shape, dtype, (), device, flags, None)
-    return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, None)
+        return LeafKey(kind, shape, dtype, (), device, flags, None, set_on)
+    return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, None, set_on)
 
 
 def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> None:

@@ -64,6 +64,10 @@ class CallLayout:
     num_references: tuple[int, int]
 
 
+_NAMES = {"Tensor": Tensor, "value_key": value_key, "vars": vars}
+"""What generated code uses."""
+
+
 @attrs.define
 class _Writer:
     """The lines of a reader while it is generated, and the constants that they use."""
@@ -116,7 +120,13 @@ def write_reader(
     key = f"({_tuple(writer.key[:num_first])}, {_tuple(writer.key[num_first:])})"
     results = (key, _tuple(writer.leaves), _tuple(writer.tensors), _tuple(n for n, _ in writer.nodes))
     body = "\n    ".join((*writer.lines, f"return {', '.join(results)}"))
-    names = {**writer.constants, "Tensor": Tensor, "value_key": value_key, "parameters": signature.parameters}
+    names = {
+        **writer.constants,
+        "Tensor": Tensor,
+        "value_key": value_key,
+        "vars": vars,
+        "parameters": signature.parameters,
+    }
     read = _compiled(f"def generated(args, kwargs):\n    {body}\n", names)
     return CallLayout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased), num_references)
 
@@ -175,9 +185,7 @@ def _write_cached(writer: _Writer, name: str, value: Any) -> None:
     _write_node(inner, "value", value, True, None)
     lines = (*inner.lines, f"return {', '.join(map(_tuple, (inner.key, inner.leaves, inner.tensors)))}")
     source = "def generated(value):\n    " + "\n    ".join(lines) + "\n"
-    cache = writer.constant(
-        SubtreeCache(_compiled(source, {**inner.constants, "Tensor": Tensor, "value_key": value_key}))
-    )
+    cache = writer.constant(SubtreeCache(_compiled(source, {**inner.constants, **_NAMES})))
     writer.lines.append(f"{name} = {cache}.read({name})")
     writer.require(f"{name} is not None")
     writer.key.append(f"{name}[0]")
@@ -229,7 +237,9 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
         writer.require(f"{name} is {first}")
         return
     kind = "Tensor" if type(value) is Tensor else writer.constant(type(value))
-    writer.require(f"{name}.__class__ is {kind} and getattr({name}, {TAKEN!r}, None) is None")
+    # The attributes of a copied tensor may differ from call to call.
+    marked = f"getattr({name}, {TAKEN!r}, None)" if by_reference else f"vars({name})"
+    writer.require(f"{name}.__class__ is {kind} and not {marked}")
     writer.key.append(f"{name}.data_ptr()" if by_reference else f"{name}.shape")
     if taker is not None:
         writer.aliased.append((writer.num_leaves - 1, taker))

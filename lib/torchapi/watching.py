@@ -1,0 +1,95 @@
+"""`OperatorWatch`: a context that sees each operator below autograd, and that torch's own code does not notice.
+
+Some of torch's composite operators and derivatives compute in another way while a `TorchDispatchMode` is active: the
+derivative of `max` returns nan where it returns 0 otherwise, `svdvals` computes vectors too
+(`areAnyTensorSubclassLike` in https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/TensorSubclassLikeUtils.h).
+A capture under such a mode would record that other way. So a watch uses a dispatch key of its own: `Fake`, which torch
+reserves for packages outside it and does not use, directly above the key of dispatch modes.
+"""
+
+import functools
+from typing import Any, Self
+
+import torch
+
+_KEY = torch._C._dispatch_key_parse("Fake")
+_KEYS = torch._C.DispatchKeySet(_KEY)
+_NAME = "weft.watches"
+"""The name of the active watches, innermost last, among the objects that follow the work of a thread into the threads
+of the autograd engine."""
+
+
+class OperatorWatch:
+    """A context in which each operator of this thread is passed to `operator`, which calls it and returns its result.
+    A subclass defines `operator`. Watches nest: what the inner one calls, the outer one sees."""
+
+    def __enter__(self) -> Self:
+        _install()
+        active = _active()
+        self._included = torch._C._IncludeDispatchKeyGuard(_KEY)
+        self._included.__enter__()
+        torch._C._stash_obj_in_tls(_NAME, (*active, self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._stash_obj_in_tls(_NAME, _active()[:-1])
+        self._included.__exit__(None, None, None)
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator's overload (`func(*args, **kwargs)`), or do something else, and return the result."""
+        raise NotImplementedError
+
+
+def _active() -> tuple[OperatorWatch, ...]:
+    found: tuple[OperatorWatch, ...] = torch._C._get_obj_in_tls(_NAME) if torch._C._is_key_in_tls(_NAME) else ()
+    return found
+
+
+def watched() -> bool:
+    """Whether a watch is active in this thread."""
+    included: bool = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+    return included
+
+
+def unwatched() -> Any:
+    """A context in which no watch sees the operators."""
+    return torch._C._ExcludeDispatchKeyGuard(_KEYS)
+
+
+def _to_innermost(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Pass an operator to the innermost watch; what that calls goes to the next one, or past all."""
+    active = _active()
+    if len(active) > 1:
+        torch._C._stash_obj_in_tls(_NAME, active[:-1])
+        try:
+            return active[-1].operator(func, args, kwargs)
+        finally:
+            torch._C._stash_obj_in_tls(_NAME, active)
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        return active[-1].operator(func, args, kwargs)
+
+
+@functools.cache
+def _install() -> "tuple[torch.library.Library, ...]":
+    """Register the fallback of the key, once; it is called only inside a watch."""
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(_to_innermost, "Fake")
+    _hide_from_watches("_make_subclass")
+    _hide_from_watches("as_subclass")
+    return (library,)
+
+
+def _hide_from_watches(name: str) -> None:
+    """Hide the view that a method of Tensor takes to give it another class, as in `nn.Parameter(x)`: a view that went
+    through Python has a class already, so torch raises."""
+    method = getattr(torch.Tensor, name)
+    static = isinstance(torch._C.TensorBase.__dict__.get(name), staticmethod)
+
+    @functools.wraps(method)
+    def hidden(*args: Any, **kwargs: Any) -> Any:
+        if not watched():
+            return method(*args, **kwargs)
+        with unwatched():
+            return method(*args, **kwargs)
+
+    setattr(torch.Tensor, name, staticmethod(hidden) if static else hidden)
