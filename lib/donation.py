@@ -14,7 +14,7 @@ import attrs
 from torch import Tensor
 
 from weft.errors import ArgumentError, DonatedError
-from weft.trees import tree_leaves, tree_map
+from weft.trees import changed_container, containers_in, tree_leaves, tree_map
 
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -174,8 +174,14 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             for argname in argnames:
                 if argname in bound.arguments:
                     bound.arguments[argname] = donate(bound.arguments[argname], to=f"{wrapped.__name__}({argname})")
-            return fn(*bound.args, **bound.kwargs)
+            taken = containers_in({name: bound.arguments[name] for name in argnames if name in bound.arguments})
+            result = fn(*bound.args, **bound.kwargs)
+            if (changed := changed_container(taken)) is not None:
+                seen = f"it puts other values into {changed}, its own copy of what the caller donated"
+                raise DonatedError(f"{wrapped.__name__}(...)", seen, "return the next value, and use that")
+            return result
 
+        vars(wrapped)["__signature__"] = signature
         return declare_donated(wrapped, (*donated_argnames(fn), *argnames))
 
     return wrap

@@ -13,7 +13,7 @@ from torch import Size, Tensor
 
 from weft.arguments.checks import kind_of
 from weft.errors import DescriptorError, TreeError
-from weft.torchapi.private import children_of, pytree as _pytree, unnamed_children
+from weft.torchapi.private import children_of, pytree as _pytree, pytree_node, unnamed_children
 from weft.value_keys import value_key
 
 C = TypeVar("C", bound=type)
@@ -251,6 +251,40 @@ def leaves_with_names(tree: Any) -> list[tuple[str, Any]]:
         for index, child in enumerate(children):
             found += [(f"{keystr(path)}[{index}]{name}", leaf) for name, leaf in leaves_with_names(child)]
     return found
+
+
+Container = tuple[str, Any, list[Any]]
+"""A dict, a list or another container that can change: its path, itself, and its children."""
+
+
+def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
+    """The containers in the arguments of a call, given by name, that can change: all but tuples and frozen classes."""
+    found: list[Container] = []
+
+    def visit(path: str, node: Any) -> None:
+        children = [] if type(node) is Size else _children(node)
+        if children and not isinstance(node, tuple) and node_fields(type(node)) is None:
+            found.append((path, node, children))
+        for index, child in enumerate(children):
+            visit(f"{path}[{([*node] if isinstance(node, dict) else range(len(children)))[index]!r}]", child)
+
+    for name, value in arguments.items():
+        visit(name, value)
+    return found
+
+
+def _children(node: Any) -> list[Any]:
+    known = pytree_node(type(node))
+    return [] if known is None else list(known.flatten_fn(node)[0])
+
+
+def changed_container(before: Iterable[Container]) -> str | None:
+    """The path of the first of these containers that holds other values now; None if none does."""
+    for path, node, children in before:
+        now = _children(node)
+        if len(now) != len(children) or any(x is not y for x, y in zip(now, children, strict=True)):
+            return path
+    return None
 
 
 def sized_fields(node: Any) -> Mapping[str, Axes]:

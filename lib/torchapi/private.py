@@ -245,6 +245,52 @@ def signal_capture() -> Iterator[None]:
         _SIGNALLED.reset(token)
 
 
+_HEARS_SCRIPTS: ContextVar[Callable[[str], None] | None] = ContextVar("weft.hears_scripts", default=None)
+_READ_BY_SCRIPTS = ("prim::tolist", "prim::Print", "aten::format", "aten::str")
+
+
+@functools.cache
+def _hear_scripts() -> None:
+    """Make calls of TorchScript's functions and methods tell `hearing_scripts` of reads that reach no operator."""
+
+    def hearing(kind: Any) -> Callable[..., Any]:
+        call: Callable[..., Any] = kind.__call__
+
+        @functools.wraps(call)
+        def heard(self: Any, *args: Any, **kwargs: Any) -> Any:
+            tell = _HEARS_SCRIPTS.get()
+            if tell is not None and (read := _read_by(self)) is not None:
+                tell(read)
+            return call(self, *args, **kwargs)
+
+        return heard
+
+    for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
+        kind.__call__ = hearing(kind)
+
+
+def _read_by(script: Any) -> str | None:
+    """The first node of a TorchScript function that reads a tensor on the host without an operator; None if none
+    does."""
+    for kind in _READ_BY_SCRIPTS:
+        for node in script.inlined_graph.findAllNodes(kind, True):
+            if any(isinstance(value.type(), torch._C.TensorType) for value in node.inputs()):
+                return kind
+    return None
+
+
+@contextlib.contextmanager
+def hearing_scripts(tell: Callable[[str], None]) -> Iterator[None]:
+    """A context in which `tell` is called before a TorchScript function runs, in this thread, that reads a tensor on
+    the host without an operator, with the name of what reads it."""
+    _hear_scripts()
+    token = _HEARS_SCRIPTS.set(tell)
+    try:
+        yield
+    finally:
+        _HEARS_SCRIPTS.reset(token)
+
+
 _STANDS_FOR_DEFAULT: ContextVar[torch.Generator | None] = ContextVar("weft.default_generator", default=None)
 
 

@@ -3,7 +3,7 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,7 +20,17 @@ from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call, invoke
 from weft.transforms.graphs.calls.results import Outputs, make_outputs, refuse_opaque, refuse_requiring_grad
 from weft.transforms.graphs.options import Graphable
-from weft.trees import Axes, leaf_axes, leaves_with_names, tree_flatten, tree_leaves, tree_unflatten
+from weft.transforms.graphs.outside import Outside
+from weft.trees import (
+    Axes,
+    changed_container,
+    containers_in,
+    leaf_axes,
+    leaves_with_names,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 ONE_AT_A_TIME = threading.RLock()
 """Held during a capture, because captures in all threads set the state of the same random generators."""
@@ -44,6 +54,7 @@ class Entry:
         axes: the axes of each buffer that is padded; None for the others.
         external: the tensors from outside that it reads and that could require grad: while one does, the function
             itself must run under autograd.
+        outside: all that it reads from outside, to see whether that has changed.
         consults_switches: whether it chose kernels by `weft.torchapi.private.backend_switches`.
         padding_sources: a tensor of padding for each small buffer that is padded with one number; None for the others.
         buffer_bytes: the bytes that this graph added to the shared input buffers and padding sources.
@@ -56,6 +67,7 @@ class Entry:
     buffers: tuple[Any, ...]
     axes: tuple[Axes | None, ...]
     external: tuple[Tensor, ...]
+    outside: Outside
     consults_switches: bool
     padding_sources: tuple[Tensor | None, ...]
     buffer_bytes: int
@@ -128,9 +140,12 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         arguments.extend(weakref.ref(x) for x in own if isinstance(x, Tensor))
         references = tree_unflatten(own[:count], call.reference_tree)
         copied = tree_unflatten(own[count:], tree)
+        containers = containers_in(references | copied)
         with torch.set_grad_enabled(grad):
             result = invoke(graphable.fn, graphable.roles, {**call.statics, **references, **copied}, call.keywords)
-        _refuse_changed(graphable.name, (references, copied), own)
+        if (changed := changed_container(containers)) is not None:
+            seen = f"it changes its argument {changed} in place, which a replay does not do to the caller's"
+            raise CaptureError(f"graphify({graphable.name})", seen, "return a new one with the new values")
         targets = tree_unflatten(_plain_aliases(call.reference_leaves), call.reference_tree)
         donated = [targets[n] for n in graphable.roles.donated if n in targets]
         return make_outputs(result, donated, call.reference_leaves)
@@ -211,6 +226,7 @@ def capture(graphable: Graphable, call: Call, mode: str, descriptor: Any, backen
         prepared.buffers,
         prepared.axes,
         external,
+        Outside(graphable.fn, [*audit.external.values()], thorough=backend.name == "tape"),
         audit.consults_switches(),
         padding_sources,
         buffer_bytes=input_buffers.nbytes - before,
@@ -292,25 +308,6 @@ def _alias(leaf: Any, like: Any, grad: bool) -> Any:
 def _plain_aliases(leaves: Iterable[Any]) -> list[Any]:
     with unseen():
         return [x.data if isinstance(x, Tensor) else x for x in leaves]
-
-
-def _refuse_changed(function: str, trees: tuple[dict[str, Any], ...], given: Sequence[Any]) -> None:
-    """Raise if a function changed a dict, a list or another container among its arguments: the caller's own is not
-    changed by a replay."""
-    leaves = [
-        (argument + path, x)
-        for tree in trees
-        for argument, value in tree.items()
-        for path, x in leaves_with_names(value)
-    ]
-    if len(leaves) == len(given) and all(x is y for (_, x), y in zip(leaves, given, strict=True)):
-        return
-    left = {id(x) for x in given}
-    where = next((path for path, x in leaves if id(x) not in left), "")
-    seen = f"it puts another value into its argument, at {where}" if where else "it takes values out of its arguments"
-    raise CaptureError(
-        f"graphify({function})", f"{seen}: a replay would not change the caller's container", "return the new value"
-    )
 
 
 def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any, buffer_axes: tuple[Axes | None, ...]) -> None:

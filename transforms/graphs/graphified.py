@@ -96,7 +96,7 @@ class Graphified(Generic[P, R]):
                 if (found := fast_path.find(args, kwargs)) is not None:
                     read, replay = found
                     with self._lock:
-                        leaves = fast_path.take_donated(read) if fast_path.donates else read[1]
+                        leaves = fast_path.take_donated(read) if fast_path.num_donated else read[1]
                         return self._replay(replay, leaves)
             roles, name = self._graphable.roles, self._graphable.name
             partly_known = (fast_path.find_known(roles, name, args, kwargs) for fast_path in fast_paths)
@@ -126,7 +126,9 @@ class Graphified(Generic[P, R]):
             return self._inline(call, args, kwargs)
         with self._lock:
             signature = hashable_signature(call, self._graphable.name)
-            dispatched = self._dispatched.get(signature) or self._dispatch(call, signature)
+            dispatched = self._dispatched.get(signature)
+            if dispatched is None or not (dispatched.replay is None or dispatched.replay.entry.outside.holds()):
+                dispatched = self._dispatch(call, signature)
             replay = dispatched.replay
             if replay and replay.may_run() and in_plain_surroundings() and signature in self._dispatched:
                 roles, name = self._graphable.roles, self._graphable.name
@@ -283,6 +285,8 @@ class Graphified(Generic[P, R]):
             given = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
             if runs_inline(given):
                 return self._inline(given, args, kwargs)
+            if not entry.outside.holds():
+                return self._call(args, kwargs)
             if (other := hashable_signature(given, self._graphable.name)) != signature:
                 if without_grad_mode(other) == without_grad_mode(signature):
                     return self._call(args, kwargs)

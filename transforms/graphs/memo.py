@@ -88,8 +88,22 @@ class Graphs:
         return CacheInfo(self.captures, self.count.replays, self.eager, len(self.memo))
 
     def find(self, call: Call, decision: Decision[Any]) -> Entry | None:
-        """Find the graph for a call and its dispatch decision; None if there is none."""
-        return self.memo.get(key_of(call, decision.mode, decision.descriptor))
+        """Find the graph for a call and its dispatch decision; None if there is none. A graph that reads from outside
+        what is no longer there is dropped.
+
+        Raises:
+            CacheMissError: it was dropped, and the function is frozen.
+        """
+        key = key_of(call, decision.mode, decision.descriptor)
+        entry = self.memo.get(key)
+        if entry is None or entry.outside.holds():
+            return entry
+        change = entry.outside.change()
+        if self.frozen:
+            instead = "keep what the function reads from outside, or pass it in as an argument"
+            raise CacheMissError(f"{self.graphable.name}(...)", f"a miss after freeze(): {change}", instead)
+        self._on_drop(self.memo.pop(key))
+        return None
 
     def _captured_classes(self, call: Call, ladder: Ladder[Any]) -> Ladder[Any]:
         """The part of the ladder whose classes have a graph for calls like this one."""

@@ -44,13 +44,17 @@ class Replay:
         record."""
         return MAY_REPLAY.get() and not self.entry.needs_autograd()
 
-    def guard(self) -> Callable[[], bool] | None:
-        """The guard that this graph adds to those of the fast path, or None: a closure's tensor may come to require
-        grad, and torch's back-end switches choose the kernels of some operators."""
+    def guard(self) -> Callable[[], bool]:
+        """The guard that this graph adds to those of the fast path: what it reads from outside is what it was, none of
+        that has come to require grad, and torch's back-end switches choose the same kernels."""
         entry, switches = self.entry, backend_switches() if self.entry.consults_switches else None
         if switches is None and not (entry.external and torch.is_grad_enabled()):
-            return None
-        return lambda: not entry.needs_autograd() and (switches is None or backend_switches() == switches)
+            return entry.outside.holds
+        return lambda: (
+            entry.outside.holds()
+            and not entry.needs_autograd()
+            and (switches is None or backend_switches() == switches)
+        )
 
 
 @attrs.frozen(eq=False)

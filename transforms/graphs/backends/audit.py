@@ -5,7 +5,7 @@ import contextlib
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Self
 
 import attrs
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.private import in_compiled, signal_capture, storage_id, uncompiled
+from weft.torchapi.private import hearing_scripts, in_compiled, signal_capture, storage_id, uncompiled
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.host_reads import REMEDY, REMEDY_OF_COPIES, HostReads, refusal
 from weft.transforms.graphs.backends.operators import (
@@ -93,6 +93,7 @@ class Audit(OperatorWatch):
         self._dense = {storage_id(t): _dense_bytes(t) for t in inputs.buffers}
         self._writable = {storage_id(t) for t in inputs.writable}
         self.own = set(self._writable)
+        self._dependent = self._buffers | self._writable
         self._arguments = inputs.arguments
         self._results: list[weakref.ref[Tensor]] = []
         self.external: dict[int, Tensor] = {}
@@ -108,6 +109,7 @@ class Audit(OperatorWatch):
         self.random.begin()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_without_cached_casts())
+            stack.enter_context(hearing_scripts(self._refuse_script))
             stack.enter_context(self._host_reads)
             super().__enter__()
             stack.push(super().__exit__)
@@ -153,6 +155,8 @@ class Audit(OperatorWatch):
             if (storage := storage_id(tensor)) not in inputs:
                 self.own.add(storage)
                 allocates = True
+        if not self._dependent.isdisjoint(inputs):
+            self._dependent.update(map(storage_id, (*tensors_in(result), *written(func, args, kwargs))))
         self.launches += (allocates or func._schema.is_mutable) and func.overloadpacket not in ONLY_MEMORY
         return result
 
@@ -203,6 +207,9 @@ class Audit(OperatorWatch):
             fault = f"it reads {view}{name}, which is donated, from outside its arguments"
             raise self.refuse(fault, f"use the argument {name}, or do not donate it")
 
+    def _refuse_script(self, read: str) -> None:
+        raise self.refuse(f"a TorchScript function reads a tensor on the host ({read})", REMEDY)
+
     def _pinned(self, func: Any) -> CaptureError:
         return self.refuse(f"{func} allocates pinned host memory", "allocate it once, before the call")
 
@@ -224,7 +231,8 @@ class Audit(OperatorWatch):
                 outputs = self._run(fn)
         returned = [x for x in outputs if isinstance(x, Tensor)]
         del outputs  # with objects that hold other tensors
-        self.refuse_leaks(returned)  # what only the first run keeps (a cache), the recorded run does not show
+        # The recorded run does not show what only the first one keeps. What depends on no argument may be cached.
+        self.refuse_leaks(returned, self._dependent | self._buffers)
 
     def _run(self, fn: Callable[[], Any]) -> list[Any]:
         with self.random.private_draws(), self:
@@ -239,6 +247,7 @@ class Audit(OperatorWatch):
     def _undo(self) -> None:
         self._rewind()
         self.own = set(self._writable)
+        self._dependent = self._buffers | self._writable
         self.external, self._results, self.launches = {}, [], 0
         self._refusals, self._failed = [], ""
 
@@ -248,13 +257,19 @@ class Audit(OperatorWatch):
             part in name for name in self.called for part in _CONSULT_SWITCHES
         )
 
-    def refuse_leaks(self, outputs: Any) -> None:
+    def refuse_leaks(self, outputs: Any, forbidden: Set[int] | None = None) -> None:
         """Raise CaptureError if a tensor that the function made is alive outside its outputs: a replay would overwrite
-        it, or not make it. The same holds for input buffers."""
+        it, or not make it. The same holds for input buffers.
+
+        Args:
+            outputs: what the function returned.
+            forbidden: the storages that may not be kept; None: the input buffers, and all that the function made.
+        """
         returned = [t for t in outputs if isinstance(t, Tensor)]
-        if self._leaked(returned):
+        overwritten = self.own | self._buffers if forbidden is None else forbidden
+        if self._leaked(returned, overwritten):
             gc.collect()  # a tensor in a reference cycle is not a leak
-        if found := self._leaked(returned):
+        if found := self._leaked(returned, overwritten):
             shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in found[:3])
             subject, instead = "a tensor that it made is", "make it before the call and pass it in, or return it"
             if all(storage_id(t) in self._buffers for t in found):
@@ -263,9 +278,8 @@ class Audit(OperatorWatch):
             raise CaptureError(self.call, seen, instead)
         self._results = []
 
-    def _leaked(self, returned: Sequence[Tensor]) -> list[Tensor]:
+    def _leaked(self, returned: Sequence[Tensor], overwritten: Set[int]) -> list[Tensor]:
         allowed = {storage_id(t) for t in returned} | self._writable
-        overwritten = self.own | self._buffers
         results = [tensor for reference in self._results if (tensor := reference()) is not None]
         leaked = [t for t in results if (storage := storage_id(t)) in overwritten and storage not in allowed]
         if leaked:

@@ -24,6 +24,7 @@ from weft.torchapi.private import (
 )
 from weft.transforms.graphs.calls.borrowing import refuse_stale
 from weft.transforms.graphs.calls.key import (
+    PLAIN,
     Key,
     TreeKey,
     check_hashable,
@@ -209,11 +210,19 @@ def _bind(
     roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Bind arguments, and return three dicts by name: static ones, those by reference, and copied ones."""
-    # Defaults are left to the function: a decorator may have others than the function whose signature it shows.
-    values = bind(roles, name, args, kwargs).arguments
+    bound = bind(roles, name, args, kwargs)
+    given = {*bound.arguments}
+    if bound.signature is roles.own_signature:  # a decorator may have other defaults than the function that it shows
+        bound.apply_defaults()
+    values = {key: x for key, x in bound.arguments.items() if key in given or _is_value(x)}
     statics = {key: values.pop(key) for key in roles.static if key in values}
     references = {key: values.pop(key) for key in roles.by_reference if key in values}
     return statics, references, dict(values)
+
+
+def _is_value(default: Any) -> bool:
+    """Whether a default is part of the key; any other (a function) is left to the function that has it."""
+    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(default))
 
 
 def bind(roles: Roles, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
@@ -310,7 +319,9 @@ def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any], keyw
     for name, parameter in (roles.signature if named else roles.own_signature).parameters.items():
         if name not in arguments:
             continue
-        if parameter.kind is parameter.VAR_POSITIONAL:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            positional.append(arguments[name])
+        elif parameter.kind is parameter.VAR_POSITIONAL:
             positional += arguments[name]
         elif parameter.kind is parameter.VAR_KEYWORD:
             passed |= arguments[name]
@@ -411,8 +422,7 @@ def signature_of(call: Call) -> Key:
     statics = tuple((name, value_key(value)) for name, value in call.statics.items())
     training = call.training[0] if len({*call.training}) == 1 else call.training
     form = {"module.training": training, "keywords": call.keywords, "tensors passed twice": _repeated(call)}
-    own = ((name, value) for name, value in form.items() if value != ())
-    return Key((*_ambient(), *own), "", statics, None, call.reference_key(), copied)
+    return Key((*_ambient(), *form.items()), "", statics, None, call.reference_key(), copied)
 
 
 def _tree_key(structure: TreeSpec, leaves: Iterable[Any]) -> TreeKey:

@@ -8,15 +8,16 @@ A call that differs from an earlier one only in its copied arguments, such as a 
 path with the key of its arguments by reference already known: a model's parameters are a thousand tensors.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import attrs
-from torch import is_inference_mode_enabled as is_inference_mode
+from torch import Tensor, is_inference_mode_enabled as is_inference_mode
 
 from weft.donation import refuse_donated, take_node, take_tensor
 from weft.torchapi.private import global_state_check, is_capturing, tensors_check
-from weft.transforms.graphs.calls.call import Call, KnownReferences, Roles, make_call_from_known
+from weft.transforms.graphs.calls.call import Call, KnownReferences, Roles, make_call_from_known, num_donated
 from weft.transforms.graphs.calls.reader import (
     Argument,
     CallLayout,
@@ -37,27 +38,51 @@ MAX_PER_KEY = 8
 
 @attrs.frozen(eq=False)
 class Guarded(Generic[T]):
-    """A value, and the guards that a call of its key must pass to use it."""
+    """A value, and the guards that a call of its key must pass to use it.
+
+    Args:
+        donated: the storages that the call donates.
+    """
 
     value: T
     state_holds: Callable[[], bool]
     tensors_hold: Callable[..., bool]
     inference: bool
     in_capture: Callable[[], bool]
+    donated: "Storages"
 
 
-def _guarded(value: T, tensors: Sequence[Any], guard: Callable[[], bool] | None) -> Guarded[T] | None:
+def _guarded(
+    value: T, tensors: Sequence[Any], guard: Callable[[], bool] | None, donated: Sequence[Any] = ()
+) -> Guarded[T] | None:
     """Guard `value` by these tensors, the current global state and `guard`; None if a tensor stands in two places."""
     check = tensors_check(tensors)
     if not check(*tensors):
         return None
     state = global_state_check()
     state_holds = state if guard is None else lambda: state() and guard()
-    return Guarded(value, state_holds, check, is_inference_mode(), is_capturing())
+    return Guarded(value, state_holds, check, is_inference_mode(), is_capturing(), Storages(donated))
 
 
-def _first_passing(candidates: Sequence[Guarded[T]], tensors: Sequence[Any]) -> T | None:
-    """The first value whose guards pass for these tensors in the current state."""
+class Storages:
+    """The storages of the tensors that a call donates, in which no copied tensor may lie."""
+
+    def __init__(self, donated: Sequence[Any]) -> None:
+        storages = [x.untyped_storage() for x in donated if isinstance(x, Tensor)]
+        spans = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.nbytes()})
+        self._starts, self._ends = [start for start, _ in spans], [end for _, end in spans]
+
+    def hold(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of these tensors begins in one of the storages."""
+        for tensor in tensors if self._starts else ():
+            address = tensor.data_ptr()
+            if (index := bisect(self._starts, address)) and address < self._ends[index - 1]:
+                return True
+        return False
+
+
+def _first_passing(candidates: Sequence[Guarded[T]], tensors: Sequence[Any], copied: Sequence[Tensor] = ()) -> T | None:
+    """The first value whose guards pass for these tensors, those copied among them, in the current state."""
     for guarded in candidates:
         if (
             guarded.tensors_hold(*tensors)
@@ -65,7 +90,7 @@ def _first_passing(candidates: Sequence[Guarded[T]], tensors: Sequence[Any]) -> 
             and is_inference_mode() is guarded.inference
             and not guarded.in_capture()
         ):
-            return guarded.value
+            return None if guarded.donated.hold(copied) else guarded.value
     return None
 
 
@@ -81,13 +106,13 @@ class FastPath(Generic[T]):
 
     Args:
         layout: reads the arguments of a call of this structure.
-        donates: whether a call of this structure donates arguments.
+        num_donated: the number of its leaves that are donated; they come first.
         replays: guarded replays, by the key of a call.
         known: guarded keys of arguments by reference, by the first part of a call's key.
     """
 
     layout: CallLayout
-    donates: bool
+    num_donated: int
     replays: dict[tuple[Any, ...], tuple[Guarded[T], ...]] = attrs.field(factory=dict)
     known: dict[tuple[Any, ...], tuple[Guarded[KnownReferences], ...]] = attrs.field(factory=dict)
 
@@ -99,7 +124,8 @@ class FastPath(Generic[T]):
             candidates = self.replays.get(read[0], ())
         except TypeError:  # the general path raises the error that names the unhashable value
             return None
-        replay = _first_passing(candidates, read[2])
+        copied = read[2][self.layout.num_references[1] :] if self.num_donated else ()
+        replay = _first_passing(candidates, read[2], copied)
         return None if replay is None else (read, replay)
 
     def find_known(self, roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -138,7 +164,7 @@ class FastPath(Generic[T]):
             False if the call has another structure, or one tensor in two places where the call that this fast path was
             made for had two tensors.
         """
-        if read is None or (guarded := _guarded(replay, read[2], guard)) is None:
+        if read is None or (guarded := _guarded(replay, read[2], guard, read[1][: self.num_donated])) is None:
             return False
         _store(self.replays, read[0], guarded, MAX_KEYS)
         if call.known is None:
@@ -193,4 +219,4 @@ def make_fast_path(
     expected = (*call.reference_leaves, *call.copied_leaves)
     if read is None or [id(leaf) for leaf in read[1]] != [id(leaf) for leaf in expected]:
         return None  # the arguments changed since the call was made
-    return FastPath(layout, bool(layout.nodes or layout.aliased))
+    return FastPath(layout, num_donated(call, roles))
