@@ -272,8 +272,9 @@ def _hear_scripts() -> None:
 def _read_by(script: Any) -> str | None:
     """The first node of a TorchScript function that reads a tensor on the host without an operator; None if none
     does."""
+    graph = script.inlined_graph  # a copy, which owns the nodes
     for kind in _READ_BY_SCRIPTS:
-        for node in script.inlined_graph.findAllNodes(kind, True):
+        for node in graph.findAllNodes(kind, True):
             if any(isinstance(value.type(), torch._C.TensorType) for value in node.inputs()):
                 return kind
     return None
