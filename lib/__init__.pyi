@@ -17,8 +17,7 @@ from .transforms.engine.inputs import EmbedsPrompt as EmbedsPrompt
 from .transforms.engine.options import EngineLimits as EngineLimits, Speculation as Speculation
 from .transforms.engine.outputs import RequestOutput as RequestOutput
 from .transforms.graphs.calls.borrowing import check_borrowed as check_borrowed
-from .transforms.graphs.dispatch import Decision as Decision, dispatch as dispatch
-from .transforms.graphs.dispatch_table import dispatch_table as dispatch_table
+from .transforms.graphs.dispatch import Decision as Decision, dispatch as dispatch, dispatch_table as dispatch_table
 from .transforms.graphs.graphified import clear_caches as clear_caches
 from .transforms.graphs.graphify import graphify as graphify, piecewise as piecewise
 from .transforms.graphs.ladder import Ladder as Ladder, Limits as Limits, make_ladder as make_ladder

@@ -1,9 +1,13 @@
 from . import engine as engine
 from .engine.setup import Runner as Runner, make_runner as make_runner, make_state as make_state
 from .graphs.calls.key import CacheInfo as CacheInfo
-from .graphs.captured import CapturedGraph as CapturedGraph, CapturedGraphs as CapturedGraphs
-from .graphs.dispatch import Decision as Decision, dispatch as dispatch
-from .graphs.dispatch_table import DispatchTable as DispatchTable, dispatch_table as dispatch_table
+from .graphs.dispatch import (
+    Decision as Decision,
+    DispatchTable as DispatchTable,
+    dispatch as dispatch,
+    dispatch_table as dispatch_table,
+)
+from .graphs.explain import Explanation as Explanation
 from .graphs.graphified import Graphified as Graphified
 from .graphs.graphify import graphify as graphify, piecewise as piecewise
 from .graphs.ladder import (
@@ -14,8 +18,12 @@ from .graphs.ladder import (
     make_ladder as make_ladder,
 )
 from .graphs.lower import Compiled as Compiled, Lowered as Lowered
-from .graphs.memo import Explanation as Explanation
-from .graphs.memory import MemoryAnalysis as MemoryAnalysis, MemoryEstimate as MemoryEstimate
+from .graphs.memory import (
+    CapturedGraph as CapturedGraph,
+    CapturedGraphs as CapturedGraphs,
+    MemoryAnalysis as MemoryAnalysis,
+    MemoryEstimate as MemoryEstimate,
+)
 from .pipelines.checker import check as check
 from .pipelines.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow, plan_cohorts as plan_cohorts
 from .pipelines.events import Event as Event

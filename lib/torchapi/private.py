@@ -135,12 +135,22 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         tensor = get_unwrapped(tensor)
 
 
+def in_function_modes() -> bool:
+    """Whether a function mode is active, such as `torch.device("cpu")` as a context."""
+    return _len_torch_function_stack() > 0
+
+
+def without_function_modes() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no function mode sees a call."""
+    disabled: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return disabled
+
+
 def in_plain_surroundings() -> bool:
-    """Whether no capture, no dispatch mode, no function mode, no torch.func transform, no forward-mode level, no hooks
-    on saved tensors and no trace of torch.jit are active."""
+    """Whether no capture, no dispatch mode, no torch.func transform, no forward-mode level, no hooks on saved tensors
+    and no trace of torch.jit are active."""
     return (
         _len_torch_dispatch_stack() == 0
-        and _len_torch_function_stack() == 0
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and not watched()
@@ -266,7 +276,7 @@ def _hear_scripts() -> None:
         return heard
 
     for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
-        kind.__call__ = hearing(kind)
+        setattr(kind, "__call__", hearing(kind))  # noqa: B010
 
 
 def _read_by(script: Any) -> str | None:
@@ -426,7 +436,7 @@ def generator_bytes(generator: torch.Generator) -> bytes:
 
 def generator_id(generator: torch.Generator) -> int:
     """A number that identifies a generator as long as it lives; each operator gets another object for it."""
-    found: int = generator._cdata
+    found: int = getattr(generator, "_cdata")  # noqa: B009
     return found
 
 

@@ -59,7 +59,7 @@ def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str =
 
 def graphs_module() -> Any:
     """The module whose `dispatch` graphify calls (the package's attribute of that name is the function)."""
-    return import_module("weft.transforms.graphs.memo")
+    return import_module("weft.transforms.graphs.cache")
 
 
 def own_classes_are_dispatched(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:

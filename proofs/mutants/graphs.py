@@ -14,27 +14,23 @@ from weft.padding import inert, pad
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.transforms.graphs.backends.tape import Operation, TapeBackend, TapeRecording
-from weft.transforms.graphs.calls.call import hashable_signature, key_of, make_call_from_known
+from weft.transforms.graphs.cache import Cache, Entry
+from weft.transforms.graphs.calls.buffers import CopyIn, GroupedCopy, tails
+from weft.transforms.graphs.calls.call import hashable_signature, key_of, make_call
 from weft.transforms.graphs.calls.fast_path import FastPath
 from weft.transforms.graphs.calls.key import LeafKey, leaf_key
-from weft.transforms.graphs.calls.results import Outputs
-from weft.transforms.graphs.calls.transfer import CopyIn, GroupedCopy, Handover, hand_over, tails
-from weft.transforms.graphs.capture import Entry, SavedTensors
-from weft.transforms.graphs.memo import Graphs
+from weft.transforms.graphs.calls.results import Handover, Outputs, hand_over
+from weft.transforms.graphs.capture import Graph, SavedTensors
 from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
-_GRAPHS, _REPLAY, _MEMORY = (
-    "weft.transforms.graphs.memo",
-    "weft.transforms.graphs.replay",
-    "weft.transforms.graphs.memory",
-)
+_CACHE, _MEMORY = "weft.transforms.graphs.cache", "weft.transforms.graphs.memory"
 _GRAPHIFIED, _CAPTURE, _CALL = (
     "weft.transforms.graphs.graphified",
     "weft.transforms.graphs.capture",
     "weft.transforms.graphs.calls.call",
 )
-_TRANSFER, _RESULTS, _FAST_PATH = (
-    "weft.transforms.graphs.calls.transfer",
+_BUFFERS, _RESULTS, _FAST_PATH = (
+    "weft.transforms.graphs.calls.buffers",
     "weft.transforms.graphs.calls.results",
     "weft.transforms.graphs.calls.fast_path",
 )
@@ -78,7 +74,7 @@ def _no_statics() -> Iterator[None]:
         return lambda *args: attrs.evolve(make(*args), statics=())
 
     signed = replace(_GRAPHIFIED, "hashable_signature", blind(hashable_signature))
-    with signed(), replace(_GRAPHS, "key_of", blind(key_of))():
+    with signed(), replace(_CACHE, "key_of", blind(key_of))():
         yield
 
 
@@ -97,10 +93,10 @@ def _write_no_value(writer: Any, expression: str, value: Any) -> None:
 def _known_blindly(self: FastPath[Any], roles: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The remembered references of one call are used for every other call of the same structure."""
     seen = self.layout.read(args, kwargs)
-    known = [guarded.value for found in self.known.values() for guarded in found]
+    known = [guarded.value() for found in self.known._values.values() for guarded in found]
     if seen is None or not known:
         return None
-    return make_call_from_known(roles, name, args, kwargs, known[0], seen[1][: self.layout.num_references[0]])
+    return make_call(roles, name, args, kwargs, known[0], seen[1][: self.layout.num_references[0]])
 
 
 class _Idle(Operation):
@@ -146,11 +142,11 @@ def _live_warm_up() -> Iterator[None]:
         yield
 
 
-def _drop_in_use(self: Graphs, key: Any, entry: Entry) -> None:
-    """A graph and its memory are dropped, and it still answers calls."""
-    for old in self.memo.values():
+def _drop_in_use(self: Cache, key: Any, graph: Graph) -> None:
+    """The memory of a graph is dropped, and it still answers calls."""
+    for old in self.graphs():
         object.__setattr__(old.recording, "operations", ())
-    self.memo = {key: entry}
+    self.entries[key] = Entry(graph)
 
 
 class _Unrestored(SavedTensors):
@@ -211,13 +207,13 @@ class _PadsOnce(GroupedCopy):
 
 GRAPHS = (
     Mutant("a replay reads its capture's inputs", find("L1", "models"), _FILL_NOTHING),
-    Mutant("a larger batch's tail stays", find("L1", "models"), replace(_TRANSFER, "tails", _stale_tail)),
-    Mutant("one row of padding is stale", find("L1", "models"), replace(_TRANSFER, "tails", _one_stale_row)),
+    Mutant("a larger batch's tail stays", find("L1", "models"), replace(_BUFFERS, "tails", _stale_tail)),
+    Mutant("one row of padding is stale", find("L1", "models"), replace(_BUFFERS, "tails", _one_stale_row)),
     Mutant("new state is not written", find("L1", "pure"), replace(_RESULTS, "_write_back", _home_without_writing)),
-    Mutant("two results change places", find("L1", "pure"), replace(_REPLAY, "hand_over", _swapped)),
+    Mutant("two results change places", find("L1", "pure"), replace(_CACHE, "hand_over", _swapped)),
     Mutant("the key forgets addresses", find("L1", "pure"), _forgetting("address")),
     Mutant(
-        "padding is written once", find("L1", "functions under a ladder"), replace(_TRANSFER, "GroupedCopy", _PadsOnce)
+        "padding is written once", find("L1", "functions under a ladder"), replace(_BUFFERS, "GroupedCopy", _PadsOnce)
     ),
     Mutant(
         "a capture counts as a step",
@@ -234,23 +230,23 @@ GRAPHS = (
     Mutant("the fast path checks no tensor", _CALLS, replace(_FAST_PATH, "tensors_check", _no_check)),
     Mutant("the fast path forgets static values", _CALLS, replace(_READER, "_write_value", _write_no_value)),
     Mutant("any parameters are recalled", _CALLS, partial(mock.patch.object, FastPath, "find_known", _known_blindly)),
-    Mutant("only one side of an image is padded anew", _IMAGES, replace(_TRANSFER, "tails", _first_side)),
+    Mutant("only one side of an image is padded anew", _IMAGES, replace(_BUFFERS, "tails", _first_side)),
     Mutant("padding counts as pixels", find("L2", "images"), replace(_PADDING, "write_padded", _padding_of_ones)),
     Mutant("attention is not run again", find("L5", "models"), replace(_TAPE, "Operation", _Idle)),
     Mutant("a split operator is not run again", find("L5", "pure"), replace(_TAPE, "Operation", _Idle)),
-    Mutant("the key forgets the LoRAs", find("L7"), replace(_GRAPHS, "key_of", _key_without_loras)),
+    Mutant("the key forgets the LoRAs", find("L7"), replace(_CACHE, "key_of", _key_without_loras)),
     Mutant("the warm-up runs on the live batch", find("L8", "models"), _live_warm_up),
     Mutant("the state is not restored", find("L8", "pure"), replace(_CAPTURE, "SavedTensors", _Unrestored)),
-    Mutant("results are borrowed", find("L9", "ownership"), replace(_REPLAY, "hand_over", _borrowing)),
+    Mutant("results are borrowed", find("L9", "ownership"), replace(_CACHE, "hand_over", _borrowing)),
     Mutant(
         "donation leaves the old value alive",
         find("L9", "ownership"),
         replace(_GRAPHIFIED, "donate", lambda tree, to: tree),
     ),
-    Mutant("input buffers are lent", find("L9", "borrowed"), replace(_REPLAY, "hand_over", _lending_inputs)),
+    Mutant("input buffers are lent", find("L9", "borrowed"), replace(_CACHE, "hand_over", _lending_inputs)),
     Mutant("a live input is held weakly", find("L9", "keeps"), _held_weakly),
     Mutant(
-        "a graph in use is dropped", find("L9", "dropped"), partial(mock.patch.object, Graphs, "_insert", _drop_in_use)
+        "a graph in use is dropped", find("L9", "dropped"), partial(mock.patch.object, Cache, "_insert", _drop_in_use)
     ),
     Mutant("an estimate forgets classes", find("L14"), replace(_MEMORY, "interpolate", lambda points, size: 0)),
     Mutant("an estimate leaves its steps in the state", find("L14"), replace(_CAPTURE, "SavedTensors", _Unrestored)),

@@ -26,7 +26,7 @@ from weft.transforms.graphs.ladder import Ladder, as_ladder
 from weft.transforms.pipelines.microbatch import join, split
 from weft.transforms.pipelines.worker import Link, Worker
 
-_GRAPHS = "weft.transforms.graphs.memo"
+_GRAPHS = "weft.transforms.graphs.cache"
 _COMPARE, _DECODER, _STATE = "weft.proofs.laws.compare", "weft.stages.decoder", "weft.state"
 _PIPELINE, _MICROBATCH = "weft.transforms.pipelines.pipeline", "weft.transforms.pipelines.microbatch"
 

@@ -172,7 +172,7 @@ def test_a_branch_on_data() -> None:
 
 def test_the_graph_law_sees_replays_of_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted graphify that forgets to fill its inputs: only a second call with other values shows it."""
-    monkeypatch.setattr("weft.transforms.graphs.replay.plan_copies", lambda *args: None)
+    monkeypatch.setattr("weft.transforms.graphs.cache.plan_copies", lambda *args: None)
     name, error = broken(lambda x: x * 2, (tensors(1),), laws="graph")
     assert name == "graph"
     calls = error.values[0][1]

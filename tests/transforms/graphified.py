@@ -60,9 +60,9 @@ def general_calls(g: Graphified[..., Any]) -> Iterator[list[Any]]:
     seen: list[Any] = []
     general = g._call
 
-    def counted(args: Any, kwargs: Any, *recalled: Any) -> Any:
+    def counted(args: Any, kwargs: Any, *known: Any) -> Any:
         seen.append((args, kwargs))
-        return general(args, kwargs, *recalled)
+        return general(args, kwargs, *known)
 
     with mock.patch.object(g, "_call", counted):
         yield seen

@@ -45,7 +45,7 @@ def _autograd_records(external: Iterable[Tensor]) -> bool:
 
 
 @attrs.define(eq=False)
-class Entry:
+class Graph:
     """One captured graph.
 
     Args:
@@ -183,7 +183,7 @@ def audit_of(graphable: Graphable, prepared: Prepared, device: torch.device) -> 
     )
 
 
-def capture(graphable: Graphable, call: Call, mode: str, descriptor: Any, backend: Backend) -> Entry:
+def capture(graphable: Graphable, call: Call, mode: str, descriptor: Any, backend: Backend) -> Graph:
     """Record a function for calls like `call`, padded to `descriptor`, or unpadded if that is None.
 
     The donated arguments and the random generators are saved and restored.
@@ -221,7 +221,7 @@ def capture(graphable: Graphable, call: Call, mode: str, descriptor: Any, backen
     pairs = zip(prepared.buffers, prepared.axes, strict=True)
     with backend.allocating():
         padding_sources = tuple(input_buffers.padding_source(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs))
-    return Entry(
+    return Graph(
         recording,
         prepared.buffers,
         prepared.axes,

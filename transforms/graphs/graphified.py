@@ -1,5 +1,6 @@
 """`Graphified`: the result of `graphify`, a function that memoizes one captured graph per key and replays it."""
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -13,9 +14,15 @@ from tqdm.auto import tqdm
 
 from weft.donation import donate
 from weft.errors import CaptureError
-from weft.settings import MAY_REPLAY, may_capture
-from weft.torchapi.private import in_plain_surroundings, uncompiled
-from weft.transforms.graphs.ahead import compile_ahead
+from weft.settings import MAY_REPLAY
+from weft.torchapi.private import (
+    function_modes,
+    in_function_modes,
+    in_plain_surroundings,
+    uncompiled,
+    without_function_modes,
+)
+from weft.transforms.graphs.cache import Cache, Plan
 from weft.transforms.graphs.calls.borrowing import lend, watches_borrows
 from weft.transforms.graphs.calls.call import (
     Call,
@@ -25,28 +32,31 @@ from weft.transforms.graphs.calls.call import (
     hashable_signature,
     inline_reason,
     make_call,
-    num_donated,
+    modules_keep_training,
     runs_inline,
-    with_training_guard,
 )
-from weft.transforms.graphs.calls.fast_path import FastPath, add_fast_path
-from weft.transforms.graphs.calls.key import CacheInfo, Key, without_grad_mode
-from weft.transforms.graphs.capture import Entry
-from weft.transforms.graphs.captured import CapturedGraphs, captured_graphs
+from weft.transforms.graphs.calls.fast_path import FastPath
+from weft.transforms.graphs.calls.key import CacheInfo, without_grad_mode
+from weft.transforms.graphs.calls.reader import ReadCall
+from weft.transforms.graphs.calls.results import keep_in_place
 from weft.transforms.graphs.dispatch import Decision
+from weft.transforms.graphs.explain import Explanation, miss_between
 from weft.transforms.graphs.ladder import Ladder
-from weft.transforms.graphs.lower import Compiled, Lowered, lower
-from weft.transforms.graphs.memo import Explanation, Graphs
-from weft.transforms.graphs.memory import MemoryAnalysis, MemoryEstimate, analysis_of, estimate
-from weft.transforms.graphs.misses import miss_between
+from weft.transforms.graphs.lower import Compiled, Lowered, compile_ahead, lower
+from weft.transforms.graphs.memory import (
+    CapturedGraphs,
+    MemoryAnalysis,
+    MemoryEstimate,
+    analysis_of,
+    captured_graphs,
+    estimate,
+)
 from weft.transforms.graphs.options import Graphable
-from weft.transforms.graphs.replay import Dispatched, Replay, keep_in_place, make_replay
-from weft.trees import find_descriptors, tree_leaves
+from weft.trees import tree_leaves
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MAX_SIGNATURES = 4096
 _PROGRESS_BAR_DELAY = 1.0
 """Seconds before a progress bar shows: a notebook keeps every bar, so bars of short captures would be noise."""
 _ALL: "weakref.WeakSet[Graphified[..., Any]]" = weakref.WeakSet()
@@ -58,8 +68,6 @@ class Graphified(Generic[P, R]):
     """A function and its captured graphs, as `graphify` returns it."""
 
     __wrapped__: Callable[P, R]
-    _dispatched: dict[Key, Dispatched]
-    _fast_paths: dict[tuple[Any, ...], tuple[FastPath[Replay], ...]]
 
     def __init__(self, graphable: Graphable) -> None:
         functools.update_wrapper(self, graphable.fn)
@@ -67,8 +75,7 @@ class Graphified(Generic[P, R]):
         self._graphable = graphable
         self._fn: Callable[P, R] = graphable.fn
         self._lock = threading.RLock()
-        self._graphs = Graphs(graphable, self._forget)
-        self._dispatched, self._fast_paths = {}, {}
+        self._cache = Cache(graphable)
         _ALL.add(self)
 
     @property
@@ -88,74 +95,101 @@ class Graphified(Generic[P, R]):
 
     @uncompiled
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Take the fast path if an earlier call was like this one, and `_call` otherwise."""
-        call = None
+        """Take the fast path if an earlier call was like this one, and the general one otherwise."""
+        call, modes = None, None
         if in_plain_surroundings() and MAY_REPLAY.get():
-            fast_paths = self._fast_paths.get((len(args), *kwargs), ())
-            for fast_path in fast_paths:
+            if in_function_modes():
+                return self._call_in_modes(args, kwargs)
+            fast_paths, modes = self._cache.fast_paths, ()
+            for fast_path in fast_paths.by_form.get((len(args), *kwargs), ()):
                 if (found := fast_path.find(args, kwargs)) is not None:
-                    read, replay = found
-                    with self._lock:
-                        leaves = fast_path.take_donated(read) if fast_path.num_donated else read[1]
-                        return self._replay(replay, leaves)
-            roles, name = self._graphable.roles, self._graphable.name
-            partly_known = (fast_path.find_known(roles, name, args, kwargs) for fast_path in fast_paths)
-            call = next((call for call in partly_known if call is not None), None)
-        return self._call(args, kwargs, call)
+                    return self._repeat(fast_path, *found)
+            call = fast_paths.known_call(args, kwargs)
+        return self._call(args, kwargs, call, modes)
 
-    def _replay(self, replay: Replay, leaves: Sequence[Any]) -> R:
+    def _call_in_modes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """Take the fast path of calls in these function modes, which do not see it: torch would ask them about every
+        property that it reads."""
+        if watches_borrows():
+            return self._call(args, kwargs)
+        modes, fast_paths = function_modes(), self._cache.fast_paths
+        with without_function_modes():
+            for fast_path in fast_paths.by_form.get((len(args), *kwargs, *modes), ()):
+                if (found := fast_path.find(args, kwargs)) is not None:
+                    return self._repeat(fast_path, *found)
+            call = fast_paths.known_call(args, kwargs, modes)
+        return self._call(args, kwargs, call, modes)
+
+    def _repeat(self, fast_path: FastPath[Plan], read: ReadCall, plan: Plan) -> R:
+        """Replay a plan with the arguments that its fast path has read."""
+        with self._lock:
+            return self._replay(plan, fast_path.take_donated(read) if fast_path.num_donated else read[1])
+
+    def _replay(self, plan: Plan, leaves: Sequence[Any]) -> R:
         """Fill the input buffers from the leaves of a call (its donated ones already taken), replay, make the
         result."""
-        if replay.wait_for_last_replay is not None:
-            replay.wait_for_last_replay()
-        if replay.fill is not None:
-            replay.fill(leaves)
+        if plan.wait_for_last_replay is not None:
+            plan.wait_for_last_replay()
+        if plan.fill is not None:
+            plan.fill(leaves)
         try:
-            replay.run()
+            plan.run()
         except Exception as error:
             raise self._with_donation_note(error) from None
-        count, handover = self._graphs.count, replay.handover
-        count.replays = replay.entry.last_use = count.replays + 1
+        count, handover = self._cache.count, plan.handover
+        count.replays = plan.graph.last_use = count.replays + 1
         result: R = handover.build(handover.clone_or_lend(handover.outputs), leaves)
         return result
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Call | None = None) -> R:
-        """Answer any call, also the first of its signature; `known` is the call if its arguments are already sorted."""
+    def _call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Call | None = None,
+        modes: tuple[Any, ...] | None = None,
+    ) -> R:
+        """Answer any call, also the first of its signature.
+
+        Args:
+            known: the call if its arguments are already sorted.
+            modes: the function modes around the call; None if it cannot take the fast path.
+        """
         call = known or make_call(self._graphable.roles, self._graphable.name, args, kwargs)
         if runs_inline(call):
             return self._inline(call, args, kwargs)
         with self._lock:
             signature = hashable_signature(call, self._graphable.name)
-            dispatched = self._dispatched.get(signature)
-            if dispatched is None or not (dispatched.replay is None or dispatched.replay.entry.outside.holds()):
-                dispatched = self._dispatch(call, signature)
-            replay = dispatched.replay
-            if replay and replay.may_run() and in_plain_surroundings() and signature in self._dispatched:
-                roles, name = self._graphable.roles, self._graphable.name
-                guard = with_training_guard(call, roles, replay.guard())
-                add_fast_path(self._fast_paths, roles, name, args, kwargs, call, replay, guard)
-        return self._answer(replay, call, args, kwargs)
+            plan, is_kept = self._cache.plan(call, signature)
+            if plan is not None and is_kept and modes is not None and plan.may_run():
+                with without_function_modes() if modes else contextlib.nullcontext():
+                    self._cache.fast_paths.add(args, kwargs, modes, call, plan, self._condition(plan, call))
+        return self._answer(plan, call, args, kwargs)
+
+    def _condition(self, plan: Plan, call: Call) -> Callable[[Plan], bool]:
+        """The condition under which the fast path may use a plan for calls like this one."""
+        holds, training = plan.condition(), modules_keep_training(call, self._graphable.roles)
+        return holds if training is None else lambda plan: training() and holds(plan)
 
     def _inline(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Run the function itself; inside another capture or transform the call is not counted."""
         if enclosing_transform() is None:
             with self._lock:
-                self._graphs.note_inline(lambda: inline_reason(call))
+                self._cache.note_inline(lambda: inline_reason(call))
         return self._fn(*args, **kwargs)
 
-    def _answer(self, replay: Replay | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    def _answer(self, plan: Plan | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Replay the graph; run the function itself if there is no graph, or if it may not replay here."""
-        if replay is None or not replay.may_run():
+        if plan is None or not plan.may_run():
             with self._lock:
-                if replay is not None and replay.entry.needs_autograd():
-                    self._graphs.note_inline(functools.partial(self._graphs.needs_autograd_reason, replay.entry))
+                if plan is not None and plan.graph.needs_autograd():
+                    self._cache.note_inline(functools.partial(self._cache.needs_autograd_reason, plan.graph))
                 else:
-                    self._graphs.eager += 1
-            return keep_in_place(self._fn(*args, **kwargs), self._graphable.roles, call)
+                    self._cache.eager += 1
+            return keep_in_place(self._fn(*args, **kwargs), self._graphable.roles.donated, call)
         with self._lock:
-            result = self._replay(replay, (*self._take_donated(call), *call.copied_leaves))
+            result = self._replay(plan, (*self._take_donated(call), *call.copied_leaves))
             return (
-                lend(result, replay.entry.outputs, self._graphable.name, self._graphs.count)
+                lend(result, plan.graph.outputs, self._graphable.name, self._cache.count)
                 if watches_borrows()
                 else result
             )
@@ -171,44 +205,14 @@ class Graphified(Generic[P, R]):
 
     def _take_donated(self, call: Call) -> list[Any]:
         """Take the donated arguments from the caller, and return the leaves by reference."""
-        roles, count = self._graphable.roles, num_donated(call, self._graphable.roles)
+        roles = self._graphable.roles
         donated = {name: call.references[name] for name in roles.donated if name in call.references}
         taken = [donate(value, to=f"{self._graphable.name}({name})") for name, value in donated.items()]
-        return [*tree_leaves(taken), *call.reference_leaves[count:]]
-
-    def _forget(self, entry: Entry) -> None:
-        """Drop every reference to an evicted graph, so that no call is answered by it."""
-        self._dispatched = {
-            signature: dispatched
-            for signature, dispatched in self._dispatched.items()
-            if dispatched.replay is None or dispatched.replay.entry is not entry
-        }
-        for fast_paths in self._fast_paths.values():
-            for fast_path in fast_paths:
-                fast_path.drop(lambda replay: replay.entry is entry)
+        return [*tree_leaves(taken), *call.reference_leaves[call.num_donated :]]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind to an instance, which becomes the first argument and part of the key."""
         return self if instance is None else Method(self, instance)
-
-    def _dispatch(self, call: Call, signature: Key) -> Dispatched:
-        """Dispatch a signature that is seen for the first time, and capture the graph that it needs."""
-        check_call(call, self._graphable.roles, self._graphable.name)
-        decision, entry = self._graphs.obtain(call)
-        replay = None if entry is None else self._replay_of(entry, call, decision)
-        dispatched = Dispatched(decision, replay)
-        if may_capture():
-            if len(self._dispatched) >= _MAX_SIGNATURES:
-                self._dispatched.clear()
-            self._dispatched[signature] = dispatched
-        return dispatched
-
-    def _replay_of(self, entry: Entry, call: Call, decision: Decision[Any]) -> Replay:
-        padded = decision.descriptor
-        own = None if padded is None else find_descriptors(call.copied)[0]
-        backend = self._graphs.backend_for(call)
-        with backend.allocating():
-            return make_replay(entry, call, padded, own, self._graphable.borrow, backend.wait_for_last_replay)
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Make a call whose arguments serve as examples: nothing in it is donated."""
@@ -228,7 +232,7 @@ class Graphified(Generic[P, R]):
             CaptureError: the ladder has more classes than `max_captures`; also whatever a call raises.
         """
         call = self._example(args, kwargs)
-        rungs, max_captures = self._graphs.rungs(call), self._graphable.max_captures
+        rungs, max_captures = self._cache.rungs(call), self._graphable.max_captures
         if max_captures is not None and len(rungs) > max_captures:
             seen = f"a ladder of {len(rungs)} classes, and max_captures={max_captures}"
             raise CaptureError(
@@ -237,11 +241,11 @@ class Graphified(Generic[P, R]):
         with self._lock:
             bar: dict[str, Any] = {"unit": "graph", "leave": False, "disable": None, "delay": _PROGRESS_BAR_DELAY}
             for decision in tqdm(rungs, desc=f"capture {self._graphable.name}", **bar):
-                if self._graphs.find(call, decision) is None:
+                if self._cache.find(key := self._cache.key(call, decision)) is None:
                     try:
-                        self._graphs.capture(call, decision)
+                        self._cache.capture(call, decision, key)
                     except torch.OutOfMemoryError:
-                        self._graphs.note_full_memory(decision)
+                        self._cache.note_full_memory(decision)
                         break
         return self.cache_info()
 
@@ -255,8 +259,8 @@ class Graphified(Generic[P, R]):
         """
         call = self._example(args, kwargs)
         with self._lock:
-            if self._graphs.backend_for(call).device.type == "cuda":
-                compile_ahead(self._graphable, call, self._graphs)
+            if self._cache.backend_for(call).device.type == "cuda":
+                compile_ahead(self._graphable, call, self._cache)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
         """Run the function once on its own buffers, without side effects, and list its operators.
@@ -264,12 +268,12 @@ class Graphified(Generic[P, R]):
         The result prints as that listing; its `compile()` captures the graph for calls of this signature.
         """
         call = self._example(args, kwargs)
-        decision = self._graphs.decide(call)
+        decision = self._cache.decide(call)
         if decision.mode == "none":
             instead = "a ladder with a class that covers it, or call the function itself"
             raise CaptureError(f"{self._graphable.name}.lower(...)", decision.reason, instead)
         with self._lock:
-            backend = self._graphs.backend_for(call)
+            backend = self._cache.backend_for(call)
             return lower(
                 self._graphable, call, decision, backend.device, functools.partial(self._compile, call, decision)
             )
@@ -277,23 +281,24 @@ class Graphified(Generic[P, R]):
     def _compile(self, call: Call, decision: Decision[Any], lowered: "Lowered[R]") -> "Compiled[R]":
         call = attrs.evolve(call)  # drops the cached key: a parameter may have moved since `lower`
         with self._lock:
-            entry = self._graphs.find(call, decision) or self._graphs.capture(call, decision)
-            replay = self._replay_of(entry, call, decision)
+            key = self._cache.key(call, decision)
+            graph = self._cache.find(key) or self._cache.capture(call, decision, key)
+            plan = self._cache.make_plan(graph, call, decision)
         signature = hashable_signature(call, self._graphable.name)
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
             given = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
             if runs_inline(given):
                 return self._inline(given, args, kwargs)
-            if not entry.outside.holds():
+            if not plan.reads_the_same():
                 return self._call(args, kwargs)
             if (other := hashable_signature(given, self._graphable.name)) != signature:
                 if without_grad_mode(other) == without_grad_mode(signature):
                     return self._call(args, kwargs)
                 lowered.refuse(miss_between(other, signature, given.leaf_names(), self._graphable.roles.donated))
-            return self._answer(replay, given, args, kwargs)
+            return self._answer(plan, given, args, kwargs)
 
-        return Compiled(lowered, entry, run)
+        return Compiled(lowered, graph, run)
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
         """Say whether this call would replay, capture, or run the function itself, and why, without doing it."""
@@ -301,7 +306,7 @@ class Graphified(Generic[P, R]):
         if reason := inline_reason(call):
             return Explanation(Decision("none", None, reason), False, f"runs inline: {reason}")
         hashable_signature(call, self._graphable.name)
-        return self._graphs.explain(call)
+        return self._cache.explain(call)
 
     def freeze(self) -> "Graphified[P, R]":
         """Make every later miss raise CacheMissError, which names the field that differed, instead of capturing.
@@ -309,28 +314,30 @@ class Graphified(Generic[P, R]):
         A batch that no class of the ladder covers is not a miss: it runs eagerly, as before (`cache_info().eager`). So
         does a call that autograd must see, or one with a sparse argument (`explain`). There is no miss inside
         `weft.no_capture()` either, because nothing would be captured there."""
-        self._graphs.frozen = True
+        self._cache.frozen = True
         return self
 
     def cache_info(self) -> CacheInfo:
         """The numbers of captures, replays, eager calls, and graphs held."""
-        return self._graphs.info()
+        return self._cache.info()
 
     def captured(self) -> tuple[tuple[str, Any], ...]:
         """The mode and the class (None without a ladder) of each graph held, in the order of capture."""
-        return tuple((key.mode, key.descriptor) for key in self._graphs.memo)
+        return tuple((key.mode, key.descriptor) for key in self._cache.entries)
 
     def graphs(self) -> CapturedGraphs:
         """Each graph held, in the order of capture: pieces, operators, bytes and seconds, as a table and as a plot."""
-        return captured_graphs(self._graphable.name, self._graphs.memo.items(), self._graphs.info())
+        return captured_graphs(
+            self._graphable.name, [(key, entry.graph) for key, entry in self._cache.entries.items()], self._cache.info()
+        )
 
     def num_pieces(self) -> tuple[int, ...]:
         """The number of pieces of each graph held, in the order of capture."""
-        return tuple(entry.recording.num_pieces for entry in self._graphs.memo.values())
+        return tuple(graph.recording.num_pieces for graph in self._cache.graphs())
 
     def memory_analysis(self) -> MemoryAnalysis:
         """The memory of the graphs held, as measured at their capture."""
-        return analysis_of(self._graphs.memo.values())
+        return analysis_of(self._cache.graphs())
 
     def memory_estimate(self, *args: P.args, **kwargs: P.kwargs) -> MemoryEstimate:
         """Estimate the memory of the ladder's graphs (without a ladder, of this call's) before they are captured.
@@ -339,13 +346,12 @@ class Graphified(Generic[P, R]):
         """
         call = self._example(args, kwargs)
         with self._lock:
-            return estimate(self._graphable, call, self._graphs.rungs(call), lambda: self._graphs.new_backend(call))
+            return estimate(self._graphable, call, self._cache.rungs(call), lambda: self._cache.new_backend(call))
 
     def cache_clear(self) -> None:
         """Drop all graphs, their memory and the counts; a frozen function thaws."""
         with self._lock:
-            self._graphs.clear()
-            self._dispatched, self._fast_paths = {}, {}
+            self._cache.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy the function without its graphs, as for `copy.deepcopy` of a module that holds it."""
@@ -355,7 +361,7 @@ class Graphified(Generic[P, R]):
         return self.graphs()._repr_html_()
 
     def __repr__(self) -> str:
-        return f"<graphify({self._graphable.name}), {len(self._graphs.memo)} graphs>"
+        return f"<graphify({self._graphable.name}), {len(self._cache.entries)} graphs>"
 
 
 class Method:

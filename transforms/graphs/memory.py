@@ -1,4 +1,4 @@
-"""The memory of graphs, measured at their capture, or estimated beforehand from a few trial captures."""
+"""The memory of graphs: as measured at capture, graph by graph, or estimated beforehand from a few trial captures."""
 
 import math
 from bisect import bisect_left
@@ -8,12 +8,16 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from weft.display.durations import duration
+from weft.display.plots import GREY, new_axes, rows
+from weft.display.tables import COLOURS, Table, Tabled
 from weft.padding import padded_shape
 from weft.torchapi.private import storage_id
 from weft.transforms.graphs.backends import Backend
 from weft.transforms.graphs.calls.buffers import PADDING_SOURCE_BYTES, is_dense
 from weft.transforms.graphs.calls.call import Call
-from weft.transforms.graphs.capture import Entry, capture
+from weft.transforms.graphs.calls.key import CacheInfo, Key, LeafKey
+from weft.transforms.graphs.capture import Graph, capture
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.options import Graphable
 from weft.trees import leaf_axes
@@ -82,22 +86,22 @@ class MemoryEstimate:
         return f"{self.num_graphs} graphs, {size_text(self.total_bytes)}: estimated from {self.num_measured} of them"
 
 
-def analysis_of(entries: Iterable[Entry]) -> MemoryAnalysis:
+def analysis_of(graphs: Iterable[Graph]) -> MemoryAnalysis:
     """Add up the memory of these graphs."""
-    entries = list(entries)
-    outputs = [x for e in entries for x in e.outputs.leaves if isinstance(x, Tensor)]
+    graphs = list(graphs)
+    outputs = [x for g in graphs for x in g.outputs.leaves if isinstance(x, Tensor)]
     return MemoryAnalysis(
-        len(entries),
-        _buffers_held(entries),
-        sum(e.recording.nbytes for e in entries),
+        len(graphs),
+        _buffers_held(graphs),
+        sum(g.recording.nbytes for g in graphs),
         sum(x.nbytes for x in outputs),
-        sum(e.recording.driver_bytes for e in entries),
+        sum(g.recording.driver_bytes for g in graphs),
     )
 
 
-def _buffers_held(entries: Iterable[Entry]) -> int:
+def _buffers_held(graphs: Iterable[Graph]) -> int:
     """The bytes of the graphs' buffers and padding sources; a shared block counts once, with its full size."""
-    held = [x for e in entries for x in (*e.buffers, *e.padding_sources) if isinstance(x, Tensor)]
+    held = [x for g in graphs for x in (*g.buffers, *g.padding_sources) if isinstance(x, Tensor)]
     sizes = {storage_id(x): x.untyped_storage().nbytes() if x.is_contiguous() else x.nbytes for x in held}
     return sum(sizes.values())
 
@@ -114,18 +118,18 @@ def estimate(
         return MemoryEstimate(0, 0, 0, 0, 0)
     capture(graphable, call, rungs[0].mode, rungs[0].descriptor, new_backend())
     backend, graph_bytes, driver_bytes = new_backend(), 0, 0
-    entries: list[Entry] = []  # kept until the end, so that each shares the pool with those before it, as in the ladder
+    kept: list[Graph] = []  # until the end, so that each shares the pool with those before it, as in the ladder
     for mode in dict.fromkeys(rung.mode for rung in rungs):
         group = [rung for rung in rungs if rung.mode == mode]
         found = {i: capture(graphable, call, mode, group[i].descriptor, backend) for i in sample_indices(len(group))}
-        entries += found.values()
+        kept += found.values()
         sizes = [input_bytes(call, rung.descriptor) for rung in group]
-        points = [(sizes[i], entry.recording.nbytes) for i, entry in found.items() if i > 0]
+        points = [(sizes[i], graph.recording.nbytes) for i, graph in found.items() if i > 0]
         for i, size in enumerate(sizes):
             graph_bytes += found[i].recording.nbytes if i in found else interpolate(points, size)
-        driver_bytes += sum(e.recording.driver_bytes for e in found.values()) * len(group) // len(found)
+        driver_bytes += sum(g.recording.driver_bytes for g in found.values()) * len(group) // len(found)
     input_buffer_bytes = buffer_bytes(call, [rung.descriptor for rung in rungs])
-    return MemoryEstimate(len(rungs), input_buffer_bytes, graph_bytes, driver_bytes, len(entries))
+    return MemoryEstimate(len(rungs), input_buffer_bytes, graph_bytes, driver_bytes, len(kept))
 
 
 def sample_indices(count: int) -> tuple[int, ...]:
@@ -204,3 +208,109 @@ def size_text(count: int) -> str:
 def size_unit(count: int) -> tuple[int, str]:
     """The suitable unit for a number of bytes: (bytes per unit, its name)."""
     return next(((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u), (1, "bytes"))
+
+
+HEADER = ("mode", "of", "pieces", "operators", "buffers", "tensors", "captured in")
+
+
+@attrs.frozen
+class CapturedGraph:
+    """One graph that a function holds.
+
+    Args:
+        mode: `full` or `piecewise`.
+        of: the class that it was captured for; without a ladder, the shapes of the copied arguments.
+        pieces: the number of pieces.
+        operators: the number of operators that a replay repeats: those that compute or write. On a GPU each is one
+            kernel or a few.
+        buffer_bytes: the bytes that this graph added to the input buffers and padding sources: the buffers of a class
+            lie inside the larger ones of another class.
+        graph_bytes: its outputs and intermediate tensors; if graphs share a pool, the bytes that this one added.
+        seconds: the duration of its capture.
+    """
+
+    mode: str
+    of: str
+    pieces: int
+    operators: int
+    buffer_bytes: int
+    graph_bytes: int
+    seconds: float
+
+    @classmethod
+    def make(cls, key: Key, graph: Graph) -> "CapturedGraph":
+        """Make one from a graph and its key."""
+        of = _shapes(key) if key.descriptor is None else str(key.descriptor)
+        recording, sizes = graph.recording, (graph.buffer_bytes, graph.recording.nbytes)
+        return cls(key.mode, of, recording.num_pieces, graph.operators, *sizes, graph.seconds)
+
+    def cells(self) -> tuple[str, ...]:
+        """The cells of its row as text, one per column of `HEADER`."""
+        counts, sizes = (f"{self.pieces}", f"{self.operators}"), (self.buffer_bytes, self.graph_bytes)
+        return self.mode, self.of, *counts, *map(size_text, sizes), f"{self.seconds * 1e3:.1f} ms"
+
+
+def _shapes(key: Key) -> str:
+    """The dtypes and shapes of the tensors that are copied in, as text."""
+    tensors = [leaf for leaf in key.copied.leaves if isinstance(leaf, LeafKey)]
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in tensors) or "nothing copied in"
+
+
+@attrs.frozen(repr=False)
+class CapturedGraphs(Tabled):
+    """The graphs that a function holds, as `graphified.graphs()` returns them; a table in print and in notebooks.
+
+    Args:
+        name: the function's name.
+        graphs: the graphs, in the order of capture.
+        info: the function's counts.
+
+    >>> import torch, weft
+    >>> double = weft.graphify(lambda x: torch.sin(x) * 2)
+    >>> y = double(torch.ones(3))
+    >>> print(double.graphs())  # doctest: +ELLIPSIS
+    graphify(<lambda>): 1 graph, 1 replay, 0 eager calls
+    mode  of          pieces  operators   buffers   tensors  captured in
+    full  float32[3]       1          2  12 bytes  24 bytes  ...
+    """
+
+    name: str
+    graphs: tuple[CapturedGraph, ...]
+    info: CacheInfo
+
+    def table(self) -> Table:
+        """A table with one row per graph."""
+        counts = (len(self.graphs), "graph"), (self.info.replays, "replay"), (self.info.eager, "eager call")
+        counts_text = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
+        return Table(HEADER, tuple(graph.cells() for graph in self.graphs), f"graphify({self.name}): {counts_text}")
+
+    def plot(self) -> Any:
+        """Draw the seconds and the bytes of each graph side by side (matplotlib).
+
+        Returns:
+            The figure.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        high = 1.6 + 0.26 * len(self.graphs)
+        figure, (left, right) = new_axes("graphified.graphs().plot()", 9.0, high, ncols=2, sharey=True)
+        total = sum(graph.buffer_bytes + graph.graph_bytes for graph in self.graphs)
+        unit, name = size_unit(total)
+        buffers = [graph.buffer_bytes / unit for graph in self.graphs]
+        tensors = [graph.graph_bytes / unit for graph in self.graphs]
+        names = [f"{graph.of}, {graph.mode}" for graph in self.graphs]
+        rows(left, ([graph.seconds * 1e3 for graph in self.graphs], COLOURS[0], ""), names=names)
+        rows(right, (buffers, COLOURS[2], "input buffers"), (tensors, COLOURS[1], "outputs, intermediate tensors"))
+        left.set(xlabel="capture, ms", title=f"{duration(sum(graph.seconds for graph in self.graphs))} in all")
+        right.set(xlabel=name, title=f"{size_text(total)} in all")
+        figure.suptitle(f"graphify({self.name})", color=GREY)
+        figure.legend(
+            *right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False, labelcolor=GREY
+        )
+        return figure
+
+
+def captured_graphs(name: str, graphs: Iterable[tuple[Key, Graph]], info: CacheInfo) -> CapturedGraphs:
+    """List the graphs, in the order of capture."""
+    return CapturedGraphs(name, tuple(CapturedGraph.make(key, graph) for key, graph in graphs), info)

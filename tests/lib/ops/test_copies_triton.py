@@ -38,8 +38,8 @@ def test_the_kernel_interpreted_copies_what_torch_copies(tmp_path: Path) -> None
 
 _GRAPHIFIED = """
 from weft.ops import copies
-import weft.transforms.graphs.calls.clones, weft.transforms.graphs.calls.transfer
-for home in (copies, weft.transforms.graphs.calls.clones, weft.transforms.graphs.calls.transfer):
+import weft.transforms.graphs.calls.results, weft.transforms.graphs.calls.buffers
+for home in (copies, weft.transforms.graphs.calls.results, weft.transforms.graphs.calls.buffers):
     home.uses_kernel = lambda device: True
 launches = []
 plan = copies._plan
@@ -97,10 +97,10 @@ def check_padded(device: str, launches: list[int]) -> None:
         launches.clear()
         g(batch)
         assert launches[0] == 4
-        (entry,) = g._graphs.memo.values()
+        (graph,) = g._cache.graphs()
         padded = pad(batch, rung)
         wanted = (padded.rows, padded.input_ids, padded.query_start_loc, padded.samples)
-        for seen, one in zip((x for x in entry.buffers if isinstance(x, Tensor)), wanted, strict=True):
+        for seen, one in zip((x for x in graph.buffers if isinstance(x, Tensor)), wanted, strict=True):
             assert torch.equal(seen, one)
 
 

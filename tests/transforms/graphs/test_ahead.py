@@ -18,9 +18,9 @@ from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Rows
 from weft.stages.model import DEMO, load
 from weft.transforms.engine.setup import make_runner, make_state
-from weft.transforms.graphs.ahead import _Zeros, compile_ahead
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
+from weft.transforms.graphs.lower import _Zeros, compile_ahead
 
 
 class Jit:
@@ -70,13 +70,13 @@ def test_it_leaves_no_trace() -> None:
     state, _ = runner.step(runner.params, state, Batch.ragged([0, 1], [[1, 2, 3], [4]]))
     before, captures = clone(state), graph.cache_info().captures
     call = graph._example((runner.params, state, Batch.decode([0])), {})
-    compile_ahead(graph._graphable, call, graph._graphs)
+    compile_ahead(graph._graphable, call, graph._cache)
     assert_equal("no trace", state, before)
     assert graph.cache_info().captures == captures
     graph.cache_clear()
     example = runner.params, state, Batch.decode([0])
     call = graph._example(example, {})
-    compile_ahead(graph._graphable, call, graph._graphs)
+    compile_ahead(graph._graphable, call, graph._cache)
     graph.capture(*example)
     assert graph.memory_analysis().buffer_bytes == graph.memory_estimate(*example).buffer_bytes
 
@@ -93,7 +93,7 @@ def test_a_class_that_finds_no_memory_is_left_to_the_capture() -> None:
 
     graph = graphify(step, ladder=[BatchDescriptor(n, n) for n in (4, 2)])
     call = graph._example((Rows(BatchDescriptor(1, 1), torch.ones(1, 3)),), {})
-    compile_ahead(graph._graphable, call, graph._graphs)
+    compile_ahead(graph._graphable, call, graph._cache)
     assert ran == [4, 2]
 
 
@@ -107,11 +107,11 @@ def test_it_neither_writes_what_graphs_read_nor_fails_where_the_memory_is_full()
     graph(torch.ones(2))
     for size in (1, 9):
         call = graph._example((torch.zeros(size),), {})
-        backend = graph._graphs.backend_for(call)
-        compile_ahead(graph._graphable, call, graph._graphs)
+        backend = graph._cache.backend_for(call)
+        compile_ahead(graph._graphable, call, graph._cache)
     assert backend.input_buffers.nbytes == 8
-    (entry,) = graph._graphs.memo.values()
-    assert entry.buffers[0].tolist() == [1, 1]
+    (captured,) = graph._cache.graphs()
+    assert captured.buffers[0].tolist() == [1, 1]
 
 
 _COUNTS = """

@@ -10,8 +10,7 @@ from weft.descriptor import BatchDescriptor as B
 from weft.errors import DescriptorError
 from weft.proofs.strategies import descriptors
 from weft.proofs.strategies.images import Resolution
-from weft.transforms.graphs.dispatch import Decision, dispatch
-from weft.transforms.graphs.dispatch_table import dispatch_table
+from weft.transforms.graphs.dispatch import Decision, dispatch, dispatch_table
 from weft.transforms.graphs.ladder import MODES, Limits, make_ladder
 
 FAST = settings(deadline=None, max_examples=80)

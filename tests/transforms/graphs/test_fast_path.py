@@ -139,7 +139,7 @@ def test_weights_that_nobody_holds_are_not_kept() -> None:
     params = make_weights()
     for _ in range(3):
         outer(params, X)
-    readers = [reader for found in outer._fast_paths.values() for reader in found]
+    readers = [reader for found in outer._cache.fast_paths.by_form.values() for reader in found]
     held = [v for r in readers for v in r.layout.read.__globals__.values() if type(v).__name__ == "SubtreeCache"]
     assert [h._cached is not None for h in held] == [True]
     del params

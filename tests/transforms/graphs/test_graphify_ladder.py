@@ -143,8 +143,8 @@ def test_nothing_of_an_earlier_batch_is_left_in_a_buffer(blank_bytes: int, monke
     for turn, (tokens, reqs) in enumerate(sizes * 2):
         batch = sized(tokens, reqs, turn)
         g(batch)
-        (entry,) = g._graphs.memo.values()
+        (graph,) = g._cache.graphs()
         wanted = pad(batch, rung)
-        buffers = [x for x in entry.buffers if isinstance(x, Tensor)]
+        buffers = [x for x in graph.buffers if isinstance(x, Tensor)]
         assert_equal("a buffer is padded", buffers, [wanted.ids, wanted.starts, wanted.table, wanted.wide])
     assert g.cache_info().captures == 1

@@ -17,10 +17,10 @@ from weft.descriptor import BatchDescriptor
 from weft.errors import CacheMissError, CaptureError, DonatedError, TooManyCapturesError
 from weft.proofs.strategies import Rows
 from weft.transforms.graphs.backends.tape import TapeBackend
+from weft.transforms.graphs.cache import make_plan
 from weft.transforms.graphs.graphified import Graphified, clear_caches
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder
-from weft.transforms.graphs.replay import make_replay
 
 LADDER = [BatchDescriptor(n, n) for n in (8, 4, 2)]
 
@@ -197,9 +197,9 @@ def test_a_dropped_graph_is_let_go() -> None:
     g = graphify(double, max_captures=1)
     for _ in range(3):
         g(torch.ones(2))
-    (entry,) = g._graphs.memo.values()
-    gone = weakref.ref(entry.buffers[0])
-    del entry
+    (graph,) = g._cache.graphs()
+    gone = weakref.ref(graph.buffers[0])
+    del graph
     g(torch.ones(3))
     gc.collect()
     assert gone() is None
@@ -370,10 +370,10 @@ def test_copies_are_planned_where_the_back_end_allocates(monkeypatch: pytest.Mon
 
     def planned(*args: Any) -> Any:
         events.append("plan")
-        return make_replay(*args)
+        return make_plan(*args)
 
-    monkeypatch.setattr("weft.transforms.graphs.memo.make_backend", lambda *_: Backend())
-    monkeypatch.setattr(import_module("weft.transforms.graphs.graphified"), "make_replay", planned)
+    monkeypatch.setattr("weft.transforms.graphs.cache.make_backend", lambda *_: Backend())
+    monkeypatch.setattr(import_module("weft.transforms.graphs.cache"), "make_plan", planned)
     g = graphify(lambda x: x * 2)
     g(torch.ones(2))
     assert events == ["enter", "exit", "enter", "exit", "enter", "plan", "exit"], "buffers, padding sources, copies"

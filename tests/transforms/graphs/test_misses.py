@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 import weft
 from weft.errors import CacheMissError, TooManyCapturesError
-from weft.transforms.graphs.calls.structures import structure_text
+from weft.transforms.graphs.explain import ENDLESS, structure_text
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
-from weft.transforms.graphs.misses import ENDLESS
 from weft.trees import tree_structure
 
 X = torch.arange(2.0)

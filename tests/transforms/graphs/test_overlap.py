@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weft.errors import DonatedError
 from weft.proofs.laws import assert_equal
-from weft.transforms.graphs.calls.overlap import overlap, overlaps_itself
+from weft.transforms.graphs.calls.aliasing import overlap, overlaps_itself
 from weft.transforms.graphs.graphify import graphify
 
 DTYPES = [torch.int8, torch.float32, torch.complex64]

@@ -1,17 +1,23 @@
-"""`InputBufferPool`: the buffers from which graphs read their copied inputs, and the padding sources of these buffers.
+"""The input buffers of graphs, and the copies that fill them from the leaves of a call, padding included.
 
-Graphs that replay one at a time share the buffers, because each replay fills its buffers completely, and results are
-never views of them.
+Graphs that replay one at a time share their buffers, because each replay fills its buffers completely, and results are
+never views of them. Each copy costs a launch, so copies are grouped: on a GPU, all plain copies of bytes are one launch
+(`weft.ops.copies`).
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from weft.torchapi.private import seen_as
-from weft.transforms.graphs.calls.overlap import overlaps_itself
+from weft.ops.byte_copies import MOST_REPEATED, Copies, same_bytes
+from weft.ops.copies import plan_copies_of_bytes, uses_kernel
+from weft.padding import last_entry
+from weft.torchapi.private import copy_all, seen_as
+from weft.transforms.graphs.calls.aliasing import overlaps_itself
 from weft.trees import Axes
 
 SPARSE_BYTES = 2**26
@@ -73,3 +79,193 @@ def is_dense(value: Tensor) -> bool:
     block."""
     lazy = value.is_meta or value.is_conj() or value.is_neg()
     return type(value) is Tensor and not lazy and value.is_contiguous() and value.numel() > 0
+
+
+Fill = Callable[[Sequence[Any]], None]
+"""Fills input buffers from all leaves of a call, those by reference first."""
+
+
+@attrs.frozen(eq=False)
+class CopyIn:
+    """The steps that fill a graph's input buffers, padding included, from the leaves of calls of one signature.
+
+    Every element of a buffer is overwritten: in a padded buffer the value takes the leading corner, and padding is
+    written to the rest, as in `weft.padding.write_padded`. No step reads what another one writes.
+    """
+
+    steps: tuple[Fill, ...]
+
+    def fill(self, leaves: Sequence[Any]) -> None:
+        """Fill the buffers from all leaves of a call."""
+        for step in self.steps:
+            step(leaves)
+
+
+def plan_copies(
+    buffers: Sequence[Any],
+    padding_sources: Sequence[Tensor | None],
+    specs: Sequence[Axes | None],
+    leaves: Sequence[Any],
+    num_references: int,
+) -> CopyIn | None:
+    """Plan how to fill `buffers` from calls like the one with these `leaves`.
+
+    Args:
+        buffers: a graph's input buffers; values that are not tensors are skipped.
+        padding_sources: for each buffer that is padded with one number, a tensor like it that is full of that number.
+        specs: the padded dimensions of each buffer, and their padding.
+        leaves: all leaves of the example call; only their shapes, strides and dtypes matter.
+        num_references: the number of leaves by reference, which come before the copied ones.
+
+    Returns:
+        None if there is nothing to fill.
+    """
+    pending = _PendingCopies([], [], [], [])
+    inputs = enumerate(zip(buffers, padding_sources, specs, strict=True), num_references)
+    for index, (buffer, padding_source, spec) in inputs:
+        if isinstance(buffer, Tensor):
+            _plan_buffer(pending, buffer, padding_source, spec, index, leaves[index])
+    steps = [*_steps_by_kernel(pending, leaves), *_steps_by_group(pending, leaves)]
+    steps += [_repeating(tail, index, spec) for tail, index, spec in pending.repeats]
+    steps += [_filling(tail, number) for tail, number in pending.fills]
+    return CopyIn(tuple(steps)) if steps else None
+
+
+@attrs.frozen(eq=False)
+class _PendingCopies:
+    """The copies that no step does yet.
+
+    Args:
+        values: (target, index of a leaf).
+        constants: (target, source): padding that is the same in every call.
+        repeats: (tail, index of a leaf, its axes): padding that repeats the last entry of a value.
+        fills: (tail, number): padding that is too large for a padding source.
+    """
+
+    values: list[tuple[Tensor, int]]
+    constants: list[tuple[Tensor, Tensor]]
+    repeats: list[tuple[Tensor, int, Axes]]
+    fills: list[tuple[Tensor, float]]
+
+    def drop(self, done: Sequence[Any]) -> None:
+        """Remove these copies, by identity."""
+        ids = {id(item) for item in done}
+        self.values[:] = [item for item in self.values if id(item) not in ids]
+        self.constants[:] = [item for item in self.constants if id(item) not in ids]
+        self.repeats[:] = [item for item in self.repeats if id(item) not in ids]
+
+
+def _plan_buffer(
+    pending: _PendingCopies, buffer: Tensor, padding_source: Tensor | None, spec: Axes | None, index: int, leaf: Tensor
+) -> None:
+    """Add the copies that fill one buffer from `leaf`, the leaf at `index`."""
+    if spec is None:
+        pending.values.append((buffer, index))
+        return
+    pending.values.append((corner(buffer, leaf.shape), index))
+    padded = tuple(tails(buffer, leaf.shape))
+    if isinstance(spec.pad, str):
+        pending.repeats.extend((tail, index, spec) for tail in padded)
+    elif padding_source is None:
+        pending.fills.extend((tail, spec.pad) for tail in padded)
+    else:
+        pending.constants.extend(zip(padded, tails(padding_source, leaf.shape), strict=True))
+
+
+def corner(buffer: Tensor, shape: Sequence[int]) -> Tensor:
+    """The leading part of `buffer` that a value of this shape fills."""
+    return buffer if buffer.shape == shape else buffer[tuple(slice(size) for size in shape)]
+
+
+def tails(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+    """The rest of `buffer` outside that corner, in parts that do not overlap."""
+    for dim, size in enumerate(shape):
+        if size < buffer.shape[dim]:
+            yield buffer[(*(slice(s) for s in shape[:dim]), slice(size, None))]
+
+
+def _steps_by_kernel(pending: _PendingCopies, leaves: Sequence[Any]) -> Iterator[Fill]:
+    """Take from `pending` the copies that the kernel can do: one step per device, which is one launch."""
+    values = [pair for pair in pending.values if same_bytes(pair[0], leaves[pair[1]]) and uses_kernel(pair[0].device)]
+    for device in dict.fromkeys(target.device for target, _ in values):
+        on_device = [pair for pair in values if pair[0].device == device]
+        constants = [pair for pair in pending.constants if pair[0].device == device and same_bytes(*pair)]
+        positions = {index: position for position, (_, index) in enumerate(on_device)}
+        repeats = [r for r in pending.repeats if r[1] in positions and _repeats_bytes(r[0], leaves[r[1]])]
+        pending.drop((*on_device, *constants, *repeats))
+        copies = Copies(
+            tuple(target for target, _ in on_device),
+            True,
+            tuple(constants),
+            tuple((tail, positions[index], leaves[index][:1].nbytes) for tail, index, _ in repeats),
+        )
+        yield _on_leaves([index for _, index in on_device], len(leaves), plan_copies_of_bytes(copies))
+
+
+def _on_leaves(indices: Sequence[int], count: int, copy: Fill) -> Fill:
+    """Apply `copy` to the leaves at `indices`, of `count` leaves."""
+    if indices == [*range(count)]:
+        return copy
+    pick = _picker(indices)
+
+    def picked(leaves: Sequence[Any]) -> None:
+        copy(pick(leaves))
+
+    return picked
+
+
+def _repeats_bytes(tail: Tensor, value: Tensor) -> bool:
+    """Whether copying the last bytes of `value` fills `tail`: both are contiguous and have entries of one size."""
+    same_entries = tail.shape[1:] == value.shape[1:] and tail.dtype == value.dtype and value.numel() > 0
+    return same_entries and tail.is_contiguous() and value.is_contiguous() and tail.nbytes <= MOST_REPEATED
+
+
+def _steps_by_group(pending: _PendingCopies, leaves: Sequence[Any]) -> Iterator[Fill]:
+    """Copy the remaining values and constants: one step per dtype where the strides agree, else one step per copy."""
+    groups: dict[Any, list[tuple[Tensor, int | Tensor]]] = {}
+    pairs: list[tuple[Tensor, int | Tensor]] = [*pending.values, *pending.constants]
+    for position, (target, source) in enumerate(pairs):
+        value = source if isinstance(source, Tensor) else leaves[source]
+        fits = target.stride() == value.stride() and not (value.is_conj() or value.is_neg())
+        kind = (target.device, value.device, target.dtype) if fits else position
+        if target.numel():
+            groups.setdefault(kind, []).append((target, source))
+    for group in groups.values():
+        indices = tuple(source for _, source in group if isinstance(source, int))
+        padding_sources = tuple(source for _, source in group if isinstance(source, Tensor))
+        yield GroupedCopy(tuple(target for target, _ in group), _picker(indices), padding_sources).copy
+
+
+@attrs.frozen(eq=False)
+class GroupedCopy:
+    """One `copy_all` to `targets`: first from the leaves that `pick` selects, then from `padding_sources`."""
+
+    targets: tuple[Tensor, ...]
+    pick: Callable[[Sequence[Any]], tuple[Any, ...]]
+    padding_sources: tuple[Tensor, ...]
+
+    def copy(self, leaves: Sequence[Any]) -> None:
+        if len(self.targets) == 1:
+            (value,) = self.pick(leaves) or self.padding_sources
+            self.targets[0].copy_(value)
+        else:
+            copy_all(self.targets, self.pick(leaves) + self.padding_sources)
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """`itemgetter` that returns a tuple for one index, or none, too."""
+    return itemgetter(*indices) if len(indices) > 1 else lambda leaves: tuple(leaves[i] for i in indices)
+
+
+def _repeating(tail: Tensor, index: int, spec: Axes) -> Fill:
+    def repeat(leaves: Sequence[Any]) -> None:
+        tail.copy_(last_entry(leaves[index], spec))
+
+    return repeat
+
+
+def _filling(tail: Tensor, number: float) -> Fill:
+    def fill(leaves: Sequence[Any]) -> None:
+        tail.fill_(number)
+
+    return fill

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.donation import refuse_donated
-from weft.errors import DescriptorError, DonatedError
+from weft.errors import DescriptorError
 from weft.padding import padded_shape
 from weft.torchapi.private import (
     children_of,
@@ -19,9 +19,9 @@ from weft.torchapi.private import (
     in_dispatch_mode,
     in_functorch_transform,
     saved_tensors_hooks,
-    storage_id,
     switches,
 )
+from weft.transforms.graphs.calls.aliasing import refuse_donated_twice, refuse_shared
 from weft.transforms.graphs.calls.borrowing import refuse_stale
 from weft.transforms.graphs.calls.key import (
     PLAIN,
@@ -33,7 +33,6 @@ from weft.transforms.graphs.calls.key import (
     check_tensors,
     leaf_key,
 )
-from weft.transforms.graphs.calls.overlap import overlap, overlaps_itself
 from weft.trees import (
     TreeSpec,
     keys_in,
@@ -88,6 +87,7 @@ class Call:
     """The arguments of one call by role: static values, the caller's own tensors, and values to copy in.
 
     Args:
+        num_donated: the number of donated leaves, which come first among those by reference.
         training: for each module whose mode is part of the key, whether it is in training mode.
         keywords: the names that the call gave by keyword, if the function can tell.
     """
@@ -99,6 +99,7 @@ class Call:
     reference_tree: TreeSpec
     copied_leaves: list[Any]
     copied_tree: TreeSpec
+    num_donated: int
     training: tuple[bool, ...]
     keywords: tuple[str, ...] = ()
     known: "KnownReferences | None" = None
@@ -142,67 +143,45 @@ class KnownReferences:
     key: TreeKey
 
 
-def make_call(roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Bind a call's arguments to the signature, and sort them by role.
+def make_call(
+    roles: Roles,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: KnownReferences | None = None,
+    known_leaves: Sequence[Any] = (),
+) -> Call:
+    """Bind a call's arguments to the signature, and sort them by role. If an earlier call had the same arguments by
+    reference, `known` is their key, and `known_leaves` are their leaves, none of them donated since.
 
     Raises:
         DonatedError: an argument was donated before, or is donated by this call and passed twice.
         StaleResultError: an argument is a borrowed result that was overwritten (inside `weft.check_borrowed()`).
     """
     statics, references, copied = _bind(roles, name, args, kwargs)
-    reference_leaves, reference_tree = tree_flatten(references)
+    leaves, tree = (list(known_leaves), known.tree) if known is not None else tree_flatten(references)
     copied_leaves, copied_tree = tree_flatten(copied)
-    for leaf in (*reference_leaves, *copied_leaves):
+    for leaf in copied_leaves if known is not None else (*leaves, *copied_leaves):
         refuse_donated(leaf, call=f"{name}(...)")
-        refuse_stale(leaf, call=f"{name}(...)")
-    call = Call(
-        statics,
-        references,
-        copied,
-        reference_leaves,
-        reference_tree,
-        copied_leaves,
-        copied_tree,
-        tuple(map(_is_training, roles.modules(statics))),
-        tuple(kwargs) if roles.is_variadic else (),
-    )
-    if roles.donated:
-        _refuse_donated_twice(call, roles, name)
-    return call
-
-
-def make_call_from_known(
-    roles: Roles,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    known: KnownReferences,
-    leaves: Sequence[Any],
-) -> Call:
-    """Make a call with the static arguments and `leaves` by reference of an earlier call, none of them donated since.
-
-    Raises:
-        DonatedError: a donated argument is passed a second time, as a copied one.
-        StaleResultError: an argument is a borrowed result that was overwritten (inside `weft.check_borrowed()`).
-    """
-    statics, references, copied = _bind(roles, name, args, kwargs)
-    copied_leaves, copied_tree = tree_flatten(copied)
     for leaf in (*leaves, *copied_leaves):
         refuse_stale(leaf, call=f"{name}(...)")
+    donated = zip(references, children_of(tree), strict=True) if roles.donated else ()
+    training = tuple(map(_is_training, roles.modules(statics)))
     call = Call(
-        statics,
-        references,
-        copied,
-        list(leaves),
-        known.tree,
-        copied_leaves,
-        copied_tree,
-        tuple(map(_is_training, roles.modules(statics))),
-        tuple(kwargs) if roles.is_variadic else (),
-        known,
+        statics=statics,
+        references=references,
+        copied=copied,
+        reference_leaves=leaves,
+        reference_tree=tree,
+        copied_leaves=copied_leaves,
+        copied_tree=copied_tree,
+        num_donated=sum(int(child.num_leaves) for name, child in donated if name in roles.donated),
+        training=training,
+        keywords=tuple(kwargs) if roles.is_variadic else (),
+        known=known,
     )
-    if roles.donated:
-        _refuse_donated_twice(call, roles, name)
+    if call.num_donated:
+        refuse_donated_twice(call, name, call.num_donated if known is None else len(leaves))
     return call
 
 
@@ -236,82 +215,14 @@ def bind(roles: Roles, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
         raise TypeError(f"{name}{roles.signature}: {error}") from None
 
 
-def refuse_shared(call: Call, roles: Roles, name: str) -> None:
-    """Raise if a donated argument shares memory with another donated one, or its storage with another argument by
-    reference, because the order of the writes would then decide the result."""
-    count = num_donated(call, roles)
-    leaves = call.reference_leaves
-    donated = [(i, x) for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and not x.is_meta]
-    for position, (index, leaf) in enumerate(donated):
-        if overlaps_itself(leaf):
-            path = call.leaf_names()[index]
-            raise _shared(name, f"{path}, which is donated, has elements that share memory, as an expanded tensor has")
-        if (other := next((i for i, x in donated[:position] if overlap(x, leaf)), None)) is not None:
-            names = call.leaf_names()
-            raise _shared(name, f"{names[index]} shares memory with {names[other]}, and both are donated")
-    owners = {storage_id(x): i for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and x.numel()}
-    for index, leaf in enumerate(leaves[count:], count):
-        if isinstance(leaf, Tensor) and (owner := owners.get(storage_id(leaf))) is not None:
-            names = call.leaf_names()
-            raise _shared(name, f"{names[index]} shares its storage with {names[owner]}, which is donated")
+def modules_keep_training(call: Call, roles: Roles) -> Callable[[], bool] | None:
+    """A function that returns whether no module of the key has switched between training and evaluation since the call;
+    None if there is no module."""
+    modules = roles.modules(call.statics)
+    return (lambda: tuple(map(_is_training, modules)) == call.training) if modules else None
 
 
-def _refuse_donated_twice(call: Call, roles: Roles, name: str) -> None:
-    count = num_donated(call, roles)
-    donated = {id(x) for x in call.reference_leaves[:count] if isinstance(x, Tensor)}
-    others = call.copied_leaves if call.known else (*call.reference_leaves[count:], *call.copied_leaves)
-    if donated and any(id(x) in donated for x in others):
-        leaves = (*call.reference_leaves, *call.copied_leaves)
-        path = next(n for n, x in list(zip(call.leaf_names(), leaves, strict=True))[count:] if id(x) in donated)
-        raise _shared(name, f"{path} is a tensor that the same call donates")
-    refuse_donated_view(call.reference_leaves[:count], call.copied_leaves, call, name)
-
-
-def refuse_donated_view(donated: Sequence[Any], copied: Sequence[Any], call: Call, name: str) -> None:
-    """Raise if a copied argument lies in the memory of a donated one: the function itself would see what it writes
-    there, and a replay would not."""
-    spans = [(*_span(x), i) for i, x in enumerate(donated) if isinstance(x, Tensor) and _has_memory(x)]
-    for index, leaf in enumerate(copied):
-        if not isinstance(leaf, Tensor) or not _has_memory(leaf):
-            continue
-        start, stop = _span(leaf)
-        for other, last, i in spans:
-            if start < last and other < stop and overlap(leaf, donated[i]):
-                names = call.leaf_names()
-                seen = (
-                    f"{names[len(call.reference_leaves) + index]} is a view of {names[i]}, which the same call donates"
-                )
-                raise _shared(name, seen)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first address of a tensor's elements, and the one after the last."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def num_donated(call: Call, roles: Roles) -> int:
-    """The number of donated leaves, which come first among the leaves by reference."""
-    arguments = zip(call.references, children_of(call.reference_tree), strict=True)
-    return sum(int(child.num_leaves) for name, child in arguments if name in roles.donated)
-
-
-def _shared(name: str, seen: str) -> DonatedError:
-    return DonatedError(f"{name}(...)", seen, "pass a copy of it (weft.clone), or do not donate")
-
-
-def with_training_guard(call: Call, roles: Roles, guard: Callable[[], bool] | None) -> Callable[[], bool] | None:
-    """Add to a guard the condition that no module has switched between training and evaluation."""
-    if not (modules := roles.modules(call.statics)):
-        return guard
-    return lambda: tuple(map(_is_training, modules)) == call.training and (guard is None or guard())
-
-
-def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any], keywords: Collection[str]) -> Any:
+def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any], keywords: Collection[str] = ()) -> Any:
     """Call `fn` with arguments given by name, passing those among `keywords` by keyword, and others by position."""
     named = arguments.keys() <= roles.signature.parameters.keys()
     positional: list[Any] = []
@@ -451,7 +362,7 @@ def check_call(call: Call, roles: Roles, name: str) -> None:
     check_tensors(call.new_leaves(), f"{name}(...)", call.new_names)
     check_statics(call.statics, f"{name}(...)")
     if call.known is None:
-        refuse_shared(call, roles, name)
+        refuse_shared(call, name)
 
 
 def key_of(call: Call, mode: str, descriptor: Any) -> Key:

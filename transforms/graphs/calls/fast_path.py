@@ -8,16 +8,17 @@ A call that differs from an earlier one only in its copied arguments, such as a 
 path with the key of its arguments by reference already known: a model's parameters are a thousand tensors.
 """
 
-from bisect import bisect
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import attrs
 from torch import Tensor, is_inference_mode_enabled as is_inference_mode
 
 from weft.donation import refuse_donated, take_node, take_tensor
 from weft.torchapi.private import global_state_check, is_capturing, tensors_check
-from weft.transforms.graphs.calls.call import Call, KnownReferences, Roles, make_call_from_known, num_donated
+from weft.transforms.graphs.calls.aliasing import Storages
+from weft.transforms.graphs.calls.call import Call, KnownReferences, Roles, make_call
 from weft.transforms.graphs.calls.reader import (
     Argument,
     CallLayout,
@@ -29,11 +30,14 @@ from weft.transforms.graphs.calls.reader import (
 
 T = TypeVar("T")
 
-MAX_FAST_PATHS = 8
+MAX_FORMS = 256
+MAX_FAST_PATHS = 128
 """Argument structures with a fast path, per call form; calls of further structures take the general path."""
 MAX_KEYS = 4096
 MAX_KNOWN = 64
 MAX_PER_KEY = 8
+_CROWDED: Final = ()
+"""Stands in a table for a key whose calls have more than `MAX_PER_KEY` layouts: their strides join the key."""
 
 
 @attrs.frozen(eq=False)
@@ -41,44 +45,30 @@ class Guarded(Generic[T]):
     """A value, and the guards that a call of its key must pass to use it.
 
     Args:
+        value: returns the value; None if it is gone.
+        condition: a condition on the value.
         donated: the storages that the call donates.
     """
 
-    value: T
+    value: Callable[[], T | None]
+    condition: Callable[[T], bool]
     state_holds: Callable[[], bool]
     tensors_hold: Callable[..., bool]
     inference: bool
     in_capture: Callable[[], bool]
-    donated: "Storages"
+    donated: Storages
 
 
 def _guarded(
-    value: T, tensors: Sequence[Any], guard: Callable[[], bool] | None, donated: Sequence[Any] = ()
+    value: Callable[[], T | None], condition: Callable[[T], bool], tensors: Sequence[Any], donated: Sequence[Any] = ()
 ) -> Guarded[T] | None:
-    """Guard `value` by these tensors, the current global state and `guard`; None if a tensor stands in two places."""
+    """Guard a value by these tensors and the current global state; None if a tensor stands in two places."""
     check = tensors_check(tensors)
     if not check(*tensors):
         return None
-    state = global_state_check()
-    state_holds = state if guard is None else lambda: state() and guard()
-    return Guarded(value, state_holds, check, is_inference_mode(), is_capturing(), Storages(donated))
-
-
-class Storages:
-    """The storages of the tensors that a call donates, in which no copied tensor may lie."""
-
-    def __init__(self, donated: Sequence[Any]) -> None:
-        storages = [x.untyped_storage() for x in donated if isinstance(x, Tensor)]
-        spans = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.nbytes()})
-        self._starts, self._ends = [start for start, _ in spans], [end for _, end in spans]
-
-    def hold(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether one of these tensors begins in one of the storages."""
-        for tensor in tensors if self._starts else ():
-            address = tensor.data_ptr()
-            if (index := bisect(self._starts, address)) and address < self._ends[index - 1]:
-                return True
-        return False
+    return Guarded(
+        value, condition, global_state_check(), check, is_inference_mode(), is_capturing(), Storages(donated)
+    )
 
 
 def _first_passing(candidates: Sequence[Guarded[T]], tensors: Sequence[Any], copied: Sequence[Tensor] = ()) -> T | None:
@@ -89,15 +79,40 @@ def _first_passing(candidates: Sequence[Guarded[T]], tensors: Sequence[Any], cop
             and guarded.state_holds()
             and is_inference_mode() is guarded.inference
             and not guarded.in_capture()
+            and (value := guarded.value()) is not None
+            and guarded.condition(value)
         ):
-            return None if guarded.donated.hold(copied) else guarded.value
+            return None if guarded.donated.hold(copied) else value
     return None
 
 
-def _store(table: dict[Any, tuple[Guarded[T], ...]], key: Any, guarded: Guarded[T], max_keys: int) -> None:
-    if len(table) >= max_keys:
-        table.clear()
-    table[key] = (guarded, *table.get(key, ()))[:MAX_PER_KEY]
+class Table(Generic[T]):
+    """Guarded values by the key of a call."""
+
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._values: dict[Any, tuple[Guarded[T], ...]] = {}
+
+    def find(self, key: Any, tensors: Sequence[Any]) -> tuple[Guarded[T], ...]:
+        """The candidates for a call of this key with these tensors; none if the key cannot be hashed, because the
+        general path raises the error that names the value."""
+        try:
+            candidates = self._values.get(key)
+        except TypeError:
+            return ()
+        if candidates is None:
+            return ()
+        return candidates or self._values.get((key, *map(Tensor.stride, tensors)), ())
+
+    def add(self, key: Any, tensors: Sequence[Any], guarded: Guarded[T]) -> None:
+        """Store a value, before those that the key has; the oldest gives way."""
+        if len(self._values) >= self._max_keys:
+            self._values.clear()
+        candidates = self._values.get(key)
+        if candidates == _CROWDED or (candidates is not None and len(candidates) == MAX_PER_KEY):
+            self._values[key] = _CROWDED
+            key = (key, *map(Tensor.stride, tensors))
+        self._values[key] = (guarded, *self._values.get(key, ()))[:MAX_PER_KEY]
 
 
 @attrs.frozen(eq=False)
@@ -107,38 +122,31 @@ class FastPath(Generic[T]):
     Args:
         layout: reads the arguments of a call of this structure.
         num_donated: the number of its leaves that are donated; they come first.
-        replays: guarded replays, by the key of a call.
+        plans: guarded plans, by the key of a call.
         known: guarded keys of arguments by reference, by the first part of a call's key.
     """
 
     layout: CallLayout
     num_donated: int
-    replays: dict[tuple[Any, ...], tuple[Guarded[T], ...]] = attrs.field(factory=dict)
-    known: dict[tuple[Any, ...], tuple[Guarded[KnownReferences], ...]] = attrs.field(factory=dict)
+    plans: Table[T] = attrs.field(factory=lambda: Table(MAX_KEYS))
+    known: Table[KnownReferences] = attrs.field(factory=lambda: Table(MAX_KNOWN))
 
     def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ReadCall, T] | None:
-        """Read the call's arguments and find its replay; None if no earlier call was like it."""
+        """Read the call's arguments and find its plan; None if no earlier call was like it."""
         if (read := self.layout.read(args, kwargs)) is None:
             return None
-        try:
-            candidates = self.replays.get(read[0], ())
-        except TypeError:  # the general path raises the error that names the unhashable value
-            return None
         copied = read[2][self.layout.num_references[1] :] if self.num_donated else ()
-        replay = _first_passing(candidates, read[2], copied)
-        return None if replay is None else (read, replay)
+        plan = _first_passing(self.plans.find(read[0], read[2]), read[2], copied)
+        return None if plan is None else (read, plan)
 
     def find_known(self, roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Make the call from a known key of its arguments by reference; None if no earlier call had the same ones."""
         if (read := self.layout.read(args, kwargs)) is None:
             return None
         num_leaves, num_tensors = self.layout.num_references
-        try:
-            candidates = self.known.get(read[0][0], ())
-        except TypeError:
-            return None
-        known = _first_passing(candidates, read[2][:num_tensors])
-        return None if known is None else make_call_from_known(roles, name, args, kwargs, known, read[1][:num_leaves])
+        tensors = read[2][:num_tensors]
+        known = _first_passing(self.known.find(read[0][0], tensors), tensors)
+        return None if known is None else make_call(roles, name, args, kwargs, known, read[1][:num_leaves])
 
     def take_donated(self, read: ReadCall) -> Sequence[Any]:
         """Take the donated arguments from the caller, and return all leaves."""
@@ -151,72 +159,88 @@ class FastPath(Generic[T]):
             taken[index] = take_tensor(taken[index], taker)
         return taken
 
-    def drop(self, is_evicted: Callable[[T], bool]) -> None:
-        """Drop the replays of evicted graphs."""
-        for key, candidates in list(self.replays.items()):
-            self.replays[key] = tuple(guarded for guarded in candidates if not is_evicted(guarded.value))
-
-    def add(self, read: ReadCall | None, call: Call, replay: T, guard: Callable[[], bool] | None) -> bool:
-        """Store `replay` for calls like this one, as long as `guard()` holds, and the key of its arguments by reference
-        for calls that differ in copied arguments only.
+    def add(self, read: ReadCall | None, call: Call, plan: T, condition: Callable[[T], bool]) -> bool:
+        """Store a plan for calls like this one, as long as it exists and the condition holds, and the key of its
+        arguments by reference for calls that differ in copied arguments only.
 
         Returns:
             False if the call has another structure, or one tensor in two places where the call that this fast path was
             made for had two tensors.
         """
-        if read is None or (guarded := _guarded(replay, read[2], guard, read[1][: self.num_donated])) is None:
+        if read is None:
             return False
-        _store(self.replays, read[0], guarded, MAX_KEYS)
+        guarded = _guarded(weakref.ref(plan), condition, read[2], read[1][: self.num_donated])
+        if guarded is None:
+            return False
+        self.plans.add(read[0], read[2], guarded)
         if call.known is None:
-            known = KnownReferences(call.reference_tree, call.reference_key())
-            references = _guarded(known, read[2][: self.layout.num_references[1]], None)
+            known, tensors = KnownReferences(call.reference_tree, call.reference_key()), read[2]
+            tensors = tensors[: self.layout.num_references[1]]
+            references = _guarded(lambda: known, lambda known: True, tensors)
             assert references is not None, "a subset of tensors that are all in one place"
-            _store(self.known, read[0][0], references, MAX_KNOWN)
+            self.known.add(read[0][0], tensors, references)
         return True
 
 
-def add_fast_path(
-    fast_paths: dict[tuple[Any, ...], tuple[FastPath[T], ...]],
-    roles: Roles,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    call: Call,
-    replay: T,
-    guard: Callable[[], bool] | None,
-) -> None:
-    """Store `replay` for the next call like this one, as long as `guard()` holds; `fast_paths` are keyed by call form
-    (the number of positional arguments, and the keywords)."""
-    form = (len(args), *kwargs)
-    existing = fast_paths.get(form, ())
-    for fast_path in existing:
-        if fast_path.add(fast_path.layout.read(args, kwargs), call, replay, guard):
+class FastPaths(Generic[T]):
+    """The fast paths of a function, by call form: the number of positional arguments, the keywords, and the function
+    modes around the call. They hold plans weakly.
+
+    Args:
+        roles: the roles of the function's arguments.
+        name: its name in messages.
+    """
+
+    def __init__(self, roles: Roles, name: str) -> None:
+        self.roles, self.name = roles, name
+        self.by_form: dict[tuple[Any, ...], tuple[FastPath[T], ...]] = {}
+
+    def known_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: tuple[Any, ...] = ()) -> Call | None:
+        """Make the call from a known key of its arguments by reference; None if no earlier call had the same ones."""
+        found = self.by_form.get((len(args), *kwargs, *modes), ())
+        calls = (fast_path.find_known(self.roles, self.name, args, kwargs) for fast_path in found)
+        return next((call for call in calls if call is not None), None)
+
+    def add(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        modes: tuple[Any, ...],
+        call: Call,
+        plan: T,
+        condition: Callable[[T], bool],
+    ) -> None:
+        """Store a plan for the next call like this one, as long as it exists and the condition holds."""
+        form = (len(args), *kwargs, *modes)
+        existing = self.by_form.get(form, ())
+        for fast_path in existing:
+            if fast_path.add(fast_path.layout.read(args, kwargs), call, plan, condition):
+                return
+        new = self._make(args, kwargs, call) if len(existing) < MAX_FAST_PATHS else None
+        if new is None:
             return
-    new = make_fast_path(roles, name, args, kwargs, call) if len(existing) < MAX_FAST_PATHS else None
-    if new is not None:
-        fast_paths[form] = (*existing, new)
-        new.add(new.layout.read(args, kwargs), call, replay, guard)
+        if len(self.by_form) >= MAX_FORMS:
+            self.by_form.clear()
+        self.by_form[form] = (*existing, new)
+        new.add(new.layout.read(args, kwargs), call, plan, condition)
 
+    def _make(self, args: Sequence[Any], kwargs: dict[str, Any], call: Call) -> FastPath[T] | None:
+        """Make the fast path for calls like `call`, whose arguments are `args` and `kwargs`; None if generated code
+        cannot read them."""
+        expressions = argument_expressions(self.roles.signature, len(args), tuple(kwargs))
+        takers = {key: f"{self.name}({key})" for key in self.roles.donated}
 
-def make_fast_path(
-    roles: Roles, name: str, args: Sequence[Any], kwargs: dict[str, Any], call: Call
-) -> "FastPath[Any] | None":
-    """Make the fast path for calls like `call`, whose arguments are `args` and `kwargs`; None if generated code cannot
-    read them."""
-    expressions = argument_expressions(roles.signature, len(args), tuple(kwargs))
+        def arguments(values: dict[str, Any]) -> list[Argument]:
+            return [Argument(expressions[key], value, takers.get(key)) for key, value in values.items()]
 
-    def arguments(values: dict[str, Any]) -> list[Argument]:
-        takers = {key: f"{name}({key})" for key in roles.donated}
-        return [Argument(expressions[key], value, takers.get(key)) for key, value in values.items()]
-
-    try:
-        layout = write_reader(
-            roles.signature, arguments(call.statics), arguments(call.references), arguments(call.copied)
-        )
-    except ForeignError:
-        return None
-    read = layout.read(args, kwargs)
-    expected = (*call.reference_leaves, *call.copied_leaves)
-    if read is None or [id(leaf) for leaf in read[1]] != [id(leaf) for leaf in expected]:
-        return None  # the arguments changed since the call was made
-    return FastPath(layout, num_donated(call, roles))
+        try:
+            layout = write_reader(
+                self.roles.signature, arguments(call.statics), arguments(call.references), arguments(call.copied)
+            )
+        except ForeignError:
+            return None
+        read = layout.read(args, kwargs)
+        expected = (*call.reference_leaves, *call.copied_leaves)
+        if read is None or [id(leaf) for leaf in read[1]] != [id(leaf) for leaf in expected]:
+            return None  # the arguments changed since the call was made
+        return FastPath(layout, call.num_donated)

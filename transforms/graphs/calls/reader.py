@@ -1,11 +1,17 @@
-"""Generated code that reads the arguments of calls of one structure, and that builds results of one structure.
+"""Generated code that reads the arguments of calls of one structure.
 
 torch's pytree visits a tree node by node, in Python. Once a tree's structure is known, a few straight lines of code
 unpack the next tree like it. These lines are generated here, with a check of each type, length and key. They agree with
 `tree_flatten` and `value_key`; trees that fail a check are left to those two.
+
+Immutable arguments, such as a model's parameters, are read once and then recognized by identity. The contents of a
+frozen class cannot change, all the way down, except that a tensor may be given other memory or be donated. A few calls
+in C check the tensors for that.
 """
 
 import inspect
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -17,9 +23,100 @@ import torch
 from torch import Tensor
 
 from weft.donation import TAKEN, is_donatable
-from weft.transforms.graphs.calls.subtree_cache import SubtreeCache, is_frozen_tree
-from weft.trees import TreeSpec, node_fields, tree_leaves, tree_unflatten
+from weft.trees import node_fields, tree_leaves
 from weft.value_keys import EXACT, by_identity, value_key
+
+ReadTree = tuple[Any, tuple[Any, ...], tuple[Tensor, ...]]
+"""A subtree: its key, its leaves, and its distinct tensors."""
+_data_ptr = Tensor.data_ptr
+_MAX_TOKENS = 4096
+
+
+def is_frozen_tree(value: Any) -> bool:
+    """Whether a value is of a frozen class registered with `weft.pytree`, and holds only such classes, tuples, plain
+    values and tensors."""
+    return node_fields(type(value)) is not None and _is_frozen_part(value)
+
+
+def _is_frozen_part(value: Any) -> bool:
+    kind = type(value)
+    if isinstance(value, Tensor | float) or kind in EXACT:
+        return True
+    if kind is tuple:
+        return all(map(_is_frozen_part, value))
+    if (fields := node_fields(kind)) is None or is_donatable(value) or not _is_frozen_class(kind):
+        return False
+    return all(_is_frozen_part(getattr(value, name)) for name in (*fields.children, *fields.statics))
+
+
+def _is_frozen_class(kind: type) -> bool:
+    """Whether attrs made a class frozen; False for classes that attrs did not make."""
+    return getattr(kind.__setattr__, "__name__", "") == "_frozen_setattrs"
+
+
+@attrs.frozen(eq=False)
+class CachedSubtree:
+    """A subtree that was read.
+
+    Args:
+        subtree: a weak reference to the subtree.
+        read: its key, leaves and tensors.
+        addresses: the data pointers of its tensors.
+        kinds: the types of its tensors.
+    """
+
+    subtree: Callable[[], Any]
+    read: ReadTree
+    addresses: tuple[int, ...]
+    kinds: tuple[type, ...]
+
+    def is_valid(self) -> bool:
+        """Whether its tensors have the same addresses and types as before, and none was donated."""
+        tensors = self.read[2]
+        return (
+            tuple(map(_data_ptr, tensors)) == self.addresses
+            and tuple(map(type, tensors)) == self.kinds
+            and not any(map(hasattr, tensors, itertools.repeat(TAKEN)))
+        )
+
+
+class SubtreeCache:
+    """Reads subtrees of one structure, and caches the last one.
+
+    Args:
+        read: reads a subtree; None if it has another structure.
+    """
+
+    def __init__(self, read: Callable[[Any], ReadTree | None]) -> None:
+        self._read = read
+        self._cached: CachedSubtree | None = None
+        self._numbers = itertools.count()
+        self._tokens: dict[Any, int] = {}
+
+    def read(self, value: Any) -> ReadTree | None:
+        """Read a subtree; instead of its key it has a number that stands for that key alone."""
+        cached = self._cached
+        if cached is not None and cached.subtree() is value and cached.is_valid():
+            return cached.read
+        found = self._read(value)
+        if found is None:
+            return None
+        key, leaves, tensors = found
+        read = self._token(key), leaves, tensors
+        reference = weakref.ref(value, self._forget)  # the cache must not keep the weights alive
+        self._cached = CachedSubtree(reference, read, tuple(map(_data_ptr, tensors)), tuple(map(type, tensors)))
+        return read
+
+    def _token(self, key: Any) -> int:
+        if (found := self._tokens.get(key)) is None:
+            if len(self._tokens) >= _MAX_TOKENS:
+                self._tokens.clear()  # safe, because no number is ever reused
+            found = self._tokens[key] = next(self._numbers)
+        return found
+
+    def _forget(self, reference: Any) -> None:
+        if self._cached is not None and self._cached.subtree is reference:
+            self._cached = None
 
 
 class ForeignError(Exception):
@@ -117,8 +214,8 @@ def write_reader(
     num_first, num_references = len(writer.key), (writer.num_leaves, writer.num_tensors)
     for argument in copied:
         _write(writer, argument.expression, argument.value, False, None)
-    key = f"({_tuple(writer.key[:num_first])}, {_tuple(writer.key[num_first:])})"
-    results = (key, _tuple(writer.leaves), _tuple(writer.tensors), _tuple(n for n, _ in writer.nodes))
+    key = f"({as_tuple(writer.key[:num_first])}, {as_tuple(writer.key[num_first:])})"
+    results = (key, as_tuple(writer.leaves), as_tuple(writer.tensors), as_tuple(n for n, _ in writer.nodes))
     body = "\n    ".join((*writer.lines, f"return {', '.join(results)}"))
     names = {
         **writer.constants,
@@ -127,7 +224,7 @@ def write_reader(
         "vars": vars,
         "parameters": signature.parameters,
     }
-    read = _compiled(f"def generated(args, kwargs):\n    {body}\n", names)
+    read = compiled(f"def generated(args, kwargs):\n    {body}\n", names)
     return CallLayout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased), num_references)
 
 
@@ -183,9 +280,9 @@ def _write_cached(writer: _Writer, name: str, value: Any) -> None:
     """Generate a separate reader for an immutable subtree, with a cache that recognizes the subtree by identity."""
     inner = _Writer()
     _write_node(inner, "value", value, True, None)
-    lines = (*inner.lines, f"return {', '.join(map(_tuple, (inner.key, inner.leaves, inner.tensors)))}")
+    lines = (*inner.lines, f"return {', '.join(map(as_tuple, (inner.key, inner.leaves, inner.tensors)))}")
     source = "def generated(value):\n    " + "\n    ".join(lines) + "\n"
-    cache = writer.constant(SubtreeCache(_compiled(source, {**inner.constants, **_NAMES})))
+    cache = writer.constant(SubtreeCache(compiled(source, {**inner.constants, **_NAMES})))
     writer.lines.append(f"{name} = {cache}.read({name})")
     writer.require(f"{name} is not None")
     writer.key.append(f"{name}[0]")
@@ -210,7 +307,7 @@ def _write_node(writer: _Writer, name: str, value: Any, by_reference: bool, take
             else:
                 _write(writer, f"{name}.{field}", child, by_reference, taker)
         return
-    children, items = _children(value), name
+    children, items = child_nodes(value), name
     if type(value) is dict:
         writer.require(f"[*{name}] == {writer.constant([*value])}")
         if any(type(key) is not str for key in value):
@@ -265,7 +362,7 @@ def _is_leaf(value: Any) -> bool:
     return len(leaves) == 1 and leaves[0] is value
 
 
-def _children(node: Any) -> list[Any]:
+def child_nodes(node: Any) -> list[Any]:
     if type(node) is dict:
         return [*node.values()]
     if type(node) in (list, tuple) or (isinstance(node, tuple) and hasattr(node, "_fields")):
@@ -273,11 +370,11 @@ def _children(node: Any) -> list[Any]:
     raise ForeignError
 
 
-def _tuple(expressions: Any) -> str:
+def as_tuple(expressions: Any) -> str:
     return "(" + "".join(f"{e}, " for e in expressions) + ")"
 
 
-def _compiled(source: str, names: dict[str, Any]) -> Any:
+def compiled(source: str, names: dict[str, Any]) -> Any:
     """Run `source`, and return the function `generated` that it defines."""
     exec(_code(source), names)
     return names["generated"]
@@ -287,45 +384,3 @@ def _compiled(source: str, names: dict[str, Any]) -> Any:
 def _code(source: str) -> CodeType:
     """Compile `source`, with a cache: batches of different sizes generate the same lines, with other constants."""
     return compile(source, "<weft.transforms.graphs.calls.reader>", "exec")
-
-
-class _Slot:
-    """A leaf that stands for the expression which a builder evaluates there."""
-
-    def __init__(self, expression: str) -> None:
-        self.expression = expression
-
-
-def write_builder(structure: TreeSpec, expressions: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
-    """Generate a function `(outputs, references) -> tree` for a structure, from one expression in these per leaf."""
-    names = dict(names)
-
-    def build(node: Any) -> str:
-        if isinstance(node, _Slot):
-            return node.expression
-        kind = f"T{len(names)}"
-        names[kind] = type(node)
-        if (fields := node_fields(type(node))) is not None:
-            children = {name: getattr(node, name) for name in fields.children}
-            arguments = [f"{name}={None if child is None else build(child)}" for name, child in children.items()]
-            for name in fields.statics:
-                constant = f"S{len(names)}"
-                names[constant] = getattr(node, name)
-                arguments.append(f"{name}={constant}")
-            return f"{kind}({', '.join(arguments)})"
-        parts = [build(child) for child in _children(node)]
-        if type(node) is dict:
-            keys = f"D{len(names)}"
-            names[keys] = [*node]
-            return "{" + ", ".join(f"{keys}[{i}]: {part}" for i, part in enumerate(parts)) + "}"
-        if type(node) is list:
-            return f"[{', '.join(parts)}]"
-        return _tuple(parts) if type(node) is tuple else f"{kind}({', '.join(parts)})"
-
-    try:
-        source = build(tree_unflatten([_Slot(e) for e in expressions], structure))
-    except Exception:  # a user's class, which generated code cannot read or which validates its fields
-        leaves = _compiled(f"def generated(outputs, references):\n    return [{', '.join(expressions)}]\n", names)
-        return lambda outputs, references: tree_unflatten(leaves(outputs, references), structure)
-    builder: Callable[..., Any] = _compiled(f"def generated(outputs, references):\n    return {source}\n", names)
-    return builder

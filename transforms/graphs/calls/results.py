@@ -1,22 +1,28 @@
-"""Outputs of a captured run, sorted: the next donated state, the caller's own tensors, and the tensors to copy.
+"""The outputs of a capture, and how a replay hands them to the caller.
 
-The next state is kept in the storage of the old one: at the end of the capture, an output tree with the structure of a
+The outputs are sorted into the next donated state, the caller's own tensors, and the tensors to clone or to lend. The
+next state is kept in the storage of the old one: at the end of the capture, an output tree with the structure of a
 donated argument is written back to that argument, unless the function worked in place.
 """
 
-from collections.abc import Iterator, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, TypeVar
 
 import attrs
+import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.private import storage_id
+from weft.ops.byte_copies import is_bytes
+from weft.ops.copies import plan_clones, uses_kernel
+from weft.torchapi.private import clone_all, storage_id
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.calls.key import PLAIN
+from weft.transforms.graphs.calls.reader import as_tuple, child_nodes, compiled
 from weft.trees import (
     TreeSpec,
     leaves_with_names,
+    node_fields,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -178,3 +184,155 @@ def _write_back(value: Any, target: Tensor | None) -> Any:
         return value
     target.copy_(value)
     return target
+
+
+class _Slot:
+    """A leaf that stands for the expression which a builder evaluates there."""
+
+    def __init__(self, expression: str) -> None:
+        self.expression = expression
+
+
+def write_builder(structure: TreeSpec, expressions: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
+    """Generate a function `(outputs, references) -> tree` for a structure, from one expression in these per leaf."""
+    names = dict(names)
+
+    def build(node: Any) -> str:
+        if isinstance(node, _Slot):
+            return node.expression
+        kind = f"T{len(names)}"
+        names[kind] = type(node)
+        if (fields := node_fields(type(node))) is not None:
+            children = {name: getattr(node, name) for name in fields.children}
+            arguments = [f"{name}={None if child is None else build(child)}" for name, child in children.items()]
+            for name in fields.statics:
+                constant = f"S{len(names)}"
+                names[constant] = getattr(node, name)
+                arguments.append(f"{name}={constant}")
+            return f"{kind}({', '.join(arguments)})"
+        parts = [build(child) for child in child_nodes(node)]
+        if type(node) is dict:
+            keys = f"D{len(names)}"
+            names[keys] = [*node]
+            return "{" + ", ".join(f"{keys}[{i}]: {part}" for i, part in enumerate(parts)) + "}"
+        if type(node) is list:
+            return f"[{', '.join(parts)}]"
+        return as_tuple(parts) if type(node) is tuple else f"{kind}({', '.join(parts)})"
+
+    try:
+        source = build(tree_unflatten([_Slot(e) for e in expressions], structure))
+    except Exception:  # a user's class, which generated code cannot read or which validates its fields
+        leaves = compiled(f"def generated(outputs, references):\n    return [{', '.join(expressions)}]\n", names)
+        return lambda outputs, references: tree_unflatten(leaves(outputs, references), structure)
+    builder: Callable[..., Any] = compiled(f"def generated(outputs, references):\n    return {source}\n", names)
+    return builder
+
+
+R = TypeVar("R")
+Cloner = Callable[[tuple[Tensor, ...]], list[Tensor]]
+
+
+def plan_lending(outputs: Sequence[Tensor], cloned: Sequence[int]) -> Cloner:
+    """Plan to lend all outputs except those at the indices `cloned`, which are cloned."""
+    if len(cloned) == len(outputs):
+        return plan_cloning(outputs)
+    return _merged(lend_all, [((*cloned,), plan_cloning([outputs[i] for i in cloned]))]) if cloned else lend_all
+
+
+def lend_all(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """The graph's own buffers, which the next replay overwrites, as new tensor objects, so that one caller's `t_()` or
+    donation does not affect the next caller."""
+    return [x.data for x in outputs]  # `.data` takes half the time of `detach()`
+
+
+def plan_cloning(outputs: Sequence[Tensor]) -> Cloner:
+    """Plan to clone these outputs in few launches."""
+    by_kernel: dict[Any, list[int]] = {}
+    together: dict[Any, list[int]] = {}
+    for i, x in enumerate(outputs):
+        if type(x) is Tensor and is_bytes(x):
+            if uses_kernel(x.device):
+                by_kernel.setdefault(x.device, []).append(i)
+            elif x.numel() and x.is_contiguous():
+                together.setdefault((x.dtype, x.device), []).append(i)
+    groups: list[tuple[tuple[int, ...], Cloner]] = []
+    groups += [((*group,), plan_clones([outputs[i] for i in group])) for group in by_kernel.values()]
+    groups += [((*group,), clone_all) for group in together.values() if len(group) > 1]
+    if len(groups) == 1 and len(groups[0][0]) == len(outputs):
+        return groups[0][1]
+    grouped = {i for group, _ in groups for i in group}
+    return _merged(lambda outputs: [x if i in grouped else x.clone() for i, x in enumerate(outputs)], groups)
+
+
+def _merged(rest: Cloner, groups: Sequence[tuple[tuple[int, ...], Cloner]]) -> Cloner:
+    """Clone the outputs at each group's indices with the group's cloner, and all others with `rest`."""
+
+    def merge(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        results = rest(outputs)
+        for indices, clone in groups:
+            for index, cloned in zip(indices, clone(tuple(outputs[i] for i in indices)), strict=True):
+                results[index] = cloned
+        return results
+
+    return merge if groups else rest
+
+
+@attrs.frozen(eq=False)
+class Handover:
+    """The plan that makes the caller's result after a replay.
+
+    Args:
+        outputs: the recording's own output tensors.
+        build: `(the clones or lent tensors, the caller's own leaves) -> result`.
+        clone_or_lend: clones the outputs, so that no later replay changes the result, or lends them.
+    """
+
+    outputs: tuple[Tensor, ...]
+    build: Callable[[Sequence[Tensor], Sequence[Any]], Any]
+    clone_or_lend: Cloner
+
+
+def hand_over(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handover:
+    """Plan how the results of a recording reach the caller.
+
+    Args:
+        outputs: the recording's outputs, or views of them.
+        buffers: the recording's input buffers. An output that lies in one of them is never lent: passed to the next
+            call, it could be overwritten while it is read.
+        borrow: whether the other outputs are lent; otherwise they are cloned.
+    """
+    tensors: list[Tensor] = []
+    expressions, names = [], {}
+    for i, (leaf, reference) in enumerate(zip(outputs.leaves, outputs.references, strict=True)):
+        if reference is not None:
+            expressions.append(f"references[{reference}]")
+        elif isinstance(leaf, Tensor):
+            expressions.append(f"outputs[{len(tensors)}]")
+            tensors.append(leaf)
+        else:
+            names[f"value{i}"] = leaf
+            expressions.append(f"value{i}")
+    build = write_builder(outputs.structure, expressions, names)
+    inputs = {storage_id(x) for x in buffers if isinstance(x, Tensor)}
+    cloned = [i for i, x in enumerate(tensors) if not borrow or storage_id(x) in inputs]
+    return Handover(tuple(tensors), build, plan_lending(tensors, cloned))
+
+
+def keep_in_place(result: R, donated: Sequence[str], call: Call) -> R:
+    """Move the next value of each donated argument, in the result of an eager call, to the storage of the old value, as
+    a replay does, so that a graph captured on that storage finds it. A result that autograd recorded stays as it is."""
+    if not donated or (torch.is_grad_enabled() and any(_requires_grad(leaf) for leaf in tree_leaves(result))):
+        return result
+    with torch.no_grad():
+        references = tree_unflatten(call.reference_leaves, call.reference_tree)
+        outputs = make_outputs(result, [references[n] for n in donated if n in references], call.reference_leaves)
+    leaves = [
+        own if index is None else call.reference_leaves[index].detach() if index < call.num_donated else leaf
+        for own, index, leaf in zip(outputs.leaves, outputs.references, tree_leaves(result), strict=True)
+    ]
+    in_place: R = tree_unflatten(leaves, outputs.structure)
+    return in_place
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad

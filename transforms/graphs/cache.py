@@ -1,9 +1,14 @@
-"""`Graphs`: the memo of one graphified function, which captures graphs on demand, finds them by key and evicts them."""
+"""`Cache`: the graphs of one graphified function, captured on demand, found by key and evicted.
+
+An entry has a graph and the plans by which calls of different signatures replay it. Only the entry holds them: the
+other tables, which find a plan without making its key, hold weak references, so that an evicted entry is gone at once.
+"""
 
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,37 +18,92 @@ from torch import Tensor
 
 from weft.descriptor import check_descriptor
 from weft.errors import CacheMissError, CaptureError, DescriptorError
+from weft.padding import unpad
 from weft.settings import MAY_REPLAY, config, count_capture, may_capture
+from weft.torchapi.private import backend_switches
 from weft.transforms.graphs.backends import Backend, cuda_device, make_backend
-from weft.transforms.graphs.calls.call import Call, check_sizes, key_of
+from weft.transforms.graphs.calls.buffers import plan_copies
+from weft.transforms.graphs.calls.call import Call, check_call, check_sizes, key_of
+from weft.transforms.graphs.calls.fast_path import FastPaths
 from weft.transforms.graphs.calls.key import CacheInfo, Key
-from weft.transforms.graphs.capture import Entry, capture
+from weft.transforms.graphs.calls.results import Handover, Outputs, hand_over
+from weft.transforms.graphs.capture import Graph, capture
 from weft.transforms.graphs.dispatch import Decision, dispatch
+from weft.transforms.graphs.explain import Explanation, Inlines, Miss, Recaptures, nearest_miss, outside_name
 from weft.transforms.graphs.ladder import Ladder
-from weft.transforms.graphs.misses import Inlines, Miss, Recaptures, nearest_miss, outside_name
 from weft.transforms.graphs.options import Graphable
-from weft.trees import find_descriptors
+from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
 _NO_LADDER = "no ladder, so each signature has its own graph"
 _LOG = logging.getLogger("weft")
+_MAX_SIGNATURES = 4096
 
 
-@attrs.frozen
-class Explanation:
-    """What a call would do, and why. Its `str` is the reason.
+@attrs.frozen(eq=False, weakref_slot=True)
+class Plan:
+    """How a graph answers the calls of one signature.
 
     Args:
-        decision: the mode and the class that the call would run under.
-        captured: whether a graph for the call exists.
-        reason: the reason in words.
+        graph: the graph.
+        wait_for_last_replay: makes the current stream wait for the last replay, if that ran on another stream; None on
+            the CPU.
+        fill: fills the graph's input buffers from the leaves of a call, those by reference first; None if it has no
+            buffers.
+        run: replays the graph.
+        handover: makes the result.
     """
 
-    decision: Decision[Any]
-    captured: bool
-    reason: str
+    graph: Graph
+    wait_for_last_replay: Callable[[], None] | None
+    fill: Callable[[Sequence[Any]], None] | None
+    run: Callable[[], None]
+    handover: Handover
 
-    def __str__(self) -> str:
-        return self.reason
+    def may_run(self) -> bool:
+        """Whether the graph may replay now: not inside `no_capture(replay=False)`, and not where autograd would
+        record."""
+        return MAY_REPLAY.get() and not self.graph.needs_autograd()
+
+    def reads_the_same(self) -> bool:
+        """Whether what the graph reads from outside its arguments is what it was."""
+        return self.graph.outside.holds()
+
+    def condition(self) -> "Callable[[Plan], bool]":
+        """The condition that this plan adds to those of the fast path: its graph reads the same from outside, none of
+        that has come to require grad, and torch's back-end switches choose the same kernels."""
+        switches = backend_switches() if self.graph.consults_switches else None
+        if switches is None and not (self.graph.external and torch.is_grad_enabled()):
+            return Plan.reads_the_same
+        return lambda plan: (
+            plan.reads_the_same()
+            and not plan.graph.needs_autograd()
+            and (switches is None or backend_switches() == switches)
+        )
+
+
+def make_plan(
+    graph: Graph, call: Call, padded: Any, own: Any, borrow: bool, wait_for_last_replay: Callable[[], None] | None
+) -> Plan:
+    """Plan how a graph of class `padded` answers calls like `call`, of class `own`."""
+    leaves, num_references = (*call.reference_leaves, *call.copied_leaves), len(call.reference_leaves)
+    copies = plan_copies(graph.buffers, graph.padding_sources, graph.axes, leaves, num_references)
+    outputs = graph.outputs if padded == own else _unpadded(graph.outputs, own)
+    handover = hand_over(outputs, graph.buffers, borrow)
+    return Plan(graph, wait_for_last_replay, copies.fill if copies else None, graph.recording.replay, handover)
+
+
+def _unpadded(outputs: Outputs, own: Any) -> Outputs:
+    """The outputs as views of the sizes of class `own`."""
+    views, structure = tree_flatten(unpad(tree_unflatten(list(outputs.leaves), outputs.structure), own))
+    return attrs.evolve(outputs, structure=structure, leaves=tuple(views))
+
+
+@attrs.frozen(eq=False)
+class Entry:
+    """A graph and the plans that replay it, by signature."""
+
+    graph: Graph
+    plans: dict[Key, Plan] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False)
@@ -53,29 +113,30 @@ class Count:
     replays: int = 0
 
 
-class Graphs:
-    """The memo of a graphified function, its back ends (one per device), and its counts.
+class Cache:
+    """The graphs of a graphified function, its back ends (one per device), and its counts.
 
     Args:
         graphable: the function and its options.
-        on_drop: called with each evicted graph, so that no other reference keeps it alive.
     """
 
     count: Count
     backends: dict[torch.device | None, Backend]
-    memo: dict[Key, Entry]
+    entries: dict[Key, Entry]
+    fast_paths: FastPaths[Plan]
     exhausted: str
     """The reason why nothing more is captured, once the device's memory was full; empty before."""
 
-    def __init__(self, graphable: Graphable, on_drop: Callable[[Entry], None]) -> None:
+    def __init__(self, graphable: Graphable) -> None:
         self.graphable = graphable
-        self._on_drop = on_drop
         self.clear()
 
     def clear(self) -> None:
         """Drop all graphs, their memory and the counts, and end a freeze."""
         self.backends = {}
-        self.memo = {}
+        self.entries = {}
+        self._plans: dict[Key, weakref.ref[Plan] | None] = {}
+        self.fast_paths = FastPaths(self.graphable.roles, self.graphable.name)
         self.exhausted = ""
         self.frozen = False
         self.captures = self.eager = 0
@@ -85,53 +146,94 @@ class Graphs:
 
     def info(self) -> CacheInfo:
         """The counts since the last `clear()`."""
-        return CacheInfo(self.captures, self.count.replays, self.eager, len(self.memo))
+        return CacheInfo(self.captures, self.count.replays, self.eager, len(self.entries))
 
-    def find(self, call: Call, decision: Decision[Any]) -> Entry | None:
-        """Find the graph for a call and its dispatch decision; None if there is none. A graph that reads from outside
-        what is no longer there is dropped.
+    def graphs(self) -> list[Graph]:
+        """The graphs held, in the order of capture."""
+        return [entry.graph for entry in self.entries.values()]
+
+    def plan(self, call: Call, signature: Key) -> tuple[Plan | None, bool]:
+        """The plan for a call with this key before dispatch, captured if there is none, or None if the function itself
+        runs; and whether later calls will find it."""
+        if signature in self._plans:
+            found = self._plans[signature]
+            plan = None if found is None else found()
+            if found is None or (plan is not None and plan.reads_the_same()):
+                return plan, True
+        check_call(call, self.graphable.roles, self.graphable.name)
+        decision, key = self._obtain(call)
+        plan = None if key is None else self.make_plan(self.entries[key].graph, call, decision)
+        if not may_capture():
+            return plan, False
+        if len(self._plans) >= _MAX_SIGNATURES:
+            self._plans.clear()
+            for entry in self.entries.values():
+                entry.plans.clear()
+        self._plans[signature] = None
+        if plan is not None and key is not None:
+            self._plans[signature] = weakref.ref(plan)
+            self.entries[key].plans[signature] = plan
+        return plan, True
+
+    def make_plan(self, graph: Graph, call: Call, decision: Decision[Any]) -> Plan:
+        """Plan how a graph answers calls like this one."""
+        padded = decision.descriptor
+        own = None if padded is None else find_descriptors(call.copied)[0]
+        backend = self.backend_for(call)
+        with backend.allocating():
+            return make_plan(graph, call, padded, own, self.graphable.borrow, backend.wait_for_last_replay)
+
+    def key(self, call: Call, decision: Decision[Any]) -> Key:
+        """The key of a call under a dispatch decision."""
+        return key_of(call, decision.mode, decision.descriptor)
+
+    def find(self, key: Key) -> Graph | None:
+        """Find a graph; None if there is none. One that reads from outside what is no longer there is dropped.
 
         Raises:
             CacheMissError: it was dropped, and the function is frozen.
         """
-        key = key_of(call, decision.mode, decision.descriptor)
-        entry = self.memo.get(key)
-        if entry is None or entry.outside.holds():
-            return entry
-        change = entry.outside.change()
+        entry = self.entries.get(key)
+        if entry is None or entry.graph.outside.holds():
+            return None if entry is None else entry.graph
+        change = entry.graph.outside.change()
         if self.frozen:
             instead = "keep what the function reads from outside, or pass it in as an argument"
             raise CacheMissError(f"{self.graphable.name}(...)", f"a miss after freeze(): {change}", instead)
-        self._on_drop(self.memo.pop(key))
+        del self.entries[key]
         return None
 
     def _captured_classes(self, call: Call, ladder: Ladder[Any]) -> Ladder[Any]:
         """The part of the ladder whose classes have a graph for calls like this one."""
-        full = [d for d in ladder.full if key_of(call, "full", d) in self.memo]
-        return Ladder(full, [d for d in ladder.piecewise if key_of(call, "piecewise", d) in self.memo])
+        full = [d for d in ladder.full if key_of(call, "full", d) in self.entries]
+        return Ladder(full, [d for d in ladder.piecewise if key_of(call, "piecewise", d) in self.entries])
 
     def blocked_reason(self) -> str:
         """The reason why nothing may be captured now; empty if captures are allowed."""
         return self.exhausted if may_capture() else "inside weft.no_capture()"
 
-    def miss(self, call: Call, decision: Decision[Any]) -> Miss:
+    def miss(self, call: Call, key: Key) -> Miss:
         """The difference between a call and the nearest captured one."""
-        key = key_of(call, decision.mode, decision.descriptor)
-        return nearest_miss(key, self.memo, call.leaf_names(), self.graphable.roles.donated)
+        return nearest_miss(key, self.entries, call.leaf_names(), self.graphable.roles.donated)
 
-    def obtain(self, call: Call) -> tuple[Decision[Any], Entry | None]:
+    def _obtain(self, call: Call) -> tuple[Decision[Any], Key | None]:
         """Decide the mode and class of a call, and find or capture its graph; if nothing may be captured, choose among
         the graphs that exist."""
         decision = self.decide(call)
-        if decision.mode == "none" or (entry := self.find(call, decision)) is not None:
-            return decision, None if decision.mode == "none" else entry
+        if decision.mode == "none":
+            return decision, None
+        key = self.key(call, decision)
+        if self.find(key) is not None:
+            return decision, key
         if not (why := self.blocked_reason()):
             try:
-                return decision, self.capture(call, decision)
+                self.capture(call, decision, key)
+                return decision, key
             except torch.OutOfMemoryError:
                 why = self.note_full_memory(decision)
         decision = self._decide_among_captured(call, why)
-        return decision, None if decision.mode == "none" else self.find(call, decision)
+        key = self.key(call, decision)
+        return decision, None if decision.mode == "none" or self.find(key) is None else key
 
     def decide(self, call: Call) -> Decision[Any]:
         if self.graphable.ladder is None:
@@ -175,9 +277,9 @@ class Graphs:
         self.eager += 1
         self._inlines.note(why, self.count.replays)
 
-    def needs_autograd_reason(self, entry: Entry) -> str:
+    def needs_autograd_reason(self, graph: Graph) -> str:
         """The reason why the function itself runs although its graph exists: it reads a tensor that requires grad."""
-        name = outside_name(self.graphable.fn, next(x for x in entry.external if x.requires_grad))
+        name = outside_name(self.graphable.fn, next(x for x in graph.external if x.requires_grad))
         return (
             f"it reads {name} from outside, which requires grad, and autograd must see the operators; torch.no_grad() "
             "around the call, or requires_grad_(False) on what is not trained, lets it replay (for gradients inside "
@@ -201,11 +303,12 @@ class Graphs:
             why = "inside weft.no_capture(replay=False)"
             return Explanation(Decision("none", None, why), False, f"runs eagerly: {why}")
         decision = self.decide(call)
-        entry = None if decision.mode == "none" else self.find(call, decision)
-        if entry is not None and entry.needs_autograd():
-            why = self.needs_autograd_reason(entry)
+        key = self.key(call, decision)
+        graph = None if decision.mode == "none" else self.find(key)
+        if graph is not None and graph.needs_autograd():
+            why = self.needs_autograd_reason(graph)
             return Explanation(Decision("none", None, why), False, f"runs inline: {why}")
-        missing = decision.mode != "none" and entry is None
+        missing = decision.mode != "none" and graph is None
         if missing and (why := self.blocked_reason()):
             decision, missing = self._decide_among_captured(call, why), False
         if decision.mode == "none":
@@ -213,9 +316,9 @@ class Graphs:
         if not missing:
             return Explanation(decision, True, f"replays: {decision.reason}")
         verb = "would raise, because it is frozen" if self.frozen else "captures"
-        return Explanation(decision, False, f"{verb}: {decision.reason}; {self.miss(call, decision)}")
+        return Explanation(decision, False, f"{verb}: {decision.reason}; {self.miss(call, key)}")
 
-    def capture(self, call: Call, decision: Decision[Any]) -> Entry:
+    def capture(self, call: Call, decision: Decision[Any], key: Key) -> Graph:
         """Capture the graph for a call, and evict the least recently used one if there are too many.
 
         Raises:
@@ -224,7 +327,7 @@ class Graphs:
             CaptureError: the function cannot be captured.
             torch.OutOfMemoryError: the device's memory is full.
         """
-        name, find_miss = self.graphable.name, functools.partial(self.miss, call, decision)
+        name, find_miss = self.graphable.name, functools.partial(self.miss, call, key)
         if self.frozen:
             miss = find_miss()
             instead = "capture this signature before freeze(), or call it with arguments like the captured ones"
@@ -232,31 +335,29 @@ class Graphs:
             raise CacheMissError(f"{name}(...)", seen, f"{instead}: {miss.remedy}" if miss.remedy else instead)
         title = name if decision.descriptor is None else f"{name} for '{decision.descriptor}'"
         count_capture(title, lambda: attrs.astuple(find_miss()))
-        if config.explain_cache_misses and self.memo:
+        if config.explain_cache_misses and self.entries:
             _LOG.warning("%s: no graph for this call: %s", name, find_miss())
-        entry = capture(self.graphable, call, decision.mode, decision.descriptor, self.backend_for(call))
+        graph = capture(self.graphable, call, decision.mode, decision.descriptor, self.backend_for(call))
         if config.log_captures:
-            size = (entry.recording.nbytes + entry.buffer_bytes) / 2**20
-            _LOG.warning("captured %s, %s: %.3f s, %.2f MiB", title, decision.mode, entry.seconds, size)
+            size = (graph.recording.nbytes + graph.buffer_bytes) / 2**20
+            _LOG.warning("captured %s, %s: %.3f s, %.2f MiB", title, decision.mode, graph.seconds, size)
         self.captures += 1
-        key = key_of(call, decision.mode, decision.descriptor)
-        self._insert(key, entry)
+        self._insert(key, graph)
         self._recaptures.note(key, call.leaf_names(), self.count.replays)
-        return entry
+        return graph
 
-    def _insert(self, key: Key, entry: Entry) -> None:
-        entry.last_use = self.count.replays
-        while self.graphable.max_captures is not None and len(self.memo) >= self.graphable.max_captures:
-            least = min(self.memo, key=lambda k: self.memo[k].last_use)
-            self._on_drop(self.memo.pop(least))
-        self.memo[key] = entry
+    def _insert(self, key: Key, graph: Graph) -> None:
+        graph.last_use = self.count.replays
+        while self.graphable.max_captures is not None and len(self.entries) >= self.graphable.max_captures:
+            del self.entries[min(self.entries, key=lambda k: self.entries[k].graph.last_use)]
+        self.entries[key] = Entry(graph)
 
     def note_full_memory(self, decision: Decision[Any]) -> str:
         """Stop capturing because the memory is full, warn, and return the reason."""
         title = "a call" if decision.descriptor is None else f"'{decision.descriptor}'"
         self.exhausted = f"the device's memory was full when {title} was to be captured"
         warnings.warn(
-            f"{self.graphable.name}: {self.exhausted}; from now on it uses the {len(self.memo)} graphs that it has, "
+            f"{self.graphable.name}: {self.exhausted}; from now on it uses the {len(self.entries)} graphs that it has, "
             "and runs other calls eagerly. cache_clear() lets it capture again.",
             RuntimeWarning,
             stacklevel=2,
