@@ -5,7 +5,7 @@ A *sized* class declares, for each tensor field, the dimensions that follow the 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -259,18 +259,17 @@ Container = tuple[str, Any, list[Any]]
 
 def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
     """The containers in the arguments of a call, given by name, that can change: all but tuples and frozen classes."""
-    found: list[Container] = []
+    return [found for name, value in arguments.items() for found in _containers(name, value)]
 
-    def visit(path: str, node: Any) -> None:
-        children = [] if type(node) is Size else _children(node)
-        if children and not isinstance(node, tuple) and node_fields(type(node)) is None:
-            found.append((path, node, children))
-        for index, child in enumerate(children):
-            visit(f"{path}[{([*node] if isinstance(node, dict) else range(len(children)))[index]!r}]", child)
 
-    for name, value in arguments.items():
-        visit(name, value)
-    return found
+def _containers(path: str, node: Any) -> Iterator[Container]:
+    children = [] if type(node) is Size else _children(node)
+    if children and not isinstance(node, tuple) and node_fields(type(node)) is None:
+        yield path, node, children
+    for index, child in enumerate(children):
+        yield from _containers(
+            f"{path}[{([*node] if isinstance(node, dict) else range(len(children)))[index]!r}]", child
+        )
 
 
 def _children(node: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from weft.transforms.graphs.backends import Backend, Recording
 from weft.transforms.graphs.backends.audit import Audit, Inputs
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call, invoke
+from weft.transforms.graphs.calls.key import OF_OTHERS
 from weft.transforms.graphs.calls.results import Outputs, make_outputs, refuse_opaque, refuse_requiring_grad
 from weft.transforms.graphs.options import Graphable
 from weft.transforms.graphs.outside import Outside
@@ -301,7 +302,7 @@ def _alias(leaf: Any, like: Any, grad: bool) -> Any:
         if not like.is_leaf:
             with torch.enable_grad():
                 alias = alias.view_as(alias)
-    vars(alias).update({name: value for name, value in vars(like).items() if not name.startswith("_weft")})
+    vars(alias).update({name: value for name, value in vars(like).items() if not name.startswith(OF_OTHERS)})
     return alias
 
 

@@ -2,6 +2,7 @@
 that the function does not own. It watches one run, and its errors name the user's line."""
 
 import contextlib
+import functools
 import gc
 import math
 import weakref
@@ -58,10 +59,36 @@ class Inputs:
     arguments: Sequence[weakref.ref[Tensor]] = ()
 
 
+class Refusals:
+    """The refusals of a run. The first one ends it, even if the function swallows it (`except Exception`).
+
+    Args:
+        call: the call in error messages, as the user writes it.
+    """
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        self.made: list[CaptureError] = []
+
+    def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
+        """The error for something that a replay cannot repeat."""
+        self.made.append(refusal(self.call, fault, instead, error))
+        return self.made[-1]
+
+    def raise_swallowed(self, error: BaseException | None) -> None:
+        """Raise the first refusal of a run that ended with `error`, unless that is the refusal, or an interrupt."""
+        if self.made and error is not self.made[0] and (error is None or isinstance(error, Exception)):
+            raise self.made[0] from error
+
+
+def _is_in(storages: Set[int], tensor: Tensor) -> bool:
+    return storage_id(tensor) in storages
+
+
 class Audit(OperatorWatch):
     """A watch that allows operations that a replay can repeat, and refuses all others. It collects the tensors
     from outside, which a recording must keep alive (`external`), and the names of operators (`called`), and it watches
-    random generators. A refusal that the function swallows (`except Exception`) is raised when its run ends.
+    random generators.
 
     A run is a rehearsal unless `restart()` was called before it; then it is the recorded run.
 
@@ -92,18 +119,23 @@ class Audit(OperatorWatch):
         self._buffers = {storage_id(t) for t in inputs.buffers}
         self._dense = {storage_id(t): _dense_bytes(t) for t in inputs.buffers}
         self._writable = {storage_id(t) for t in inputs.writable}
-        self.own = set(self._writable)
+        self.own = {*self._writable}
         self._dependent = self._buffers | self._writable
-        self._arguments = inputs.arguments
+        self._arguments = arguments = inputs.arguments
         self._results: list[weakref.ref[Tensor]] = []
         self.external: dict[int, Tensor] = {}
         self.called: set[str] = set()
         self.launches = 0
-        self._refusals: list[CaptureError] = []
+        self._refusals = refusals = Refusals(call)
         self._failed = ""
         self._callers_own = {id(t): name for name, t in inputs.donated}
-        self.random = Randomness(self.refuse, _default_generators(on_device), inputs.generators)
-        self._host_reads = HostReads(self.refuse, self._is_argument, lambda t: storage_id(t) in self.own)
+        # None of these knows the audit, which holds the caller's tensors: it goes as soon as the capture is done.
+        self.random = Randomness(refusals.refuse, _default_generators(on_device), inputs.generators)
+        self._host_reads = HostReads(
+            refusals.refuse,
+            lambda tensor: any(reference() is tensor for reference in arguments),
+            functools.partial(_is_in, self.own),
+        )
 
     def __enter__(self) -> Self:
         self.random.begin()
@@ -120,16 +152,14 @@ class Audit(OperatorWatch):
         self._entered.__exit__(kind, error, trace)
         if error is None:
             self.random.end()
-            if self._failed and not self._refusals:
+            if self._failed and not self._refusals.made:
                 fault = f"it goes on after an error of an operator, which depends on data: {self._failed}"
                 self.refuse(fault, "choose by values (torch.where), or handle the error outside the function")
-        if self._refusals and error is not self._refusals[0] and (error is None or isinstance(error, Exception)):
-            raise self._refusals[0] from error  # the function swallowed it
+        self._refusals.raise_swallowed(error)
 
     def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
         """The error for something that a replay cannot repeat; it ends the run, whatever the function makes of it."""
-        self._refusals.append(refusal(self.call, fault, instead, error))
-        return self._refusals[-1]
+        return self._refusals.refuse(fault, instead, error)
 
     @uncompiled
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,10 +276,11 @@ class Audit(OperatorWatch):
 
     def _undo(self) -> None:
         self._rewind()
-        self.own = set(self._writable)
+        self.own.clear()
+        self.own |= self._writable
         self._dependent = self._buffers | self._writable
         self.external, self._results, self.launches = {}, [], 0
-        self._refusals, self._failed = [], ""
+        self._refusals.made, self._failed = [], ""
 
     def consults_switches(self) -> bool:
         """Whether the function called operators that consult `weft.torchapi.private.backend_switches`."""
@@ -287,9 +318,6 @@ class Audit(OperatorWatch):
         returned_ids = {id(x) for t in returned for x in (t, t._base)}
         arguments = [tensor for reference in self._arguments if (tensor := reference()) is not None]
         return [t for t in arguments if storage_id(t) in self._buffers and id(t) not in returned_ids]
-
-    def _is_argument(self, tensor: Tensor) -> bool:
-        return any(reference() is tensor for reference in self._arguments)
 
     def _refuse_host_arguments(self, inputs: dict[int, Tensor]) -> None:
         """Raise CaptureError for an input on the CPU: no CPU operation runs again in a GPU's replay, so its value would

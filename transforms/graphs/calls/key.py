@@ -17,6 +17,9 @@ from weft.errors import CaptureError
 from weft.trees import tree_leaves
 from weft.value_keys import value_key
 
+OF_OTHERS = ("_weft", "_dynamo")
+"""Attributes of tensors that begin so belong to weft and to torch.compile, and say nothing about the tensor."""
+
 
 @attrs.frozen
 class LeafKey:
@@ -83,7 +86,7 @@ def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> An
         return value_key(leaf)
     kind, dtype, device = type(leaf), leaf.dtype, leaf.device
     flags = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_leaf, leaf.is_quantized)
-    set_on = tuple((name, value_key(x)) for name, x in vars(leaf).items() if not name.startswith("_weft"))
+    set_on = tuple((name, value_key(x)) for name, x in vars(leaf).items() if not name.startswith(OF_OTHERS))
     if by_reference:
         return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr(), set_on)
     if shape is not None:
