@@ -60,14 +60,27 @@ def uncompiled(function: F) -> F:
     return function
 
 
-def in_compiled(below: str) -> bool:
-    """Whether a result of `torch.compile` runs in the frames above the innermost one of the module `below`."""
+def compiled_caller(below: str) -> types.FrameType | None:
+    """The frame that called a result of `torch.compile`, if one runs above the innermost frame of the module `below`;
+    None if none runs. If torch called it, that is the function of torch that was called."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and (name := frame.f_globals.get("__name__")) != below:
+    while frame is not None and frame.f_globals.get("__name__") != below:
+        name = frame.f_globals.get("__name__")
         if name == "torch._dynamo.eval_frame" and frame.f_code.co_qualname.startswith("_TorchDynamoContext."):
-            return True  # and not DisableContext, which keeps the compiler off
+            return _first_of_torch(frame.f_back)  # and not DisableContext, which keeps the compiler off
         frame = frame.f_back
-    return False
+    return None
+
+
+def _first_of_torch(frame: types.FrameType | None) -> types.FrameType | None:
+    """The outermost of the frames of torch that this one is in; itself if it is not torch's."""
+    while frame is not None and all(_is_of_torch(one) for one in (frame, frame.f_back)):
+        frame = frame.f_back
+    return frame
+
+
+def _is_of_torch(frame: types.FrameType | None) -> bool:
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch.")
 
 
 def is_higher_order(func: Any) -> bool:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.private import hearing_scripts, in_compiled, signal_capture, storage_id, uncompiled
+from weft.torchapi.private import compiled_caller, hearing_scripts, signal_capture, storage_id, uncompiled
 from weft.torchapi.watching import OperatorWatch
-from weft.transforms.graphs.backends.host_reads import REMEDY, REMEDY_OF_COPIES, HostReads, refusal
+from weft.transforms.graphs.backends.host_reads import REMEDY, REMEDY_OF_COPIES, HostReads, compiling_fault, refusal
 from weft.transforms.graphs.backends.operators import (
     COPY,
     ONLY_MEMORY,
@@ -163,9 +163,8 @@ class Audit(OperatorWatch):
 
     @uncompiled
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if in_compiled("weft.transforms.graphs.calls.call"):
-            fault = "it calls a result of torch.compile, which cannot compile during a capture"
-            raise self.refuse(fault, "call the function that was compiled")
+        if (caller := compiled_caller("weft.transforms.graphs.calls.call")) is not None:
+            raise self.refuse(*compiling_fault(caller))
         self.called.add(func._schema.name)
         self.random.before_operator(func, kwargs.get("generator"))
         inputs = {storage_id(t): t for t in flat_tensors(args, kwargs)}

@@ -72,8 +72,7 @@ class HostReads(FunctionMode):
         except NotImplementedError as error:
             if not is_higher_order(func) or "HigherOrderOperator" not in str(error):
                 raise
-            instead = f"torch.where, with both branches computed; or call torch.{func} outside the function"
-            raise self.refuse(f"torch.{func} chooses a branch, which a graph cannot do", instead) from None
+            raise self.refuse(*_branching_fault(str(func))) from None
 
     def _read_attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Read an attribute of a tensor, unless it is one that a replay would not read again."""
@@ -108,6 +107,25 @@ def _fault(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if name in _PACKED:
         return f"{name} reads the lengths of sequences on the host", f"padded sequences and a mask; or {REMEDY}"
     return None
+
+
+def _branching_fault(name: str) -> tuple[str, str]:
+    instead = f"torch.where, with both branches computed; or call torch.{name} outside the function"
+    return f"torch.{name} chooses a branch, which a graph cannot do", instead
+
+
+def compiling_fault(caller: types.FrameType) -> tuple[str, str]:
+    """The fault of a function that calls a result of `torch.compile`, and the remedy. Operators that take functions,
+    such as torch.cond, compile them."""
+    name = caller.f_code.co_name
+    if name in ("cond", "while_loop"):
+        return _branching_fault(name)
+    if caller.f_globals.get("__name__", "").startswith("torch."):
+        return f"{name} compiles its functions, which is not possible during a capture", f"call {name} outside it"
+    return (
+        "it calls a result of torch.compile, which cannot compile during a capture",
+        "call the function that was compiled",
+    )
 
 
 def _any_tensor(*values: Any) -> bool:
