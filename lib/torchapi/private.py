@@ -187,6 +187,10 @@ def without_surroundings() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
+set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Sets autograd's mode in this thread, in a tenth of the time of the context manager."""
+
+
 def global_state_check() -> Callable[[], bool]:
     """A function that returns whether autograd's mode, autocast and its dtypes, the default dtype, and the switches of
     precision and determinism still have their present values. It does not check inference mode."""

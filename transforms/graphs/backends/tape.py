@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.private import signal_capture, storage_id, unowned, without_surroundings
+from weft.torchapi.private import set_grad_mode, signal_capture, storage_id, unowned, without_surroundings
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.operators import ONLY_MEMORY, TRANSFERS, tensors_in, written
@@ -122,7 +122,7 @@ class TapeRecording:
     def replay(self) -> None:
         with torch.inference_mode(self.inference), without_surroundings(), torch.no_grad():
             for operation in self.operations:
-                torch._C._set_grad_enabled(operation.grad)
+                set_grad_mode(operation.grad)
                 operation.run()
 
 
