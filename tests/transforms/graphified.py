@@ -32,6 +32,10 @@ def counts(g: Graphified[Any, Any]) -> tuple[int, int, int]:
     return info.captures, info.replays, info.eager
 
 
+def captures(g: Graphified[..., Any]) -> int:
+    return g.cache_info().captures
+
+
 def agree(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> Graphified[Any, Any]:
     """Each call of the graphified function gives the function's results, which later calls do not change."""
     g = graphify(fn)

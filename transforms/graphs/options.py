@@ -76,7 +76,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
         CaptureError: an option is invalid, or names an argument that `fn` does not have.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
-    call = f"graphify({getattr(fn, '__name__', fn)!s:.60}, ...)"
+    call = f"graphify({(name if callable(fn) else fn)!s:.60}, ...)"
     _check_function(call, fn)
     _check(call, options)
     (signature, own_signature), declared = _signatures_of(call, fn), donated_argnames(fn)
