@@ -58,7 +58,7 @@ def unwatched() -> Any:
 
 def _to_innermost(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Pass an operator to the innermost watch; what that calls goes to the next one, or past all."""
-    active = _active()
+    active, args = _active(), _with_tensors(func, args)
     if len(active) > 1:
         torch._C._stash_obj_in_tls(_NAME, active[:-1])
         try:
@@ -67,6 +67,30 @@ def _to_innermost(func: Any, *args: Any, **kwargs: Any) -> Any:
             torch._C._stash_obj_in_tls(_NAME, active)
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         return active[-1].operator(func, args, kwargs)
+
+
+def _with_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with tensors where torch has turned a tensor without dimensions into a number that the operator
+    does not take."""
+    positions = _tensors_only(func)
+    if not any(isinstance(args[i], bool | int | float | complex) for i in positions if i < len(args)):
+        return args
+    with unwatched():
+        return tuple(_tensor(x) if i in positions else x for i, x in enumerate(args))
+
+
+def _tensor(value: Any) -> Any:
+    if isinstance(value, float | complex):
+        return torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
+    return torch.tensor(value) if isinstance(value, bool | int) else value
+
+
+@functools.cache
+def _tensors_only(func: Any) -> tuple[int, ...]:
+    """The indices of an operator's arguments that are tensors and never numbers."""
+    if torch._C._should_allow_numbers_as_tensors(func._schema.name.rpartition("::")[2]):
+        return ()
+    return tuple(i for i, a in enumerate(func._schema.arguments) if isinstance(a.type, torch.TensorType))
 
 
 @functools.cache

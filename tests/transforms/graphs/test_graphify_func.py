@@ -156,3 +156,10 @@ def test_make_fx_traces_through_it() -> None:
     traced = make_fx(g)(X)
     assert_equal(LAW, traced(X + 1), 2 * X + 2)
     assert [n.name for n in traced.graph.nodes if n.op == "call_function"] == ["mul"]
+
+
+def test_a_number_that_stands_for_a_tensor_is_one_again() -> None:
+    fn = torch.vmap(lambda end: torch.linspace(4, end, 3))
+    g = graphify(fn)
+    for end in (torch.tensor([2.0, 6.0]), torch.tensor([0.0, 5.0])):
+        assert torch.equal(g(end), fn(end))
