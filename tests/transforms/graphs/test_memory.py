@@ -82,7 +82,6 @@ def test_as_strided_sees_its_own_argument_and_not_what_lies_behind() -> None:
     "fn",
     [
         lambda x: torch.as_strided_copy(x, (4,), (1,)),
-        lambda x: torch.as_strided_scatter(x, torch.ones(1), (1,), (1,), 3),
         lambda x: torch.empty(0).set_(x.untyped_storage()) * 2,
         lambda x: torch.empty(0).set_(x.untyped_storage(), 1, (3,), (1,)) * 2,
         lambda x: torch.empty(0).set_(x.untyped_storage(), 0, (3,)) * 2,
@@ -93,6 +92,22 @@ def test_nothing_sees_what_a_larger_argument_left_behind_a_smaller_one(fn: Calla
     assert torch.equal(g(x), fn(x))
     with pytest.raises(CaptureError, match="of x beyond its elements, which a replay does not have"):
         g(torch.arange(2.0))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.as_strided((2,), (1,), 0),
+        lambda x: x[1:].as_strided((2,), (1,), 1),
+        lambda x: torch.as_strided_scatter(x, torch.ones(1), (1,), (1,), 3),
+    ],
+)
+def test_an_offset_in_the_storage_of_an_argument_is_refused(fn: Callable[[Tensor], Tensor]) -> None:
+    """The next argument may be a view that begins elsewhere."""
+    with pytest.raises(CaptureError, match="of x by an offset in its storage, which a replay does not have"):
+        graphify(fn)(torch.arange(9.0))
+    own = graphify(lambda x: (x * 2).as_strided((2,), (1,), 1))
+    assert own(torch.arange(3.0)).tolist() == own(torch.arange(9.0)[6:] - 6).tolist() == [2, 4]
 
 
 TURNED = torch.tensor([1 + 2j, 3 - 4j])

@@ -25,6 +25,7 @@ from weft.transforms.graphs.backends.operators import (
     flat_tensors,
     is_collective,
     is_harmless,
+    is_sparse,
     storage_reach,
     tensors_in,
     written,
@@ -216,10 +217,22 @@ class Audit(OperatorWatch):
             instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
             raise self.refuse(f"{func} is a collective operation, which waits for other ranks", instead)
         if (seen := storage_reach(func, args, kwargs)) and seen[1] > self._dense.get(seen[0], math.inf):
+            where, instead = (
+                "beyond its elements",
+                "x.contiguous() first, or pass the whole tensor that it is a view of",
+            )
+            if math.isinf(seen[1]):
+                where, instead = (
+                    "by an offset in its storage",
+                    "x[offset:].as_strided(size, stride), with no other offset",
+                )
             operator = func._schema.name.removeprefix("aten::")
-            fault = f"{operator} of {self.names[seen[0]]} beyond its elements, which a replay does not have"
-            raise self.refuse(fault, "x.contiguous() first, or pass the whole tensor that it is a view of")
+            fault = f"{operator} of {self.names[seen[0]]} {where}, which a replay does not have"
+            raise self.refuse(fault, instead)
         for tensor in written(func, args, kwargs):
+            if is_sparse(tensor):
+                fault = f"{func} writes to a sparse tensor, which may move its elements to another address"
+                raise self.refuse(fault, "the operator that returns a new tensor, or a dense tensor")
             if (storage := storage_id(tensor)) not in self.own:
                 name = self.names.get(storage, "a tensor from outside it")
                 fault = f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own"

@@ -17,6 +17,11 @@ _aten = torch.ops.aten
 ONLY_MEMORY = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.resize_}
 """Operators that only allocate or resize memory, which a replay need not repeat."""
 _STRIDED = {_aten.as_strided, _aten.as_strided_copy, _aten.as_strided_scatter}
+_SPARSE_OF_DATA = {
+    *(_aten._to_sparse, _aten._to_sparse_csr, _aten._to_sparse_csc, _aten._to_sparse_bsr, _aten._to_sparse_bsc),
+    *(_aten._coalesce, _aten._sparse_sparse_matmul),
+}
+"""Operators whose results have as many elements as the data say, without a tag of torch that states it."""
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 
 
@@ -29,6 +34,26 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
             yield from tensors_in(*value)
         elif isinstance(value, dict):
             yield from tensors_in(*value.values())
+
+
+_COMPRESSED = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices, Tensor.values),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices, Tensor.values),
+}
+
+
+def is_sparse(x: Tensor) -> bool:
+    """Whether a tensor is of one of the sparse layouts."""
+    return x.layout is torch.sparse_coo or x.layout in _COMPRESSED
+
+
+def sparse_parts(x: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of indices and values that a sparse tensor consists of, at their own addresses."""
+    if x.layout is torch.sparse_coo:
+        return x._indices(), x._values()
+    return tuple(part(x) for part in _COMPRESSED[x.layout])
 
 
 def flat_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -66,7 +91,7 @@ def is_harmless(func: Any) -> bool:
     is not collective, and does not allocate pinned memory."""
     aten = torch.ops.aten
     indexing = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
-    watched = (*indexing, aten._local_scalar_dense, *_STRIDED)
+    watched = (*indexing, aten._local_scalar_dense, *_STRIDED, *_SPARSE_OF_DATA)
     copies = (aten._to_copy.default, aten.copy_.default)
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     suspect = func.overloadpacket in (*watched, *_BATCH_NORMS) or func in copies or any(t in func.tags for t in tags)
@@ -74,20 +99,23 @@ def is_harmless(func: Any) -> bool:
     return not suspect and not _written_arguments(func)
 
 
-def storage_reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+def storage_reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, float] | None:
     """For an operator that addresses a storage beyond the tensor it is passed (`as_strided`, `set_`): the storage, as
-    `storage_id` gives it, and the number of bytes up to the last one addressed. None for other operators."""
+    `storage_id` gives it, and the number of bytes up to the last one addressed; infinite for `as_strided` by an offset,
+    which counts from the beginning of the storage. None for other operators."""
     if func.overloadpacket not in (*_STRIDED, _aten.set_):
         return None
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    x, source = named["self"], named.get("source")
+    x, source, first = named["self"], named.get("source"), named.get("storage_offset")
     if func.overloadpacket in _STRIDED:
         source = x.untyped_storage()
+        if first is not None:
+            return int(source._cdata), math.inf
     elif source is None or isinstance(source, Tensor):
         return None
     if (size := named.get("size")) is None:
         return int(source._cdata), source.nbytes()
-    first, strides = named.get("storage_offset"), named.get("stride")  # no stride means dense
+    strides = named.get("stride")  # no stride means dense
     last = sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if strides else math.prod(size) - 1
     last += x.storage_offset() if first is None else first
     return int(source._cdata), (last + 1) * x.element_size() if all(size) else 0
@@ -110,7 +138,8 @@ def data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     if func in (aten._to_copy.default, aten.copy_.default):
         return _device_crossing(func, args, kwargs)
-    if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+    tagged = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    if tagged or func.overloadpacket in _SPARSE_OF_DATA:
         return f"{func} has a result whose shape, or value on the host, depends on data"
     return None
 

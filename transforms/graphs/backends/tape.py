@@ -17,7 +17,14 @@ from weft.errors import CaptureError
 from weft.torchapi.private import set_grad_mode, signal_capture, storage_id, unowned, without_surroundings
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit
-from weft.transforms.graphs.backends.operators import ONLY_MEMORY, TRANSFERS, tensors_in, written
+from weft.transforms.graphs.backends.operators import (
+    ONLY_MEMORY,
+    TRANSFERS,
+    is_sparse,
+    sparse_parts,
+    tensors_in,
+    written,
+)
 from weft.transforms.graphs.backends.randomness import UnknownGenerator
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.trees import tree_map
@@ -32,6 +39,7 @@ class Operation:
     Args:
         computed: (index, tensor) of the results that are neither inputs nor views of them: a replay computes them again
             and copies them to the addresses that they had at capture.
+        sparse: the same of sparse results, with the tensors of indices and values that each consists of.
         grad: whether grad mode was on, which some operators ask.
     """
 
@@ -39,14 +47,21 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     computed: tuple[tuple[int, Tensor], ...]
+    sparse: tuple[tuple[int, tuple[Tensor, ...]], ...]
     grad: bool
 
     def run(self) -> None:
         results = list(tensors_in(self.func(*self.args, **self.kwargs)))
         for index, tensor in self.computed:
-            if results[index].shape != tensor.shape:
-                raise self._reshaped(tuple(results[index].shape), tuple(tensor.shape))
-            tensor.copy_(results[index])
+            self._write(tensor, results[index])
+        for index, parts in self.sparse:
+            for part, value in zip(parts, sparse_parts(results[index]), strict=True):
+                self._write(part, value)
+
+    def _write(self, tensor: Tensor, value: Tensor) -> None:
+        if value.shape != tensor.shape:
+            raise self._reshaped(tuple(value.shape), tuple(tensor.shape))
+        tensor.copy_(value)
 
     def _reshaped(self, seen: tuple[int, ...], captured: tuple[int, ...]) -> CaptureError:
         seen_text = f"a result of shape {seen}, which had shape {captured} at the capture, so it depends on data"
@@ -68,14 +83,19 @@ class _Recorder(OperatorWatch):
         self.num_pieces += func._schema.name in self.split_at
         result = func(*args, **kwargs)
         inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
-        computed = [(i, _alias(t)) for i, t in enumerate(tensors_in(result)) if _is_computed(t, inputs)]
+        results = [(i, t) for i, t in enumerate(tensors_in(result)) if _is_computed(t, inputs)]
+        if any(type(t) is Tensor and t.is_nested for _, t in results):
+            fault = f"{func} makes a nested tensor of strided layout, which a replay on a CPU cannot fill"
+            raise self.audit.refuse(fault, "layout=torch.jagged, or a padded tensor and a mask")
+        computed = [(i, _alias(t)) for i, t in results if not is_sparse(t)]
+        sparse = [(i, tuple(map(_alias, sparse_parts(t)))) for i, t in results if is_sparse(t)]
         self._own.update(storage_id(t) for _, t in computed)
         writes = func._schema.name in TRANSFERS or any(True for _ in written(func, args, kwargs))
         checks = not func._schema.returns  # such as the operator by which linalg.inv raises
         repeated = func.overloadpacket not in ONLY_MEMORY and torch.Tag.inplace_view not in func.tags
-        if (computed or writes or checks) and repeated:
+        if (results or writes or checks) and repeated:
             args, kwargs = tree_map(self._tape_argument, (args, kwargs))
-            self.tape.append(Operation(func, args, kwargs, tuple(computed), torch.is_grad_enabled()))
+            self.tape.append(Operation(func, args, kwargs, tuple(computed), tuple(sparse), torch.is_grad_enabled()))
         return result
 
     def _tape_argument(self, value: Any) -> Any:
