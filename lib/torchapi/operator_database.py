@@ -1,0 +1,27 @@
+"""Torch's operator database: for each of its operators, the dtypes that it supports and sample arguments."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from weft.errors import MissingPackageError
+
+
+def operator_database() -> tuple[Any, ...]:
+    """The entries of `op_db`, by which torch tests its own operators, without the seed that it sets before each random
+    operator: no function that seeds can be captured.
+
+    Raises:
+        MissingPackageError: a package that torch's tests import is not installed.
+    """
+    try:
+        database: Any = importlib.import_module("torch.testing._internal.common_methods_invocations")
+    except ModuleNotFoundError as error:
+        seen = f"no {error.name} here, which torch's operator database imports"
+        raise MissingPackageError("weft.proofs.opinfo", seen, "pip install 'weft[proofs]'") from error
+    database.wrapper_set_seed = _call
+    return tuple(database.op_db)
+
+
+def _call(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return operator(*args, **kwargs)

@@ -1,0 +1,71 @@
+"""Run torch's operator database through `graphify`, compare each result with eager bit for bit, and write a record.
+
+`python -m weft.proofs.opinfo --out FOLDER` takes an hour of one core with all samples, and minutes with `--samples 3`.
+It exits with 1 if a result differs or an error is not eager's.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import torch
+from tqdm.auto import tqdm
+
+from weft.errors import DeviceError
+from weft.proofs.environment import environment
+from weft.proofs.opinfo.cases import DTYPES, TRANSFORMS
+from weft.proofs.opinfo.record import FAULTS, Record
+from weft.proofs.opinfo.workers import Settings, run_all, tasks
+
+
+def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]:
+    """The settings of the command line, and the folder to write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtypes", help=f"names, by commas (default: {','.join(DTYPES)}; on cuda float32,bfloat16)")
+    parser.add_argument("--transforms", default=",".join(TRANSFORMS), help="names, by commas (default: %(default)s)")
+    parser.add_argument("--ops", default="", help="a part of the names of the operators to run")
+    parser.add_argument("--samples", type=int, help="the most samples per operator, transform and dtype (default: all)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, help="the time after which no further operator starts")
+    given = parser.parse_args(arguments)
+    dtypes = tuple((given.dtypes or ("float32,bfloat16" if given.device == "cuda" else ",".join(DTYPES))).split(","))
+    transforms = tuple(given.transforms.split(","))
+    for option, names, known in (("dtypes", dtypes, DTYPES), ("transforms", transforms, TRANSFORMS)):
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"--{option} {unknown[0]}: write some of {','.join(known)}")
+    if min(given.jobs, 1 if given.samples is None else given.samples) < 1:
+        parser.error("--jobs and --samples are at least 1")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("weft.proofs.opinfo --device cuda", "this machine has no CUDA device", "--device cpu")
+    settings = Settings(
+        given.device, transforms, dtypes, given.ops, given.samples, given.seed, given.jobs, given.minutes
+    )
+    return settings, given.out
+
+
+def main() -> int:
+    """Run what the command line asks for, and write the record."""
+    settings, folder = settings_of()
+    todo, start = tasks(settings), time.monotonic()
+    record = Record(attrs.asdict(settings), len(todo))
+    try:
+        with tqdm(run_all(settings, todo), total=len(todo), unit="operator", smoothing=0) as bar:
+            for found in bar:
+                record.add(found)
+                for fault in (outcome for outcome in found if outcome.kind in FAULTS):
+                    bar.write(f"{fault.kind}: {fault.arguments or fault.operator}: {fault.detail}")
+    except KeyboardInterrupt:
+        print("interrupted: the record holds what was done")
+    record.seconds = time.monotonic() - start
+    path = record.write(folder, environment(settings.device))
+    print(path.read_text(encoding="utf-8").partition("## refused")[0])
+    return 1 if record.faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,225 @@
+"""`Case`: an operator of torch's database under one transform, as a pure function of tensors, with sample arguments."""
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.torchapi.private import pytree, seen_as, storage_id
+
+DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)}
+"""The dtypes by name."""
+_OTHER_SEED = 1
+"""The seed of the samples that give a replay new values, counted from that of the first ones."""
+
+
+@attrs.frozen(eq=False)
+class Case:
+    """A function and its arguments.
+
+    Args:
+        operator: the name of the operator and of its variant in torch's database.
+        transform: the name of the transform, a key of `TRANSFORMS`.
+        dtype: the name of the dtype of the samples.
+        sample: the index of the sample.
+        fn: the function, of as many tensors as `tensors` has.
+        tensors: its arguments.
+        others: arguments of the same shapes with other values; None if the database gives none.
+    """
+
+    operator: str
+    transform: str
+    dtype: str
+    sample: int
+    fn: Callable[..., Any]
+    tensors: tuple[Tensor, ...]
+    others: tuple[Tensor, ...] | None
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in self.tensors)
+        return f"{self.transform} of {self.operator}, {self.dtype}, sample {self.sample}: {shapes}"
+
+
+@attrs.frozen(eq=False)
+class _Sample:
+    """The arguments of an operator, its tensors apart from the rest.
+
+    Args:
+        tensors: the tensors.
+        differentiable: the indices of those that the database marks as requiring grad.
+        rest: all leaves, `...` in the place of tensors.
+        structure: their tree.
+    """
+
+    tensors: tuple[Tensor, ...]
+    differentiable: tuple[int, ...]
+    rest: tuple[Any, ...]
+    structure: Any
+
+    def bind(self, operator: Callable[..., Any]) -> Callable[..., Any]:
+        """The operator as a function of the tensors alone."""
+
+        def call(*tensors: Tensor) -> Any:
+            left = iter(tensors)
+            leaves = [next(left) if leaf is ... else leaf for leaf in self.rest]
+            first, args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+            return operator(first, *args, **kwargs)
+
+        return call
+
+    def fits(self, other: "_Sample | None") -> bool:
+        """Whether the other's tensors have the same shapes, dtypes and layouts."""
+        return other is not None and [_kind(x) for x in self.tensors] == [_kind(x) for x in other.tensors]
+
+
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.layout, x.stride() if x.layout is torch.strided else ()
+
+
+def cases(entry: Any, transform: str, dtype: str, device: str, count: int | None, seed: int) -> Iterator[Case]:
+    """The cases of one entry of the database, at most `count` of its samples, spread evenly; none where torch does not
+    support the dtype or the derivative.
+
+    Args:
+        entry: an entry of `operator_database()`.
+        seed: of the samples' values.
+    """
+    kind = DTYPES[dtype]
+    differentiates = transform in ("backward", "jvp")
+    supported = entry.supported_backward_dtypes(device) if differentiates else entry.supported_dtypes(device)
+    if kind not in supported or (transform == "backward" and not entry.supports_autograd):
+        return
+    if transform == "jvp" and not entry.supports_forward_ad:
+        return
+    name, make = full_name(entry), TRANSFORMS[transform]
+    start = zlib.crc32(f"{name} {seed}".encode())
+    samples = _samples(entry, device, kind, differentiates, start)
+    again = _samples(entry, device, kind, differentiates, start + _OTHER_SEED)
+    for index in spread(len(samples), count):
+        sample = samples[index]
+        if transform == "vmap" and any(x.layout is not torch.strided or x.is_nested for x in sample.tensors):
+            continue  # torch maps over strided tensors alone
+        other = again[index] if index < len(again) and sample.fits(again[index]) else None
+        yield make(name, dtype, index, entry.op, sample, other)
+
+
+def full_name(entry: Any) -> str:
+    """The name of an operator and of its variant, such as `gelu` or `linalg.norm.subgradients_at_zero`."""
+    return ".".join(filter(None, (entry.name, entry.variant_test_name)))
+
+
+def spread(length: int, count: int | None) -> Sequence[int]:
+    """At most `count` indices below `length`, at equal distances.
+
+    >>> spread(3, None), spread(10, 3)
+    ([0, 1, 2], [0, 3, 6])
+    """
+    if count is None or length <= count:
+        return list(range(length))
+    return [index * length // count for index in range(count)]
+
+
+def seed_all(seed: int) -> None:
+    """Seed every generator from which samples or operators draw."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
+def _samples(entry: Any, device: str, dtype: torch.dtype, requires_grad: bool, seed: int) -> list[_Sample]:
+    seed_all(seed)
+    return [
+        _sorted(x) for x in entry.sample_inputs_func(entry, device, dtype, requires_grad)
+    ]  # the method seeds itself
+
+
+def _sorted(sample: Any) -> _Sample:
+    leaves, structure = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    rest = tuple(... if isinstance(x, Tensor) else x for x in leaves)
+    differentiable = tuple(i for i, x in enumerate(tensors) if x.requires_grad)
+    return _Sample(tuple(x.detach() for x in tensors), differentiable, rest, structure)
+
+
+def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Copies with the same strides, offsets and flags; tensors that share a storage share it still."""
+    storages: dict[int, Any] = {}
+
+    def copy(x: Tensor) -> Tensor:
+        if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+            return x.clone()
+        if (identity := storage_id(x)) not in storages:
+            storages[identity] = x.untyped_storage().clone()
+        made = torch.empty(0, dtype=x.dtype, device=x.device)
+        return seen_as(made.set_(storages[identity], x.storage_offset(), x.size(), x.stride()), x)
+
+    return tuple(map(copy, tensors))
+
+
+def _forward(
+    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: _Sample, other: _Sample | None
+) -> Case:
+    others = other.tensors if other else None
+    return Case(name, "forward", dtype, index, sample.bind(operator), sample.tensors, others)
+
+
+def _backward(
+    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: _Sample, other: _Sample | None
+) -> Case:
+    call, marked = sample.bind(operator), sample.differentiable
+
+    def gradient(*tensors: Tensor) -> Any:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() if i in marked else x for i, x in enumerate(tensors)]
+            results = [x for x in pytree.tree_leaves(call(*inputs)) if isinstance(x, Tensor) and x.requires_grad]
+            directions = [_direction(x) for x in results]
+            return torch.autograd.grad(results, [inputs[i] for i in marked], directions, allow_unused=True)
+
+    return Case(name, "backward", dtype, index, gradient, sample.tensors, other.tensors if other else None)
+
+
+def _vmap(
+    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: _Sample, other: _Sample | None
+) -> Case:
+    mapped = torch.vmap(sample.bind(operator), randomness="different")
+    second = other or sample
+    pairs = [(x.detach(), y.detach()) for x, y in zip(sample.tensors, second.tensors, strict=True)]
+    tensors = tuple(torch.stack(pair) for pair in pairs)
+    others = tuple(torch.stack(pair[::-1]) for pair in pairs) if other else None
+    return Case(name, "vmap", dtype, index, mapped, tensors, others)
+
+
+def _jvp(
+    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: _Sample, other: _Sample | None
+) -> Case:
+    call, marked = sample.bind(operator), sample.differentiable
+
+    def derivative(*tensors: Tensor) -> Any:
+        def of_marked(*values: Tensor) -> Any:
+            inputs = list(tensors)
+            for i, value in zip(marked, values, strict=True):
+                inputs[i] = value
+            return call(*inputs)
+
+        primals = tuple(tensors[i] for i in marked)
+        return torch.func.jvp(of_marked, primals, tuple(map(_direction, primals)))
+
+    return Case(name, "jvp", dtype, index, derivative, sample.tensors, other.tensors if other else None)
+
+
+TRANSFORMS: dict[str, Callable[..., Case]] = {"forward": _forward, "backward": _backward, "vmap": _vmap, "jvp": _jvp}
+"""The maker of a case for each transform."""
+
+
+def _direction(x: Tensor) -> Tensor:
+    """The direction of a derivative: numbers from 0.5 to 1.5 in the shape of `x`."""
+    if x.layout is not torch.strided:
+        return torch.ones_like(x)
+    return torch.linspace(0.5, 1.5, x.numel(), device=x.device).to(x.dtype).reshape(x.shape)

@@ -1,0 +1,187 @@
+"""`Outcome`: one case, graphified and compared with eager."""
+
+import gc
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import WeftError
+from weft.proofs.checks.difference import find_difference
+from weft.proofs.opinfo.cases import Case, cases, copies, seed_all
+from weft.proofs.opinfo.causes import cause_of
+from weft.transforms.graphs.graphify import graphify
+from weft.trees import leaves_with_names
+
+KINDS = {
+    "same": "the results of the capture and of both replays are those of eager, bit for bit",
+    "refused": "weft refused the function",
+    "inline": "the function itself ran, and its results are those of eager",
+    "torch": "the values differ for a cause in torch itself, which is named",
+    "raises": "eager raises, and the graphified function too",
+    "differs": "a result is not that of eager",
+    "crash": "an error that eager does not raise",
+}
+"""The kinds of outcome."""
+_SEED = 7
+"""The seed before every call, so that random operators repeat."""
+_DEVICE_IS_LOST = re.compile(r"CUDA error|device-side assert|cuBLAS error|CUBLAS_STATUS|illegal memory access")
+
+
+@attrs.frozen
+class Outcome:
+    """What became of a case.
+
+    Args:
+        kind: a key of `KINDS`.
+        operator, transform, dtype, sample: those of the case.
+        detail: the reason of a refusal, of a run inline, or of a cause in torch; the difference; or the error.
+        arguments: the shapes of the case's arguments, for those that differ or crash.
+    """
+
+    kind: str
+    operator: str
+    transform: str
+    dtype: str
+    sample: int
+    detail: str = ""
+    arguments: str = ""
+
+    @property
+    def loses_device(self) -> bool:
+        """Whether the process cannot use its GPU any more."""
+        return self.kind == "crash" and _DEVICE_IS_LOST.search(self.detail) is not None
+
+
+class _Differs(Exception):
+    """A result that is not that of eager. Its arguments: when, the difference, and whether only values differ."""
+
+
+def outcomes(
+    entry: Any, transforms: Sequence[str], dtype: str, device: str, samples: int | None, seed: int
+) -> Iterator[Outcome]:
+    """The outcomes of one operator's cases.
+
+    Args:
+        entry: an entry of `operator_database()`.
+        samples: the most samples of each transform; None: all.
+        seed: of the samples' values.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for transform in transforms:
+            for case in cases(entry, transform, dtype, device, samples, seed):
+                yield run(case, device)
+    gc.collect()
+
+
+def run(case: Case, device: str) -> Outcome:
+    """Run one case."""
+    try:
+        return _outcome(case, *_compare(case))
+    except _Differs as found:
+        when, difference, only_values = found.args
+        cause = cause_of(case, device) if only_values else None
+        if cause is not None:
+            return _outcome(case, "torch", cause.reason)
+        return _outcome(
+            case, "differs", f"{when}: {difference}{'' if _repeats(case) else ' (eager differs from itself)'}"
+        )
+    except WeftError as error:
+        return _outcome(case, "refused", error.seen.partition("\n")[0])
+    except Exception as error:
+        return _outcome(case, "crash", _in_words(error))
+
+
+def _outcome(case: Case, kind: str, detail: str = "") -> Outcome:
+    arguments = str(case) if kind in ("differs", "crash") else ""
+    return Outcome(kind, case.operator, case.transform, case.dtype, case.sample, detail, arguments)
+
+
+def _compare(case: Case) -> tuple[str, str]:
+    """The kind of an outcome without a fault, and its detail.
+
+    Raises:
+        _Differs: a result is not that of eager.
+        Exception: whatever the graphified function raises, and eager does not.
+    """
+    graphified = graphify(case.fn)
+    expected, error = _eager(case, case.tensors)
+    if error is not None:
+        try:
+            _call(graphified, case.tensors)
+        except Exception:
+            return "raises", _in_words(error)
+        raise _Differs("capture", f"no error, where eager raises {_in_words(error)}", False)
+    calls = [("capture", expected, _call(graphified, case.tensors))]
+    calls.append(("replay", expected, _call(graphified, case.tensors)))
+    if case.others is not None:
+        expected, error = _eager(case, case.others)
+        if error is None:
+            calls.append(("new values", expected, _call(graphified, case.others)))
+    for when, expected, seen in calls:  # compared last, so that a replay which overwrites earlier results is seen
+        _assert_equal(when, seen, expected)
+    if graphified.cache_info().captures:
+        return "same", ""
+    return "inline", str(graphified.explain(*case.tensors)).partition("\n")[0]
+
+
+def _eager(case: Case, tensors: Sequence[Tensor]) -> tuple[Any, Exception | None]:
+    try:
+        return _call(case.fn, tensors), None
+    except Exception as error:
+        return None, error
+
+
+def _call(fn: Any, tensors: Sequence[Tensor]) -> Any:
+    """A function's result on copies of its arguments, and these copies after the call."""
+    arguments = copies(tensors)
+    seed_all(_SEED)
+    return fn(*arguments), arguments
+
+
+def _assert_equal(when: str, seen: Any, expected: Any) -> None:
+    """Raise _Differs unless two results have equal structures, dtypes, shapes, strides and bits. In the place of a
+    view, such as an expanded tensor, a graphified function may return a copy, with the strides of a clone."""
+    found = find_difference(seen, expected)
+    if found is not None and found.first is None:
+        raise _Differs(when, str(found), False)
+    for (path, a), (_, b) in zip(leaves_with_names(seen), leaves_with_names(expected), strict=True):
+        if not isinstance(a, Tensor):
+            continue
+        if type(a) is not type(b):
+            raise _Differs(when, f"{path}: class {type(a).__name__} against {type(b).__name__}", False)
+        if a.layout is not b.layout:
+            raise _Differs(when, f"{path}: layout {a.layout} against {b.layout}", False)
+        if a.layout is torch.strided and _strides(a) not in (_strides(b), _strides(b.clone())):
+            raise _Differs(when, f"{path}: strides {a.stride()} against {b.stride()} of shape {list(a.shape)}", False)
+    if found is not None:
+        raise _Differs(when, str(found), True)
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """The strides along axes on which there are several elements."""
+    return tuple(step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1) if x.numel() else ()
+
+
+def _repeats(case: Case) -> bool:
+    """Whether eager computes the same again, five times."""
+    try:
+        first, held = _call(case.fn, case.tensors), []
+        for _ in range(5):
+            again = _call(case.fn, case.tensors)
+            held.append(again)  # so that memory which nothing has written is other memory
+            if find_difference(again, first) is not None:
+                return False
+    except Exception:
+        return False
+    return True
+
+
+def _in_words(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:300]}"
