@@ -7,7 +7,9 @@ A capture under such a mode would record that other way. So a watch uses a dispa
 reserves for packages outside it and does not use, directly above the key of dispatch modes.
 """
 
+import ctypes
 import functools
+import sys
 from typing import Any, Self
 
 import torch
@@ -28,11 +30,11 @@ class OperatorWatch:
         active = _active()
         self._included = torch._C._IncludeDispatchKeyGuard(_KEY)
         self._included.__enter__()
-        torch._C._stash_obj_in_tls(_NAME, (*active, self))
+        _set_active((*active, self))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch._C._stash_obj_in_tls(_NAME, _active()[:-1])
+        _set_active(_active()[:-1])
         self._included.__exit__(None, None, None)
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,6 +45,28 @@ class OperatorWatch:
 def _active() -> tuple[OperatorWatch, ...]:
     found: tuple[OperatorWatch, ...] = torch._C._get_obj_in_tls(_NAME) if torch._C._is_key_in_tls(_NAME) else ()
     return found
+
+
+def _set_active(watches: tuple[OperatorWatch, ...]) -> None:
+    if _takes_the_reference():
+        _add_reference(watches)
+    torch._C._stash_obj_in_tls(_NAME, watches)
+
+
+def _add_reference(value: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+@functools.cache
+def _takes_the_reference() -> bool:
+    """Whether `_stash_obj_in_tls` takes over the caller's reference, as in torch 2.11: the object is then freed once too
+    often."""
+    value = (object(),)
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls("weft.reference_count", value)
+    if takes := sys.getrefcount(value) == before:
+        _add_reference(value)
+    return takes
 
 
 def watched() -> bool:
@@ -60,11 +84,11 @@ def _to_innermost(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Pass an operator to the innermost watch; what that calls goes to the next one, or past all."""
     active, args = _active(), _with_tensors(func, args)
     if len(active) > 1:
-        torch._C._stash_obj_in_tls(_NAME, active[:-1])
+        _set_active(active[:-1])
         try:
             return active[-1].operator(func, args, kwargs)
         finally:
-            torch._C._stash_obj_in_tls(_NAME, active)
+            _set_active(active)
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         return active[-1].operator(func, args, kwargs)
 
