@@ -23,7 +23,7 @@ from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.torchapi.watching import unwatched, watched
+from weft.torchapi.watching import KEY as WATCH_KEY, unwatched, watched
 
 pytree = _pytree
 
@@ -148,15 +148,15 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         tensor = get_unwrapped(tensor)
 
 
-def in_function_modes() -> bool:
-    """Whether a function mode is active, such as `torch.device("cpu")` as a context."""
-    return _len_torch_function_stack() > 0
+num_function_modes: Callable[[], int] = _len_torch_function_stack
+"""The number of active function modes, such as `torch.device("cpu")` as a context."""
+WithoutFunctionModes: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""A context in which no function mode sees a call."""
+WithoutAutocast: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._DisableAutocast
+BelowAutograd: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
-
-def without_function_modes() -> contextlib.AbstractContextManager[Any]:
-    """A context in which no function mode sees a call."""
-    disabled: contextlib.AbstractContextManager[Any] = torch._C.DisableTorchFunction()
-    return disabled
+_in_watch = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, WATCH_KEY)
+_top_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 
 def in_plain_surroundings() -> bool:
@@ -166,25 +166,16 @@ def in_plain_surroundings() -> bool:
         _len_torch_dispatch_stack() == 0
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and not watched()
+        and not _in_watch()
         and not _is_tracing()
-        and saved_tensors_hooks() is None
+        and _top_hooks() is None
     )
 
 
 def saved_tensors_hooks() -> tuple[Any, Any] | None:
     """The innermost pair of `torch.autograd.graph.saved_tensors_hooks`; None if there is none."""
-    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    found: tuple[Any, Any] | None = _top_hooks()
     return found
-
-
-def without_surroundings() -> contextlib.AbstractContextManager[Any]:
-    """A context in which operators run as below autograd, autocast and all function modes."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-    stack.enter_context(torch._C._DisableAutocast())
-    stack.enter_context(torch._C.DisableTorchFunction())
-    return stack
 
 
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled

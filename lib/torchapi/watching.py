@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import torch
 
-_KEY = torch._C._dispatch_key_parse("Fake")
-_KEYS = torch._C.DispatchKeySet(_KEY)
+KEY = torch._C._dispatch_key_parse("Fake")
+_KEYS = torch._C.DispatchKeySet(KEY)
 _NAME = "weft.watches"
 """The name of the active watches, innermost last, among the objects that follow the work of a thread into the threads
 of the autograd engine."""
@@ -28,7 +28,7 @@ class OperatorWatch:
     def __enter__(self) -> Self:
         _install()
         active = _active()
-        self._included = torch._C._IncludeDispatchKeyGuard(_KEY)
+        self._included = torch._C._IncludeDispatchKeyGuard(KEY)
         self._included.__enter__()
         _set_active((*active, self))
         return self
@@ -71,7 +71,7 @@ def _takes_the_reference() -> bool:
 
 def watched() -> bool:
     """Whether a watch is active in this thread."""
-    included: bool = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+    included: bool = torch._C._dispatch_tls_is_dispatch_key_included(KEY)
     return included
 
 

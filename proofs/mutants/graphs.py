@@ -93,7 +93,7 @@ def _write_no_value(writer: Any, expression: str, value: Any) -> None:
 def _known_blindly(self: FastPath[Any], roles: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The remembered references of one call are used for every other call of the same structure."""
     seen = self.layout.read(args, kwargs)
-    known = [guarded.value() for found in self.known._values.values() for guarded in found]
+    known = [guarded.value() for found in self.known.values() for guarded in found]
     if seen is None or not known:
         return None
     return make_call(roles, name, args, kwargs, known[0], seen[1][: self.layout.num_references[0]])

@@ -68,12 +68,12 @@ class Plan:
         """Whether what the graph reads from outside its arguments is what it was."""
         return self.graph.outside.holds()
 
-    def condition(self) -> "Callable[[Plan], bool]":
+    def condition(self) -> "Callable[[Plan], bool] | None":
         """The condition that this plan adds to those of the fast path: its graph reads the same from outside, none of
-        that has come to require grad, and torch's back-end switches choose the same kernels."""
+        that has come to require grad, and torch's back-end switches choose the same kernels. None: no condition."""
         switches = backend_switches() if self.graph.consults_switches else None
         if switches is None and not (self.graph.external and torch.is_grad_enabled()):
-            return Plan.reads_the_same
+            return None if self.graph.outside.is_empty() else Plan.reads_the_same
         return lambda plan: (
             plan.reads_the_same()
             and not plan.graph.needs_autograd()

@@ -16,11 +16,11 @@ from weft.donation import donate
 from weft.errors import CaptureError
 from weft.settings import MAY_REPLAY
 from weft.torchapi.private import (
+    WithoutFunctionModes,
     function_modes,
-    in_function_modes,
     in_plain_surroundings,
+    num_function_modes,
     uncompiled,
-    without_function_modes,
 )
 from weft.transforms.graphs.cache import Cache, Plan
 from weft.transforms.graphs.calls.borrowing import lend, watches_borrows
@@ -35,9 +35,7 @@ from weft.transforms.graphs.calls.call import (
     modules_keep_training,
     runs_inline,
 )
-from weft.transforms.graphs.calls.fast_path import FastPath
 from weft.transforms.graphs.calls.key import CacheInfo, without_grad_mode
-from weft.transforms.graphs.calls.reader import ReadCall
 from weft.transforms.graphs.calls.results import keep_in_place
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.explain import Explanation, miss_between
@@ -98,12 +96,14 @@ class Graphified(Generic[P, R]):
         """Take the fast path if an earlier call was like this one, and the general one otherwise."""
         call, modes = None, None
         if in_plain_surroundings() and MAY_REPLAY.get():
-            if in_function_modes():
+            if num_function_modes():
                 return self._call_in_modes(args, kwargs)
             fast_paths, modes = self._cache.fast_paths, ()
             for fast_path in fast_paths.by_form.get((len(args), *kwargs), ()):
                 if (found := fast_path.find(args, kwargs)) is not None:
-                    return self._repeat(fast_path, *found)
+                    read, plan = found
+                    with self._lock:
+                        return self._replay(plan, fast_path.take_donated(read) if fast_path.num_donated else read[1])
             call = fast_paths.known_call(args, kwargs)
         return self._call(args, kwargs, call, modes)
 
@@ -113,17 +113,14 @@ class Graphified(Generic[P, R]):
         if watches_borrows():
             return self._call(args, kwargs)
         modes, fast_paths = function_modes(), self._cache.fast_paths
-        with without_function_modes():
+        with WithoutFunctionModes():
             for fast_path in fast_paths.by_form.get((len(args), *kwargs, *modes), ()):
                 if (found := fast_path.find(args, kwargs)) is not None:
-                    return self._repeat(fast_path, *found)
+                    read, plan = found
+                    with self._lock:
+                        return self._replay(plan, fast_path.take_donated(read) if fast_path.num_donated else read[1])
             call = fast_paths.known_call(args, kwargs, modes)
         return self._call(args, kwargs, call, modes)
-
-    def _repeat(self, fast_path: FastPath[Plan], read: ReadCall, plan: Plan) -> R:
-        """Replay a plan with the arguments that its fast path has read."""
-        with self._lock:
-            return self._replay(plan, fast_path.take_donated(read) if fast_path.num_donated else read[1])
 
     def _replay(self, plan: Plan, leaves: Sequence[Any]) -> R:
         """Fill the input buffers from the leaves of a call (its donated ones already taken), replay, make the
@@ -161,14 +158,16 @@ class Graphified(Generic[P, R]):
             signature = hashable_signature(call, self._graphable.name)
             plan, is_kept = self._cache.plan(call, signature)
             if plan is not None and is_kept and modes is not None and plan.may_run():
-                with without_function_modes() if modes else contextlib.nullcontext():
+                with WithoutFunctionModes() if modes else contextlib.nullcontext():
                     self._cache.fast_paths.add(args, kwargs, modes, call, plan, self._condition(plan, call))
         return self._answer(plan, call, args, kwargs)
 
-    def _condition(self, plan: Plan, call: Call) -> Callable[[Plan], bool]:
-        """The condition under which the fast path may use a plan for calls like this one."""
+    def _condition(self, plan: Plan, call: Call) -> Callable[[Plan], bool] | None:
+        """The condition under which the fast path may use a plan for calls like this one; None if there is none."""
         holds, training = plan.condition(), modules_keep_training(call, self._graphable.roles)
-        return holds if training is None else lambda plan: training() and holds(plan)
+        if training is None:
+            return holds
+        return lambda plan: training() and (holds is None or holds(plan))
 
     def _inline(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """Run the function itself; inside another capture or transform the call is not counted."""

@@ -41,6 +41,10 @@ class Outside:
         self._mappings, self._keys, self._values = found.mappings, found.keys, found.values
         self._cells, self._contents = found.cells, found.contents
 
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compare."""
+        return not (self._tensors or self._mappings or self._cells)
+
     def holds(self) -> bool:
         """Whether all is as it was at the capture."""
         return (

@@ -162,7 +162,7 @@ def test_neither_weights_nor_a_state_are_kept_alive() -> None:
     for size in (8, 7, 6):
         state, _ = g(params, state, rows(size))
     paths = [path for found in g._cache.fast_paths.by_form.values() for path in found]
-    known = [guarded for path in paths for found in path.known._values.values() for guarded in found]
+    known = [guarded for path in paths for found in path.known.values() for guarded in found]
     assert known
     held = [weakref.ref(leaf) for leaf in (*params.layers, *state.values())]
     del params, state

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.private import set_grad_mode, signal_capture, storage_id, unowned, without_surroundings
+from weft.torchapi.private import (
+    BelowAutograd,
+    WithoutAutocast,
+    WithoutFunctionModes,
+    set_grad_mode,
+    signal_capture,
+    storage_id,
+    unowned,
+)
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.operators import (
@@ -29,7 +37,7 @@ from weft.transforms.graphs.backends.randomness import UnknownGenerator
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.trees import tree_map
 
-_CPU = torch.device("cpu")
+_CPU, _NOTHING = torch.device("cpu"), nullcontext()
 
 
 @attrs.frozen
@@ -140,7 +148,8 @@ class TapeRecording:
     inference: bool = False
 
     def replay(self) -> None:
-        with torch.inference_mode(self.inference), without_surroundings(), torch.no_grad():
+        inference = torch.inference_mode() if self.inference else _NOTHING
+        with BelowAutograd(), WithoutAutocast(), WithoutFunctionModes(), torch.no_grad(), inference:
             for operation in self.operations:
                 set_grad_mode(operation.grad)
                 operation.run()

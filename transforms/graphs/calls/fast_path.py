@@ -46,73 +46,75 @@ class Guarded(Generic[T]):
 
     Args:
         value: returns the value; None if it is gone.
-        condition: a condition on the value.
-        donated: the storages that the call donates.
+        condition: a condition on the value, or None.
+        donated: the storages that the call donates; None if it donates nothing.
     """
 
     value: Callable[[], T | None]
-    condition: Callable[[T], bool]
+    condition: Callable[[T], bool] | None
     state_holds: Callable[[], bool]
     tensors_hold: Callable[..., bool]
     inference: bool
     in_capture: Callable[[], bool]
-    donated: Storages
+    donated: Storages | None
 
 
 def _guarded(
-    value: Callable[[], T | None], condition: Callable[[T], bool], tensors: Sequence[Any], donated: Sequence[Any] = ()
+    value: Callable[[], T | None],
+    condition: Callable[[T], bool] | None,
+    tensors: Sequence[Any],
+    donated: Sequence[Any] = (),
 ) -> Guarded[T] | None:
     """Guard a value by these tensors and the current global state; None if a tensor stands in two places."""
     check = tensors_check(tensors)
     if not check(*tensors):
         return None
     return Guarded(
-        value, condition, global_state_check(), check, is_inference_mode(), is_capturing(), Storages(donated)
+        value,
+        condition,
+        global_state_check(),
+        check,
+        is_inference_mode(),
+        is_capturing(),
+        Storages(donated) if donated else None,
     )
 
 
-def _first_passing(candidates: Sequence[Guarded[T]], tensors: Sequence[Any], copied: Sequence[Tensor] = ()) -> T | None:
-    """The first value whose guards pass for these tensors, those copied among them, in the current state."""
-    for guarded in candidates:
+Table = dict[Any, tuple[Guarded[T], ...]]
+"""Guarded values by the key of a call."""
+
+
+def _find(table: Table[T], key: Any, tensors: Sequence[Any], copied: Sequence[Tensor] = ()) -> T | None:
+    """Find the first value for a call of this key whose guards pass for its tensors, those copied among them, in the
+    current state; None if there is none."""
+    try:
+        candidates = table.get(key)
+    except TypeError:  # the general path raises the error that names the unhashable value
+        return None
+    if candidates == _CROWDED:
+        candidates = table.get((key, *map(Tensor.stride, tensors)))
+    for guarded in candidates or ():
         if (
             guarded.tensors_hold(*tensors)
             and guarded.state_holds()
             and is_inference_mode() is guarded.inference
             and not guarded.in_capture()
             and (value := guarded.value()) is not None
-            and guarded.condition(value)
+            and (guarded.condition is None or guarded.condition(value))
         ):
-            return None if guarded.donated.hold(copied) else value
+            return None if guarded.donated is not None and guarded.donated.hold(copied) else value
     return None
 
 
-class Table(Generic[T]):
-    """Guarded values by the key of a call."""
-
-    def __init__(self, max_keys: int) -> None:
-        self._max_keys = max_keys
-        self._values: dict[Any, tuple[Guarded[T], ...]] = {}
-
-    def find(self, key: Any, tensors: Sequence[Any]) -> tuple[Guarded[T], ...]:
-        """The candidates for a call of this key with these tensors; none if the key cannot be hashed, because the
-        general path raises the error that names the value."""
-        try:
-            candidates = self._values.get(key)
-        except TypeError:
-            return ()
-        if candidates is None:
-            return ()
-        return candidates or self._values.get((key, *map(Tensor.stride, tensors)), ())
-
-    def add(self, key: Any, tensors: Sequence[Any], guarded: Guarded[T]) -> None:
-        """Store a value, before those that the key has; the oldest gives way."""
-        if len(self._values) >= self._max_keys:
-            self._values.clear()
-        candidates = self._values.get(key)
-        if candidates == _CROWDED or (candidates is not None and len(candidates) == MAX_PER_KEY):
-            self._values[key] = _CROWDED
-            key = (key, *map(Tensor.stride, tensors))
-        self._values[key] = (guarded, *self._values.get(key, ()))[:MAX_PER_KEY]
+def _store(table: Table[T], key: Any, tensors: Sequence[Any], guarded: Guarded[T], max_keys: int) -> None:
+    """Store a value before those that the key has; the oldest gives way."""
+    if len(table) >= max_keys:
+        table.clear()
+    candidates = table.get(key)
+    if candidates == _CROWDED or (candidates is not None and len(candidates) == MAX_PER_KEY):
+        table[key] = _CROWDED
+        key = (key, *map(Tensor.stride, tensors))
+    table[key] = (guarded, *table.get(key, ()))[:MAX_PER_KEY]
 
 
 @attrs.frozen(eq=False)
@@ -128,15 +130,15 @@ class FastPath(Generic[T]):
 
     layout: CallLayout
     num_donated: int
-    plans: Table[T] = attrs.field(factory=lambda: Table(MAX_KEYS))
-    known: Table[KnownReferences] = attrs.field(factory=lambda: Table(MAX_KNOWN))
+    plans: Table[T] = attrs.field(factory=dict)
+    known: Table[KnownReferences] = attrs.field(factory=dict)
 
     def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ReadCall, T] | None:
         """Read the call's arguments and find its plan; None if no earlier call was like it."""
         if (read := self.layout.read(args, kwargs)) is None:
             return None
         copied = read[2][self.layout.num_references[1] :] if self.num_donated else ()
-        plan = _first_passing(self.plans.find(read[0], read[2]), read[2], copied)
+        plan = _find(self.plans, read[0], read[2], copied)
         return None if plan is None else (read, plan)
 
     def find_known(self, roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -145,7 +147,7 @@ class FastPath(Generic[T]):
             return None
         num_leaves, num_tensors = self.layout.num_references
         tensors = read[2][:num_tensors]
-        known = _first_passing(self.known.find(read[0][0], tensors), tensors)
+        known = _find(self.known, read[0][0], tensors)
         return None if known is None else make_call(roles, name, args, kwargs, known, read[1][:num_leaves])
 
     def take_donated(self, read: ReadCall) -> Sequence[Any]:
@@ -159,7 +161,7 @@ class FastPath(Generic[T]):
             taken[index] = take_tensor(taken[index], taker)
         return taken
 
-    def add(self, read: ReadCall | None, call: Call, plan: T, condition: Callable[[T], bool]) -> bool:
+    def add(self, read: ReadCall | None, call: Call, plan: T, condition: Callable[[T], bool] | None) -> bool:
         """Store a plan for calls like this one, as long as it exists and the condition holds, and the key of its
         arguments by reference for calls that differ in copied arguments only.
 
@@ -172,13 +174,13 @@ class FastPath(Generic[T]):
         guarded = _guarded(weakref.ref(plan), condition, read[2], read[1][: self.num_donated])
         if guarded is None:
             return False
-        self.plans.add(read[0], read[2], guarded)
+        _store(self.plans, read[0], read[2], guarded, MAX_KEYS)
         if call.known is None:
             known, tensors = KnownReferences(call.reference_tree, call.reference_key()), read[2]
             tensors = tensors[: self.layout.num_references[1]]
-            references = _guarded(lambda: known, lambda known: True, tensors)
+            references = _guarded(lambda: known, None, tensors)
             assert references is not None, "a subset of tensors that are all in one place"
-            self.known.add(read[0][0], tensors, references)
+            _store(self.known, read[0][0], tensors, references, MAX_KNOWN)
         return True
 
 
@@ -208,7 +210,7 @@ class FastPaths(Generic[T]):
         modes: tuple[Any, ...],
         call: Call,
         plan: T,
-        condition: Callable[[T], bool],
+        condition: Callable[[T], bool] | None,
     ) -> None:
         """Store a plan for the next call like this one, as long as it exists and the condition holds."""
         form = (len(args), *kwargs, *modes)
