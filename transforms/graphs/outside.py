@@ -126,7 +126,8 @@ class _Names:
 
 
 def _is_foreign(function: types.FunctionType) -> bool:
-    return (function.__module__ or "").split(".")[0] in _FOREIGN or "site-packages" in function.__code__.co_filename
+    home = function.__globals__.get("__name__", "")  # and not __module__, which functools.wraps copies
+    return home.split(".")[0] in _FOREIGN or "site-packages" in function.__code__.co_filename
 
 
 def _held_by(cell: types.CellType) -> Any:

@@ -29,7 +29,6 @@ from weft.value_keys import EXACT, by_identity, value_key
 ReadTree = tuple[Any, tuple[Any, ...], tuple[Tensor, ...]]
 """A subtree: its key, its leaves, and its distinct tensors."""
 _data_ptr = Tensor.data_ptr
-_MAX_TOKENS = 4096
 
 
 def is_frozen_tree(value: Any) -> bool:
@@ -80,6 +79,19 @@ class CachedSubtree:
         )
 
 
+class _Hashed:
+    """A long key with its hash."""
+
+    def __init__(self, key: Any) -> None:
+        self._key, self._hash = key, hash(key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Hashed) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 class SubtreeCache:
     """Reads subtrees of one structure, and caches the last one.
 
@@ -90,11 +102,9 @@ class SubtreeCache:
     def __init__(self, read: Callable[[Any], ReadTree | None]) -> None:
         self._read = read
         self._cached: CachedSubtree | None = None
-        self._numbers = itertools.count()
-        self._tokens: dict[Any, int] = {}
 
     def read(self, value: Any) -> ReadTree | None:
-        """Read a subtree; instead of its key it has a number that stands for that key alone."""
+        """Read a subtree; its key is hashed once."""
         cached = self._cached
         if cached is not None and cached.subtree() is value and cached.is_valid():
             return cached.read
@@ -102,17 +112,10 @@ class SubtreeCache:
         if found is None:
             return None
         key, leaves, tensors = found
-        read = self._token(key), leaves, tensors
+        read = _Hashed(key), leaves, tensors
         reference = weakref.ref(value, self._forget)  # the cache must not keep the weights alive
         self._cached = CachedSubtree(reference, read, tuple(map(_data_ptr, tensors)), tuple(map(type, tensors)))
         return read
-
-    def _token(self, key: Any) -> int:
-        if (found := self._tokens.get(key)) is None:
-            if len(self._tokens) >= _MAX_TOKENS:
-                self._tokens.clear()  # safe, because no number is ever reused
-            found = self._tokens[key] = next(self._numbers)
-        return found
 
     def _forget(self, reference: Any) -> None:
         if self._cached is not None and self._cached.subtree is reference:
@@ -186,6 +189,14 @@ class _Writer:
         self.count += 1
         return f"v{self.count}"
 
+    def name_of(self, expression: str) -> str:
+        """The name of an expression's value, which is assigned to a new one unless it is a name."""
+        if expression.isidentifier():
+            return expression
+        name = self.new_name()
+        self.lines.append(f"{name} = {expression}")
+        return name
+
     def constant(self, value: Any) -> str:
         name = f"K{len(self.constants)}"
         self.constants[name] = value
@@ -256,8 +267,7 @@ def argument_expressions(signature: inspect.Signature, num_args: int, keywords: 
 
 def _write(writer: _Writer, expression: str, value: Any, by_reference: bool, taker: str | None) -> None:
     """Generate the lines that check and unpack one subtree."""
-    name = writer.new_name()
-    writer.lines.append(f"{name} = {expression}")
+    name = writer.name_of(expression)
     if _is_leaf(value):
         _write_leaf(writer, name, value, by_reference, taker)
     elif by_reference and taker is None and is_frozen_tree(value) and _occurs_only_here(writer, value):
@@ -335,8 +345,8 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
         return
     kind = "Tensor" if type(value) is Tensor else writer.constant(type(value))
     # The attributes of a copied tensor may differ from call to call.
-    marked = f"getattr({name}, {TAKEN!r}, None)" if by_reference else f"vars({name})"
-    writer.require(f"{name}.__class__ is {kind} and not {marked}")
+    unmarked = f"getattr({name}, {TAKEN!r}, None) is None" if by_reference else f"not vars({name})"
+    writer.require(f"{name}.__class__ is {kind} and {unmarked}")
     writer.key.append(f"{name}.data_ptr()" if by_reference else f"{name}.shape")
     if taker is not None:
         writer.aliased.append((writer.num_leaves - 1, taker))
@@ -346,8 +356,7 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
 
 def _write_value(writer: _Writer, expression: str, value: Any) -> None:
     """Check the type of a value that is not a tensor, and add it to the key as `value_key` compares it."""
-    name = writer.new_name()
-    writer.lines.append(f"{name} = {expression}")
+    name = writer.name_of(expression)
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
     if isinstance(value, float):
         writer.key.append(f"{name}.hex()")
