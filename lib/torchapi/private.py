@@ -119,11 +119,15 @@ def unnamed_children(node: Any) -> list[Any] | None:
     return None if known is None or known.flatten_with_keys_fn is not None else list(known.flatten_fn(node)[0])
 
 
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
+def unseen() -> contextlib.AbstractContextManager[Any]:
     """A context in which operators bypass all dispatch modes and watches."""
-    with _disable_current_modes(), unwatched():
-        yield
+    guard: contextlib.AbstractContextManager[Any] = unwatched()
+    if _len_torch_dispatch_stack() == 0:
+        return guard
+    stack = contextlib.ExitStack()
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(guard)
+    return stack
 
 
 def in_dispatch_mode() -> bool:

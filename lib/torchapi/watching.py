@@ -59,7 +59,7 @@ def _add_reference(value: Any) -> None:
 
 @functools.cache
 def _takes_the_reference() -> bool:
-    """Whether `_stash_obj_in_tls` takes over the caller's reference, as in torch 2.11: the object is then freed once too
+    """Whether `_stash_obj_in_tls` takes over the caller's reference, as in torch 2.11: the object is freed once too
     often."""
     value = (object(),)
     before = sys.getrefcount(value)

@@ -78,8 +78,8 @@ def _no_statics() -> Iterator[None]:
         yield
 
 
-def _key_without_loras(call: Any, mode: str, descriptor: Any) -> Any:
-    return key_of(call, mode, descriptor and attrs.evolve(descriptor, num_active_loras=0))
+def _key_without_loras(call: Any, mode: str, descriptor: Any, signature: Any = None) -> Any:
+    return key_of(call, mode, descriptor and attrs.evolve(descriptor, num_active_loras=0), signature)
 
 
 def _no_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:

@@ -161,7 +161,7 @@ class Cache:
             if found is None or (plan is not None and plan.reads_the_same()):
                 return plan, True
         check_call(call, self.graphable.roles, self.graphable.name)
-        decision, key = self._obtain(call)
+        decision, key = self._obtain(call, signature)
         plan = None if key is None else self.make_plan(self.entries[key].graph, call, decision)
         if not may_capture():
             return plan, False
@@ -183,9 +183,9 @@ class Cache:
         with backend.allocating():
             return make_plan(graph, call, padded, own, self.graphable.borrow, backend.wait_for_last_replay)
 
-    def key(self, call: Call, decision: Decision[Any]) -> Key:
-        """The key of a call under a dispatch decision."""
-        return key_of(call, decision.mode, decision.descriptor)
+    def key(self, call: Call, decision: Decision[Any], signature: Key | None = None) -> Key:
+        """The key of a call under a dispatch decision; `signature` is the one before dispatch, if that is known."""
+        return key_of(call, decision.mode, decision.descriptor, signature)
 
     def find(self, key: Key) -> Graph | None:
         """Find a graph; None if there is none. One that reads from outside what is no longer there is dropped.
@@ -216,13 +216,13 @@ class Cache:
         """The difference between a call and the nearest captured one."""
         return nearest_miss(key, self.entries, call.leaf_names(), self.graphable.roles.donated)
 
-    def _obtain(self, call: Call) -> tuple[Decision[Any], Key | None]:
+    def _obtain(self, call: Call, signature: Key) -> tuple[Decision[Any], Key | None]:
         """Decide the mode and class of a call, and find or capture its graph; if nothing may be captured, choose among
         the graphs that exist."""
         decision = self.decide(call)
         if decision.mode == "none":
             return decision, None
-        key = self.key(call, decision)
+        key = self.key(call, decision, signature)
         if self.find(key) is not None:
             return decision, key
         if not (why := self.blocked_reason()):
@@ -232,7 +232,7 @@ class Cache:
             except torch.OutOfMemoryError:
                 why = self.note_full_memory(decision)
         decision = self._decide_among_captured(call, why)
-        key = self.key(call, decision)
+        key = self.key(call, decision, signature)
         return decision, None if decision.mode == "none" or self.find(key) is None else key
 
     def decide(self, call: Call) -> Decision[Any]:
@@ -343,7 +343,7 @@ class Cache:
             _LOG.warning("captured %s, %s: %.3f s, %.2f MiB", title, decision.mode, graph.seconds, size)
         self.captures += 1
         self._insert(key, graph)
-        self._recaptures.note(key, call.leaf_names(), self.count.replays)
+        self._recaptures.note(key, call.leaf_names, self.count.replays)
         return graph
 
     def _insert(self, key: Key, graph: Graph) -> None:

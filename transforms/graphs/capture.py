@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.errors import CaptureError, WeftError
 from weft.padding import inert, padded_shape
-from weft.torchapi.private import storage_id, unseen
+from weft.torchapi.private import unseen
 from weft.transforms.graphs.backends import Backend, Recording
 from weft.transforms.graphs.backends.audit import Audit, Inputs
 from weft.transforms.graphs.calls.buffers import InputBufferPool
@@ -93,26 +93,26 @@ class Prepared:
 
     Args:
         run: runs the function on the buffers, and writes its next state back.
-        names: the names of the leaves.
+        names: makes the names of the leaves.
         references: the leaves by reference, which are the caller's own tensors.
         buffers: the buffers for the copied leaves.
         aliases: aliases of both, for the next run; each run has its own.
         arguments: weak references to the arguments of all runs so far.
         axes: the axes of the buffers that are padded.
-        donated: the tensors that `run` may write.
+        num_donated: the number of donated leaves, which come first, and which `run` may write.
         restored: a context that restores the donated tensors and the random generators on exit.
         rewind: restores the donated tensors for another run, inside that context: a state that counts tokens or pages
             has room for one run only.
     """
 
     run: Callable[[], Outputs]
-    names: tuple[str, ...]
+    names: Callable[[], list[str]]
     references: tuple[Any, ...]
     buffers: tuple[Any, ...]
     aliases: list[Any]
     arguments: list[weakref.ref[Tensor]]
     axes: tuple[Axes | None, ...]
-    donated: tuple[Tensor, ...]
+    num_donated: int
     restored: Callable[[Audit], AbstractContextManager[None]]
     rewind: Callable[[], None]
 
@@ -128,7 +128,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         leaves, tree = tree_flatten(example)
         buffers = tuple(input_buffers.buffer(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves))
     axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
-    donated = _tensors({n: call.references[n] for n in graphable.roles.donated if n in call.references})
+    donated = [x for x in call.reference_leaves[: call.num_donated] if isinstance(x, Tensor)]
     saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
     originals, count, grad = (*call.reference_leaves, *buffers), len(call.reference_leaves), torch.is_grad_enabled()
     likes = (*call.reference_leaves, *call.copied_leaves)
@@ -159,23 +159,29 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
             finally:
                 audit.random.restore()
 
-    names, references = tuple(call.leaf_names()), tuple(call.reference_leaves)
-    return Prepared(run, names, references, buffers, aliases, arguments, axes, tuple(donated), restored, state.rewind)
+    return Prepared(
+        run=run,
+        names=call.leaf_names,
+        references=tuple(call.reference_leaves),
+        buffers=buffers,
+        aliases=aliases,
+        arguments=arguments,
+        axes=axes,
+        num_donated=call.num_donated,
+        restored=restored,
+        rewind=state.rewind,
+    )
 
 
 def audit_of(graphable: Graphable, prepared: Prepared, device: torch.device) -> Audit:
     """Make the audit of one run."""
-    donated = {id(x) for x in prepared.donated}
-    inputs = [*zip(prepared.names, (*prepared.references, *prepared.buffers), strict=True)]
     return Audit(
         f"graphify({graphable.name})",
         Inputs(
-            writable=prepared.donated,
-            donated=[(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) in donated],
-            names=[(label, x) for label, x in inputs if isinstance(x, Tensor) and id(x) not in donated],
-            buffers=_tensors(prepared.buffers),
-            by_reference=_tensors(prepared.references),
-            generators=[x for _, x in inputs if isinstance(x, torch.Generator)],
+            leaves=(*prepared.references, *prepared.buffers),
+            labels=prepared.names,
+            num_donated=prepared.num_donated,
+            num_references=len(prepared.references),
             arguments=prepared.arguments,
         ),
         rewind=prepared.rewind,
@@ -218,7 +224,7 @@ def capture(graphable: Graphable, call: Call, mode: str, descriptor: Any, backen
     if descriptor is not None:
         _refuse_unsized(graphable.name, recording.outputs, descriptor, prepared.axes)
     if not graphable.borrow:
-        recording = backend.release_output_memory(recording, audit.own - {storage_id(x) for x in prepared.donated})
+        recording = backend.release_output_memory(recording, audit.own - audit.writable)
     pairs = zip(prepared.buffers, prepared.axes, strict=True)
     with backend.allocating():
         padding_sources = tuple(input_buffers.padding_source(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs))

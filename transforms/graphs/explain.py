@@ -226,11 +226,12 @@ class Recaptures:
     _streak: int = 0
     _warned: list[Any] = attrs.field(factory=list)
 
-    def note(self, key: Key, names: Sequence[str], replays: int) -> None:
-        """Count a capture; `replays` is the number of replays of all graphs so far."""
+    def note(self, key: Key, names: Callable[[], Sequence[str]], replays: int) -> None:
+        """Count a capture; `replays` is the number of replays of all graphs so far, and `names` makes the names of the
+        key's leaves."""
         last, quiet = self._last, replays <= self._replays + 1  # the call that captures a graph replays it once
         self._last, self._replays = key, replays
-        changed = None if last is None or not quiet else changed_between(key, last, names, self.donated)
+        changed = None if last is None or not quiet else changed_between(key, last, names(), self.donated)
         if changed is None or changed.has_others:
             self._streak, self._fields = 1, ()
             return

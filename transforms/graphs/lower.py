@@ -276,19 +276,22 @@ def lower(
         CaptureError: the function cannot be captured.
     """
     prepared = prepare(graphable, call, decision.descriptor, InputBufferPool())
-    arguments = zip(prepared.aliases, prepared.names, (*prepared.references, *prepared.buffers), strict=True)
-    donated = {id(x) for x in prepared.donated}
-    by_reference = {id(x) for x in prepared.references}
-    inputs = [(x, _origin(name, leaf, donated, by_reference)) for x, name, leaf in arguments if isinstance(x, Tensor)]
+    leaves, names = (*prepared.references, *prepared.buffers), prepared.names()
+    roles = ["donated"] * prepared.num_donated
+    roles += ["by reference"] * (len(prepared.references) - prepared.num_donated)
+    roles += ["copied in"] * len(prepared.buffers)
+    inputs = [
+        (alias, f"{name}, {role}")
+        for alias, leaf, name, role in zip(prepared.aliases, leaves, names, roles, strict=True)
+        if isinstance(leaf, Tensor)
+    ]
     writer = Writer(inputs, graphable.split_at if decision.mode == "piecewise" else frozenset())
     audit = audit_of(graphable, prepared, device)
     with prepared.restored(audit):
         with signal_capture(), audit.random.private_draws(), writer, audit:
             outputs = prepared.run()
         result = tree_unflatten(list(outputs.leaves), outputs.structure)
-        values = [
-            _result_text(x, i, writer, prepared.names) for x, i in zip(outputs.leaves, outputs.references, strict=True)
-        ]
+        values = [_result_text(x, i, writer, names) for x, i in zip(outputs.leaves, outputs.references, strict=True)]
     paths = [path for path, _ in leaves_with_names(result)]
     descriptor = "" if decision.descriptor is None else f" for '{decision.descriptor}'"
     title = f"{graphable.name}({', '.join((*call.references, *call.copied))}), {decision.mode}{descriptor}"
@@ -297,12 +300,7 @@ def lower(
     return Lowered(graphable.name, decision, in_tree, outputs.structure, listing, compile)
 
 
-def _origin(name: str, tensor: Tensor, donated: set[int], by_reference: set[int]) -> str:
-    role = "donated" if id(tensor) in donated else "by reference" if id(tensor) in by_reference else "copied in"
-    return f"{name}, {role}"
-
-
-def _result_text(leaf: Any, reference: int | None, writer: Writer, names: tuple[str, ...]) -> str:
+def _result_text(leaf: Any, reference: int | None, writer: Writer, names: Sequence[str]) -> str:
     if reference is not None:
         return f"{names[reference]}, in its place"
     return str(writer.value(leaf)) if isinstance(leaf, Tensor) else repr(leaf)

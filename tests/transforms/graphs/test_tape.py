@@ -18,8 +18,10 @@ LAW = "a tape replays what it recorded"
 
 def record(fn: Callable[..., Any], *buffers: Tensor, own: tuple[Tensor, ...] = ()) -> TapeRecording:
     """A tape of `fn` on buffers that it may read, and `own` ones that it may also write."""
-    named = [(f"buffer {i}", b) for i, b in enumerate(buffers)]
-    return TapeBackend().capture(lambda: fn(*buffers, *own), Audit("record(fn)", Inputs(own, named)))
+    labels = [*(f"own {i}" for i in range(len(own))), *(f"buffer {i}" for i in range(len(buffers)))]
+    inputs = Inputs((*own, *buffers), lambda: labels, num_donated=len(own), num_references=len(own))
+    aliases = [x.detach() for x in own]
+    return TapeBackend().capture(lambda: fn(*buffers, *aliases), Audit("record(fn)", inputs))
 
 
 def replays(fn: Callable[[Tensor], Any], shape: tuple[int, ...] = (2, 3)) -> None:

@@ -39,24 +39,21 @@ _CONSULT_SWITCHES = ("convolution", "cudnn", "scaled_dot_product", "batch_norm",
 
 @attrs.frozen(eq=False)
 class Inputs:
-    """The tensors that a function starts from.
+    """The leaves that a function starts from.
 
     Args:
-        writable: tensors whose storage it may write (donated arguments).
-        donated: the caller's own donated tensors, by name.
-        names: the other arguments by name, for the error about a write to one.
-        buffers: the input buffers among the arguments, which a replay fills again.
-        by_reference: the caller's own tensors, captured by reference, which a recording need not keep alive.
-        generators: random generators among the arguments.
+        leaves: the caller's own tensors, captured by reference, of which the donated ones come first; then the input
+            buffers. Values that are not tensors are among them.
+        labels: makes the names of the leaves, for errors.
+        num_donated: the number of donated leaves, whose storage the function may write.
+        num_references: the number of leaves by reference, which a recording need not keep alive.
         arguments: weak references to the tensor objects that the runs receive.
     """
 
-    writable: Sequence[Tensor] = ()
-    donated: Sequence[tuple[str, Tensor]] = ()
-    names: Sequence[tuple[str, Tensor]] = ()
-    buffers: Sequence[Tensor] = ()
-    by_reference: Sequence[Tensor] = ()
-    generators: Sequence[torch.Generator] = ()
+    leaves: Sequence[Any] = ()
+    labels: Callable[[], Sequence[str]] = list
+    num_donated: int = 0
+    num_references: int = 0
     arguments: Sequence[weakref.ref[Tensor]] = ()
 
 
@@ -115,13 +112,14 @@ class Audit(OperatorWatch):
         self._rewind = rewind
         self.on_device = on_device
         self.collectives = collectives
-        self.by_reference = {storage_id(t) for t in inputs.by_reference}
-        self.names = {storage_id(t): name for name, t in inputs.names}
-        self._buffers = {storage_id(t) for t in inputs.buffers}
-        self._dense = {storage_id(t): _dense_bytes(t) for t in inputs.buffers}
-        self._writable = {storage_id(t) for t in inputs.writable}
-        self.own = {*self._writable}
-        self._dependent = self._buffers | self._writable
+        self._inputs = inputs
+        count, storages = inputs.num_references, [storage_id(x) if isinstance(x, Tensor) else 0 for x in inputs.leaves]
+        self.by_reference, self._buffers = {*storages[:count]} - {0}, {*storages[count:]} - {0}
+        self.writable = {*storages[: inputs.num_donated]} - {0}
+        self._named = {storage: i for i, storage in enumerate(storages) if storage and i >= inputs.num_donated}
+        self._dense = {storages[i]: _dense_bytes(x) for i, x in enumerate(inputs.leaves) if i >= count and storages[i]}
+        self.own = {*self.writable}
+        self._dependent = self._buffers | self.writable
         self._arguments = arguments = inputs.arguments
         self._results: list[weakref.ref[Tensor]] = []
         self.external: dict[int, Tensor] = {}
@@ -129,9 +127,10 @@ class Audit(OperatorWatch):
         self.launches = 0
         self._refusals = refusals = Refusals(call)
         self._failed = ""
-        self._callers_own = {id(t): name for name, t in inputs.donated}
+        self._callers_own = {id(x): i for i, x in enumerate(inputs.leaves[: inputs.num_donated])}
+        generators = [x for x in inputs.leaves if isinstance(x, torch.Generator)]
         # None of these knows the audit, which holds the caller's tensors: it goes as soon as the capture is done.
-        self.random = Randomness(refusals.refuse, _default_generators(on_device), inputs.generators)
+        self.random = Randomness(refusals.refuse, _default_generators(on_device), generators)
         self._host_reads = HostReads(
             refusals.refuse,
             lambda tensor: any(reference() is tensor for reference in arguments),
@@ -176,9 +175,9 @@ class Audit(OperatorWatch):
         result, allocates = self._call(func, args, kwargs), False
         self.random.after_operator(func)
         for storage, tensor in inputs.items():
-            if storage not in self.own and storage not in self.names:
+            if storage not in self.own and storage not in self._named:
                 self.external.setdefault(storage, tensor)
-            elif storage in self._writable:
+            elif storage in self.writable:
                 self._refuse_unaliased(tensor)
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             self._results.append(weakref.ref(tensor))
@@ -227,16 +226,16 @@ class Audit(OperatorWatch):
                     "x[offset:].as_strided(size, stride), with no other offset",
                 )
             operator = func._schema.name.removeprefix("aten::")
-            fault = f"{operator} of {self.names[seen[0]]} {where}, which a replay does not have"
+            fault = f"{operator} of {self._name(seen[0])} {where}, which a replay does not have"
             raise self.refuse(fault, instead)
         for tensor in written(func, args, kwargs):
             if is_sparse(tensor):
                 fault = f"{func} writes to a sparse tensor, which may move its elements to another address"
                 raise self.refuse(fault, "the operator that returns a new tensor, or a dense tensor")
             if (storage := storage_id(tensor)) not in self.own:
-                name = self.names.get(storage, "a tensor from outside it")
+                name = self._name(storage)
                 fault = f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own"
-                pass_in = "" if storage in self.names else "pass it in (a module's: weft.stages.from_module) and "
+                pass_in = "" if storage in self._named else "pass it in (a module's: weft.stages.from_module) and "
                 instead = f"return a new tensor, or {pass_in}donate the argument (donate_argnames=...)"
                 raise self.refuse(fault, instead)
 
@@ -244,10 +243,16 @@ class Audit(OperatorWatch):
         """Raise CaptureError for a donated tensor, or a view of it, that came from a closure and not as the
         argument."""
         owner = tensor if tensor._base is None else tensor._base
-        if (name := self._callers_own.get(id(owner))) is not None:
+        if (index := self._callers_own.get(id(owner))) is not None:
+            name = self._inputs.labels()[index]
             view = "" if owner is tensor else "a view of "
             fault = f"it reads {view}{name}, which is donated, from outside its arguments"
             raise self.refuse(fault, f"use the argument {name}, or do not donate it")
+
+    def _name(self, storage: int) -> str:
+        """The name of the argument in a storage."""
+        index = self._named.get(storage)
+        return "a tensor from outside it" if index is None else self._inputs.labels()[index]
 
     def _refuse_script(self, read: str) -> None:
         raise self.refuse(f"a TorchScript function reads a tensor on the host ({read})", REMEDY)
@@ -289,16 +294,14 @@ class Audit(OperatorWatch):
     def _undo(self) -> None:
         self._rewind()
         self.own.clear()
-        self.own |= self._writable
-        self._dependent = self._buffers | self._writable
+        self.own |= self.writable
+        self._dependent = self._buffers | self.writable
         self.external, self._results, self.launches = {}, [], 0
         self._refusals.made, self._failed = [], ""
 
     def consults_switches(self) -> bool:
         """Whether the function called operators that consult `weft.torchapi.private.backend_switches`."""
-        return self._host_reads.calls_attention or any(
-            part in name for name in self.called for part in _CONSULT_SWITCHES
-        )
+        return self._host_reads.calls_attention or any(map(_consults_switches, self.called))
 
     def refuse_leaks(self, outputs: Any, forbidden: Set[int] | None = None) -> None:
         """Raise CaptureError if a tensor that the function made is alive outside its outputs: a replay would overwrite
@@ -322,7 +325,7 @@ class Audit(OperatorWatch):
         self._results = []
 
     def _leaked(self, returned: Sequence[Tensor], overwritten: Set[int]) -> list[Tensor]:
-        allowed = {storage_id(t) for t in returned} | self._writable
+        allowed = {storage_id(t) for t in returned} | self.writable
         results = [tensor for reference in self._results if (tensor := reference()) is not None]
         leaked = [t for t in results if (storage := storage_id(t)) in overwritten and storage not in allowed]
         if leaked:
@@ -335,10 +338,15 @@ class Audit(OperatorWatch):
         """Raise CaptureError for an input on the CPU: no CPU operation runs again in a GPU's replay, so its value would
         be frozen."""
         for storage, tensor in inputs.items():
-            if tensor.is_cpu and (storage in self._writable or storage not in self.own):
-                name = self.names.get(storage, "a tensor from outside it")
+            if tensor.is_cpu and (storage in self.writable or storage not in self.own):
+                name = self._name(storage)
                 fault = f"{name} is on the CPU, in a call with tensors on a GPU, so that its value would be frozen"
                 raise self.refuse(fault, f"move {name} to the device before the call")
+
+
+@functools.cache
+def _consults_switches(operator: str) -> bool:
+    return any(part in operator for part in _CONSULT_SWITCHES)
 
 
 def _dense_bytes(buffer: Tensor) -> int:

@@ -3,7 +3,7 @@ state."""
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,6 +65,15 @@ def flat_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         elif isinstance(value, tuple | list):
             found += tensors_in(*value)
     return found
+
+
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Change the tensors among operator arguments, which nest only in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        return type(value)([map_tensors(change, x) for x in value])
+    return {name: map_tensors(change, x) for name, x in value.items()} if isinstance(value, dict) else value
 
 
 @functools.cache

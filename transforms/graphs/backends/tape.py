@@ -28,14 +28,15 @@ from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.operators import (
     ONLY_MEMORY,
     TRANSFERS,
+    flat_tensors,
     is_sparse,
+    map_tensors,
     sparse_parts,
     tensors_in,
     written,
 )
 from weft.transforms.graphs.backends.randomness import UnknownGenerator
 from weft.transforms.graphs.calls.buffers import InputBufferPool
-from weft.trees import tree_map
 
 _CPU, _NOTHING = torch.device("cpu"), nullcontext()
 
@@ -85,13 +86,16 @@ class _Recorder(OperatorWatch):
         self.tape: list[Operation] = []
         self.split_at = split_at
         self.num_pieces = 1
+        self.inference = False
         self._own: set[int] = set()
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_pieces += func._schema.name in self.split_at
+        self.inference |= torch.is_inference_mode_enabled()
         result = func(*args, **kwargs)
-        inputs = {storage_id(t) for t in tensors_in(args, kwargs)}
-        results = [(i, t) for i, t in enumerate(tensors_in(result)) if _is_computed(t, inputs)]
+        inputs = {storage_id(t) for t in flat_tensors(args, kwargs)}
+        made = (result,) if isinstance(result, Tensor) else tensors_in(result)
+        results = [(i, t) for i, t in enumerate(made) if _is_computed(t, inputs)]
         if any(type(t) is Tensor and t.is_nested for _, t in results):
             fault = f"{func} makes a nested tensor of strided layout, which a replay on a CPU cannot fill"
             raise self.audit.refuse(fault, "layout=torch.jagged, or a padded tensor and a mask")
@@ -102,14 +106,14 @@ class _Recorder(OperatorWatch):
         checks = not func._schema.returns  # such as the operator by which linalg.inv raises
         repeated = func.overloadpacket not in ONLY_MEMORY and torch.Tag.inplace_view not in func.tags
         if (results or writes or checks) and repeated:
-            args, kwargs = tree_map(self._tape_argument, (args, kwargs))
-            self.tape.append(Operation(func, args, kwargs, tuple(computed), tuple(sparse), torch.is_grad_enabled()))
+            taped, named = map_tensors(self._tape_argument, args), map_tensors(self._tape_argument, kwargs)
+            self.tape.append(Operation(func, taped, named, tuple(computed), tuple(sparse), torch.is_grad_enabled()))
         return result
 
-    def _tape_argument(self, value: Any) -> Any:
+    def _tape_argument(self, value: Tensor) -> Tensor:
         """An argument as the tape keeps it: unowned if it is captured by reference, because its owner outlives
         replays."""
-        if isinstance(value, Tensor) and storage_id(value) in self.audit.by_reference and _has_address(value):
+        if storage_id(value) in self.audit.by_reference and _has_address(value):
             return unowned(value)
         return _alias(value)
 
@@ -125,9 +129,9 @@ def _is_computed(result: Tensor, inputs: set[int]) -> bool:
     return storage_id(result) not in inputs and not result._is_zerotensor()
 
 
-def _alias(value: Any) -> Any:
+def _alias(value: Tensor) -> Tensor:
     """A new tensor on the same storage, so that a later `t_()` or `resize_()` does not change the tape's shapes."""
-    return value.detach() if isinstance(value, Tensor) else value
+    return value.detach()
 
 
 def _has_address(value: Tensor) -> bool:
@@ -188,10 +192,5 @@ def _record(fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> Ta
     audit.restart()
     with signal_capture(), audit.random.private_draws(), recorder, audit:
         outputs = fn()
-    tape = tuple(recorder.tape)
-    return TapeRecording(tape, outputs, recorder.num_pieces, recorder.nbytes(), inference=_in_inference_mode(tape))
-
-
-def _in_inference_mode(tape: tuple[Operation, ...]) -> bool:
-    """Whether an operator wrote to a tensor made in inference mode, which can be written to only there."""
-    return any(x.is_inference() for o in tape for x in tensors_in([x for _, x in o.computed], o.args, o.kwargs))
+    tape, pieces = tuple(recorder.tape), recorder.num_pieces
+    return TapeRecording(tape, outputs, pieces, recorder.nbytes(), inference=recorder.inference)

@@ -69,10 +69,11 @@ class Roles:
     donated: tuple[str, ...]
     by_reference: tuple[str, ...]
     module: nn.Module | None = None
+    is_variadic: bool = attrs.field(init=False)
+    """Whether the function may tell arguments by keyword from those by position, because it takes any of them."""
 
-    @property
-    def is_variadic(self) -> bool:
-        """Whether the function may tell arguments by keyword from those by position, because it takes any of them."""
+    @is_variadic.default
+    def _is_variadic(self) -> bool:
         kinds = {parameter.kind for parameter in self.own_signature.parameters.values()}
         return inspect.Parameter.VAR_KEYWORD in kinds
 
@@ -365,9 +366,10 @@ def check_call(call: Call, roles: Roles, name: str) -> None:
         refuse_shared(call, name)
 
 
-def key_of(call: Call, mode: str, descriptor: Any) -> Key:
-    """The memo key of a call padded to `descriptor`, or of the call as it is if that is None."""
-    signature = attrs.evolve(signature_of(call), mode=mode)
+def key_of(call: Call, mode: str, descriptor: Any, signature: Key | None = None) -> Key:
+    """The memo key of a call padded to `descriptor`, or of the call as it is if that is None; `signature` is the key
+    before dispatch, if that is known."""
+    signature = attrs.evolve(signature or signature_of(call), mode=mode)
     if descriptor is None:
         return signature
     padded = map_sized(lambda value, _: value, call.copied, descriptor)
