@@ -1,53 +1,100 @@
-"""Causes in torch itself for which a result of an operator does not repeat: data, each with its reason."""
+"""Causes in torch itself for which an operator's values do not repeat: data, each with its reason."""
 
-from collections.abc import Collection
 from fnmatch import fnmatchcase
+from typing import Any
 
 import attrs
 
+from weft.proofs.checks.difference import find_difference
+from weft.proofs.checks.elements import Tolerance
 from weft.proofs.opinfo.cases import Case
+
+_TOLERANCES = {"float32": 1e-3, "complex64": 1e-3, "bfloat16": 5e-2}
+"""The relative and absolute tolerance of sums whose order varies."""
 
 
 @attrs.frozen
 class Cause:
-    """Results that torch does not compute twice alike. Their shapes, dtypes and strides are compared all the same.
+    """Values that torch does not compute twice alike. Their shapes, dtypes and strides are compared all the same.
 
     Args:
         reason: the reason, one sentence.
         operators: names in torch's database, with `*` for any characters.
         transforms: the transforms that it concerns; empty: all.
-        dtypes: the dtypes that it concerns; empty: all.
         devices: the kinds of device that it concerns; empty: all.
+        nearly: whether the values are compared within a tolerance; otherwise they are not compared.
     """
 
     reason: str
     operators: tuple[str, ...]
     transforms: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    nearly: bool = False
 
     def concerns(self, case: Case, device: str) -> bool:
         """Whether the cause is one for this case."""
         return (
             any(fnmatchcase(case.operator, pattern) for pattern in self.operators)
-            and _among(case.transform, self.transforms)
-            and _among(case.dtype, self.dtypes)
-            and _among(device, self.devices)
+            and (not self.transforms or case.transform in self.transforms)
+            and (not self.devices or device in self.devices)
         )
 
+    def allows(self, case: Case, seen: Any, expected: Any) -> bool:
+        """Whether values that differ in their bits may be results of the case."""
+        limit = _TOLERANCES.get(case.dtype, 0.0)
+        return not self.nearly or find_difference(seen, expected, Tolerance(limit, limit)) is None
 
-def _among(value: str, values: Collection[str]) -> bool:
-    return not values or value in values
 
+_DERIVATIVES = ("backward", "jvp")
 
 CAUSES = (
     Cause(
         "It returns memory that nothing has written.",
         ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
     ),
+    # The others are those that torch.use_deterministic_algorithms lists.
+    Cause(
+        "It adds with atomic operations, whose order varies (torch.use_deterministic_algorithms).",
+        (
+            *("bincount", "cumsum", "histc", "index_add", "index_put", "index_reduce.*", "put", "scatter_add"),
+            *("scatter_reduce.*", "nn.functional.nll_loss", "nn.functional.cross_entropy"),
+        ),
+        devices=("cuda",),
+        nearly=True,
+    ),
+    Cause(
+        "Its derivative adds with atomic operations, whose order varies (torch.use_deterministic_algorithms).",
+        (
+            *("gather", "index_select", "take", "take_along_dim", "repeat_interleave", "grid_sampler_*"),
+            *("nn.functional.*pool*d", "nn.functional.pad.reflect", "nn.functional.pad.replicate"),
+            *("nn.functional.interpolate.*", "*upsample_*", "nn.functional.grid_sample"),
+            *("nn.functional.ctc_loss", "nn.functional.embedding", "nn.functional.embedding_bag"),
+            *("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "__getitem__", "cumsum"),
+        ),
+        transforms=_DERIVATIVES,
+        devices=("cuda",),
+        nearly=True,
+    ),
+    Cause(
+        "Its convolution's derivative adds in an order that varies (torch.use_deterministic_algorithms).",
+        ("nn.functional.conv*",),
+        transforms=("backward",),
+        devices=("cuda",),
+        nearly=True,
+    ),
+    Cause(
+        "Of several values for one place it writes any (torch.use_deterministic_algorithms).",
+        ("index_copy", "index_put", "put", "scatter", "nn.functional.max_unpool*"),
+        devices=("cuda",),
+    ),
+    Cause(
+        "Of several equal medians it returns the index of any (torch.use_deterministic_algorithms).",
+        ("median", "nanmedian", "kthvalue", "mode", "masked.median"),
+        devices=("cuda",),
+    ),
 )
 
 
-def cause_of(case: Case, device: str) -> Cause | None:
-    """The first cause that concerns a case; None if there is none."""
-    return next((cause for cause in CAUSES if cause.concerns(case, device)), None)
+def causes_of(case: Case, device: str) -> list[Cause]:
+    """The causes that concern a case."""
+    return [cause for cause in CAUSES if cause.concerns(case, device)]

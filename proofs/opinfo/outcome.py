@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.errors import WeftError
 from weft.proofs.checks.difference import find_difference
 from weft.proofs.opinfo.cases import Case, cases, copies, seed_all
-from weft.proofs.opinfo.causes import cause_of
+from weft.proofs.opinfo.causes import causes_of
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import leaves_with_names
 
@@ -29,7 +29,9 @@ KINDS = {
 """The kinds of outcome."""
 _SEED = 7
 """The seed before every call, so that random operators repeat."""
-_DEVICE_IS_LOST = re.compile(r"CUDA error|device-side assert|cuBLAS error|CUBLAS_STATUS|illegal memory access")
+_NOT_RUN = "The device reports an error that ends the process, so the operator's further samples did not run."
+_LOST = re.compile(r"CUDA error(?!.*captur)|device-side assert|illegal memory access")
+"""The errors after which a process cannot use its GPU any more; those of a capture that failed are none of them."""
 
 
 @attrs.frozen
@@ -40,6 +42,7 @@ class Outcome:
         kind: a key of `KINDS`.
         operator, transform, dtype, sample: those of the case.
         detail: the reason of a refusal, of a run inline, or of a cause in torch; the difference; or the error.
+        device_lost: whether the process cannot use its GPU any more.
         arguments: the shapes of the case's arguments, for those that differ or crash.
     """
 
@@ -50,15 +53,12 @@ class Outcome:
     sample: int
     detail: str = ""
     arguments: str = ""
-
-    @property
-    def loses_device(self) -> bool:
-        """Whether the process cannot use its GPU any more."""
-        return self.kind == "crash" and _DEVICE_IS_LOST.search(self.detail) is not None
+    device_lost: bool = False
 
 
 class _Differs(Exception):
-    """A result that is not that of eager. Its arguments: when, the difference, and whether only values differ."""
+    """A result that is not that of eager. Its arguments: when, the difference, and both results if only their values
+    differ."""
 
 
 def outcomes(
@@ -75,8 +75,13 @@ def outcomes(
         warnings.simplefilter("ignore")
         for transform in transforms:
             for case in cases(entry, transform, dtype, device, samples, seed):
-                yield run(case, device)
+                yield (found := run(case, device))
+                if found.device_lost:
+                    yield Outcome("torch", case.operator, transform, dtype, case.sample, _NOT_RUN)
+                    return
     gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def run(case: Case, device: str) -> Outcome:
@@ -84,13 +89,12 @@ def run(case: Case, device: str) -> Outcome:
     try:
         return _outcome(case, *_compare(case))
     except _Differs as found:
-        when, difference, only_values = found.args
-        cause = cause_of(case, device) if only_values else None
-        if cause is not None:
-            return _outcome(case, "torch", cause.reason)
-        return _outcome(
-            case, "differs", f"{when}: {difference}{'' if _repeats(case) else ' (eager differs from itself)'}"
-        )
+        when, difference, *values = found.args
+        for cause in causes_of(case, device) if values else ():
+            if cause.allows(case, *values):
+                return _outcome(case, "torch", cause.reason)
+        itself = "" if _repeats(case) else " (eager differs from itself)"
+        return _outcome(case, "differs", f"{when}: {difference}{itself}")
     except WeftError as error:
         return _outcome(case, "refused", error.seen.partition("\n")[0])
     except Exception as error:
@@ -99,7 +103,8 @@ def run(case: Case, device: str) -> Outcome:
 
 def _outcome(case: Case, kind: str, detail: str = "") -> Outcome:
     arguments = str(case) if kind in ("differs", "crash") else ""
-    return Outcome(kind, case.operator, case.transform, case.dtype, case.sample, detail, arguments)
+    lost = kind in ("raises", "crash") and _LOST.search(detail) is not None
+    return Outcome(kind, case.operator, case.transform, case.dtype, case.sample, detail, arguments, lost)
 
 
 def _compare(case: Case) -> tuple[str, str]:
@@ -116,7 +121,7 @@ def _compare(case: Case) -> tuple[str, str]:
             _call(graphified, case.tensors)
         except Exception:
             return "raises", _in_words(error)
-        raise _Differs("capture", f"no error, where eager raises {_in_words(error)}", False)
+        raise _Differs("capture", f"no error, where eager raises {_in_words(error)}")
     calls = [("capture", expected, _call(graphified, case.tensors))]
     calls.append(("replay", expected, _call(graphified, case.tensors)))
     if case.others is not None:
@@ -149,18 +154,18 @@ def _assert_equal(when: str, seen: Any, expected: Any) -> None:
     view, such as an expanded tensor, a graphified function may return a copy, with the strides of a clone."""
     found = find_difference(seen, expected)
     if found is not None and found.first is None:
-        raise _Differs(when, str(found), False)
+        raise _Differs(when, str(found))
     for (path, a), (_, b) in zip(leaves_with_names(seen), leaves_with_names(expected), strict=True):
         if not isinstance(a, Tensor):
             continue
         if type(a) is not type(b):
-            raise _Differs(when, f"{path}: class {type(a).__name__} against {type(b).__name__}", False)
+            raise _Differs(when, f"{path}: class {type(a).__name__} against {type(b).__name__}")
         if a.layout is not b.layout:
-            raise _Differs(when, f"{path}: layout {a.layout} against {b.layout}", False)
+            raise _Differs(when, f"{path}: layout {a.layout} against {b.layout}")
         if a.layout is torch.strided and _strides(a) not in (_strides(b), _strides(b.clone())):
-            raise _Differs(when, f"{path}: strides {a.stride()} against {b.stride()} of shape {list(a.shape)}", False)
+            raise _Differs(when, f"{path}: strides {a.stride()} against {b.stride()} of shape {list(a.shape)}")
     if found is not None:
-        raise _Differs(when, str(found), True)
+        raise _Differs(when, str(found), seen, expected)
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:

@@ -18,6 +18,9 @@ from weft.torchapi.operator_database import operator_database
 LONGEST = 300.0
 """Seconds after which an operator counts as hung, and its process is ended."""
 
+_GRACE = 30.0
+"""Seconds that the operators in work have when the time is over."""
+
 
 @attrs.frozen
 class Task:
@@ -121,7 +124,7 @@ class Worker:
 
 def run_all(settings: Settings, todo: Sequence[Task]) -> Iterator[list[Outcome]]:
     """The outcomes of each task, in the order in which tasks end. It ends early when the time is over, or its caller
-    stops; what was started is awaited in the first case."""
+    stops."""
     waiting, deadline = deque(todo), _deadline(settings)
     workers = [Worker(settings) for _ in range(min(settings.jobs, len(todo)))]
     try:
@@ -132,12 +135,12 @@ def run_all(settings: Settings, todo: Sequence[Task]) -> Iterator[list[Outcome]]
                         worker = workers[i] = Worker(settings)
                     worker.give(waiting.popleft())
             busy = [worker for worker in workers if worker.task is not None]
-            if not busy:
+            if not busy or time.monotonic() > deadline + _GRACE:
                 return
             ready = set(wait([worker.end for worker in busy], timeout=1.0))
             for worker in busy:
                 if (found := worker.outcomes(worker.end in ready)) is not None:
-                    if any(outcome.loses_device for outcome in found):
+                    if any(outcome.device_lost for outcome in found):
                         worker.stop()
                     yield found
     finally:
@@ -150,7 +153,7 @@ def _deadline(settings: Settings) -> float:
 
 
 def _serve(end: Connection, settings: Settings) -> None:
-    """The loop of a worker: a task in, its outcomes out, which end with the first that loses the GPU."""
+    """The loop of a worker: a task in, its outcomes out."""
     torch.set_num_threads(1)
     database: tuple[Any, ...] = operator_database()
     gc.freeze()  # the database is large, and captures collect garbage
@@ -161,12 +164,9 @@ def _serve(end: Connection, settings: Settings) -> None:
             return
         found: list[Outcome] = []
         try:
-            for outcome in outcomes(
+            found += outcomes(
                 database[task.index], settings.transforms, task.dtype, settings.device, settings.samples, settings.seed
-            ):
-                found.append(outcome)
-                if outcome.loses_device:
-                    break
+            )
         except Exception as error:
             found.append(Outcome("crash", task.operator, "any", task.dtype, -1, f"no samples: {error!r:.300}"))
         end.send(found)
