@@ -28,7 +28,7 @@ from weft.torchapi.private import (
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.host_reads import refusal
-from weft.transforms.graphs.backends.operators import tensors_in
+from weft.transforms.graphs.backends.operators import is_sparse, tensors_in
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.results import Outputs
 from weft.trees import tree_map
@@ -188,7 +188,10 @@ class CudaBackend:
     def release_output_memory(self, recording: CudaRecording, made: Set[int]) -> CudaRecording:
         """Replace the outputs by tensors that do not own their memory; the graph keeps its pool alive."""
         outputs: Outputs = recording.outputs
-        leaves = (unowned(x) if _is_on(self.device, x) and storage_id(x) in made else x for x in outputs.leaves)
+        leaves = (
+            unowned(x) if _is_on(self.device, x) and not is_sparse(x) and storage_id(x) in made else x
+            for x in outputs.leaves
+        )
         return attrs.evolve(recording, outputs=attrs.evolve(outputs, leaves=tuple(leaves)))
 
 

