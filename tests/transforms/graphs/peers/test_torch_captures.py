@@ -189,8 +189,8 @@ def test_a_thread_that_works_during_a_capture_is_not_recorded(device: str) -> No
 
 @pytest.mark.gpu
 def test_a_number_for_one_element_is_refused() -> None:
-    """torch: TestCuda.test_cuda_graph_tensor_item_not_allowed (a write); refused: torch copies the number from the CPU, as
-    no graph may"""
+    """torch: TestCuda.test_cuda_graph_tensor_item_not_allowed (a write); refused: torch copies the number from the
+    CPU, as no graph may"""
 
     def fill(x: Tensor) -> Tensor:
         x[0] = 7

@@ -151,7 +151,7 @@ def test_an_lstm_with_dropout() -> None:
 
 @pytest.mark.gpu
 def test_an_lstm_with_dropout_on_a_gpu() -> None:
-    """torch: TestCuda.test_graph_cudnn_dropout; refused: cuDNN draws from a state of its own, which it seeds on the host"""
+    """torch: TestCuda.test_graph_cudnn_dropout; refused: cuDNN draws from a state of its own, seeded on the host"""
     model, x = nn.LSTM(8, 8, 2, dropout=0.5).cuda(), torch.ones(10, 4, 8, device="cuda")
     with torch.no_grad():
         model(x)
@@ -234,7 +234,8 @@ def test_an_optimizer_of_torch_is_refused(name: str, device: str) -> None:
     options = {"capturable": True} if device == "cuda" and name not in ("SGD", "Adagrad") else {}
     optimizer = getattr(torch.optim, name)([weight], lr=0.1, **options)
     weight.grad = torch.ones_like(weight)
-    with pytest.raises(CaptureError, match=r"grad of a tensor from outside|which it does not own"):
+    # Where torch has CUDA, some optimizers ask about a capture themselves.
+    with pytest.raises(RuntimeError, match=r"grad of a tensor from outside|does not own|capturable is False"):
         graphify(optimizer.step)()
     assert weight.tolist() == [1, 1, 1]
 
