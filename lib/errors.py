@@ -56,6 +56,10 @@ class CacheMissError(WeftError, RuntimeError):
     """A call to a frozen graphified function that would have to capture."""
 
 
+class VerificationError(WeftError, AssertionError):
+    """A replay that differs from the function itself, found by `graphify(..., verify=n)`."""
+
+
 class DerivativeError(WeftError, NotImplementedError):
     """A derivative that an operator does not have."""
 

@@ -31,6 +31,7 @@ from weft.transforms.graphs.capture import Graph, capture
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.explain import Explanation, Inlines, Miss, Recaptures, nearest_miss, outside_name
 from weft.transforms.graphs.ladder import Ladder
+from weft.transforms.graphs.listing import writer_of
 from weft.transforms.graphs.options import Graphable
 from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
@@ -337,7 +338,10 @@ class Cache:
         count_capture(title, lambda: attrs.astuple(find_miss()))
         if config.explain_cache_misses and self.entries:
             _LOG.warning("%s: no graph for this call: %s", name, find_miss())
-        graph = capture(self.graphable, call, decision.mode, decision.descriptor, self.backend_for(call))
+        split_at = self.graphable.split_at if decision.mode == "piecewise" else frozenset[str]()
+        writer = functools.partial(writer_of, split_at=split_at) if self.graphable.verify else None
+        backend = self.backend_for(call)
+        graph = capture(self.graphable, call, decision.mode, decision.descriptor, backend, writer)
         if config.log_captures:
             size = (graph.recording.nbytes + graph.buffer_bytes) / 2**20
             _LOG.warning("captured %s, %s: %.3f s, %.2f MiB", title, decision.mode, graph.seconds, size)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from weft.errors import CaptureError, WeftError
 from weft.padding import inert, padded_shape
 from weft.torchapi.private import unseen
+from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends import Backend, Recording
 from weft.transforms.graphs.backends.audit import Audit, Inputs
 from weft.transforms.graphs.calls.buffers import InputBufferPool
@@ -62,6 +63,7 @@ class Graph:
         operators: the number of operators that it repeats.
         seconds: the duration of its capture.
         last_use: the number of the last replay that used it, for finding the least recently used graph.
+        watch: what watched the recorded run; None if nothing did.
     """
 
     recording: Recording
@@ -75,6 +77,7 @@ class Graph:
     operators: int = 0
     seconds: float = 0.0
     last_use: int = 0
+    watch: OperatorWatch | None = None
 
     def needs_autograd(self) -> bool:
         """Whether the function itself must run now, because autograd must see its operators."""
@@ -190,8 +193,16 @@ def audit_of(graphable: Graphable, prepared: Prepared, device: torch.device) -> 
     )
 
 
-def capture(graphable: Graphable, call: Call, mode: str, descriptor: Any, backend: Backend) -> Graph:
-    """Record a function for calls like `call`, padded to `descriptor`, or unpadded if that is None.
+def capture(
+    graphable: Graphable,
+    call: Call,
+    mode: str,
+    descriptor: Any,
+    backend: Backend,
+    watch: Callable[[Prepared], OperatorWatch] | None = None,
+) -> Graph:
+    """Record a function for calls like `call`, padded to `descriptor`, or unpadded if that is None. `watch` makes a
+    watch of the next run; the graph keeps that of the recorded one.
 
     The donated arguments and the random generators are saved and restored.
 
@@ -206,8 +217,16 @@ def capture(graphable: Graphable, call: Call, mode: str, descriptor: Any, backen
         prepared = prepare(graphable, call, descriptor, input_buffers)
     split_at = graphable.split_at if mode == "piecewise" else frozenset()
     audit = audit_of(graphable, prepared, backend.device)
+    watches: list[OperatorWatch] = []
+
+    def watched() -> Outputs:
+        assert watch is not None
+        watches[:] = [watch(prepared)]
+        with watches[0]:
+            return prepared.run()
+
     with ONE_AT_A_TIME, prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
-        recording = backend.capture(prepared.run, audit, split_at)
+        recording = backend.capture(prepared.run if watch is None else watched, audit, split_at)
         prepared.aliases.clear()
         external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
         refuse_opaque(audit.call, recording.outputs, call)
@@ -239,6 +258,7 @@ def capture(graphable: Graphable, call: Call, mode: str, descriptor: Any, backen
         buffer_bytes=input_buffers.nbytes - before,
         operators=audit.launches,
         seconds=time.perf_counter() - start,
+        watch=next(iter(watches), None),
     )
 
 

@@ -354,7 +354,7 @@ class Graphified(Generic[P, R]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy the function without its graphs, as for `copy.deepcopy` of a module that holds it."""
-        return Graphified, (self._graphable,)
+        return type(self), (self._graphable,)
 
     def _repr_html_(self) -> str:
         return self.graphs()._repr_html_()

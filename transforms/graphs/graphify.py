@@ -13,6 +13,7 @@ from weft.errors import CaptureError
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.graphs.options import CommonOptions, GraphifyOptions, Operators, make_graphable
+from weft.transforms.graphs.verify import Verified
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,6 +41,7 @@ def graphify(
     outputs: Literal["safe", "borrow"] = "safe",
     max_captures: int | None = None,
     collectives: bool = False,
+    verify: int | None = None,
 ) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
     """Make a pure function replay: same signature, same result, one captured graph per key.
 
@@ -75,6 +77,9 @@ def graphify(
         max_captures: the most graphs to hold; beyond it, the least recently used is dropped. None: any number.
         collectives: whether collective operations (torch.distributed) may be captured. Every rank must then capture and
             replay in the same order.
+        verify: run the function itself, too, at each call whose number is a multiple of this one, and compare the
+            results bit by bit, for tests and for debugging. It finds what a replay cannot see: a Python value that has
+            changed outside the arguments.
 
     Raises:
         CaptureError: at the first call, if the function reads tensors on the host, branches on them, has results whose
@@ -82,6 +87,7 @@ def graphify(
             not own; the error names the line. Also if an argument or a result cannot be part of a key: subclasses of
             Tensor, arbitrary objects.
         CacheMissError: a miss after `freeze()`.
+        VerificationError: a replay differs from the function itself (`verify`); it names the first operator that does.
 
     If the device's memory is full at a capture, a warning says so. That call and later ones then use the graphs that
     exist, or run the function itself.
@@ -105,10 +111,12 @@ def graphify(
         "outputs": outputs,
         "max_captures": max_captures,
         "collectives": collectives,
+        "verify": verify,
     }
     if fn is None:
         return lambda f: graphify(f, **options)
-    return Graphified(make_graphable(fn, options))
+    graphable = make_graphable(fn, options)
+    return Graphified(graphable) if verify is None else Verified(graphable)
 
 
 @overload

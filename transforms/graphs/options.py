@@ -33,6 +33,7 @@ class CommonOptions(TypedDict, total=False):
     outputs: Literal["safe", "borrow"]
     max_captures: int | None
     collectives: bool
+    verify: int | None
 
 
 class GraphifyOptions(CommonOptions, total=False):
@@ -56,6 +57,7 @@ class Graphable:
         borrow: whether results are lent.
         max_captures: the most graphs to hold; None: any number.
         collectives: whether collective operations may be captured.
+        verify: each call of this number is compared with the function itself; None: none.
     """
 
     fn: Callable[..., Any]
@@ -67,6 +69,7 @@ class Graphable:
     borrow: bool
     max_captures: int | None
     collectives: bool
+    verify: int | None = None
 
 
 def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphable:
@@ -109,6 +112,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
         borrow=options["outputs"] == "borrow",
         max_captures=options["max_captures"],
         collectives=options["collectives"],
+        verify=options["verify"],
     )
 
 
@@ -180,7 +184,7 @@ def _missing_protocol(rung: Any) -> str:
 def _check(call: str, options: GraphifyOptions) -> None:
     for option in ("donate_argnames", "static_argnames", "reference_argnames"):
         _check_names(call, option, options[option])
-    ladder, outputs, max_captures = options["ladder"], options["outputs"], options["max_captures"]
+    ladder, outputs = options["ladder"], options["outputs"]
     if outputs not in ("safe", "borrow"):
         raise CaptureError(call, f"outputs={outputs!r}", "outputs='safe' or 'borrow'")
     if ladder is not None and (isinstance(ladder, str) or any(map(_missing_protocol, ladder))):
@@ -198,5 +202,7 @@ def _check(call: str, options: GraphifyOptions) -> None:
         raise CaptureError(call, seen, instead)
     if options["backend"] not in (None, *NAMES):
         raise no_backend(options["backend"])
-    if max_captures is not None and not is_int(max_captures, 1):
-        raise CaptureError(call, f"max_captures={max_captures!r}", "an int >= 1, or None for any number")
+    counts = (("max_captures", options["max_captures"], "any number"), ("verify", options["verify"], "no comparison"))
+    for option, given, meaning in counts:
+        if given is not None and not is_int(given, 1):
+            raise CaptureError(call, f"{option}={given!r}", f"an int >= 1, or None for {meaning}")

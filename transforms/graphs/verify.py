@@ -1,0 +1,171 @@
+"""`Verified`: a graphified function that compares some of its replays with the function itself."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.donation import clone
+from weft.errors import CaptureError, VerificationError
+from weft.padding import pad, unpad
+from weft.settings import MAY_REPLAY
+from weft.torchapi.private import uncompiled
+from weft.torchapi.watching import OperatorWatch
+from weft.transforms.graphs.calls.call import Call, invoke, make_call, runs_inline
+from weft.transforms.graphs.dispatch import Decision
+from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.listing import Line, Listing, Writer
+from weft.transforms.graphs.lower import lower
+from weft.transforms.graphs.options import Graphable
+from weft.trees import find_descriptors, leaves_with_names, tree_leaves
+from weft.value_keys import value_key
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Verified(Graphified[P, R]):
+    """A graphified function of which each call whose number is a multiple of `verify` runs the function, too, and
+    compares the results and the states of the random generators bit by bit."""
+
+    def __init__(self, graphable: Graphable) -> None:
+        super().__init__(graphable)
+        self._numbers = itertools.count(1)
+
+    @uncompiled
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Answer the call, and compare the answer if it is this call's turn."""
+        assert self._graphable.verify is not None
+        if (number := next(self._numbers)) % self._graphable.verify or not MAY_REPLAY.get():
+            return super().__call__(*args, **kwargs)
+        call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
+        if runs_inline(call) or (decision := self._cache.decide(call)).mode == "none":
+            return super().__call__(*args, **kwargs)
+        with self._lock:
+            key = self._cache.key(call, decision)
+            wanted, spare = self._with_copies(call), self._with_copies(call)
+            generators = [*_generators(call)]
+            before = [generator.get_state() for generator in generators]
+            expected = self._run_itself(wanted, decision)
+            drawn = [generator.get_state() for generator in generators]
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+            replays = self._cache.count.replays
+            result = super().__call__(*args, **kwargs)
+            if self._cache.count.replays == replays:
+                return result  # not a replay
+            seen = _difference(result, expected)
+            if not seen and any(not torch.equal(x, g.get_state()) for x, g in zip(drawn, generators, strict=True)):
+                seen = "it draws another number of random numbers"
+            if seen:
+                entry = self._cache.entries.get(key)
+                raise self._error(number, seen, spare, decision, None if entry is None else entry.graph.watch)
+            return result
+
+    def _with_copies(self, call: Call) -> Call:
+        """The call with copies of what the function may write: the donated arguments."""
+        donated = {name: clone(call.references[name]) for name in call.references if name in self.roles.donated}
+        references = call.references | donated
+        return attrs.evolve(call, references=references, reference_leaves=tree_leaves(references))
+
+    def _run_itself(self, call: Call, decision: Decision[Any]) -> Any:
+        """Run the function on the arguments, padded as for the graph, and cut the result to their own size."""
+        padded = decision.descriptor
+        copied = call.copied if padded is None else pad(call.copied, padded)
+        arguments = {**call.statics, **call.references, **copied}
+        try:
+            result = invoke(self._graphable.fn, self.roles, arguments, call.keywords)
+        except Exception as error:
+            return error
+        return result if padded is None else unpad(result, find_descriptors(call.copied)[0])
+
+    def _error(
+        self, number: int, seen: str, call: Call, decision: Decision[Any], watch: OperatorWatch | None
+    ) -> VerificationError:
+        name, where = self._graphable.name, ""
+        if isinstance(watch, Writer):
+            where = self._first_difference(watch.lines, call, decision)
+        return VerificationError(
+            f"{name}(...), call {number}",
+            f"a replay that differs from the function itself: {seen}{where}",
+            f"pass what {name} reads from outside as an argument: a replay repeats what it was at the capture",
+        )
+
+    def _first_difference(self, captured: Sequence[Line], call: Call, decision: Decision[Any]) -> str:
+        """The first operator of the function that is not as it was at the capture, in words."""
+        backend = self._cache.backend_for(call)
+        try:
+            listing: Listing = lower(self._graphable, call, decision, backend.device, _not_compiled).listing
+        except CaptureError as error:
+            return f"; it cannot be captured any more: {error.seen}"
+        except Exception:  # the function's own, which is the difference
+            return ""
+        for index, (now, then) in enumerate(itertools.zip_longest(listing.lines, captured)):
+            if now is None or then is None or str(now) != str(then):
+                return f"; operator {index}: {_text(now)}, captured {_text(then)}"
+            if [value.address for value in now.reads] != [value.address for value in then.reads]:
+                return f"; operator {index}: {now} reads a tensor from outside that is not the captured one"
+        return "; each operator is called as at the capture"
+
+
+def _not_compiled(lowered: Any) -> Any:
+    raise NotImplementedError("only the listing is of interest")
+
+
+def _text(line: Line | None) -> str:
+    return "no such operator" if line is None else f"`{line}`"
+
+
+def _generators(call: Call) -> Iterator[torch.Generator]:
+    """The generators that a call may draw from."""
+    leaves = (*call.reference_leaves, *call.copied_leaves)
+    yield torch.default_generator
+    for index in {x.device.index or 0 for x in leaves if isinstance(x, Tensor) and x.is_cuda}:
+        yield torch.cuda.default_generators[index]
+    yield from {id(x): x for x in leaves if isinstance(x, torch.Generator)}.values()
+
+
+def _difference(result: Any, expected: Any) -> str:
+    """The first difference between a replay's result and that of the function, in words; empty if there is none."""
+    if isinstance(expected, Exception):
+        return f"the function raises {type(expected).__name__}: {expected}"
+    pairs = leaves_with_names(result), leaves_with_names(expected)
+    if [path for path, _ in pairs[0]] != [path for path, _ in pairs[1]]:
+        return "the results have other structures"
+    for (path, one), (_, other) in zip(*pairs, strict=True):
+        if not _same(one, other):
+            return f"result{path or ''}{_far(one, other)}"
+    return ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return bool(value_key(one) == value_key(other))
+    if (one.shape, one.dtype, one.device, one.layout) != (other.shape, other.dtype, other.device, other.layout):
+        return False
+    with torch.no_grad():
+        one, other = (x.to_dense() if x.layout is not torch.strided else x for x in (one, other))
+        if torch.equal(_bits(one), _bits(other)):
+            return True
+        nan = one.isnan() & other.isnan()
+        return bool(nan.any()) and torch.equal(_bits(one.masked_fill(nan, 0)), _bits(other.masked_fill(nan, 0)))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _far(one: Any, other: Any) -> str:
+    """How far a leaf is from the expected one."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
+        shapes = [f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in (one, other)]
+        return f" is {shapes[0]}, and should be {shapes[1]}"
+    if one.dtype != other.dtype:
+        return f" is of {one.dtype}, and should be of {other.dtype}"
+    with contextlib.suppress(RuntimeError), torch.no_grad():
+        return f" differs by up to {float((one.double() - other.double()).abs().max()):.3g}"
+    return " differs"
