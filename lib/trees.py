@@ -156,6 +156,8 @@ class NodeFields:
     children: tuple[str, ...]
     statics: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    arguments: Mapping[str, str] = attrs.field(factory=dict)
+    """The argument of the constructor for each field: `_weight` is given as `weight`."""
 
     def of(self, context: Context) -> tuple[str, ...]:
         """The fields that are the children of a node with this context."""
@@ -188,7 +190,7 @@ def pytree(cls: C) -> C:
     [1, 2, 3]
 
     Raises:
-        TreeError: it is not an attrs class.
+        TreeError: it is not an attrs class, or not a frozen one.
     """
     name = getattr(cls, "__name__", str(cls))
     if not hasattr(cls, "__attrs_attrs__"):
@@ -198,7 +200,11 @@ def pytree(cls: C) -> C:
     children = tuple(f.name for f in fields if not f.metadata.get(_STATIC))
     statics = tuple(f.name for f in fields if f.metadata.get(_STATIC))
     optional = tuple(f.name for f in fields if not {_AXES, _STATIC} & f.metadata.keys())
-    names = NodeFields(children, statics, optional)
+    if getattr(cls.__setattr__, "__name__", "") != "_frozen_setattrs":
+        raise TreeError(
+            f"weft.pytree({name})", "a class whose fields can change", "@attrs.frozen in place of @attrs.define"
+        )
+    names = NodeFields(children, statics, optional, {f.name: f.alias or f.name for f in fields})
 
     def flatten(node: Any) -> tuple[list[Any], Context]:
         absent = tuple(name for name in optional if getattr(node, name) is None)
@@ -207,7 +213,8 @@ def pytree(cls: C) -> C:
 
     def unflatten(values: Iterable[Any], context: Context) -> Any:
         own = dict(zip(names.of(context), values, strict=True)) | dict.fromkeys(context.absent)
-        return cls(**own, **dict(zip(statics, context.values, strict=True)))
+        own |= dict(zip(statics, context.values, strict=True))
+        return cls(**{names.arguments[name]: value for name, value in own.items()})
 
     def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Context]:
         values, context = flatten(node)

@@ -12,7 +12,7 @@ EXACT = frozenset((bool, int, str, bytes, type(None), torch.dtype, torch.device,
 
 def value_key(value: Any) -> Any:
     """A hashable stand-in for a Python value that tells apart what `==` does not: 1, 1.0 and True; 0.0 and -0.0; also
-    inside tuples, frozensets, ranges, complex numbers, dataclasses and attrs classes.
+    inside tuples, frozensets, ranges, slices, complex numbers, dataclasses and attrs classes.
 
     An object that is compared by identity stands for itself. For an object with its own `==`, the stand-in holds the
     state that pickle would write; if pickle cannot write it, hashing the stand-in raises TypeError.
@@ -32,6 +32,8 @@ def value_key(value: Any) -> Any:
         return (kind, value.hex())
     if isinstance(value, complex):
         return (kind, repr(value))
+    if isinstance(value, slice):
+        return (kind, tuple(value_key(v) for v in (value.start, value.stop, value.step)))
     if isinstance(value, tuple):
         return (kind, tuple(value_key(v) for v in value))
     if by_identity(kind) or kind.__hash__ is None or isinstance(value, torch.Tensor):

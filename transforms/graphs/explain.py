@@ -179,7 +179,9 @@ def value_text(key: Any) -> str:
         return repr(kind.fromhex(value))
     if issubclass(kind, complex):
         return str(value)
-    return f"({values_text(value)})" if issubclass(kind, tuple) else repr(value)
+    if issubclass(kind, tuple | slice):
+        return f"{'slice' if kind is slice else ''}({values_text(value)})"
+    return repr(value)
 
 
 def values_text(keys: Iterable[Any]) -> str:

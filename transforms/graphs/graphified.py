@@ -68,7 +68,10 @@ class Graphified(Generic[P, R]):
     __wrapped__: Callable[P, R]
 
     def __init__(self, graphable: Graphable) -> None:
-        functools.update_wrapper(self, graphable.fn)
+        functools.update_wrapper(self, graphable.fn, updated=())
+        attributes = getattr(graphable.fn, "__dict__", {})
+        own = {name: value for name, value in attributes.items() if not hasattr(Graphified, name)}
+        vars(self).update(own | {"__wrapped__": graphable.fn})
         self.__weft_lends__ = graphable.borrow
         self._graphable = graphable
         self._fn: Callable[P, R] = graphable.fn
@@ -92,7 +95,7 @@ class Graphified(Generic[P, R]):
         return self._graphable.split_at
 
     @uncompiled
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Take the fast path if an earlier call was like this one, and the general one otherwise."""
         call, modes = None, None
         if in_plain_surroundings() and MAY_REPLAY.get():
@@ -220,7 +223,7 @@ class Graphified(Generic[P, R]):
         check_call(call, self._graphable.roles, self._graphable.name)
         return call
 
-    def capture(self, *args: P.args, **kwargs: P.kwargs) -> CacheInfo:
+    def capture(self, /, *args: P.args, **kwargs: P.kwargs) -> CacheInfo:
         """Capture every class of the ladder, largest first, with a progress bar; without a ladder, this call's
         signature.
 
@@ -248,7 +251,7 @@ class Graphified(Generic[P, R]):
                         break
         return self.cache_info()
 
-    def compile_ahead(self, *args: P.args, **kwargs: P.kwargs) -> None:
+    def compile_ahead(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Compile the kernels that `capture` will launch, several at once, with a progress bar. On a CPU it does
         nothing.
 
@@ -261,7 +264,7 @@ class Graphified(Generic[P, R]):
             if self._cache.backend_for(call).device.type == "cuda":
                 compile_ahead(self._graphable, call, self._cache)
 
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
+    def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
         """Run the function once on its own buffers, without side effects, and list its operators.
 
         The result prints as that listing; its `compile()` captures the graph for calls of this signature.
@@ -299,7 +302,7 @@ class Graphified(Generic[P, R]):
 
         return Compiled(lowered, graph, run)
 
-    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
+    def explain(self, /, *args: P.args, **kwargs: P.kwargs) -> Explanation:
         """Say whether this call would replay, capture, or run the function itself, and why, without doing it."""
         call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
         if reason := inline_reason(call):
@@ -338,7 +341,7 @@ class Graphified(Generic[P, R]):
         """The memory of the graphs held, as measured at their capture."""
         return analysis_of(self._cache.graphs())
 
-    def memory_estimate(self, *args: P.args, **kwargs: P.kwargs) -> MemoryEstimate:
+    def memory_estimate(self, /, *args: P.args, **kwargs: P.kwargs) -> MemoryEstimate:
         """Estimate the memory of the ladder's graphs (without a ladder, of this call's) before they are captured.
 
         The arguments serve as examples. A few classes are captured in a separate pool, and dropped again.
@@ -371,7 +374,7 @@ class Method:
         self.__self__ = instance
         self.__doc__ = function.__doc__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -115,6 +115,9 @@ def graphify(
     }
     if fn is None:
         return lambda f: graphify(f, **options)
+    if isinstance(fn, staticmethod | classmethod):  # the decorator below graphify, which has to be the outer one
+        outer: Any = type(fn)(graphify(fn.__func__, **options))
+        return outer  # type: ignore[no-any-return]
     graphable = make_graphable(fn, options)
     return Graphified(graphable) if verify is None else Verified(graphable)
 

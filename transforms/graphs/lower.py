@@ -85,7 +85,7 @@ class Compiled(Generic[R]):
     _graph: Graph
     _run: Callable[[tuple[Any, ...], dict[str, Any]], R]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> R:
         return self._run(args, kwargs)
 
     @property

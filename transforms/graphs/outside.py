@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 _FOREIGN = ("torch", "numpy", "weft", "functools", "contextlib", "builtins")
 """Packages whose functions are not read for the names that they use."""
-_cell_contents = attrgetter("cell_contents")
+_cell_contents, _code = attrgetter("cell_contents"), attrgetter("__code__")
 
 
 class Outside:
@@ -27,7 +27,7 @@ class Outside:
         fn: the function.
         external: the tensors.
         thorough: whether the parameters and buffers of modules are compared by name too, so that another Parameter
-            object in the place of an old one is seen.
+            object in the place of an old one is seen, and the code of functions.
     """
 
     def __init__(self, fn: Callable[..., Any], external: Sequence[Tensor], thorough: bool) -> None:
@@ -40,10 +40,12 @@ class Outside:
         self._labels = (*found.labels, *found.cell_labels)
         self._mappings, self._keys, self._values = found.mappings, found.keys, found.values
         self._cells, self._contents = found.cells, found.contents
+        self._functions = tuple(found.functions) if thorough else ()
+        self._codes = tuple(map(_code, self._functions))
 
     def is_empty(self) -> bool:
         """Whether there is nothing to compare."""
-        return not (self._tensors or self._mappings or self._cells)
+        return not (self._tensors or self._mappings or self._cells or self._functions)
 
     def holds(self) -> bool:
         """Whether all is as it was at the capture."""
@@ -51,6 +53,7 @@ class Outside:
             tuple(map(Tensor.data_ptr, self._tensors)) == self._addresses
             and all(map(is_, map(dict.get, self._mappings, self._keys), self._values))
             and all(map(is_, map(_cell_contents, self._cells), self._contents))
+            and all(map(is_, map(_code, self._functions), self._codes))
         )
 
     def change(self) -> str:
@@ -59,6 +62,9 @@ class Outside:
         for label, value, captured in zip(self._labels, now, (*self._values, *self._contents), strict=True):
             if value is not captured:
                 return f"{label} is another object than at the capture"
+        for function, code in zip(self._functions, self._codes, strict=True):
+            if function.__code__ is not code:
+                return f"{function.__name__} has other code than at the capture"
         for tensor, address in zip(self._tensors, self._addresses, strict=True):
             if tensor.data_ptr() != address:
                 return f"a tensor of shape {tuple(tensor.shape)} that it reads from outside has other storage"
@@ -76,6 +82,7 @@ class _Names:
         self.cell_labels: list[str] = []
         self.cells: list[types.CellType] = []
         self.contents: list[Any] = []
+        self.functions: list[types.FunctionType] = []
         self._modules: dict[str, nn.Module] = {}
         self._seen: set[int] = set()
 
@@ -97,6 +104,8 @@ class _Names:
 
     def _read_function(self, function: types.FunctionType) -> None:
         own = _is_foreign(function)
+        if not own:
+            self.functions.append(function)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if (held := _held_by(cell)) is not cell:
                 if not own:

@@ -37,7 +37,7 @@ class Verified(Graphified[P, R]):
         self._numbers = itertools.count(1)
 
     @uncompiled
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Answer the call, and compare the answer if it is this call's turn."""
         assert self._graphable.verify is not None
         if (number := next(self._numbers)) % self._graphable.verify or not MAY_REPLAY.get():

@@ -170,7 +170,7 @@ def test_a_dead_state_is_refused_by_name_before_anything_moves() -> None:
     with pytest.raises(DonatedError) as error:
         g(live, dead)
     assert error.value.call == "<lambda>(...)"
-    assert error.value.seen == "a tensor of shape (2,) that was donated to <lambda>(s)"
+    assert error.value.seen == "t, a tensor of shape (2,) that was donated to <lambda>(s)"
     assert g(live, torch.zeros(2))[0].tolist() == [1, 1]
 
 

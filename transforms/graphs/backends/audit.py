@@ -6,7 +6,7 @@ import functools
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Self
 
 import attrs
@@ -30,7 +30,7 @@ from weft.transforms.graphs.backends.operators import (
     tensors_in,
     written,
 )
-from weft.transforms.graphs.backends.randomness import Randomness
+from weft.transforms.graphs.backends.randomness import Randomness, may_draw
 from weft.transforms.graphs.calls.results import Outputs
 from weft.trees import tree_leaves
 
@@ -119,6 +119,7 @@ class Audit(OperatorWatch):
         self._named = {storage: i for i, storage in enumerate(storages) if storage and i >= inputs.num_donated}
         self._dense = {storages[i]: _dense_bytes(x) for i, x in enumerate(inputs.leaves) if i >= count and storages[i]}
         self.own = {*self.writable}
+        self._constants = set[int]()
         self._dependent = self._buffers | self.writable
         self._arguments = arguments = inputs.arguments
         self._results: list[weakref.ref[Tensor]] = []
@@ -135,6 +136,7 @@ class Audit(OperatorWatch):
             refusals.refuse,
             lambda tensor: any(reference() is tensor for reference in arguments),
             functools.partial(_is_in, self.own),
+            self._constants,
         )
 
     def __enter__(self) -> Self:
@@ -174,6 +176,7 @@ class Audit(OperatorWatch):
             func = torch.ops.aten.clone.default
         result, allocates = self._call(func, args, kwargs), False
         self.random.after_operator(func)
+        self._note_constants(func, args, kwargs, inputs, result)
         for storage, tensor in inputs.items():
             if storage not in self.own and storage not in self._named:
                 self.external.setdefault(storage, tensor)
@@ -188,6 +191,20 @@ class Audit(OperatorWatch):
             self._dependent.update(map(storage_id, (*tensors_in(result), *written(func, args, kwargs))))
         self.launches += (allocates or func._schema.is_mutable) and func.overloadpacket not in ONLY_MEMORY
         return result
+
+    def _note_constants(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[int, Tensor], result: Any
+    ) -> None:
+        """Note which tensors on the CPU are the same at each call, because they come from Python numbers alone."""
+        if func is torch.ops.aten._pack_padded_sequence.default and storage_id(args[1]) in self._constants:
+            self._constants.add(storage_id(result[1]))  # the batch sizes, which are those of the lengths
+            return
+        constant = self._constants.issuperset(inputs) and not may_draw(func) and func.overloadpacket not in ONLY_MEMORY
+        made = {storage_id(x) for x in (*tensors_in(result), *written(func, args, kwargs)) if x.is_cpu}
+        if constant:
+            self._constants |= made
+        else:
+            self._constants -= made
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -208,7 +225,7 @@ class Audit(OperatorWatch):
             self._refuse_host_arguments(inputs)
 
     def _check_suspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if fault := data_dependence(func, args, kwargs):
+        if (fault := data_dependence(func, args, kwargs)) and not self._are_constants(flat_tensors(args, kwargs)):
             raise self.refuse(fault, REMEDY_OF_COPIES if fault.startswith(COPY) else REMEDY)
         if func._schema.name in PINS:
             raise self._pinned(func)
@@ -238,6 +255,11 @@ class Audit(OperatorWatch):
                 pass_in = "" if storage in self._named else "pass it in (a module's: weft.stages.from_module) and "
                 instead = f"return a new tensor, or {pass_in}donate the argument (donate_argnames=...)"
                 raise self.refuse(fault, instead)
+
+    def _are_constants(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the function made these tensors on the CPU, and from nothing that a later call may change: such as
+        the lengths of sequences, given as a list."""
+        return bool(tensors) and all(storage_id(t) in self._constants for t in tensors)
 
     def _refuse_unaliased(self, tensor: Tensor) -> None:
         """Raise CaptureError for a donated tensor, or a view of it, that came from a closure and not as the
@@ -295,6 +317,7 @@ class Audit(OperatorWatch):
         self._rewind()
         self.own.clear()
         self.own |= self.writable
+        self._constants.clear()
         self._dependent = self._buffers | self.writable
         self.external, self._results, self.launches = {}, [], 0
         self._refusals.made, self._failed = [], ""

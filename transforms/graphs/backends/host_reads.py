@@ -5,14 +5,21 @@ import linecache
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.private import READ_BY_PICKLE, FunctionMode, is_higher_order, off_fast_path, uncompiled
+from weft.torchapi.private import (
+    READ_BY_PICKLE,
+    FunctionMode,
+    is_higher_order,
+    off_fast_path,
+    storage_id,
+    uncompiled,
+)
 from weft.transforms.graphs.backends.operators import tensors_in
 
 REMEDY_OF_COPIES = "copy it before the call, or after it: x.to(device)"
@@ -21,6 +28,7 @@ _READS = {
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
     *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
 }
+_SHARED = {"numpy", "__array__", "__dlpack__"}
 _SHOWN = {"__repr__", "__format__"}
 _RUN_PYTHON = {torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_}
 _SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
@@ -39,6 +47,8 @@ class HostReads(FunctionMode):
         refuse: makes the error for a fault and its remedy.
         is_argument: whether a tensor is itself an argument, and not a view or result of one.
         is_own: whether a tensor was made inside the function.
+        constants: the storages of the tensors that come from Python numbers alone, so that they are the same at each
+            call.
     """
 
     def __init__(
@@ -46,10 +56,11 @@ class HostReads(FunctionMode):
         refuse: Callable[..., CaptureError],
         is_argument: Callable[[Tensor], bool],
         is_own: Callable[[Tensor], bool],
+        constants: set[int],
     ) -> None:
         super().__init__()
         self.refuse = refuse
-        self.is_argument, self.is_own = is_argument, is_own
+        self.is_argument, self.is_own, self.constants = is_argument, is_own, constants
         self.calls_attention = False
 
     @uncompiled
@@ -59,7 +70,7 @@ class HostReads(FunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "__get__":
             return self._read_attribute(func, args)
-        if found := _fault(func, name, args, kwargs):
+        if found := _fault(func, name, args, kwargs, self.constants):
             raise self.refuse(*found)
         if name in _ATTENTION:
             self.calls_attention = True
@@ -68,11 +79,15 @@ class HostReads(FunctionMode):
                 instead = "torch.backends.mha.set_fastpath_enabled(False) before all calls"
                 raise self.refuse(fault, instead)
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except NotImplementedError as error:
             if not is_higher_order(func) or "HigherOrderOperator" not in str(error):
                 raise
             raise self.refuse(*_branching_fault(str(func))) from None
+
+        if func in _NEW_TENSORS and not _any_tensor(args, kwargs) and result.is_cpu:
+            self.constants.add(storage_id(result))  # as_tensor calls no operator
+        return result
 
     def _read_attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Read an attribute of a tensor, unless it is one that a replay would not read again."""
@@ -86,9 +101,13 @@ class HostReads(FunctionMode):
         return value
 
 
-def _fault(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
+def _fault(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], constants: Set[int]
+) -> tuple[str, str] | None:
     """(the host read that a function does, the remedy); None if it reads nothing on the host."""
     if name in _READS and getattr(torch.Tensor, name, None) is func:
+        if name not in _SHARED and storage_id(args[0]) in constants:
+            return None
         fault = "a branch on a tensor's value" if name == "__bool__" else f"Tensor.{name} reads a tensor on the host"
         print_remedy = "call it inside weft.no_capture(replay=False), where it may print; or " if name in _SHOWN else ""
         return fault, print_remedy + REMEDY
@@ -98,13 +117,15 @@ def _fault(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return f"{name} with a tensor of indices reads it on the host", REMEDY
     if func is torch.tensordot and _any_tensor(args[2:], kwargs.get("dims")):
         return "tensordot with a tensor of dims reads it on the host", f"dims as ints; or {REMEDY}"
+    if func is torch.as_tensor and args and isinstance(args[0], Tensor):
+        return None  # the tensor itself, or x.to(...)
     if func in _NEW_TENSORS and _any_tensor(args[func is torch.Tensor.new_tensor :], kwargs):
         return f"{name} of tensors reads them on the host", f"torch.stack or torch.cat; or {REMEDY}"
     if func in _FROM_LISTS and _any_tensor([x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple)]):
         return f"{name} of a list of tensors reads them on the host", f"torch.stack or torch.cat; or {REMEDY}"
     if func in _INDEXING and _is_list_of_tensors(args[1]):
         return "an index that is a list of tensors reads them on the host", f"x[torch.stack([i, j])]; or {REMEDY}"
-    if name in _PACKED:
+    if name in _PACKED and storage_id(args[1]) not in constants:
         return f"{name} reads the lengths of sequences on the host", f"padded sequences and a mask; or {REMEDY}"
     return None
 

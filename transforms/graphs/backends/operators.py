@@ -147,6 +147,8 @@ def data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     if func in (aten._to_copy.default, aten.copy_.default):
         return _device_crossing(func, args, kwargs)
+    if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+        return None
     tagged = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
     if tagged or func.overloadpacket in _SPARSE_OF_DATA:
         return f"{func} has a result whose shape, or value on the host, depends on data"

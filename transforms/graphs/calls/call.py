@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.donation import refuse_donated
-from weft.errors import DescriptorError
+from weft.errors import DescriptorError, DonatedError
 from weft.padding import padded_shape
 from weft.torchapi.private import (
     children_of,
@@ -121,14 +121,15 @@ class Call:
 
     def leaf_names(self) -> list[str]:
         """The path of each leaf as the caller would write it, those by reference first."""
-        names = []
-        for name, value in (*self.references.items(), *self.copied.items()):
-            names += [name + path for path, _ in leaves_with_names(value)]
-        return names
+        return _leaf_names({**self.references, **self.copied})
 
     def new_names(self) -> list[str]:
         """The paths of `new_leaves`."""
         return self.leaf_names()[-len(self.new_leaves()) :]
+
+
+def _leaf_names(arguments: dict[str, Any]) -> list[str]:
+    return [name + path for name, value in arguments.items() for path, _ in leaves_with_names(value)]
 
 
 @attrs.frozen
@@ -162,8 +163,13 @@ def make_call(
     statics, references, copied = _bind(roles, name, args, kwargs)
     leaves, tree = (list(known_leaves), known.tree) if known is not None else tree_flatten(references)
     copied_leaves, copied_tree = tree_flatten(copied)
-    for leaf in copied_leaves if known is not None else (*leaves, *copied_leaves):
-        refuse_donated(leaf, call=f"{name}(...)")
+    first = 0 if known is None else len(leaves)
+    for index, leaf in enumerate((*leaves, *copied_leaves)[first:], first):
+        try:
+            refuse_donated(leaf, call=f"{name}(...)")
+        except DonatedError as error:
+            path = _leaf_names({**references, **copied})[index]
+            raise DonatedError(error.call, f"{path}, {error.seen}", error.instead) from None
     for leaf in (*leaves, *copied_leaves):
         refuse_stale(leaf, call=f"{name}(...)")
     donated = zip(references, children_of(tree), strict=True) if roles.donated else ()

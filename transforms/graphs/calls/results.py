@@ -204,11 +204,14 @@ def write_builder(structure: TreeSpec, expressions: Sequence[str], names: dict[s
         names[kind] = type(node)
         if (fields := node_fields(type(node))) is not None:
             children = {name: getattr(node, name) for name in fields.children}
-            arguments = [f"{name}={None if child is None else build(child)}" for name, child in children.items()]
+            arguments = [
+                f"{fields.arguments[name]}={None if child is None else build(child)}"
+                for name, child in children.items()
+            ]
             for name in fields.statics:
                 constant = f"S{len(names)}"
                 names[constant] = getattr(node, name)
-                arguments.append(f"{name}={constant}")
+                arguments.append(f"{fields.arguments[name]}={constant}")
             return f"{kind}({', '.join(arguments)})"
         parts = [build(child) for child in child_nodes(node)]
         if type(node) is dict:
