@@ -137,7 +137,7 @@ class Cache:
         self.backends = {}
         self.entries = {}
         self._plans: dict[Key, weakref.ref[Plan] | None] = {}
-        self.fast_paths = FastPaths(self.graphable.roles, self.graphable.name)
+        self.fast_paths = FastPaths(self.graphable.roles, self.graphable.name, self.graphable.ladder is not None)
         self.exhausted = ""
         self.frozen = False
         self.captures = self.eager = 0

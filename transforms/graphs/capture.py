@@ -3,7 +3,7 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.errors import CaptureError, WeftError
 from weft.padding import inert, padded_shape
-from weft.torchapi.private import unseen
+from weft.torchapi.private import storage_id, unowned, unseen
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends import Backend, Recording
 from weft.transforms.graphs.backends.audit import Audit, Inputs
@@ -161,6 +161,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
                 yield
             finally:
                 audit.random.restore()
+                audit.restore_gradients()
 
     return Prepared(
         run=run,
@@ -244,6 +245,7 @@ def capture(
         _refuse_unsized(graphable.name, recording.outputs, descriptor, prepared.axes)
     if not graphable.borrow:
         recording = backend.release_output_memory(recording, audit.own - audit.writable)
+        recording = attrs.evolve(recording, outputs=_without_owning(recording.outputs, audit.by_reference))
     pairs = zip(prepared.buffers, prepared.axes, strict=True)
     with backend.allocating():
         padding_sources = tuple(input_buffers.padding_source(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs))
@@ -330,6 +332,16 @@ def _alias(leaf: Any, like: Any, grad: bool) -> Any:
                 alias = alias.view_as(alias)
     vars(alias).update({name: value for name, value in vars(like).items() if not name.startswith(OF_OTHERS)})
     return alias
+
+
+def _without_owning(outputs: Outputs, storages: Set[int]) -> Outputs:
+    """The outputs, of which those in these storages, such as views of parameters, do not keep the memory alive."""
+
+    def released(leaf: Any) -> Any:
+        is_view = isinstance(leaf, Tensor) and leaf.layout is torch.strided and storage_id(leaf) in storages
+        return unowned(leaf) if is_view and leaf.untyped_storage().nbytes() else leaf
+
+    return attrs.evolve(outputs, leaves=tuple(map(released, outputs.leaves)))
 
 
 def _plain_aliases(leaves: Iterable[Any]) -> list[Any]:

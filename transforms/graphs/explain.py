@@ -150,7 +150,7 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
         if a == b:
             continue
         if isinstance(a, LeafKey) and isinstance(b, LeafKey):
-            for field in ("kind", "shape", "dtype", "stride", "device", "flags", "address"):
+            for field in ("kind", "shape", "dtype", "stride", "device", "flags", "offset", "address"):
                 value, captured = getattr(a, field), getattr(b, field)
                 if value != captured and field != "address":
                     yield f"{name}: {field} {value}, captured {captured}"

@@ -102,8 +102,13 @@ def analysis_of(graphs: Iterable[Graph]) -> MemoryAnalysis:
 def _buffers_held(graphs: Iterable[Graph]) -> int:
     """The bytes of the graphs' buffers and padding sources; a shared block counts once, with its full size."""
     held = [x for g in graphs for x in (*g.buffers, *g.padding_sources) if isinstance(x, Tensor)]
-    sizes = {storage_id(x): x.untyped_storage().nbytes() if x.is_contiguous() else x.nbytes for x in held}
+    sizes = {storage_id(x): _bytes_held(x) for x in held}
     return sum(sizes.values())
+
+
+def _bytes_held(buffer: Tensor) -> int:
+    held = buffer.untyped_storage().nbytes()
+    return held if buffer.is_contiguous() else min(held, buffer.nbytes)
 
 
 def estimate(

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.torchapi.private import compiled_caller, hearing_scripts, signal_capture, storage_id, uncompiled
+from weft.torchapi.private import (
+    WithoutFunctionModes,
+    compiled_caller,
+    hearing_scripts,
+    signal_capture,
+    storage_id,
+    uncompiled,
+)
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.host_reads import REMEDY, REMEDY_OF_COPIES, HostReads, compiling_fault, refusal
 from weft.transforms.graphs.backends.operators import (
@@ -124,6 +131,7 @@ class Audit(OperatorWatch):
         self._arguments = arguments = inputs.arguments
         self._results: list[weakref.ref[Tensor]] = []
         self.external: dict[int, Tensor] = {}
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self.called: set[str] = set()
         self.launches = 0
         self._refusals = refusals = Refusals(call)
@@ -179,7 +187,7 @@ class Audit(OperatorWatch):
         self._note_constants(func, args, kwargs, inputs, result)
         for storage, tensor in inputs.items():
             if storage not in self.own and storage not in self._named:
-                self.external.setdefault(storage, tensor)
+                self._note_external(storage, tensor)
             elif storage in self.writable:
                 self._refuse_unaliased(tensor)
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
@@ -205,6 +213,18 @@ class Audit(OperatorWatch):
             self._constants |= made
         else:
             self._constants -= made
+
+    def _note_external(self, storage: int, tensor: Tensor) -> None:
+        if self.external.setdefault(storage, tensor) is tensor and tensor.requires_grad and tensor.is_leaf:
+            with WithoutFunctionModes():
+                self._gradients.append((tensor, tensor.grad))
+
+    def restore_gradients(self) -> None:
+        """Undo what a refused `backward()` has done to tensors from outside."""
+        for tensor, gradient in self._gradients:
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
+        self._gradients = []
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

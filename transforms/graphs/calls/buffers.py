@@ -27,15 +27,42 @@ PADDING_SOURCE_BYTES = 2**20
 is filled in a launch of its own."""
 
 
+ALIGNMENT = 16
+"""Kernels add up in another order where a tensor does not begin at a multiple of so many bytes, and vector loads begin
+later. A buffer begins where its argument does, up to a multiple of it."""
+
+
+def offset_of(value: Tensor) -> int:
+    """The number of bytes by which a tensor begins after a multiple of `ALIGNMENT`."""
+    strided = value.layout is torch.strided and not value.is_meta and value.numel() > 0
+    return value.data_ptr() % ALIGNMENT if strided else 0
+
+
 def buffer_like(value: Tensor) -> Tensor:
-    """Copy a tensor with its strides, so that kernels that depend on strides compute the same; make a dense copy if its
-    elements overlap, or if they cover little of the memory between the first and the last."""
-    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+    """Copy a tensor with its strides and its alignment, so that kernels that depend on them compute the same; make a
+    dense copy if its elements cover little of the memory between the first and the last."""
+    span = _span(value)
     sparse = span * value.element_size() > max(SPARSE_BYTES, 4 * value.nbytes)
-    if value.numel() == 0 or value.is_meta or sparse or overlaps_itself(value):
+    overlapping = overlaps_itself(value)
+    if value.numel() == 0 or value.is_meta or sparse or (overlapping and (value.is_conj() or value.is_neg())):
         return torch.empty_like(value).copy_(value)
-    buffer = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    first = offset_of(value) // value.element_size()
+    memory = torch.empty(first + span, dtype=value.dtype, device=value.device)
+    buffer = memory.as_strided(value.shape, value.stride(), first)
+    if overlapping:
+        in_a_row(buffer).copy_(in_a_row(value))
+        return buffer
     return seen_as(buffer, value).copy_(value)
+
+
+def _span(x: Tensor) -> int:
+    """The number of elements from the first one to the last one in memory, with those between them."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+
+
+def in_a_row(x: Tensor) -> Tensor:
+    """The memory of a tensor from the first element to the last one, once, in which elements may overlap."""
+    return x.as_strided((_span(x),), (1,), x.storage_offset())
 
 
 @attrs.define
@@ -75,10 +102,11 @@ class InputBufferPool:
 
 
 def is_dense(value: Tensor) -> bool:
-    """Whether a buffer like `value` is contiguous memory without lazy bits, so that it may be part of a shared
+    """Whether a buffer like `value` is contiguous, aligned memory without lazy bits, so that it may be part of a shared
     block."""
     lazy = value.is_meta or value.is_conj() or value.is_neg()
-    return type(value) is Tensor and not lazy and value.is_contiguous() and value.numel() > 0
+    plain = type(value) is Tensor and not lazy and value.is_contiguous() and value.numel() > 0
+    return plain and not offset_of(value)
 
 
 Fill = Callable[[Sequence[Any]], None]
@@ -120,7 +148,7 @@ def plan_copies(
     Returns:
         None if there is nothing to fill.
     """
-    pending = _PendingCopies([], [], [], [])
+    pending = _PendingCopies([], [], [], [], [])
     inputs = enumerate(zip(buffers, padding_sources, specs, strict=True), num_references)
     for index, (buffer, padding_source, spec) in inputs:
         if isinstance(buffer, Tensor):
@@ -128,6 +156,7 @@ def plan_copies(
     steps = [*_steps_by_kernel(pending, leaves), *_steps_by_group(pending, leaves)]
     steps += [_repeating(tail, index, spec) for tail, index, spec in pending.repeats]
     steps += [_filling(tail, number) for tail, number in pending.fills]
+    steps += [_in_a_row(in_a_row(buffer), index) for buffer, index in pending.overlapping]
     return CopyIn(tuple(steps)) if steps else None
 
 
@@ -140,12 +169,14 @@ class _PendingCopies:
         constants: (target, source): padding that is the same in every call.
         repeats: (tail, index of a leaf, its axes): padding that repeats the last entry of a value.
         fills: (tail, number): padding that is too large for a padding source.
+        overlapping: (buffer, index of a leaf) of buffers in which elements overlap, such as expanded ones.
     """
 
     values: list[tuple[Tensor, int]]
     constants: list[tuple[Tensor, Tensor]]
     repeats: list[tuple[Tensor, int, Axes]]
     fills: list[tuple[Tensor, float]]
+    overlapping: list[tuple[Tensor, int]]
 
     def drop(self, done: Sequence[Any]) -> None:
         """Remove these copies, by identity."""
@@ -160,7 +191,7 @@ def _plan_buffer(
 ) -> None:
     """Add the copies that fill one buffer from `leaf`, the leaf at `index`."""
     if spec is None:
-        pending.values.append((buffer, index))
+        (pending.overlapping if overlaps_itself(buffer) else pending.values).append((buffer, index))
         return
     pending.values.append((corner(buffer, leaf.shape), index))
     padded = tuple(tails(buffer, leaf.shape))
@@ -262,6 +293,13 @@ def _repeating(tail: Tensor, index: int, spec: Axes) -> Fill:
         tail.copy_(last_entry(leaves[index], spec))
 
     return repeat
+
+
+def _in_a_row(target: Tensor, index: int) -> Fill:
+    def copy(leaves: Sequence[Any]) -> None:
+        target.copy_(in_a_row(leaves[index]))
+
+    return copy
 
 
 def _filling(tail: Tensor, number: float) -> Fill:

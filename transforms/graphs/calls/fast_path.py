@@ -27,6 +27,7 @@ from weft.transforms.graphs.calls.reader import (
     argument_expressions,
     write_reader,
 )
+from weft.trees import leaf_axes
 
 T = TypeVar("T")
 
@@ -135,7 +136,11 @@ class FastPath(Generic[T]):
 
     def find(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ReadCall, T] | None:
         """Read the call's arguments and find its plan; None if no earlier call was like it."""
-        if (read := self.layout.read(args, kwargs)) is None:
+        try:
+            read = self.layout.read(args, kwargs)
+        except RuntimeError:  # a tensor without an address, such as a sparse one
+            return None
+        if read is None:
             return None
         copied = read[2][self.layout.num_references[1] :] if self.num_donated else ()
         plan = _find(self.plans, read[0], read[2], copied)
@@ -143,7 +148,11 @@ class FastPath(Generic[T]):
 
     def find_known(self, roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Make the call from a known key of its arguments by reference; None if no earlier call had the same ones."""
-        if (read := self.layout.read(args, kwargs)) is None:
+        try:
+            read = self.layout.read(args, kwargs)
+        except RuntimeError:
+            return None
+        if read is None:
             return None
         num_leaves, num_tensors = self.layout.num_references
         tensors = read[2][:num_tensors]
@@ -191,10 +200,11 @@ class FastPaths(Generic[T]):
     Args:
         roles: the roles of the function's arguments.
         name: its name in messages.
+        has_ladder: whether batches are padded.
     """
 
-    def __init__(self, roles: Roles, name: str) -> None:
-        self.roles, self.name = roles, name
+    def __init__(self, roles: Roles, name: str, has_ladder: bool) -> None:
+        self.roles, self.name, self.has_ladder = roles, name, has_ladder
         self.by_form: dict[tuple[Any, ...], tuple[FastPath[T], ...]] = {}
 
     def known_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: tuple[Any, ...] = ()) -> Call | None:
@@ -235,9 +245,15 @@ class FastPaths(Generic[T]):
         def arguments(values: dict[str, Any]) -> list[Argument]:
             return [Argument(expressions[key], value, takers.get(key)) for key, value in values.items()]
 
+        pairs = zip(call.copied_leaves, leaf_axes(call.copied), strict=True)
+        padded = {id(leaf) for leaf, spec in pairs if spec is not None} if self.has_ladder else frozenset[int]()
         try:
             layout = write_reader(
-                self.roles.signature, arguments(call.statics), arguments(call.references), arguments(call.copied)
+                self.roles.signature,
+                arguments(call.statics),
+                arguments(call.references),
+                arguments(call.copied),
+                padded,
             )
         except ForeignError:
             return None

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from weft.arguments.checks import kind_of
 from weft.errors import CaptureError
+from weft.transforms.graphs.calls.buffers import offset_of
 from weft.trees import tree_leaves
 from weft.value_keys import value_key
 
@@ -35,6 +36,8 @@ class LeafKey:
     in this order."""
     address: int | None
     """The data pointer, for arguments captured by reference; None for copied ones."""
+    offset: int = 0
+    """For copied arguments, the bytes by which the first element lies after a multiple of 16."""
     attributes: tuple[tuple[str, Any], ...] = ()
     """The attributes that Python code has set on the tensor."""
 
@@ -88,10 +91,10 @@ def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> An
     flags = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_leaf, leaf.is_quantized)
     set_on = tuple((name, value_key(x)) for name, x in vars(leaf).items() if not name.startswith(OF_OTHERS))
     if by_reference:
-        return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr(), set_on)
+        return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr(), 0, set_on)
     if shape is not None:
-        return LeafKey(kind, shape, dtype, (), device, flags, None, set_on)
-    return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, None, set_on)
+        return LeafKey(kind, shape, dtype, (), device, flags, None, 0, set_on)
+    return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, None, offset_of(leaf), set_on)
 
 
 def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> None:

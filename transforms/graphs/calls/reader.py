@@ -13,7 +13,7 @@ import inspect
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
 from types import CodeType
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from weft.donation import TAKEN, is_donatable
+from weft.transforms.graphs.calls.buffers import ALIGNMENT
 from weft.trees import node_fields, tree_leaves
 from weft.value_keys import EXACT, by_identity, value_key
 
@@ -177,6 +178,8 @@ class _Writer:
     key: list[str] = attrs.field(factory=list)
     leaves: list[str] = attrs.field(factory=list)
     tensors: list[str] = attrs.field(factory=list)
+    addresses: list[str] = attrs.field(factory=list)
+    padded: Set[int] = frozenset()
     nodes: list[tuple[str, str]] = attrs.field(factory=list)
     aliased: list[tuple[int, str]] = attrs.field(factory=list)
     first_names: dict[int, str] = attrs.field(factory=dict)
@@ -211,13 +214,15 @@ def write_reader(
     statics: Sequence[Argument],
     references: Sequence[Argument],
     copied: Sequence[Argument],
+    padded: Set[int],
 ) -> CallLayout:
-    """Generate the reader for calls like the one with these arguments.
+    """Generate the reader for calls like the one with these arguments. The alignment of copied tensors is part of the
+    key, except for those that are padded, which have these `id`s.
 
     Raises:
         ForeignError: an argument contains a node of a class that generated code cannot read.
     """
-    writer = _Writer(occurrences=sum((_tensors_in(a.value) for a in (*references, *copied)), Counter()))
+    writer = _Writer(padded=padded, occurrences=sum((_tensors_in(a.value) for a in (*references, *copied)), Counter()))
     for argument in statics:
         _write_value(writer, argument.expression, argument.value)
     for argument in references:
@@ -225,6 +230,11 @@ def write_reader(
     num_first, num_references = len(writer.key), (writer.num_leaves, writer.num_tensors)
     for argument in copied:
         _write(writer, argument.expression, argument.value, False, None)
+    if writer.addresses:
+        ends = [f"a{i} & {ALIGNMENT - 1}" for i in range(len(writer.addresses))]
+        writer.lines += [f"a{i} = {address}" for i, address in enumerate(writer.addresses)]
+        any_end = " | ".join(f"a{i}" for i in range(len(writer.addresses)))
+        writer.key.append(f"not ({any_end}) & {ALIGNMENT - 1} or {as_tuple(ends)}")
     key = f"({as_tuple(writer.key[:num_first])}, {as_tuple(writer.key[num_first:])})"
     results = (key, as_tuple(writer.leaves), as_tuple(writer.tensors), as_tuple(n for n, _ in writer.nodes))
     body = "\n    ".join((*writer.lines, f"return {', '.join(results)}"))
@@ -348,6 +358,8 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
     unmarked = f"getattr({name}, {TAKEN!r}, None) is None" if by_reference else f"not vars({name})"
     writer.require(f"{name}.__class__ is {kind} and {unmarked}")
     writer.key.append(f"{name}.data_ptr()" if by_reference else f"{name}.shape")
+    if not by_reference and id(value) not in writer.padded:
+        writer.addresses.append(f"{name}.data_ptr()")
     if taker is not None:
         writer.aliased.append((writer.num_leaves - 1, taker))
     writer.tensors.append(name)
