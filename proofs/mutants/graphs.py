@@ -86,7 +86,7 @@ def _no_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return lambda *given: len(given) == len(tensors)
 
 
-def _write_no_value(writer: Any, expression: str, value: Any) -> None:
+def _write_no_value(writer: Any, expression: str, value: Any, weakly: bool = False) -> None:
     pass
 
 

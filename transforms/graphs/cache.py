@@ -25,7 +25,7 @@ from weft.transforms.graphs.backends import Backend, cuda_device, make_backend
 from weft.transforms.graphs.calls.buffers import plan_copies
 from weft.transforms.graphs.calls.call import Call, check_call, check_sizes, key_of
 from weft.transforms.graphs.calls.fast_path import FastPaths
-from weft.transforms.graphs.calls.key import CacheInfo, Key
+from weft.transforms.graphs.calls.key import CacheInfo, Key, Weakly
 from weft.transforms.graphs.calls.results import Handover, Outputs, hand_over
 from weft.transforms.graphs.capture import Graph, capture
 from weft.transforms.graphs.dispatch import Decision, dispatch
@@ -101,9 +101,14 @@ def _unpadded(outputs: Outputs, own: Any) -> Outputs:
 
 @attrs.frozen(eq=False)
 class Entry:
-    """A graph and the plans that replay it, by signature."""
+    """A graph and the plans that replay it, by signature.
+
+    Args:
+        statics: weak references to static arguments, with whose end the entry goes.
+    """
 
     graph: Graph
+    statics: tuple[weakref.ref[Any], ...] = ()
     plans: dict[Key, Plan] = attrs.field(factory=dict)
 
 
@@ -354,7 +359,9 @@ class Cache:
         graph.last_use = self.count.replays
         while self.graphable.max_captures is not None and len(self.entries) >= self.graphable.max_captures:
             del self.entries[min(self.entries, key=lambda k: self.entries[k].graph.last_use)]
-        self.entries[key] = Entry(graph)
+        drop = functools.partial(_drop, weakref.ref(self), key)
+        held = (value.reference() for _, (_, value, *_) in key.statics if isinstance(value, Weakly))
+        self.entries[key] = Entry(graph, tuple(weakref.ref(value, drop) for value in held))
 
     def note_full_memory(self, decision: Decision[Any]) -> str:
         """Stop capturing because the memory is full, warn, and return the reason."""
@@ -378,6 +385,12 @@ class Cache:
     def new_backend(self, call: Call) -> Backend:
         """Make a back end on the device of a call's tensors, with its own memory pool."""
         return make_backend(self.graphable.backend, _tensors(call))
+
+
+def _drop(cache: "weakref.ref[Cache]", key: Key, reference: Any) -> None:
+    """Drop the entry of a static argument that has come to its end."""
+    if (held := cache()) is not None:
+        held.entries.pop(key, None)
 
 
 def _tensors(call: Call) -> Iterator[Tensor]:

@@ -4,7 +4,8 @@ A transport (`transports`) executes the programs: its `run` has each rank's work
 effects in order, and the worker gives every send and receive to the transport's link.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -72,6 +73,24 @@ def _donations(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, .
     return ("state",) if any("state" in donated_argnames(f) for f in functions) else ()
 
 
+def _with_own_results(stages: Sequence[Stage]) -> Iterator[Stage]:
+    """The stages, each with results of its own: a function that lends its results and is several stages is copied,
+    because the stages may run at the same time.
+
+    Raises:
+        ProgramError: it cannot be copied.
+    """
+    seen: set[int] = set()
+    for index, stage in enumerate(stages):
+        own = copy.copy(stage) if lends(stage) and id(stage) in seen else stage
+        if id(own) in seen and lends(stage):
+            seen_text = f"stage {index} is an earlier stage too, and lends its results, which the other overwrites"
+            instead = 'graphify(..., outputs="safe"), or one graphified function for each stage'
+            raise ProgramError(f"pipeline(<{len(stages)} stages>)", seen_text, instead)
+        seen.add(id(own))
+        yield own
+
+
 class Pipelined:
     """A step over stages, made by `pipeline`. `print` it to read its programs."""
 
@@ -83,7 +102,7 @@ class Pipelined:
         schema: Schema | None,
         transport: Transport,
     ) -> None:
-        self.stages = tuple(stages)
+        self.stages = tuple(_with_own_results(stages))
         self.microbatches = microbatches
         self.transport = transport
         self._advance = advance

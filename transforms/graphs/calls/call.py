@@ -1,6 +1,7 @@
 """`Call`: the arguments of one call of a graphified function, sorted by role, and the memo key that they make."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -32,6 +33,7 @@ from weft.transforms.graphs.calls.key import (
     check_statics,
     check_tensors,
     leaf_key,
+    static_key,
 )
 from weft.trees import (
     TreeSpec,
@@ -43,7 +45,6 @@ from weft.trees import (
     tree_leaves,
     tree_structure,
 )
-from weft.value_keys import value_key
 
 _is_training = attrgetter("training")
 
@@ -225,8 +226,11 @@ def bind(roles: Roles, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 def modules_keep_training(call: Call, roles: Roles) -> Callable[[], bool] | None:
     """A function that returns whether no module of the key has switched between training and evaluation since the call;
     None if there is no module."""
-    modules = roles.modules(call.statics)
-    return (lambda: tuple(map(_is_training, modules)) == call.training) if modules else None
+    own, training = roles.modules({}), call.training
+    others = tuple(weakref.ref(module) for module in roles.modules(call.statics)[len(own) :])
+    if not training:
+        return None
+    return lambda: (*map(_is_training, own), *(getattr(one(), "training", None) for one in others)) == training
 
 
 def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any], keywords: Collection[str] = ()) -> Any:
@@ -337,7 +341,7 @@ def _repeated(call: Call) -> tuple[int, ...]:
 def signature_of(call: Call) -> Key:
     """The key before dispatch, with the batch's own class and sizes."""
     copied = _tree_key(call.copied_tree, (leaf_key(x, None, False) for x in call.copied_leaves))
-    statics = tuple((name, value_key(value)) for name, value in call.statics.items())
+    statics = tuple((name, static_key(value)) for name, value in call.statics.items())
     training = call.training[0] if len({*call.training}) == 1 else call.training
     form = {"module.training": training, "keywords": call.keywords, "tensors passed twice": _repeated(call)}
     return Key((*_ambient(), *form.items()), "", statics, None, call.reference_key(), copied)

@@ -4,6 +4,7 @@
 """
 
 import enum
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from weft.arguments.checks import kind_of
 from weft.errors import CaptureError
 from weft.transforms.graphs.calls.buffers import offset_of
 from weft.trees import tree_leaves
-from weft.value_keys import value_key
+from weft.value_keys import EXACT, by_identity, value_key
 
 OF_OTHERS = ("_weft", "_dynamo")
 """Attributes of tensors that begin so belong to weft and to torch.compile, and say nothing about the tensor."""
@@ -76,6 +77,39 @@ class Key:
     def leaves(self) -> tuple[Any, ...]:
         """The key of each leaf, those by reference first."""
         return *self.references.leaves, *self.copied.leaves
+
+
+class Weakly:
+    """A static argument that is equal only to itself, in a key that does not keep it alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.reference, self._hash = weakref.ref(value), id(value)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        own = self.reference()
+        return isinstance(other, Weakly) and own is not None and own is other.reference()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return repr(self.reference())
+
+
+def static_key(value: Any) -> Any:
+    """The `value_key` of a static argument; one that is compared by identity is held weakly."""
+    if is_held_weakly(value):
+        return (type(value), Weakly(value))
+    return value_key(value)
+
+
+def is_held_weakly(value: Any) -> bool:
+    """Whether keys hold a static argument weakly: it is compared by identity, such as the instance of a method, and
+    can have weak references."""
+    kind = type(value)
+    return kind not in EXACT and by_identity(kind) and kind.__weakrefoffset__ != 0 and not isinstance(value, type)
 
 
 def without_grad_mode(key: Key) -> Key:

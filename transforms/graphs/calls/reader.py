@@ -24,6 +24,7 @@ from torch import Tensor
 
 from weft.donation import TAKEN, is_donatable
 from weft.transforms.graphs.calls.buffers import ALIGNMENT
+from weft.transforms.graphs.calls.key import is_held_weakly
 from weft.trees import node_fields, tree_leaves
 from weft.value_keys import EXACT, by_identity, value_key
 
@@ -224,7 +225,7 @@ def write_reader(
     """
     writer = _Writer(padded=padded, occurrences=sum((_tensors_in(a.value) for a in (*references, *copied)), Counter()))
     for argument in statics:
-        _write_value(writer, argument.expression, argument.value)
+        _write_value(writer, argument.expression, argument.value, is_held_weakly(argument.value))
     for argument in references:
         _write(writer, argument.expression, argument.value, True, argument.taker)
     num_first, num_references = len(writer.key), (writer.num_leaves, writer.num_tensors)
@@ -366,11 +367,14 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
     writer.num_tensors += 1
 
 
-def _write_value(writer: _Writer, expression: str, value: Any) -> None:
-    """Check the type of a value that is not a tensor, and add it to the key as `value_key` compares it."""
+def _write_value(writer: _Writer, expression: str, value: Any, weakly: bool = False) -> None:
+    """Check the type of a value that is not a tensor, and add it to the key as `value_key` compares it; if the value is
+    held `weakly`, its `id`. A plan goes with the value that it is for, before another one can have that `id`."""
     name = writer.name_of(expression)
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
-    if isinstance(value, float):
+    if weakly:
+        writer.key.append(f"id({name})")
+    elif isinstance(value, float):
         writer.key.append(f"{name}.hex()")
     elif type(value) not in EXACT and not by_identity(type(value)):
         writer.key.append(f"value_key({name})")

@@ -1,0 +1,104 @@
+"""Graphs keep alive what they read, and nothing else."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import weft
+from weft import graphify
+from weft.errors import CaptureError
+
+
+class Scaled:
+    """An instance with a graphified method."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = torch.tensor(factor)
+
+    @graphify(static_argnames="self")
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def test_a_static_self_is_not_kept_and_its_graph_goes_with_it() -> None:
+    Scaled.scaled.cache_clear()
+    for factor in (2.0, 3.0, 4.0):
+        instance = Scaled(factor)
+        for _ in range(3):
+            assert instance.scaled(torch.ones(2)).tolist() == [factor] * 2
+        ends = weakref.ref(instance), weakref.ref(instance.factor)
+        del instance
+        assert [end() for end in ends] == [None, None]
+        assert Scaled.scaled.cache_info().currsize == 0
+
+
+def test_a_module_that_is_static_switches_and_goes() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        @graphify(static_argnames="self")
+        def forward(self, x: Tensor) -> Tensor:
+            dropped: Tensor = self.drop(x)
+            return dropped
+
+    module, x = Dropping().eval(), torch.ones(64)
+    for _ in range(3):
+        assert torch.equal(module(x), x)
+        module.train()
+        assert not torch.equal(module(x), x)
+        module.eval()
+    end = weakref.ref(module)
+    del module
+    gc.collect()  # a module refers to itself
+    assert end() is None
+
+
+def test_a_result_that_is_a_view_of_params_keeps_none_of_them() -> None:
+    g = graphify(lambda params, x: (params[0][:2], x + 1))
+    params = [torch.ones(4), torch.ones(4)]
+    for _ in range(2):
+        seen, _ = g(params, torch.ones(2))
+    held = [StorageWeakRef(p.untyped_storage()) for p in params]
+    del params
+    assert [one.expired() for one in held] == [True, True]
+    assert seen.tolist() == [1, 1]
+
+
+def test_an_evicted_graph_is_gone_at_once() -> None:
+    gc.disable()
+    g = graphify(lambda x: x + 1, max_captures=1)
+    for _ in range(2):
+        g(torch.ones(2))
+    ends = [weakref.ref(graph) for graph in g._cache.graphs()]
+    g(torch.ones(3))
+    gc.enable()
+    assert [end() for end in ends] == [None]
+    assert g(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_a_refused_backward_leaves_no_gradient() -> None:
+    linear = nn.Linear(2, 2)
+
+    def train(x: Tensor) -> Tensor:
+        loss: Tensor = linear(x).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    with pytest.raises(CaptureError):
+        graphify(train)(torch.ones(1, 2))
+    assert [p.grad for p in linear.parameters()] == [None, None]
+
+
+def test_a_lent_state_outlives_the_next_call_of_a_microbatched_step() -> None:
+    step = graphify(lambda params, state, batch: (state + batch.sum(), batch * 2), outputs="borrow")
+    for transformed in (weft.microbatch(step, 2), weft.scan(step, 2)):
+        state, _ = transformed(None, torch.zeros(()), torch.ones(4))
+        seen = state.item()
+        transformed(None, torch.ones(()), torch.ones(4))
+        assert state.item() == seen
