@@ -24,6 +24,7 @@ from weft.transforms.graphs.capture import Graph, SavedTensors
 from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
 _CACHE, _MEMORY = "weft.transforms.graphs.cache", "weft.transforms.graphs.memory"
+_KEY = "weft.transforms.graphs.calls.key"
 _GRAPHIFIED, _CAPTURE, _CALL = (
     "weft.transforms.graphs.graphified",
     "weft.transforms.graphs.capture",
@@ -226,7 +227,7 @@ GRAPHS = (
     Mutant("the key forgets devices", _CALLS, _forgetting("device")),
     Mutant("the key forgets lazy conjugates", _CALLS, _forgetting("flags")),
     Mutant("the key forgets static values", _CALLS, _no_statics),
-    Mutant("the key takes 1, 1.0 and True for one", _CALLS, replace(_CALL, "value_key", lambda value: value)),
+    Mutant("the key takes 1, 1.0 and True for one", _CALLS, replace(_KEY, "value_key", lambda value: value)),
     Mutant("the fast path checks no tensor", _CALLS, replace(_FAST_PATH, "tensors_check", _no_check)),
     Mutant("the fast path forgets static values", _CALLS, replace(_READER, "_write_value", _write_no_value)),
     Mutant("any parameters are recalled", _CALLS, partial(mock.patch.object, FastPath, "find_known", _known_blindly)),

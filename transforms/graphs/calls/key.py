@@ -108,8 +108,9 @@ def static_key(value: Any) -> Any:
 def is_held_weakly(value: Any) -> bool:
     """Whether keys hold a static argument weakly: it is compared by identity, such as the instance of a method, and
     can have weak references."""
-    kind = type(value)
-    return kind not in EXACT and by_identity(kind) and kind.__weakrefoffset__ != 0 and not isinstance(value, type)
+    kind: Any = type(value)
+    own = kind.__hash__ is object.__hash__ and kind.__weakrefoffset__ != 0
+    return own and kind not in EXACT and by_identity(kind) and not isinstance(value, type)
 
 
 def without_grad_mode(key: Key) -> Key:
