@@ -97,7 +97,6 @@ def test_a_closure_in_the_layout_of_mkldnn() -> None:
     agree(lambda x: (closure + x.to_mkldnn()).to_dense(), (MATRIX,), (MATRIX + 1,))
 
 
-@fault(reason="Graphified's own methods call their first argument self")
 def test_an_argument_named_self_by_keyword() -> None:
     g: Any = graphify(lambda x, self: x + self)
     assert torch.equal(g(X, self=X), 2 * X)
@@ -111,7 +110,6 @@ class Private:
     y: Tensor = attrs.field(alias="why")
 
 
-@fault(reason="weft.pytree makes an object by the names of its fields, not by their aliases")
 def test_a_pytree_with_private_and_aliased_fields() -> None:
     g = graphify(lambda p: Private(p._x + 1, why=p.y))
     for x in (X, X + 1):
@@ -125,11 +123,7 @@ def test_a_staticmethod_is_refused_by_name() -> None:
         graphify(staticmethod(lambda x: x + 1))
 
 
-HIDES = fault(reason="functools.update_wrapper copies it, and it hides Graphified's own method")
-NAMES = [
-    *("_plan", "_lock", "_cache", "_graphable", "_fast_paths"),
-    *(pytest.param(name, marks=HIDES) for name in ("_call", "_replay")),
-]
+NAMES = ["_plan", "_call", "_lock", "_cache", "_graphable", "_fast_paths", "_replay"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -141,7 +135,6 @@ def test_attributes_of_the_function_do_not_replace_those_of_graphify(name: str) 
     agree(f, (X,), (X + 1,))
 
 
-@fault(reason="the gradients of the refused run stay")
 def test_a_refused_backward_leaves_no_gradient() -> None:
     weight = nn.Parameter(torch.ones(4))
 
@@ -191,7 +184,6 @@ def test_a_graph_does_not_keep_the_params(result: Callable[[Tensor], Tensor]) ->
     assert kept.untyped_storage().nbytes() <= 40_000
 
 
-@fault(reason="a static instance is part of the key, which keeps it")
 def test_a_static_self_does_not_keep_the_instance() -> None:
     class A:
         @graphify(static_argnames="self")
@@ -229,31 +221,26 @@ def activated(x: Tensor, act: Callable[[Tensor], Tensor] = torch.relu) -> Tensor
 
 QUERY = torch.rand(1, 1, 8, 16)
 REASONABLE = {
-    "as_tensor": of(lambda x: torch.as_tensor(x) + 1, (X,), (X + 1,), why="as_tensor of tensors reads them"),
-    "as_tensor of another dtype": of(
-        lambda x: torch.as_tensor(x, dtype=torch.float64) + 1, (X,), (X + 1,), why="as_tensor of tensors reads them"
-    ),
+    "as_tensor": of(lambda x: torch.as_tensor(x) + 1, (X,), (X + 1,)),
+    "as_tensor of another dtype": of(lambda x: torch.as_tensor(x, dtype=torch.float64) + 1, (X,), (X + 1,)),
     "asarray": of(lambda x: torch.asarray(x) + 1, (X,), (X + 1,)),
     "repeat_interleave": of(
         lambda x, n: torch.repeat_interleave(x, n, output_size=4),
         (X[:2], COUNTS),
         (X[:2], COUNTS.flip(0)),
-        why="output_size is not looked at",
     ),
-    "cov": of(lambda x: torch.cov(x), (PAIRS,), (PAIRS + X,), why=EQUAL),
+    "cov": of(lambda x: torch.cov(x), (PAIRS,), (PAIRS + X,)),
     "cov with weights": of(lambda x, w: torch.cov(x, aweights=w), (PAIRS, X + 1), (PAIRS, X + 2), why=EQUAL),
-    "corrcoef": of(lambda x: torch.corrcoef(x), (PAIRS,), (PAIRS + X,), why=EQUAL),
+    "corrcoef": of(lambda x: torch.corrcoef(x), (PAIRS,), (PAIRS + X,)),
     "ctc_loss": of(
         lambda logs: nn.functional.ctc_loss(logs, TARGETS, (5, 5), (3, 2)),
         (LOGS,),
         (LOGS * 2,),
         why="aten._ctc_loss has a result whose shape depends on data",
     ),
-    "packed sequences": of(
-        lambda x: packed(x, [3, 2]), (torch.rand(3, 2, 4),), (torch.rand(3, 2, 4),), why="lengths are read on the host"
-    ),
+    "packed sequences": of(lambda x: packed(x, [3, 2]), (torch.rand(3, 2, 4),), (torch.rand(3, 2, 4),)),
     "a default that is never passed": of(activated, (X - 2,), (X - 1,)),
-    "a slice": of(lambda x, s: x[s], (X, slice(1, 3)), (X + 1, slice(1, 3)), why="a slice cannot be hashed"),
+    "a slice": of(lambda x, s: x[s], (X, slice(1, 3)), (X + 1, slice(1, 3))),
     "an ellipsis": of(lambda x, s: x[s], (X, ...), (X + 1, ...), why="an ellipsis is no plain value"),
     "a compiled function": of(COMPILED, (X,), (X + 1,), why="torch.compile cannot compile during a capture"),
     "a compiled function inside": of(
@@ -278,7 +265,6 @@ def test_a_copy_has_no_graphs_and_makes_its_own(fn: Callable[[Tensor], Tensor], 
     assert captures(other) == 1
 
 
-@fault(reason="it is registered; its fields can be written to, and a replay does not see that")
 def test_a_pytree_that_can_be_written_to_is_refused() -> None:
     with pytest.raises(weft.errors.WeftError, match=r"attrs\.frozen"):
 
@@ -288,7 +274,6 @@ def test_a_pytree_that_can_be_written_to_is_refused() -> None:
             x: Tensor
 
 
-@fault(reason="the error gives the tensor's shape")
 def test_a_donated_leaf_is_named_by_its_path() -> None:
     g = graphify(lambda state, x: {"h": {"w": state["h"]["w"] + x}}, donate_argnames="state")
     state = {"h": {"w": torch.zeros(4)}}
