@@ -20,6 +20,7 @@ from weft.proofs.opinfo.outcome import KINDS, Outcome, outcomes, run
 from weft.proofs.opinfo.record import Record
 from weft.proofs.opinfo.workers import Settings, Task, Worker, run_all, tasks
 from weft.torchapi.operator_database import operator_database
+from weft.transforms.graphs.backends.tape import TapeRecording
 
 EVERY = 12
 """The distance of the sampled operators in the database, which has some 700."""
@@ -128,6 +129,14 @@ def test_strides_and_written_arguments_are_compared() -> None:
     assert found.kind == "differs"
     assert found.detail.startswith("capture: [0]: strides (1, 2) against (3, 1) of shape [2, 3]")
     assert run(made(lambda x: x.add_(1)), "cpu").kind == "refused"
+
+
+def test_a_planted_bug_is_found(database: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = next(entry for entry in database if full_name(entry) == "sin")
+    monkeypatch.setattr(TapeRecording, "replay", lambda self: None)
+    found = faults(entry, "float32", 1)
+    assert [fault.transform for fault in found] == [*TRANSFORMS]
+    assert all(fault.detail.startswith("new values: ") for fault in found)
 
 
 def test_memory_that_nothing_wrote_is_a_cause_in_torch() -> None:
