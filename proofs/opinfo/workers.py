@@ -15,7 +15,7 @@ from weft.proofs.opinfo.cases import full_name
 from weft.proofs.opinfo.outcome import Outcome, outcomes
 from weft.torchapi.operator_database import operator_database
 
-LONGEST = 300.0
+LONGEST = 1200.0
 """Seconds after which an operator counts as hung, and its process is ended."""
 
 _GRACE = 30.0

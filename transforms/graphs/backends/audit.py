@@ -134,6 +134,7 @@ class Audit(OperatorWatch):
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self.called: set[str] = set()
         self.launches = 0
+        self.asked_for: set[int] = set()
         self._refusals = refusals = Refusals(call)
         self._failed = ""
         self._callers_own = {id(x): i for i, x in enumerate(inputs.leaves[: inputs.num_donated])}
@@ -145,6 +146,7 @@ class Audit(OperatorWatch):
             lambda tensor: any(reference() is tensor for reference in arguments),
             functools.partial(_is_in, self.own),
             self._constants,
+            self.asked_for,
         )
 
     def __enter__(self) -> Self:

@@ -36,6 +36,8 @@ _NEW_TENSORS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 _FROM_LISTS = {torch.asarray, torch.Tensor.new}
 _PACKED = {"_pack_padded_sequence", "_pad_packed_sequence"}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_WITHOUT_OPERATOR = {torch.max_pool1d, torch.nn.functional.max_pool1d}
+_ALLOCATE = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 _ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 _SKIPPED = ("torch", "functools", "contextlib", "pickle", "copyreg", "weft")
 
@@ -49,6 +51,7 @@ class HostReads(FunctionMode):
         is_own: whether a tensor was made inside the function.
         constants: the storages of the tensors that come from Python numbers alone, so that they are the same at each
             call.
+        asked_for: collects the storages of tensors that are made without values.
     """
 
     def __init__(
@@ -57,10 +60,12 @@ class HostReads(FunctionMode):
         is_argument: Callable[[Tensor], bool],
         is_own: Callable[[Tensor], bool],
         constants: set[int],
+        asked_for: set[int],
     ) -> None:
         super().__init__()
         self.refuse = refuse
         self.is_argument, self.is_own, self.constants = is_argument, is_own, constants
+        self.asked_for = asked_for
         self.calls_attention = False
 
     @uncompiled
@@ -78,13 +83,16 @@ class HostReads(FunctionMode):
                 fault = "the fast path of torch.nn's attention, which this capture cannot take"
                 instead = "torch.backends.mha.set_fastpath_enabled(False) before all calls"
                 raise self.refuse(fault, instead)
+        if func in _WITHOUT_OPERATOR:
+            return _max_pool1d(func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except NotImplementedError as error:
             if not is_higher_order(func) or "HigherOrderOperator" not in str(error):
                 raise
             raise self.refuse(*_branching_fault(str(func))) from None
-
+        if name in _ALLOCATE and isinstance(result, Tensor):
+            self.asked_for.add(storage_id(result))
         if func in _NEW_TENSORS and not _any_tensor(args, kwargs) and result.is_cpu:
             self.constants.add(storage_id(result))  # as_tensor calls no operator
         return result
@@ -99,6 +107,15 @@ class HostReads(FunctionMode):
         if attribute is READ_BY_PICKLE and _is_pickled():
             raise self.refuse("pickle (torch.save) reads a tensor on the host", "x.clone(), or save it outside")
         return value
+
+
+def _max_pool1d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same results by an operator, where torch would write to memory without one."""
+    if func is torch.max_pool1d:
+        return torch.max_pool1d_with_indices(*args, **kwargs)[0]
+    if kwargs.get("return_indices"):
+        return func(*args, **kwargs)
+    return func(*args, **{**kwargs, "return_indices": True})[0]
 
 
 def _fault(

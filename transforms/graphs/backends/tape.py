@@ -36,7 +36,10 @@ from weft.transforms.graphs.backends.operators import (
     written,
 )
 from weft.transforms.graphs.backends.randomness import UnknownGenerator
+from weft.transforms.graphs.backends.unwritten import UnwrittenMemory
 from weft.transforms.graphs.calls.buffers import InputBufferPool
+from weft.transforms.graphs.calls.results import Outputs
+from weft.trees import tree_leaves
 
 _CPU, _NOTHING = torch.device("cpu"), nullcontext()
 
@@ -87,6 +90,7 @@ class _Recorder(OperatorWatch):
         self.split_at = split_at
         self.num_pieces = 1
         self.inference = False
+        self.unwritten = UnwrittenMemory(audit.refuse, audit.asked_for)
         self._own: set[int] = set()
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,10 +106,18 @@ class _Recorder(OperatorWatch):
         computed = [(i, _alias(t)) for i, t in results if not is_sparse(t)]
         sparse = [(i, tuple(map(_alias, sparse_parts(t)))) for i, t in results if is_sparse(t)]
         self._own.update(storage_id(t) for _, t in computed)
-        writes = func._schema.name in TRANSFERS or any(True for _ in written(func, args, kwargs))
+        targets = {storage_id(t) for t in written(func, args, kwargs)}
+        writes = bool(targets) or func._schema.name in TRANSFERS
         checks = not func._schema.returns  # such as the operator by which linalg.inv raises
         repeated = func.overloadpacket not in ONLY_MEMORY and torch.Tag.inplace_view not in func.tags
+        if torch.Tag.inplace_view not in func.tags:
+            self.unwritten.written(targets.union(storage_id(t) for _, t in results))
+        if func.overloadpacket in ONLY_MEMORY and results:
+            self.unwritten.allocated(result)
         if (results or writes or checks) and repeated:
+            if func.namespace != "aten":  # others may write to more than they declare
+                self.unwritten.written(inputs)
+            self.unwritten.check_read(inputs)
             taped, named = map_tensors(self._tape_argument, args), map_tensors(self._tape_argument, kwargs)
             self.tape.append(Operation(func, taped, named, tuple(computed), tuple(sparse), torch.is_grad_enabled()))
         return result
@@ -192,5 +204,7 @@ def _record(fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> Ta
     audit.restart()
     with signal_capture(), audit.random.private_draws(), recorder, audit:
         outputs = fn()
+        leaves = outputs.leaves if isinstance(outputs, Outputs) else tree_leaves(outputs)
+        recorder.unwritten.check_read({storage_id(x) for x in leaves if isinstance(x, Tensor)})
     tape, pieces = tuple(recorder.tape), recorder.num_pieces
     return TapeRecording(tape, outputs, pieces, recorder.nbytes(), inference=recorder.inference)
