@@ -9,6 +9,7 @@ from weft.donation import refuse_donated
 from weft.effects import Schema
 from weft.errors import ProgramError
 from weft.torchapi.private import in_functorch_transform
+from weft.transforms.graphs.calls.borrowing import lends
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 from weft.trees import tree_leaves
@@ -37,6 +38,16 @@ def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
     for index, stage in enumerate(checked):
         refuse(call, _mistake_in_stage(f"stage {index}", stage))
     return checked
+
+
+def check_lending(call: str, stages: Sequence[Any]) -> None:
+    """Raise ProgramError if one function that lends its results is more than one stage: ranks run at the same time, and
+    one would overwrite what another has made."""
+    first: dict[int, int] = {}
+    for index, stage in enumerate(stages):
+        if lends(stage) and (other := first.setdefault(id(stage), index)) != index:
+            seen = f"stages {other} and {index} are one function, which lends its results"
+            raise ProgramError(call, seen, 'a graph for each stage, or one of graphify(stage, outputs="safe")')
 
 
 def _mistake_in_stage(name: str, stage: Any) -> Mistake | None:

@@ -219,15 +219,15 @@ def microbatch(step: F, parts: int) -> F:
         for part in batches:
             state, out = check_pair(call, step(params, state, part), "(state, out)")
             outputs.append(clone(out) if lends(step) else out)  # the next part overwrites a lent result
-        return _kept_state(step, state), join(outputs, batches)
+        return clone(state) if lends_state(step) else state, join(outputs, batches)
 
     return cast(F, declare_lending(declare_donated(run, donated_argnames(step)), False))
 
 
-def _kept_state(step: Callable[..., Any], state: Any) -> Any:
-    """The state that a step returned, copied if the next call would overwrite it: a state that is donated is the
-    caller's own."""
-    return clone(state) if lends(step) and not donated_argnames(step) else state
+def lends_state(step: Callable[..., Any]) -> bool:
+    """Whether the next call of a step or a stage may overwrite the state that this one returns. A donated state is
+    kept in its own storage."""
+    return lends(step) and not donated_argnames(step)
 
 
 def after_first(tree: Any) -> Any:
@@ -288,7 +288,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
         for _ in range(length):
             state, out = check_pair(call, step(params, state, batch), "(state, out)")
             outs.append(clone(out) if lends(step) else out)  # the next step overwrites a lent result
-        return _kept_state(step, state), outs
+        return clone(state) if lends_state(step) else state, outs
 
     functools.update_wrapper(run, step, assigned=("__module__", "__name__", "__qualname__"), updated=())
     del vars(run)["__wrapped__"]

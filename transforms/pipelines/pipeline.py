@@ -13,7 +13,7 @@ import attrs
 from weft.arguments.checks import kind_of, names_arguments
 from weft.batch import Batch
 from weft.display.tables import text, titled
-from weft.donation import declare_donated, donated_argnames
+from weft.donation import clone, declare_donated, donated_argnames
 from weft.effects import Program, Schema, listing, programs_html
 from weft.errors import ProgramError
 from weft.torchapi.private import in_dispatch_mode
@@ -22,12 +22,13 @@ from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.pipelines.argument_checks import (
     check_count,
     check_entries,
+    check_lending,
     check_options,
     check_stages,
     refuse_transform,
 )
 from weft.transforms.pipelines.checker import CheckedPrograms
-from weft.transforms.pipelines.microbatch import after_first, class_text, join, split
+from weft.transforms.pipelines.microbatch import after_first, class_text, join, lends_state, split
 from weft.transforms.pipelines.schedule import Job, decode_jobs, jobs_for, make_programs
 from weft.transforms.pipelines.session import Session, Spans
 from weft.transforms.pipelines.transports import Transport
@@ -60,7 +61,7 @@ def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Calla
         later = after_first(batch) if len(stages) > 1 else batch
         for stage, p, s in zip(stages, params, state, strict=True):
             new, x = call_stage(len(states), stage, p, s, later if states else batch, x)
-            states.append(new)
+            states.append(clone(new) if lends_state(stage) else new)
         if advance is not None:
             states = [call_advance(index, advance, s, batch, x) for index, s in enumerate(states)]
         return tuple(states), x
@@ -208,8 +209,9 @@ class Pipelined:
         # A graphified stage returns a copy of its own, unless it only becomes part of a graph around it.
         graphs = [isinstance(stage, Graphified) for stage in self.stages]
         shares = [bool(self.__weft_donates__) and (traced or not graph) for graph in graphs]
+        states = [lends_state(stage) and not traced for stage in self.stages]
         return [
-            Worker(rank, self.stages[rank], p, s, self._advance, (), keeps and rank == last, shares[rank])
+            Worker(rank, self.stages[rank], p, s, self._advance, (), keeps and rank == last, shares[rank], states[rank])
             for rank, p, s in zip(self._ranks, params, state, strict=True)
         ]
 
@@ -268,7 +270,8 @@ def pipeline(
         Gradients pass with `Local` (`torch.func` too) and `Threads` (only `backward()`), but not between processes.
 
     Raises:
-        ProgramError: an argument of a wrong kind, or a program that the check refuses.
+        ProgramError: an argument of a wrong kind, one function in the place of two stages that lends its results, or a
+            program that the check refuses.
 
     >>> print(pipeline([lambda p, s, batch, x: (s, batch + p), lambda p, s, batch, x: (s, x * p)], microbatches=1))
     rank 0 of 2
@@ -279,5 +282,6 @@ def pipeline(
       run stage 1 [mb 0]
     """
     stages = check_stages("pipeline", stages)
+    check_lending(f"pipeline(<{len(stages)} stages>)", stages)
     check_options(len(stages), microbatches, advance, schema, transport)
     return Pipelined(stages, microbatches, advance, schema, transport or Local())

@@ -41,6 +41,7 @@ class Worker:
         batches: the micro-batches.
         copies_results: whether results of the stage are copied, since they are lent and stay here to the end.
         copies_shared: whether results that share memory with the state are copied, since it is written in place.
+        copies_state: whether the stage's next state is copied, since it is lent.
         inputs: received values that the stage has not yet run on, by micro-batch.
         results: the results of the stage, by micro-batch.
         outputs: the outputs of the last stage, by micro-batch.
@@ -55,6 +56,7 @@ class Worker:
     batches: Sequence[Any]
     copies_results: bool = False
     copies_shared: bool = False
+    copies_state: bool = False
     inputs: dict[int, Any] = attrs.field(factory=dict)
     results: dict[int, Any] = attrs.field(factory=dict)
     outputs: dict[int, Any] = attrs.field(factory=dict)
@@ -83,7 +85,7 @@ class Worker:
             case Run():
                 x = self.inputs.pop(mb, None)
                 made = call_stage(self.rank, self.stage, self.params, self.state, self.batches[mb], x)
-                self.state = made[0]
+                self.state = clone(made[0]) if self.copies_state else made[0]
                 self.results[mb] = clone(made[1]) if self.copies_results else self._unshared(made[1])
             case Send(_, _, schema):
                 match_schema(self.rank, effect, schema, self.results[mb])

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from refusal import refused
 from scaling import LAW, PARAMS, STATES, scale, stepped
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from weft.outputs import IntermediateTensors
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Function, stage_lists
 from weft.transforms.graphs.graphify import graphify
+from weft.transforms.pipelines.microbatch import microbatch, scan
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.transports.local import Local
@@ -308,3 +310,32 @@ def test_what_a_stage_keeps_or_returns_of_a_lent_input_is_its_own(make: Any) -> 
     step = pipeline([graphify(scale, outputs="borrow"), keeps_input], transport=make())
     new, _ = step(params, state, torch.ones(2))
     assert step(params, new, torch.full((2,), 10.0))[1].tolist() == [22.0, 22.0]
+
+
+@pytest.mark.parametrize("transform", ["microbatch", "scan", "compose", "pipeline"])
+def test_the_state_of_a_lent_step_is_kept(transform: str) -> None:
+    def stage(params: Any, state: Any, batch: Any, x: Any = None) -> Any:
+        return state + batch.sum(), batch * params
+
+    lent = [graphify(stage, outputs="borrow") for _ in range(2)]
+    step: Any = {
+        "microbatch": lambda: microbatch(lent[0], 2),
+        "scan": lambda: scan(lent[0], 2),
+        "compose": lambda: compose([lent[0], lent[0]]),
+        "pipeline": lambda: pipeline(lent, microbatches=2),
+    }[transform]()
+    one, zero = torch.ones(()), torch.zeros(())
+    params, state = ((one, one), (zero, zero)) if transform in ("compose", "pipeline") else (one, zero)
+    first, _ = step(params, state, torch.ones(4))
+    kept = clone(first)
+    step(params, state, torch.ones(4) * 5)
+    assert_equal("L9 ownership", first, kept)
+
+
+def test_a_lent_stage_has_one_rank() -> None:
+    lent = graphify(scale, outputs="borrow")
+    seen = "stages 0 and 2 are one function, which lends its results"
+    instead = 'a graph for each stage, or one of graphify(stage, outputs="safe")'
+    with refused(ProgramError, "pipeline(<3 stages>)", seen, instead):
+        pipeline([lent, graphify(scale, outputs="borrow"), lent])
+    pipeline([graphify(scale)] * 3)
