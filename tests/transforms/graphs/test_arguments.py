@@ -140,6 +140,15 @@ def test_a_strided_argument_is_computed_with_as_it_is(case: str) -> None:
         assert torch.equal(g(x), fn(x))
 
 
+@pytest.mark.parametrize("shape", [((5, 4), (0, 1)), ((3, 3), (1, 1)), ((2, 3, 2), (0, 2, 1)), ((4,), (0,))], ids=str)
+def test_an_overlapping_argument_keeps_its_strides(shape: Any) -> None:
+    g = graphify(lambda x: (x * 2, torch.tensor(x.stride())))
+    for start in range(3):
+        x = torch.arange(9.0).add(start).as_strided(*shape)
+        assert_equal(LAW, g(x), (x * 2, torch.tensor(x.stride())))
+    assert g.cache_info().captures == 1
+
+
 def test_a_few_elements_far_apart_are_made_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.transforms.graphs.calls.buffers.SPARSE_BYTES", 16)
     x = torch.arange(100.0)[::50]
