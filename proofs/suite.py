@@ -26,11 +26,13 @@ class Law:
         number: as in `L1`.
         name: what must hold.
         check: `(data, device)`: draws a case and raises LawViolation if it breaks the law.
+        weight: how many times as many cases as those of other laws a run of all laws checks.
     """
 
     number: str
     name: str
     check: Callable[[st.DataObject, str], None]
+    weight: int = 1
 
     def __str__(self) -> str:
         return f"{self.number} {self.name}"
@@ -217,6 +219,14 @@ def _reordered(data: st.DataObject, device: str) -> None:
     laws.order_is_free(scenario, orders, data.draw(strategies.ladders(scenario.batches())), device)
 
 
+def _on_tensor_programs(data: st.DataObject, device: str) -> None:
+    laws.graph_is_eager_on_tensor_programs(data.draw(strategies.tensor_programs(device)), device)
+
+
+def _on_hazards(data: st.DataObject, device: str) -> None:
+    laws.hazards_are_right_or_refused(data.draw(strategies.hazards(device)), device)
+
+
 LAWS = (
     Law("L1", "graph is eager, on models", _with_ladder(laws.graph_is_eager)),
     Law("L1", "graph is eager, on pure functions", _on_functions(laws.graph_is_eager_on_functions)),
@@ -276,6 +286,8 @@ LAWS = (
     Law("L19", "run-ahead is none", _on_run_ahead),
     Law("L23", "pages are of the parameters that there are", _changed),
     Law("L23", "changed parameters compute all that follows", _changed_engine),
+    Law("L24", "graph is eager, on random programs of tensors", _on_tensor_programs, weight=5),
+    Law("L24", "hazards are right or refused", _on_hazards, weight=3),
 )
 
 

@@ -5,6 +5,7 @@ function, and compares it with a run without transforms. `weft.proofs.mutants` p
 """
 
 from weft.proofs.checks.difference import LawViolation, assert_equal
+from weft.proofs.laws.captures import graph_is_eager_on_tensor_programs, hazards_are_right_or_refused
 from weft.proofs.laws.derivatives import derivatives_are_of_the_step, graphs_of_gradients_are_gradients
 from weft.proofs.laws.dispatch import (
     class_is_kept,
@@ -71,9 +72,11 @@ __all__ = [
     "graph_is_eager_on_functions",
     "graph_is_eager_on_images",
     "graph_is_eager_on_padded_functions",
+    "graph_is_eager_on_tensor_programs",
     "graph_keeps_what_it_reads",
     "graphs_of_functions_are_functions",
     "graphs_of_gradients_are_gradients",
+    "hazards_are_right_or_refused",
     "hosts_agree",
     "image_padding_is_inert",
     "memory_is_estimated",

@@ -5,6 +5,7 @@ wrong results. `python -m weft.proofs.mutants --out FOLDER` records which law ca
 """
 
 from weft.proofs.mutants.agreement import AGREEMENT
+from weft.proofs.mutants.captures import CAPTURES
 from weft.proofs.mutants.derivatives import DERIVATIVES
 from weft.proofs.mutants.drafts import DRAFTS
 from weft.proofs.mutants.graphs import GRAPHS
@@ -15,6 +16,6 @@ from weft.proofs.mutants.steps import STEPS
 
 __all__ = ["MUTANTS", "Mutant"]
 
-_ALL = (*AGREEMENT, *DERIVATIVES, *DRAFTS, *GRAPHS, *SCHEDULES, *SERVING, *STEPS)
+_ALL = (*AGREEMENT, *CAPTURES, *DERIVATIVES, *DRAFTS, *GRAPHS, *SCHEDULES, *SERVING, *STEPS)
 MUTANTS = tuple(sorted(_ALL, key=lambda mutant: int(mutant.law.number[1:])))
 """All planted bugs, at least one for each row of `weft.proofs.suite.LAWS`."""

@@ -18,6 +18,8 @@ from weft.proofs.mutants.catch import catch
 from weft.proofs.mutants.mutant import Mutant
 
 HEADER = ("law", "planted bug", "example", "smallest case", "what was different")
+MOST_EXAMPLES = 1000
+"""The most cases to search for one that breaks a law; some bugs show in one of a hundred."""
 LONGEST = 160
 """The most characters of a cell of the page. `mutants.json` has every case whole."""
 
@@ -25,7 +27,7 @@ LONGEST = 160
 def row(mutant: Mutant, device: str, shrinks: int) -> dict[str, Any]:
     """One planted bug, and the result of its law."""
     with mutant.plant():
-        caught = catch(mutant.law, device, shrinks=shrinks)
+        caught = catch(mutant.law, device, max_examples=MOST_EXAMPLES, shrinks=shrinks)
     found = {"examples": None, "case": [], "violation": "survived", "choices": ""} if caught is None else {
         "examples": caught.examples, "case": list(caught.case), "violation": caught.violation.splitlines()[0],
         "choices": caught.choices,
@@ -34,6 +36,7 @@ def row(mutant: Mutant, device: str, shrinks: int) -> dict[str, Any]:
 
 
 def _beginning(text: str) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 

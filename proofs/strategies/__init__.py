@@ -13,6 +13,8 @@
 | `scenarios()` | a small random model, and batches in an order that its state can serve |
 | `traces()` | requests that arrive, end or are aborted, and a model that serves them |
 | `programs()` | all ranks' programs of a pipeline; `edited_programs()` and `broken_programs()` have faults |
+| `tensor_programs()` | a random program on tensors as Python code, and calls of it, for graphs and eager runs |
+| `hazards()` | code that a graph would get wrong if weft did not notice it |
 | `image_scenarios()`, `resolution_ladders()` | images of a resolution, a shape class other than batches of requests |
 
 They combine like any other strategies: `st.tuples(tensors(4, 4), batches())`, `ladders().filter(bool)`,
@@ -37,6 +39,7 @@ from weft.proofs.strategies.functions import (
     pure_functions,
     stage_lists,
 )
+from weft.proofs.strategies.hazards import HAZARDS, Hazard, hazards
 from weft.proofs.strategies.images import (
     FILTERS,
     Image,
@@ -58,6 +61,7 @@ from weft.proofs.strategies.programs import (
     programs,
 )
 from weft.proofs.strategies.sampling import sampling_params
+from weft.proofs.strategies.tensor_programs import TensorProgram, tensor_programs
 from weft.proofs.strategies.tensors import tensors
 from weft.proofs.strategies.traces import Trace, traces
 
@@ -66,6 +70,7 @@ __all__ = [
     "EDITS",
     "FAULTS",
     "FILTERS",
+    "HAZARDS",
     "OPERATIONS",
     "PLACES",
     "ROPES",
@@ -75,6 +80,7 @@ __all__ = [
     "Broken",
     "Call",
     "Function",
+    "Hazard",
     "Image",
     "ImageScenario",
     "Mapping",
@@ -83,6 +89,7 @@ __all__ = [
     "Rows",
     "Scenario",
     "Scheduled",
+    "TensorProgram",
     "Trace",
     "batches",
     "broken_programs",
@@ -91,6 +98,7 @@ __all__ = [
     "configs",
     "descriptors",
     "edited_programs",
+    "hazards",
     "image_scenarios",
     "job_lists",
     "ladders",
@@ -103,6 +111,7 @@ __all__ = [
     "sampling_params",
     "scenarios",
     "stage_lists",
+    "tensor_programs",
     "tensors",
     "traces",
     "worlds",

@@ -6,13 +6,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from weft.proofs.suite import LAWS, Law
 
 FEW, EXAMPLES = 10, 60
-"""The numbers of cases per law: in a short run, and with `--all`."""
+"""The numbers of cases per law of weight 1: in a short run, and with `--all`."""
 EXAMPLES_GPU = 25
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
 
 def _check(law: Law, device: str, examples: int) -> None:
-    @settings(max_examples=examples, deadline=None, suppress_health_check=QUIET)
+    @settings(max_examples=examples * law.weight, deadline=None, suppress_health_check=QUIET)
     @given(st.data())
     def run(data: st.DataObject) -> None:
         law.check(data, device)

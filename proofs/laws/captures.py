@@ -1,0 +1,247 @@
+"""L24: what depends on tensors is right in a graph, or refused."""
+
+import concurrent.futures
+import re
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from weft.donation import clone, donates
+from weft.errors import WeftError
+from weft.proofs.checks.difference import LawViolation, assert_equal
+from weft.proofs.strategies.hazards import Hazard
+from weft.proofs.strategies.tensor_programs import TensorProgram
+from weft.torchapi.private import storage_id
+from weft.transforms.graphs.graphify import graphify
+from weft.trees import tree_leaves
+
+_LAW = "L24 graph is eager"
+REFUSALS: tuple[type[Exception], ...] = (WeftError, vars(torch.linalg)["LinAlgError"])
+"""What a call of a graph may raise: an operator's error, which the function would handle, ends a replay."""
+
+
+@attrs.define
+class Tally:
+    """Counts of programs.
+
+    Args:
+        programs: that were compared.
+        calls: of their graphs.
+        replays, captures: the calls that a graph answered, and the graphs that were captured for them.
+        errors: programs that raise an error without graphs too.
+        refused: programs that weft refused, by the reason.
+    """
+
+    programs: int = 0
+    calls: int = 0
+    replays: int = 0
+    captures: int = 0
+    errors: int = 0
+    refused: Counter[str] = attrs.field(factory=Counter)
+
+
+@attrs.frozen
+class _World:
+    """One of two equal copies of a program: its names, and the function to call."""
+
+    program: TensorProgram
+    names: dict[str, Any]
+    call: Callable[..., Any]
+
+    def arguments(self, call: int) -> list[Any]:
+        return [*self.names["arguments"](call)]
+
+    def closed_over(self) -> dict[str, Any]:
+        found = {name: self.names[name] for name in ("held", "layer") if name in self.names}
+        return {name: [*x.parameters()] if isinstance(x, nn.Module) else x for name, x in found.items()}
+
+
+@attrs.frozen
+class _Outcome:
+    """The result of a call, or its error; its arguments after the call, without donated ones; and all from before."""
+
+    result: Any
+    arguments: list[Any]
+    before: list[Any]
+    after: list[Any]
+
+
+def graph_is_eager_on_tensor_programs(program: TensorProgram, device: str = "cpu", tally: Tally | None = None) -> None:
+    """L24: a graph of any program gives its results, call by call, by bits; or weft refuses it, and nothing changed.
+
+    Equal are: the results' values, dtypes and shapes; their strides, as `weft.clone` gives them, if they are not lent;
+    whether they require grad; the arguments and closed-over tensors after the call; and the states of the random
+    generators. Results share memory with none that the function's results do not share it with. Where the function
+    raises, the graph raises too. At the end several threads make the calls at once, if the program says so.
+
+    Args:
+        tally: counts what there was to compare.
+    """
+    tally = Tally() if tally is None else tally
+    tally.programs += 1
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=["cuda"] if device == "cuda" else []):
+        warnings.simplefilter("ignore")
+        first, second = program.run(), program.run()
+        graph = second["graph"] if "graph" in second else graphify(second["f"], **program.options())
+        eager = donates(*program.donated)(first["f"]) if program.donated else first["f"]
+        _compare_calls(_World(program, first, eager), _World(program, second, graph), device, tally)
+        if "graph" not in second:
+            info = graph.cache_info()
+            tally.replays, tally.captures = tally.replays + info.replays, tally.captures + info.captures
+
+
+def hazards_are_right_or_refused(hazard: Hazard, device: str = "cpu") -> None:
+    """L24 for a known hazard: a graph gives the function's results, or weft refuses it, if the hazard is one that it
+    may refuse."""
+    tally = Tally()
+    graph_is_eager_on_tensor_programs(hazard.program, device, tally)
+    if tally.refused and not hazard.refused:
+        raise LawViolation(f"L24 {hazard.kind} is refused: {', '.join(tally.refused)}")
+
+
+def _compare_calls(eager: _World, graph: _World, device: str, tally: Tally) -> None:
+    program, donated = eager.program, len(eager.program.donated)
+    kept: list[tuple[Any, Any]] = []
+    states: tuple[Any, Any] = (None, None)
+    for call in range(program.calls):
+        tally.calls += 1
+        results = _compare_call(eager, graph, call, states, device, tally)
+        if results is None:
+            return
+        if not program.borrow:
+            kept.append((results[1], clone(results[1])))
+        if program.chained:
+            states = results[0][0], results[1][0]
+    for result, copy in kept:
+        assert_equal(f"{_LAW}: a result after later calls", *(x[donated:] if donated else x for x in (result, copy)))
+    if program.threads:
+        _compare_threads(eager, graph)
+
+
+def _compare_call(
+    eager: _World, graph: _World, call: int, states: tuple[Any, Any], device: str, tally: Tally
+) -> tuple[Any, Any] | None:
+    """Make one call in both worlds, and compare; None if it raised."""
+    where, program = f"{_LAW}, call {call}", eager.program
+    torch.manual_seed(call)
+    at_start = _random_states(device)
+    expected = _outcome(eager, call, states[0])
+    drawn = _random_states(device)
+    _set_random_states(at_start, device)
+    seen = _outcome(graph, call, states[1])
+    if isinstance(seen.result, REFUSALS) and not isinstance(expected.result, Exception):
+        tally.refused[reason_of(seen.result)] += 1
+        assert_equal(f"{where}: a random generator after a refusal", _random_states(device), at_start)
+        assert_equal(f"{where}: an argument after a refusal", seen.after, seen.before)
+        return None
+    if isinstance(expected.result, Exception):
+        if not isinstance(seen.result, Exception):
+            raise LawViolation(f"{where}: no error, where the function raises {_first_line(expected.result)}")
+        tally.errors += 1
+        return None
+    if isinstance(seen.result, Exception):
+        text = f"{where}: it raises {_first_line(seen.result)}, where the function does not"
+        raise LawViolation(text) from seen.result
+    assert_equal(f"{where}: result", seen.result, expected.result)
+    if not program.borrow:
+        assert_equal(f"{where}: strides", _strides(seen.result, program), _strides(clone(expected.result), program))
+    assert_equal(f"{where}: requires grad", _requiring(seen), _requiring(expected))
+    if program.draws:
+        assert_equal(f"{where}: random generator", _random_states(device), drawn)
+    assert_equal(f"{where}: argument", seen.arguments, expected.arguments)
+    assert_equal(f"{where}: closed-over tensor", graph.closed_over(), eager.closed_over())
+    if more := _shared(seen.result, program) - _shared(expected.result, program):
+        raise LawViolation(f"{where}: {' shares memory with '.join(min(more))}, which the function's does not")
+    return expected.result, seen.result
+
+
+def _outcome(world: _World, call: int, state: Any) -> _Outcome:
+    """Make one call. The next value of a donated argument is a result, and is compared there."""
+    arguments, donated = world.arguments(call), len(world.program.donated)
+    world.names["before"](call)
+    if isinstance(state, Tensor) and state.shape == arguments[0].shape and state.dtype == arguments[0].dtype:
+        arguments[0] = state
+    before = _readable(arguments)
+    try:
+        with world.names["around"](call):
+            result: Any = world.call(*arguments)
+    except Exception as error:
+        result = error
+    after = _readable(arguments)
+    return _Outcome(result, after[donated:], before, after)
+
+
+def _readable(arguments: Sequence[Any]) -> list[Any]:
+    """The leaves of the arguments as they are now, with the states of generators."""
+    return [[_copied(x) for x in tree_leaves(argument)] for argument in arguments]
+
+
+def _copied(x: Any) -> Any:
+    if isinstance(x, torch.Generator):
+        return x.get_state()
+    return x.detach().clone() if isinstance(x, Tensor) else None if isinstance(x, nn.Module) else x
+
+
+def _strides(result: Any, program: TensorProgram) -> list[Any]:
+    """The strides of the results; a next state has those of the old one, whose storage it takes."""
+    tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    return [x.stride() for x in tensors[len(program.donated) :]]
+
+
+def _requiring(outcome: _Outcome) -> list[bool]:
+    return [x.requires_grad for x in tree_leaves(outcome.result) if isinstance(x, Tensor)]
+
+
+def _shared(result: Any, program: TensorProgram) -> set[tuple[str, str]]:
+    """The results that share memory, by their index, without next states, which lie in the memory of the old ones."""
+    results = [*enumerate(x for x in tree_leaves(result) if isinstance(x, Tensor))][len(program.donated) :]
+    names = [(f"result {i}", storage_id(x)) for i, x in results if x.numel()]
+    return {(a, b) for i, (a, one) in enumerate(names) for b, other in names[:i] if one == other}
+
+
+def _random_states(device: str) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
+
+
+def _set_random_states(states: Sequence[Tensor], device: str) -> None:
+    torch.set_rng_state(states[0])
+    if device == "cuda":
+        torch.cuda.set_rng_state(states[1])
+
+
+def _compare_threads(eager: _World, graph: _World) -> None:
+    """All calls again, from several threads at once."""
+    calls, threads = range(eager.program.calls), eager.program.threads
+    start = threading.Barrier(threads)
+
+    def run(_: int) -> list[Any]:
+        start.wait()
+        return [_in_surroundings(graph, call) for call in calls]
+
+    expected = [_in_surroundings(eager, call) for call in calls]
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        for seen in pool.map(run, range(threads)):
+            assert_equal(f"{_LAW}, in threads: result", seen, expected)
+
+
+def _in_surroundings(world: _World, call: int) -> Any:
+    arguments = world.arguments(call)
+    with world.names["around"](call):
+        return world.call(*arguments)
+
+
+def reason_of(error: Exception) -> str:
+    """The reason of a refusal without the user's line, names and sizes."""
+    seen = error.seen if isinstance(error, WeftError) else str(error)
+    text = re.sub(r"\(.*?\)|\[.*?\]", "(...)", seen.splitlines()[0])
+    return f"{type(error).__name__}: {re.sub(r'[xy][0-9]+', 'x', text)}"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,159 @@
+"""Random programs of tensors: a graph of each gives the function's results by bits, or weft refuses it.
+
+    python -m weft.proofs.random_programs --programs 20000 --out proofs/results
+
+Draws programs (`weft.proofs.strategies.tensor_programs`), checks law L24 on each, and writes a record: how many there
+were, what weft refused and how often, and the smallest case of each difference. It exits with 1 if there is one.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from tqdm.auto import tqdm
+
+from weft.errors import DeviceError
+from weft.proofs.checks.difference import LawViolation
+from weft.proofs.environment import environment
+from weft.proofs.laws.captures import Tally, graph_is_eager_on_tensor_programs
+from weft.proofs.strategies.tensor_programs import TensorProgram, tensor_programs
+
+_AT_ONCE = 50
+"""Programs a seed."""
+_PHASES = [Phase.generate, Phase.shrink]
+_MOST_DIFFERENCES = 20
+
+
+@attrs.frozen
+class Difference:
+    """A program whose graph gives something else: the seed of its batch, what differs, and the program, made small."""
+
+    seed: int
+    violation: str
+    program: str
+
+
+@attrs.define
+class Run:
+    """The outcome of a run.
+
+    Args:
+        device, seed: of the programs; each batch of programs has the next seed.
+        tally: what there was to compare.
+        differences: the programs that broke the law, made small.
+        seconds: the time that it took.
+    """
+
+    device: str
+    seed: int
+    tally: Tally = attrs.field(factory=Tally)
+    differences: list[Difference] = attrs.field(factory=list)
+    seconds: float = 0.0
+
+    @property
+    def refused_share(self) -> float:
+        """The share of programs that weft refused."""
+        return self.tally.refused.total() / max(self.tally.programs, 1)
+
+    def __str__(self) -> str:
+        own = self.tally
+        refused = "".join(f"\n  {count:6} {reason}" for reason, count in own.refused.most_common())
+        return (
+            f"{own.programs} programs on {self.device}, {own.calls} calls, {own.captures} captures, {own.replays} "
+            f"replays; {len(self.differences)} differences; {own.errors} programs raise without graphs too; "
+            f"{self.seconds:.0f} s\nrefused: {self.refused_share:.1%}{refused}"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """All of it for a JSON file."""
+        return {
+            "environment": environment(self.device),
+            "hypothesis": hypothesis.__version__,
+            "refused_share": round(self.refused_share, 4),
+            **attrs.asdict(self),
+        }
+
+
+def run(num_programs: int, device: str = "cpu", seed: int = 0, minutes: float | None = None) -> Run:
+    """Check so many programs, or as many as there is time for.
+
+    Args:
+        num_programs: the number of programs, at least; those that make a counterexample small are not counted.
+        minutes: the time after which no further batch of programs begins.
+    """
+    found, start = Run(device, seed), time.monotonic()
+    with tqdm(total=num_programs, unit="program") as bar:
+        while found.tally.programs < num_programs and len(found.differences) < _MOST_DIFFERENCES:
+            if minutes is not None and time.monotonic() - start > 60 * minutes:
+                break
+            before = found.tally.programs
+            _check_batch(found, seed)
+            bar.update(found.tally.programs - before)
+            bar.set_postfix(differences=len(found.differences), refused=f"{found.refused_share:.1%}")
+            seed, found.seconds = seed + 1, time.monotonic() - start
+    return found
+
+
+def _check_batch(found: Run, seed: int) -> None:
+    failing: list[TensorProgram] = []
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=_AT_ONCE,
+        deadline=None,
+        database=None,
+        phases=_PHASES,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(tensor_programs(found.device))
+    def check(program: TensorProgram) -> None:
+        tally = Tally() if failing else found.tally  # what makes a case small is not counted
+        try:
+            graph_is_eager_on_tensor_programs(program, found.device, tally)
+        except LawViolation:
+            failing.append(program)
+            raise
+
+    try:
+        check()
+    except LawViolation as error:
+        found.differences.append(Difference(seed, str(error), repr(failing[-1])))
+    except hypothesis.errors.Flaky as error:
+        smallest = min(failing, key=lambda program: len(program.code))
+        found.differences.append(Difference(seed, f"not always: {error}", repr(smallest)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check what the command line asks for, print the outcome, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--programs", type=int, default=20_000, help="how many (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, help="the time after which no further programs are drawn")
+    parser.add_argument("--out", type=Path, help="the folder to write the record to (default: none)")
+    given = parser.parse_args(arguments)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        call = "weft.proofs.random_programs --device cuda"
+        raise DeviceError(call, "this machine has no CUDA device", "--device cpu")
+    torch.set_num_threads(1)
+    found = run(given.programs, given.device, given.seed, given.minutes)
+    for difference in found.differences:
+        print(f"\nseed {difference.seed}: {difference.violation}\n{difference.program}")
+    print(found)
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        path = given.out / f"random-programs-{given.device}.json"
+        path.write_text(json.dumps(found.record(), indent=1) + "\n", encoding="utf-8")
+    return 1 if found.differences else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,73 @@
+"""Known hazards of captures as Python code: `hazards()` draws one with its parameters, as a `TensorProgram`."""
+
+from string import Template
+from typing import Any
+
+import attrs
+from hypothesis import strategies as st
+
+from weft.proofs.strategies.hazards_of_calls import OF_CALLS, Kind
+from weft.proofs.strategies.hazards_of_functions import OF_FUNCTIONS
+from weft.proofs.strategies.tensor_programs import TensorProgram
+
+_HEAD = """
+import contextlib
+import functools
+import threading
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+import weft
+
+device = {device!r}
+
+def arguments(call):
+    return torch.tensor([1.0, 2.0, 3.0], device=device) * (1 + call),
+
+def around(call):
+    return contextlib.nullcontext()
+
+def before(call):
+    pass
+"""
+
+
+@attrs.frozen
+class Hazard:
+    """A drawn hazard.
+
+    Args:
+        kind: one of `HAZARDS`.
+        program: the code, with parameters filled in.
+        refused: whether weft may refuse it.
+    """
+
+    kind: str
+    program: TensorProgram
+    refused: bool
+
+    def __repr__(self) -> str:
+        return f"# {self.kind}, which weft {'may refuse' if self.refused else 'gets right'}\n{self.program!r}"
+
+
+HAZARDS: dict[str, Kind] = OF_CALLS | OF_FUNCTIONS
+"""The kinds of hazards, by name."""
+
+
+@st.composite
+def hazards(draw: st.DrawFn, device: str = "cpu") -> Hazard:
+    """A kind of hazard, its parameters, and two to four calls with new values.
+
+    >>> from hypothesis import find
+    >>> hazard = find(hazards(), lambda hazard: hazard.kind == "a generator argument")
+    >>> hazard.refused, hazard.program.calls
+    (False, 2)
+    """
+    name = draw(st.sampled_from([name for name, kind in HAZARDS.items() if kind.on_gpu or device == "cpu"]))
+    kind = HAZARDS[name]
+    values = {parameter: draw(st.sampled_from(texts)) for parameter, texts in kind.parameters.items()}
+    code = _HEAD.format(device=device).lstrip() + Template(kind.code).substitute(values)
+    options: dict[str, Any] = {"calls": draw(st.integers(2, 4)), **kind.options}
+    return Hazard(name, TensorProgram(code, **options), kind.refused)

@@ -1,0 +1,251 @@
+"""The kinds of hazards in what a function does: its reads, its errors, what it keeps, and what it reads outside."""
+
+from weft.proofs.strategies.hazards_of_calls import Kind
+
+OF_FUNCTIONS: dict[str, Kind] = {
+    "a swallowed refusal": Kind(
+        """
+def f(x):
+    found = 1.0
+    try:
+        found = $read
+    except $errors:
+        pass
+    return x / found
+""",
+        {
+            "read": ("float(x.max())", "x[0].item()", "int(x[1])", "x.tolist()[2]", "3.0 if x.sum() > 7 else 2.0"),
+            "errors": ("Exception", "RuntimeError", "BaseException"),
+        },
+        refused=True,
+    ),
+    "a composite that asks for modes": Kind(
+        """
+def arguments(call):
+    return torch.tensor([0.0, 2.0, 3.0], device=device) * (1 + call),
+
+def f(x):
+    with torch.enable_grad():
+        q = x.detach().requires_grad_()
+        return torch.autograd.grad($loss, q)[0]
+""",
+        {
+            "loss": (
+                "(1000 * q.max()).exp()",
+                "q.prod()",
+                "torch.masked.prod(q, mask=q > 1)",
+                "torch.linalg.svdvals(torch.outer(q, q) + torch.eye(3, device=device)).sum()",
+                "torch.linalg.cond(torch.outer(q, q) + torch.eye(3, device=device))",
+            )
+        },
+        refused=True,
+    ),
+    "an error of an operator": Kind(
+        """
+def arguments(call):
+    singular = torch.tensor([[0.0, 0.0], [0.0, $value]], device=device)
+    return torch.eye(2, device=device) * (1 + call) if call $when else singular,
+
+def f(a):
+    try:
+        return $operator
+    except torch.linalg.LinAlgError:
+        return a * 0 + 7
+""",
+        {
+            "value": ("0.0", "-1.0"),
+            "when": ("== 1", "== 0", "> 0"),
+            "operator": ("torch.linalg.cholesky(a)", "torch.linalg.inv(a)", "torch.linalg.solve(a, a)"),
+        },
+        refused=True,
+    ),
+    "a tensor kept by the first run": Kind(
+        """
+kept = {}
+
+def f(x):
+    kept.setdefault("first", $kept)
+    return x - kept["first"]
+""",
+        {"kept": ("x.detach()", "x * 1", "x", "x.view(-1)", "x.clone().mul_(2)")},
+        refused=True,
+    ),
+    "a read by TorchScript": Kind(
+        """
+unit = torch.jit.CompilationUnit('''
+$script
+''')
+
+def f(x):
+    return unit.scripted(x)
+""",
+        {
+            "script": (
+                "def scripted(x: Tensor) -> Tensor:\n    l: List[float] = x.tolist()\n    return x * l[0]",
+                "def scripted(x: Tensor) -> Tensor:\n    return x * len('{}'.format(x.sum() * 1000))",
+                "def scripted(x: Tensor) -> Tensor:\n    return x * float(x[0])",
+                "def scripted(x: Tensor) -> Tensor:\n    return x * 2",
+            )
+        },
+        refused=True,
+        on_gpu=False,
+    ),
+    "new storage of parameters": Kind(
+        """
+layer = nn.Linear(3, 2, device=device).requires_grad_(False)
+nn.init.constant_(layer.weight, 0.5)
+nn.init.constant_(layer.bias, 0.25)
+
+def before(call):
+    if call == $when:
+        $change
+
+def f(x):
+    return layer(x)
+""",
+        {
+            "when": ("1", "2", "0"),
+            "change": (
+                "layer.weight.data = layer.weight + 1",
+                "nn.utils.vector_to_parameters(torch.arange(8.0, device=device), layer.parameters())",
+                "layer.weight = nn.Parameter(layer.weight * 3, requires_grad=False)",
+                "layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()}, assign=True)",
+                "layer.bias.set_(torch.ones(2, device=device))",
+                "torch.utils.swap_tensors(layer.bias, nn.Parameter(torch.ones(2, device=device), False))",
+                "layer.weight.add_(1)",
+            ),
+        },
+    ),
+    "names bound anew": Kind(
+        """
+weight = torch.ones(3, device=device)
+
+def helper(x):
+    return x * weight
+
+def make(inner):
+    def rebind(new):
+        nonlocal inner
+        inner = new
+
+    def f(x):
+        return helper(x) + inner
+
+    return f, rebind
+
+f, rebind = make(torch.ones(3, device=device))
+
+def before(call):
+    global weight, helper
+    if call == $when:
+        $change
+""",
+        {
+            "when": ("1", "2"),
+            "change": (
+                "weight = torch.full((3,), 5.0, device=device)",
+                "helper = lambda x: x - weight",
+                "rebind(torch.zeros(3, device=device))",
+                "weight = 2.0",
+            ),
+        },
+    ),
+    "kernels that ask for modes": Kind(
+        """
+torch.manual_seed(0)
+sparse = torch.eye(3, device=device).to_sparse()
+lstm = nn.LSTM(3, 3, device=device).requires_grad_(False)
+
+def arguments(call):
+    return torch.arange(9.0, device=device).add(call).sin().reshape(3, 3),
+
+def around(call):
+    return torch.set_grad_enabled(call $when)
+
+def f(x):
+    return $body
+""",
+        {
+            "when": (">= 0", "== 1", "< 0"),
+            "body": (
+                "lstm(x)[0]",
+                "torch.vmap(lambda a: a * 2)(x)",
+                "torch.vmap(torch.func.grad(lambda a: 0.5 * (a @ a) ** 2))(x)",
+                "torch.sparse.mm(sparse, x)",
+                "(x, torch.Size(x.shape[1:]), x.shape)",
+            ),
+        },
+    ),
+    "other threads' random numbers": Kind(
+        """
+@contextlib.contextmanager
+def around(call):
+    drawn, stop = [], threading.Event()
+
+    def draw():
+        while not stop.is_set():
+            drawn.append(tuple(torch.rand(4).tolist()))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if len(drawn) > len(set(drawn)):
+        raise RuntimeError("another thread drew a number twice")
+
+def arguments(call):
+    return torch.ones(2 + call),
+
+def f(x):
+    for _ in range($times):
+        x = x + 0 * $draw
+    return x
+""",
+        {"times": ("30", "60"), "draw": ("torch.rand(1)", "torch.randn_like(x)", "x.bernoulli(0.5)")},
+        options={"calls": 6, "draws": False},
+        on_gpu=False,
+    ),
+    "a borrowed state in micro-batches": Kind(
+        """
+def step(params, state, batch):
+    state = $state
+    return state, batch * $out
+
+f = weft.microbatch(step, 2)
+graph = weft.microbatch(weft.graphify(step, outputs="borrow"), 2)
+
+params = torch.ones(1, device=device)
+
+def arguments(call):
+    return params, torch.zeros(1, device=device), torch.arange(4.0, device=device).add(call)
+""",
+        {"state": ("state + batch.sum()", "batch.sum()[None] * params"), "out": ("state", "params", "2")},
+    ),
+    "one borrowed stage on several ranks": Kind(
+        """
+def stage(params, state, batch, x):
+    y = batch if x is None else x
+    return state + y.sum(), y * params + $more
+
+f = weft.pipeline([stage] * 3, microbatches=2)
+lent = [weft.graphify(stage, outputs="borrow") for _ in range($graphs)]
+transport = weft.transforms.$transport()
+
+def graph(*args):
+    return weft.pipeline((lent * 3)[:3], microbatches=2, transport=transport)(*args)
+
+params = (torch.full((1,), 2.0, device=device),) * 3
+
+def arguments(call):
+    x = torch.arange(4.0, device=device).add(call)
+    return params, tuple(torch.zeros((), device=device) for _ in range(3)), x
+""",
+        {"more": ("1", "batch"), "graphs": ("1", "2", "3"), "transport": ("Threads", "Local")},
+        refused=True,
+        options={"calls": 6},
+    ),
+}
+"""The kinds of hazards in what a function does, by name."""
