@@ -152,6 +152,13 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         tensor = get_unwrapped(tensor)
 
 
+def innermost_storage_id(tensor: torch.Tensor) -> int:
+    """`storage_id` of the tensor inside all wrappers of torch.func's transforms, which have no storage."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return storage_id(tensor)
+
+
 num_function_modes: Callable[[], int] = _len_torch_function_stack
 """The number of active function modes, such as `torch.device("cpu")` as a context."""
 WithoutFunctionModes: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction

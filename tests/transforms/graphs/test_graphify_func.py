@@ -163,3 +163,22 @@ def test_a_number_that_stands_for_a_tensor_is_one_again() -> None:
     g = graphify(fn)
     for end in (torch.tensor([2.0, 6.0]), torch.tensor([0.0, 5.0])):
         assert torch.equal(g(end), fn(end))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        vmap(lambda x: torch.empty_like(x).copy_(x) + 1),
+        vmap(lambda x: x * torch.tensor(2.0)),
+        lambda x: jvp(lambda x: x * torch.as_tensor(2.0), (x,), (x,)),
+        grad(lambda x: (x * torch.tensor([2.0])).sum()),
+    ],
+    ids=["empty", "tensor", "as_tensor", "grad"],
+)
+def test_tensors_made_inside_a_transform_have_no_storage_of_their_own(fn: Callable[[Tensor], Any]) -> None:
+    assert_equal(LAW, graphify(fn)(X), fn(X))
+
+
+def test_a_host_read_inside_a_transform_is_refused() -> None:
+    with pytest.raises(weft.errors.CaptureError, match="Tensor.item reads a tensor on the host"):
+        graphify(lambda x: jvp(lambda x: x * x.sum().item(), (x,), (x,)))(X)

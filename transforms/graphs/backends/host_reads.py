@@ -15,9 +15,9 @@ from weft.errors import CaptureError
 from weft.torchapi.private import (
     READ_BY_PICKLE,
     FunctionMode,
+    innermost_storage_id,
     is_higher_order,
     off_fast_path,
-    storage_id,
     uncompiled,
 )
 from weft.transforms.graphs.backends.operators import tensors_in
@@ -92,9 +92,9 @@ class HostReads(FunctionMode):
                 raise
             raise self.refuse(*_branching_fault(str(func))) from None
         if name in _ALLOCATE and isinstance(result, Tensor):
-            self.asked_for.add(storage_id(result))
+            self.asked_for.add(innermost_storage_id(result))
         if func in _NEW_TENSORS and not _any_tensor(args, kwargs) and result.is_cpu:
-            self.constants.add(storage_id(result))  # as_tensor calls no operator
+            self.constants.add(innermost_storage_id(result))  # as_tensor calls no operator
         return result
 
     def _read_attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -123,7 +123,7 @@ def _fault(
 ) -> tuple[str, str] | None:
     """(the host read that a function does, the remedy); None if it reads nothing on the host."""
     if name in _READS and getattr(torch.Tensor, name, None) is func:
-        if name not in _SHARED and storage_id(args[0]) in constants:
+        if name not in _SHARED and innermost_storage_id(args[0]) in constants:
             return None
         fault = "a branch on a tensor's value" if name == "__bool__" else f"Tensor.{name} reads a tensor on the host"
         print_remedy = "call it inside weft.no_capture(replay=False), where it may print; or " if name in _SHOWN else ""
@@ -142,7 +142,7 @@ def _fault(
         return f"{name} of a list of tensors reads them on the host", f"torch.stack or torch.cat; or {REMEDY}"
     if func in _INDEXING and _is_list_of_tensors(args[1]):
         return "an index that is a list of tensors reads them on the host", f"x[torch.stack([i, j])]; or {REMEDY}"
-    if name in _PACKED and storage_id(args[1]) not in constants:
+    if name in _PACKED and innermost_storage_id(args[1]) not in constants:
         return f"{name} reads the lengths of sequences on the host", f"padded sequences and a mask; or {REMEDY}"
     return None
 
