@@ -33,8 +33,8 @@ later. A buffer begins where its argument does, up to a multiple of it."""
 
 
 def offset_of(value: Tensor) -> int:
-    """The number of bytes by which a tensor begins after a multiple of `ALIGNMENT`."""
-    strided = value.layout is torch.strided and not value.is_meta and value.numel() > 0
+    """The number of bytes by which a tensor of several elements begins after a multiple of `ALIGNMENT`."""
+    strided = value.layout is torch.strided and not value.is_meta and value.numel() > 1
     return value.data_ptr() % ALIGNMENT if strided else 0
 
 
