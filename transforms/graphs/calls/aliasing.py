@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import DonatedError
-from weft.torchapi.private import storage_id
+from weft.torchapi.private import is_functorch_wrapped_tensor, storage_id
 
 
 class Arguments(Protocol):
@@ -122,7 +122,8 @@ def refuse_donated_twice(call: Arguments, name: str, first: int) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+    plain = tensor.layout is torch.strided and not tensor.is_meta and not is_functorch_wrapped_tensor(tensor)
+    return plain and tensor.numel() > 0
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

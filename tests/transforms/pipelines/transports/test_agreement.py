@@ -17,7 +17,7 @@ from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, load
 from weft.state import advance
 from weft.transforms.engine.setup import make_state
-from weft.transforms.graphs import memo as graphs
+from weft.transforms.graphs import cache
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder
@@ -45,7 +45,7 @@ def whole_step(deciding: int | None, from_step: int) -> list[int]:
     prompts = Batch.ragged([0, 1], [[5, 6], [7]])
     for number, batch in enumerate((prompts, Batch.decode([0, 1]), Batch.decode([0, 1]))):
         by_itself = rank == deciding and number >= from_step
-        with mock.patch.object(graphs, "dispatch", _largest) if by_itself else nullcontext():
+        with mock.patch.object(cache, "dispatch", _largest) if by_itself else nullcontext():
             state, out = step((model.params,), state, batch)
     ids: list[int] = out.token_ids.tolist()
     return ids
