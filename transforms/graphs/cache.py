@@ -59,6 +59,8 @@ class Plan:
     fill: Callable[[Sequence[Any]], None] | None
     run: Callable[[], None]
     handover: Handover
+    holds: Callable[[], bool] | None
+    """Returns whether what the graph reads from outside its arguments is what it was; None: it reads nothing."""
 
     def may_run(self) -> bool:
         """Whether the graph may replay now: not inside `no_capture(replay=False)`, and not where autograd would
@@ -67,19 +69,15 @@ class Plan:
 
     def reads_the_same(self) -> bool:
         """Whether what the graph reads from outside its arguments is what it was."""
-        return self.graph.outside.holds()
+        return self.holds is None or self.holds()
 
     def condition(self) -> "Callable[[Plan], bool] | None":
-        """The condition that this plan adds to those of the fast path: its graph reads the same from outside, none of
-        that has come to require grad, and torch's back-end switches choose the same kernels. None: no condition."""
+        """The condition that this plan adds to those of the fast path, besides `holds`: nothing that its graph reads
+        from outside has come to require grad, and torch's back-end switches choose the same kernels. None: none."""
         switches = backend_switches() if self.graph.consults_switches else None
         if switches is None and not (self.graph.external and torch.is_grad_enabled()):
-            return None if self.graph.outside.is_empty() else Plan.reads_the_same
-        return lambda plan: (
-            plan.reads_the_same()
-            and not plan.graph.needs_autograd()
-            and (switches is None or backend_switches() == switches)
-        )
+            return None
+        return lambda plan: not plan.graph.needs_autograd() and (switches is None or backend_switches() == switches)
 
 
 def make_plan(
@@ -90,7 +88,8 @@ def make_plan(
     copies = plan_copies(graph.buffers, graph.padding_sources, graph.axes, leaves, num_references)
     outputs = graph.outputs if padded == own else _unpadded(graph.outputs, own)
     handover = hand_over(outputs, graph.buffers, borrow)
-    return Plan(graph, wait_for_last_replay, copies.fill if copies else None, graph.recording.replay, handover)
+    fill, replay, holds = copies.fill if copies else None, graph.recording.replay, graph.outside.holds
+    return Plan(graph, wait_for_last_replay, fill, replay, handover, holds)
 
 
 def _unpadded(outputs: Outputs, own: Any) -> Outputs:
@@ -200,7 +199,7 @@ class Cache:
             CacheMissError: it was dropped, and the function is frozen.
         """
         entry = self.entries.get(key)
-        if entry is None or entry.graph.outside.holds():
+        if entry is None or (holds := entry.graph.outside.holds) is None or holds():
             return None if entry is None else entry.graph
         change = entry.graph.outside.change()
         if self.frozen:

@@ -144,6 +144,7 @@ class KnownReferences:
 
     tree: TreeSpec
     key: TreeKey
+    holds: None = None
 
 
 def make_call(

@@ -10,7 +10,7 @@ path with the key of its arguments by reference already known: a model's paramet
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import attrs
 from torch import Tensor, is_inference_mode_enabled as is_inference_mode
@@ -29,7 +29,15 @@ from weft.transforms.graphs.calls.reader import (
 )
 from weft.trees import leaf_axes
 
-T = TypeVar("T")
+
+class Value(Protocol):
+    """A value that may be used as long as `holds` returns True; None: always."""
+
+    @property
+    def holds(self) -> Callable[[], bool] | None: ...
+
+
+T = TypeVar("T", bound=Value)
 
 MAX_FORMS = 256
 MAX_FAST_PATHS = 128
@@ -37,7 +45,7 @@ MAX_FAST_PATHS = 128
 MAX_KEYS = 4096
 MAX_KNOWN = 64
 MAX_PER_KEY = 8
-_CROWDED: Final = ()
+_CROWDED: Final[tuple[Any, ...]] = (None,)
 """Stands in a table for a key whose calls have more than `MAX_PER_KEY` layouts: their strides join the key."""
 
 
@@ -92,7 +100,7 @@ def _find(table: Table[T], key: Any, tensors: Sequence[Any], copied: Sequence[Te
         candidates = table.get(key)
     except TypeError:  # the general path raises the error that names the unhashable value
         return None
-    if candidates == _CROWDED:
+    if candidates is _CROWDED:
         candidates = table.get((key, *map(Tensor.stride, tensors)))
     for guarded in candidates or ():
         if (
@@ -101,6 +109,7 @@ def _find(table: Table[T], key: Any, tensors: Sequence[Any], copied: Sequence[Te
             and is_inference_mode() is guarded.inference
             and not guarded.in_capture()
             and (value := guarded.value()) is not None
+            and (value.holds is None or value.holds())
             and (guarded.condition is None or guarded.condition(value))
         ):
             return None if guarded.donated is not None and guarded.donated.hold(copied) else value
@@ -112,7 +121,7 @@ def _store(table: Table[T], key: Any, tensors: Sequence[Any], guarded: Guarded[T
     if len(table) >= max_keys:
         table.clear()
     candidates = table.get(key)
-    if candidates == _CROWDED or (candidates is not None and len(candidates) == MAX_PER_KEY):
+    if candidates is _CROWDED or (candidates is not None and len(candidates) == MAX_PER_KEY):
         table[key] = _CROWDED
         key = (key, *map(Tensor.stride, tensors))
     table[key] = (guarded, *table.get(key, ()))[:MAX_PER_KEY]
