@@ -240,13 +240,13 @@ def _check_arguments(model: Any, folder: Any) -> None:
 def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:
     """The rank and the scaling of each of these linear layers that has a pair of matrices."""
     try:
-        found = {name: (config.rank_of(name), config.scaling_of(name)) for name in names if config.changes(name)}
-    except ConfigError as error:
-        raise ConfigError(call, f"{_CONFIG} has {error.call}, and {error.seen}", error.instead) from None
-    if not found:
+        if found := {n: (config.rank_of(n), config.scaling_of(n)) for n in names if config.changes(n)}:
+            return found
+        seen = "names no layer of the model that can be adapted"
         instead = "an adapter of the model's own q, k, v, o, gate, up or down projections, none of experts"
-        raise ConfigError(call, f"{_CONFIG} names no layer of the model that can be adapted", instead)
-    return found
+    except ConfigError as error:  # an expression that takes too many steps
+        seen, instead = f"has {error.call}, and {error.seen}", error.instead
+    raise ConfigError(call, f"{_CONFIG} {seen}", instead)
 
 
 def _tensor(name: str, which: str) -> str:
@@ -353,16 +353,23 @@ def check_slot(
     params: DecoderParams, config: ModelConfig, layout: StageLayout, slot: int, adapter: Adapter | None
 ) -> None:
     """Raise RequestError where `write_slot` does."""
-    call = f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})"
     slots = _slots(params, config, layout)
-    for name, (a, _) in _deltas(layout, adapter).items():
+    if fault := _slot_fault(slots, _deltas(layout, adapter), slot):
+        raise RequestError(f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})", *fault)
+
+
+def _slot_fault(
+    slots: Mapping[str, tuple[LoraWeights, int, Part]], deltas: Mapping[str, tuple[Tensor, Tensor]], slot: int
+) -> tuple[str, str] | None:
+    for name, (a, _) in deltas.items():
         if name not in slots or a.shape[0] > slots[name][0].a.shape[2]:
             seen = f"{name} of rank {a.shape[0]}, and slots "
             seen += f"of rank {slots[name][0].a.shape[2]}" if name in slots else f"of {', '.join(slots) or 'no layer'}"
-            raise RequestError(call, seen, "reserve_slots(..., rank=..., names=...) of all that will be written")
+            return seen, "reserve_slots(..., rank=..., names=...) of all that will be written"
     for lora, _, _ in slots.values():
         if not 0 <= slot < len(lora.a):
-            raise RequestError(call, f"{len(lora.a)} slots", f"a slot from 0 to {len(lora.a) - 1}")
+            return f"{len(lora.a)} slots", f"a slot from 0 to {len(lora.a) - 1}"
+    return None
 
 
 def _slots(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> dict[str, tuple[LoraWeights, int, Part]]:

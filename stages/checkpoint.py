@@ -17,7 +17,7 @@ from tqdm import tqdm
 from weft.arguments.json_text import Fields, read_object
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError
 from weft.stages.architectures import ARCHITECTURES
-from weft.stages.config import DTYPES, ModelConfig, check_folder, find_file
+from weft.stages.config import DTYPES, ModelConfig, find_file
 from weft.stages.layer_fields import Field, Part, layer_fields
 from weft.stages.layout import StageLayout, check_layout
 from weft.stages.params import DecoderParams, LayerParams
@@ -213,13 +213,12 @@ def weight_files(folder: Path, call: str) -> list[Path]:
     """
     shards = sorted(set(_tensor_files(folder, call).values()))
     for file in shards:
-        _check_readable(file, call)
+        open_tensors(file, "cpu", call)
     return shards if shards == [folder / _WEIGHTS] else [folder / _INDEX, *shards]
 
 
 def _tensor_files(folder: Path, call: str) -> dict[str, Path]:
     """The file that holds each of the checkpoint's tensors."""
-    check_folder(folder, call)
     convert = "convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
     written = "pass a folder that save_pretrained wrote"
     file = find_file(folder, (_WEIGHTS, _INDEX), call, written, {"pytorch_model*.bin": convert})
@@ -254,19 +253,19 @@ def _is_inside(name: Any) -> bool:
 
 
 def open_tensors(file: Path, device: str, call: str) -> Any:
-    """The file's `safe_open`, which maps the file and reads no tensor yet."""
-    _check_readable(file, call)
+    """The file's `safe_open`, which maps the file and reads no tensor yet.
+
+    Raises:
+        CheckpointError: it is damaged, or this user may not read it.
+    """
     try:
         return safe_open(file, framework="pt", device=device)
     except (SafetensorError, OSError) as error:
         seen = f"{file.name} ({file.stat().st_size} bytes) is damaged: {error!s:.300}"
-        raise CheckpointError(call, seen, f"copy {file.name} again from where it came from") from error
-
-
-def _check_readable(file: Path, call: str) -> None:
-    if not os.access(file, os.R_OK):
-        seen, instead = f"{str(file)!r:.300}, which this user may not read", "chmod u+r, or another user's rights"
-        raise CheckpointError(call, seen, instead)
+        instead = f"copy {file.name} again from where it came from"
+        if not os.access(file, os.R_OK):
+            seen, instead = f"{str(file)!r:.300}, which this user may not read", "chmod u+r, or another user's rights"
+        raise CheckpointError(call, seen, instead) from error
 
 
 def _open_all(files: Mapping[str, Path], device: str, call: str, stack: ExitStack) -> dict[Path, Any]:
@@ -313,14 +312,17 @@ def check_tensor(
     """
     try:
         view = handle.get_slice(name)
-    except SafetensorError as error:
+    except SafetensorError:
+        seen = f"{_INDEX} says that {file} holds {name}, and it does not"
         instead = "copy the index and the shards again from where they came from"
-        raise CheckpointError(call, f"{_INDEX} says that {file} holds {name}, and it does not", instead) from error
-    found, dtype = tuple(view.get_shape()), view.get_dtype()
-    if found != shape or dtype not in dtypes:
+    else:
+        found, dtype = tuple(view.get_shape()), view.get_dtype()
+        if found == shape and dtype in dtypes:
+            return
         seen = f"{name} in {file} is {dtype} {found}, and {source} makes it {shape} of {', '.join(dtypes)}"
         quantized = dtypes == FLOATS and dtype not in FLOATS
-        raise CheckpointError(call, seen, "use it before quantization" if quantized else _belong(source))
+        instead = "use the checkpoint before quantization" if quantized else _belong(source)
+    raise CheckpointError(call, seen, instead)
 
 
 def list_some(names: list[str]) -> str:

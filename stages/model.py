@@ -84,12 +84,13 @@ class Model:
         Raises:
             RequestError: the checkpoint has no tokenizer, or `text` is not a string.
         """
-        call, given = f"model.encode({text!r:.60})", cast(Any, text)
-        if not isinstance(given, str):
-            instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
-            raise RequestError(call, kind_of(given), instead)
-        if self.tokenizer is None:
-            raise RequestError(call, f"{self.path} holds no tokenizer.json", "pass token ids")
+        call, is_text = f"model.encode({text!r:.60})", isinstance(cast(Any, text), str)
+        if self.tokenizer is None or not is_text:
+            seen, instead = f"{self.path} holds no tokenizer.json", "pass token ids"
+            if not is_text:
+                seen = kind_of(text)
+                instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
+            raise RequestError(call, seen, instead)
         with _tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
             return list(self.tokenizer.encode(text).ids)
 
@@ -202,13 +203,19 @@ def load(
     """
     given = str(path) if isinstance(path, Path) else path
     call = f"weft.load({given!r:.300}, device={device!r}, dtype={dtype!r})"
-    if not isinstance(path, str | Path):
-        raise RequestError(call, f"path is {kind_of(path)}", "the folder of a checkpoint, such as weft.stages.DEMO")
+    index, num_stages = (0, 1) if stage is None else stage
+    checks: tuple[tuple[bool, type[WeftError], str, str], ...] = (
+        (isinstance(path, str | Path), RequestError, f"path is {kind_of(path)}", "a folder, such as weft.stages.DEMO"),
+        (0 <= index < num_stages, ProgramError, f"stage={stage!r}", "(index, num_stages), the stages numbered from 0"),
+    )
+    for holds, error, seen, instead in checks:
+        if not holds:
+            raise error(call, seen, instead)
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
     folder = Path(path)
     config = config_in_folder(folder, call, strict=strict)
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
-    layout = _layout(config, stage, call)
+    layout = split_model(config, num_stages)[index]
     tokenizer = _load_tokenizer(folder, call)
     files = weight_files(folder, call)
     with ThreadPoolExecutor(1) as beside:  # the digest reads a few pages of each file, the load all of them
@@ -216,14 +223,6 @@ def load(
         params = read_params(folder, config, layout, checked_device(where, call), kind, call, progress=progress)
         origin = Origin(digest.result(), digest_params(params))
         return Model(config, params, tokenizer, folder, layout=layout, origin=origin)
-
-
-def _layout(config: ModelConfig, stage: tuple[int, int] | None, call: str) -> StageLayout:
-    index, num_stages = (0, 1) if stage is None else stage
-    if not 0 <= index < num_stages:
-        seen = f"stage={stage!r}"
-        raise ProgramError(call, seen, "(index, num_stages), the stages numbered from 0")
-    return split_model(config, num_stages)[index]
 
 
 def _load_tokenizer(folder: Path, call: str) -> Tokenizer | None:

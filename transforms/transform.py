@@ -88,16 +88,16 @@ class Transform:
 
         @functools.wraps(step)
         def run(params: Any, state: Any, *rest: Any) -> Any:
-            if not isinstance(state, Carried):
-                seen = f"a state that is {kind_of(state)}"
-                raise ProgramError(f"Transform(...)({name})(...)", seen, "transform.carry(params, state) at first")
-            applied: Any = self.apply(step, state.own, params, state.state, *rest)
-            if not isinstance(applied, tuple) or len(applied) != 3:
+            if isinstance(state, Carried):
+                applied: Any = self.apply(step, state.own, params, state.state, *rest)
+                if isinstance(applied, tuple) and len(applied) == 3:
+                    own, next_state, out = applied
+                    return Carried(next_state, own), out
                 length = f" of {len(applied)}" if isinstance(applied, tuple) else ""
-                seen = f"apply returned {kind_of(applied)}{length}"
-                raise ProgramError(f"Transform(...)({name})(...)", seen, "return (own, state, out)")
-            own, next_state, out = applied
-            return Carried(next_state, own), out
+                seen, instead = f"apply returned {kind_of(applied)}{length}", "return (own, state, out)"
+            else:
+                seen, instead = f"a state that is {kind_of(state)}", "transform.carry(params, state) at first"
+            raise ProgramError(f"Transform(...)({name})(...)", seen, instead)
 
         return cast(F, run)
 
