@@ -12,6 +12,8 @@ from weft.errors import RequestError
 _LARGEST = 1e30
 _LARGEST_PRODUCT = 1e37  # of float32, with room for the logit
 _MOST_COMPLETIONS = 10_000
+_MOST_TOKENS = 2**31
+"""Limit of token ids, and so of the size of a vocabulary."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -91,8 +93,8 @@ class SamplingParams:
         for name, (holds, instead) in _CHECKS.items():
             if not holds(getattr(self, name)):
                 return f"{name}={getattr(self, name)!r}", instead
-        if self.allowed_token_ids is not None and not set(self.allowed_token_ids) - set(self.bad_token_ids):
-            return "no token that is allowed and not bad", "allow one that is not bad"
+        if fault := self._all_barred(_MOST_TOKENS):
+            return fault
         factor = max(self.repetition_penalty, 1 / self.repetition_penalty)
         if max(map(abs, self.logit_bias.values()), default=0) * factor > _LARGEST_PRODUCT:
             seen = f"logit_bias and repetition_penalty={self.repetition_penalty!r}, whose product float32 does not hold"
@@ -112,6 +114,9 @@ class SamplingParams:
         Args:
             eos_token_ids: the model's own.
             seed: the seed, if these parameters have none.
+
+        Raises:
+            RequestError: no token is left that could be drawn: `min_tokens` bars those that end the request.
         """
         ends = () if self.ignore_eos else tuple(eos_token_ids)
         stops = tuple(dict.fromkeys((*self.stop_token_ids, *ends)))
@@ -130,6 +135,10 @@ class SamplingParams:
         if (count := len(self.logit_bias)) > most_biased:
             seen = f"{count} tokens in logit_bias; the state holds {most_biased} a request"
             return seen, f"State.zeros(..., max_biased={count})"
+        return self._all_barred(vocab_size)
+
+    def _all_barred(self, vocab_size: int) -> tuple[str, str] | None:
+        """The fault of parameters that leave no token, of so many, that could be drawn."""
         bars = {*self.bad_token_ids, *(self.stop_token_ids if self.min_tokens else ())}
         allowed = self.allowed_token_ids
         left = vocab_size - len(bars) if allowed is None else len(set(allowed) - bars)
@@ -141,7 +150,7 @@ class SamplingParams:
 
 
 def _is_count(value: Any) -> bool:
-    return is_int(value, 0, 2**31 - 1)
+    return is_int(value, 0, _MOST_TOKENS - 1)
 
 
 def _are_tokens(value: Any) -> bool:
