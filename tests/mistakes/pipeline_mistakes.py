@@ -100,7 +100,7 @@ MISTAKES = {
     "pipeline: a transport by name": Mistake(
         lambda: spanned(transport="threads"),
         ProgramError,
-        "pipeline(<2 stages>, transport=...)",
+        "pipeline(<2 stages>, transport='threads')",
         "transport='threads'",
         "Local(), Threads() or Distributed(), of weft.transforms",
     ),
