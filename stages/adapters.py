@@ -230,11 +230,8 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
 
 def _check_arguments(model: Any, folder: Any) -> None:
     if not isinstance(model, Model) or not isinstance(folder, str | os.PathLike):
-        seen, instead = (
-            f"{kind_of(model)} and {kind_of(folder)}",
-            "model = weft.load(folder) first, then the adapter's folder",
-        )
-        raise RequestError("weft.load_adapter(model, folder)", seen, instead)
+        instead = "model = weft.load(folder) first, then the adapter's folder"
+        raise RequestError("weft.load_adapter(model, folder)", f"{kind_of(model)} and {kind_of(folder)}", instead)
 
 
 def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:
@@ -354,22 +351,18 @@ def check_slot(
 ) -> None:
     """Raise RequestError where `write_slot` does."""
     slots = _slots(params, config, layout)
-    if fault := _slot_fault(slots, _deltas(layout, adapter), slot):
-        raise RequestError(f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})", *fault)
-
-
-def _slot_fault(
-    slots: Mapping[str, tuple[LoraWeights, int, Part]], deltas: Mapping[str, tuple[Tensor, Tensor]], slot: int
-) -> tuple[str, str] | None:
-    for name, (a, _) in deltas.items():
-        if name not in slots or a.shape[0] > slots[name][0].a.shape[2]:
-            seen = f"{name} of rank {a.shape[0]}, and slots "
-            seen += f"of rank {slots[name][0].a.shape[2]}" if name in slots else f"of {', '.join(slots) or 'no layer'}"
-            return seen, "reserve_slots(..., rank=..., names=...) of all that will be written"
-    for lora, _, _ in slots.values():
-        if not 0 <= slot < len(lora.a):
-            return f"{len(lora.a)} slots", f"a slot from 0 to {len(lora.a) - 1}"
-    return None
+    faults = [
+        f"{name} of rank {a.shape[0]}, and slots of "
+        + (f"rank {slots[name][0].a.shape[2]}" if name in slots else ", ".join(slots) or "no layer")
+        for name, (a, _) in _deltas(layout, adapter).items()
+        if name not in slots or a.shape[0] > slots[name][0].a.shape[2]
+    ]
+    instead = "reserve_slots(..., rank=..., names=...) of all that will be written"
+    count = min((len(lora.a) for lora, _, _ in slots.values()), default=slot + 1)
+    if not faults and not 0 <= slot < count:
+        faults, instead = [f"{count} slots"], f"a slot from 0 to {count - 1}"
+    if faults:
+        raise RequestError(f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})", faults[0], instead)
 
 
 def _slots(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> dict[str, tuple[LoraWeights, int, Part]]:
