@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments.checks import kind_of
+from weft.arguments.checks import Rule, check_values
 from weft.arguments.json_text import Fields, read_object
 from weft.errors import ConfigError, ProgramError, RequestError
 from weft.stages.checkpoint import (
@@ -50,6 +50,10 @@ _NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
 }
 _OFF: tuple[Any, ...] = (None, False, [], {}, "")
 _ALL = "all-linear"
+_RULES: dict[str, Rule] = {
+    "model": (Model, "model = weft.load(folder) first, then weft.load_adapter(model, the adapter's folder)"),
+    "folder": (str | os.PathLike, "the adapter's folder"),
+}
 
 
 @attrs.frozen(eq=False)
@@ -209,7 +213,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
             say, or of something that weft does not adapt.
         RequestError: no model, or no folder.
     """
-    _check_arguments(model, folder)
+    check_values("weft.load_adapter(model, folder)", _RULES, {"model": model, "folder": folder})
     call, path = f"weft.load_adapter({model!r}, {os.fspath(folder)!r:.300})", Path(folder)
     for file in (_CONFIG, _WEIGHTS):
         pickled = {"adapter_model.bin": "save it again, as safetensors"}
@@ -226,12 +230,6 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
         deltas = {name: _read(handle, name, pairs[name], parts[name].shape, call) for name in parts if name in own}
     origin = Origin(digest_files(path, (path / _CONFIG, path / _WEIGHTS)), digest_params(deltas))
     return Adapter(deltas, path, origin=origin)
-
-
-def _check_arguments(model: Any, folder: Any) -> None:
-    if not isinstance(model, Model) or not isinstance(folder, str | os.PathLike):
-        instead = "model = weft.load(folder) first, then the adapter's folder"
-        raise RequestError("weft.load_adapter(model, folder)", f"{kind_of(model)} and {kind_of(folder)}", instead)
 
 
 def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:

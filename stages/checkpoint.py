@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from weft.arguments.checks import Rule, check_values
 from weft.arguments.json_text import Fields, read_object
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError
 from weft.stages.architectures import ARCHITECTURES
@@ -30,6 +31,9 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 # Buffers that old versions of transformers saved; they follow from the configuration.
 _NEUTRAL = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _FP8 = "F8_E4M3"
+_RULES: dict[str, Rule] = {
+    "dtype": (lambda dtype: dtype in (None, *DTYPES.values()), f"one of {', '.join(map(str, DTYPES.values()))}")
+}
 _SHOWN = 4
 _SAMPLES, _BYTES = 512, 64
 """Places in a checkpoint that a digest reads, and the bytes that it reads at each."""
@@ -189,8 +193,7 @@ def assemble(
 def checked_dtype(config: ModelConfig, layout: StageLayout, dtype: torch.dtype | None, call: str) -> torch.dtype:
     """The dtype to load; an error if it is not a dtype of decoders, or if the layout is not of this model."""
     check_layout(layout, config.num_layers, call)
-    if dtype is not None and dtype not in DTYPES.values():
-        raise ConfigError(call, f"dtype={dtype}", f"use one of {', '.join(f'torch.{name}' for name in DTYPES)}")
+    check_values(call, _RULES, {"dtype": dtype}, ConfigError)
     return config.dtype if dtype is None else dtype
 
 

@@ -12,16 +12,19 @@ from typing import Any, TypeVar, cast
 
 import attrs
 
-from weft.arguments.checks import kind_of
+from weft.arguments.checks import Rule, check_values, kind_of
 from weft.errors import ProgramError
 from weft.trees import pytree
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _check_function(call: str, given: Any, instead: str) -> None:
-    if not callable(given):
-        raise ProgramError(call, f"{kind_of(given)}, which is not a function", instead)
+_RULES: dict[str, Rule] = {
+    "init": (callable, "a function"),
+    "apply": (callable, "a function"),
+    "step": (callable, "a step"),
+    "advance": (callable, "an advance (state, batch, out) -> state"),
+}
 
 
 @pytree
@@ -75,7 +78,7 @@ class Transform:
 
     def __attrs_post_init__(self) -> None:
         for name, part in (("init", self.init), ("apply", self.apply)):
-            _check_function(f"Transform({name}={part!r:.60})", part, "a function")
+            check_values(f"Transform({name}={part!r:.60})", _RULES, {name: part}, ProgramError)
 
     def carry(self, params: Any, state: Any) -> Carried:
         """The first state of a transformed step, made from the first state of the inner step."""
@@ -84,7 +87,7 @@ class Transform:
     def __call__(self, step: F) -> F:
         """The transformed step, with the same signature."""
         name = getattr(step, "__name__", step)
-        _check_function(f"Transform(...)({step!r:.60})", step, "a step")
+        check_values(f"Transform(...)({step!r:.60})", _RULES, {"step": step}, ProgramError)
 
         @functools.wraps(step)
         def run(params: Any, state: Any, *rest: Any) -> Any:
@@ -114,7 +117,7 @@ def lift(advance: F) -> F:
     >>> lift(lambda state, batch, out: state + out)(Carried(Carried(1, "a"), "b"), None, 2)
     Carried(state=Carried(state=3, own='a'), own='b')
     """
-    _check_function(f"lift({advance!r:.60})", advance, "an advance (state, batch, out) -> state")
+    check_values(f"lift({advance!r:.60})", _RULES, {"advance": advance}, ProgramError)
 
     @functools.wraps(advance)
     def lifted(state: Any, *rest: Any) -> Any:

@@ -248,7 +248,7 @@ MISTAKES = {
         lambda: lift(3),
         ProgramError,
         "lift(3)",
-        "an int, which is not a function",
+        "advance=3",
         "an advance (state, batch, out) -> state",
     ),
 }
