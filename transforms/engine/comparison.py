@@ -30,7 +30,13 @@ TOLERANCE = 1e-4
 
 @attrs.frozen
 class Way:
-    """A way to run a model: its name, a number of pipeline stages, and a graph mode."""
+    """A way to run a model.
+
+    Args:
+        name: its name in reports.
+        num_stages: pipeline stages, all in this process.
+        mode: one of `weft.transforms.MODES`.
+    """
 
     name: str
     num_stages: int
@@ -60,9 +66,10 @@ class TracedStep:
 
 @attrs.frozen(eq=False)
 class RunTrace:
-    """A whole run.
+    """The results of a run, step by step.
 
     Args:
+        way: the number of stages, and the graph mode.
         prompts: the token ids of each prompt.
         steps: the results of each step.
         token_ids: the generated tokens of each prompt.
@@ -88,6 +95,7 @@ class RunComparison:
     """The differences of two runs, over all steps.
 
     Args:
+        way, against: those of the two runs.
         steps: compared steps, up to the first one whose tokens differ.
         tokens: whether all tokens are identical.
         tables: whether the request tables of all stages are bitwise equal.
@@ -122,7 +130,13 @@ class RunComparison:
 
 
 def trace_run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_tokens: int) -> RunTrace:
-    """Generate greedily from the token ids of prompts in one way, and keep the results of every step.
+    """Generate greedily in one way, and keep the results of every step.
+
+    Args:
+        model: from `weft.load`.
+        way: the number of stages, and the graph mode.
+        prompts: the token ids of each prompt, all in one batch.
+        max_tokens: the most tokens to generate for each.
 
     >>> from weft.stages import DEMO, load
     >>> model, prompts = load(DEMO, "cpu", "float32"), [[65, 66, 67], [97]]
@@ -177,6 +191,9 @@ def _calls(runner: Runner, steps: Sequence[TracedStep]) -> dict[str, int]:
 
 def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
     """Compare two runs up to the first step whose tokens differ: later steps have different inputs.
+
+    Args:
+        trace, reference: runs of one model, from the same prompts.
 
     Raises:
         RequestError: runs of different prompts.

@@ -5,7 +5,7 @@ import pytest
 
 from weft.errors import RequestError
 from weft.stages.model import DEMO, load
-from weft.transforms.engine.comparison import RunComparison, Way, compare_runs, trace_run
+from weft.transforms.engine.comparison import RunComparison, RunTrace, Way, compare_runs, trace_run
 
 EAGER, PIPELINED, BOTH = Way("eager", 1, "none"), Way("pipelined", 3, "none"), Way("both", 3, "full")
 PROMPTS = [[65, 66, 67], [97]]
@@ -14,6 +14,8 @@ PROMPTS = [[65, 66, 67], [97]]
 def test_three_stages_compute_what_one_does() -> None:
     model = load(DEMO, "cpu", "float32")
     eager, split = (trace_run(model, way, PROMPTS, 3) for way in (EAGER, PIPELINED))
+    assert isinstance(eager, RunTrace)
+    assert eager.calls == {"captures": 0, "replays": 0, "eager calls": 3}
     found = compare_runs(split, eager)
     assert (found.steps, found.tokens, found.tables) == (3, True, True)
     assert [*found.faults()] == []

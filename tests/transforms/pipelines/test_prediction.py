@@ -7,7 +7,7 @@ import pytest
 
 from weft.errors import CostError, ProgramError, RequestError
 from weft.stages import DEMO, load_config
-from weft.transforms.pipelines.prediction import Machine, predict_decode
+from weft.transforms.pipelines.prediction import Machine, Prediction, predict_decode
 
 
 def test_a_slower_memory_takes_as_many_times_longer() -> None:
@@ -15,6 +15,7 @@ def test_a_slower_memory_takes_as_many_times_longer() -> None:
     fast, slow = (predict_decode(config, 2, cohorts=2, machine=Machine(bandwidth=b)) for b in (2e9, 1e9))
     assert slow.chosen.step_time == pytest.approx(2 * fast.chosen.step_time)
     assert slow.splits["even"][0] | {"seconds": 0} == fast.splits["even"][0] | {"seconds": 0}
+    assert isinstance(slow, Prediction)
     first, *_ = str(slow).splitlines()
     assert first == f"{slow.chosen.tokens_per_second:,.0f} tokens/s from 128 requests"
     assert "memory bandwidth: 1 GB/s" in str(slow).splitlines()
