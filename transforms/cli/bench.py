@@ -14,7 +14,7 @@ from weft.stages.model import Model
 from weft.transforms.cli import evaluate
 from weft.transforms.cli.models import check_models, open_drafts, open_model, read_config
 from weft.transforms.cli.options import Bench
-from weft.transforms.cli.printing import check_file, console, table, write_file
+from weft.transforms.cli.printing import check_file, console, show_tables, table, write_file
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
@@ -25,11 +25,8 @@ def run(options: Bench) -> int:
     """Measure, or evaluate with `--eval`, and print the report; the exit code is 1 if evaluated modes differ."""
     _check(options)
     check_file(options, "--out", options.out)
-    progress = sys.stderr.isatty()
-    if options.eval is None:
-        report = bench(options, progress=progress)
-    else:
-        report = evaluate.evaluate(options, progress=progress)
+    make, shows = (bench, show) if options.eval is None else (evaluate.evaluate, evaluate.show)
+    report = make(options, progress=sys.stderr.isatty())
     if report is None:
         return 0  # the first rank prints
     text = write_json(report, indent=2)
@@ -37,10 +34,8 @@ def run(options: Bench) -> int:
         write_file(options, "--out", options.out, text + "\n")
     if options.json:
         print(text)
-    elif options.eval is None:
-        show(report)
     else:
-        evaluate.show(report)
+        shows(report)
     return 0 if report.get("agree", True) else 1
 
 
@@ -181,9 +176,7 @@ def show(report: dict[str, Any]) -> None:
         }
         shown.append(table("drafts", [drafts]))
     ranks = [_rank_row(rank, started) for rank, started in enumerate(report["ranks"])]
-    for one in (*shown, table("seconds of the start", ranks)):
-        out.print(one)
-        out.print()
+    show_tables(out, *shown, table("seconds of the start", ranks))
 
 
 def _rank_row(rank: int, started: dict[str, Any]) -> dict[str, Any]:

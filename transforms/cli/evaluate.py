@@ -12,7 +12,7 @@ from tqdm import tqdm
 from weft.stages.model import Model
 from weft.transforms.cli.models import check_models, open_model, read_config
 from weft.transforms.cli.options import Bench
-from weft.transforms.cli.printing import console, table
+from weft.transforms.cli.printing import console, show_tables, table
 from weft.transforms.cli.ranks import Here, in_ranks, world_size
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
@@ -92,8 +92,7 @@ def show(report: dict[str, Any]) -> None:
         row["right"] = "" if one["accuracy"] is None else f"{one['accuracy']:.1%}"
         row["replay"] = f"{one['replayed']:.0%}"
         rows.append(row | {"differs": f"{one['difference']:.1e}" if one["agrees"] else "DIFFERS"})
-    out.print(table("", rows))
-    out.print()
+    show_tables(out, table("", rows))
     if len(rows) > 1:
         how = "score the same" if report["agree"] else "do NOT score the same"
         out.print(f"{len(rows)} modes and splits {how} ('differs': the largest difference of a token's logprob).")

@@ -52,6 +52,13 @@ def console() -> "Console":
     return Console(highlight=False)
 
 
+def show_tables(out: "Console", *tables: Table) -> None:
+    """Print tables, each before an empty line."""
+    for one in tables:
+        out.print(one)
+        out.print()
+
+
 def table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
     """A table of rows; each maps the names of the columns, the same in every row, to what is shown."""
     lines = [*rows]
