@@ -29,7 +29,7 @@ from weft.transforms.cli.models import open_model
 from weft.transforms.cli.options import MODES, WORKLOADS, Bench
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.serving import measure
+from weft.transforms.engine.evaluation.serving import measure
 
 _PROMPTS, _MORE = 64, 64
 _MAX_NUM_TOKENS = 2048

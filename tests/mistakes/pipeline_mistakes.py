@@ -206,8 +206,8 @@ MISTAKES = {
         lambda: weft.scan(2, f),
         ProgramError,
         "scan(2, f)",
-        "length=f",
-        "an int >= 1",
+        "length=<function f at <any>>",
+        "a whole number >= 1",
     ),
     "pipeline: more stages than layers to balance": Mistake(
         lambda: balance([1.0, 2.0, 3.0], 5),

@@ -17,8 +17,8 @@ from weft.transforms.cli.options import Bench
 from weft.transforms.cli.printing import check_file, console, show_tables, table, write_file
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.evaluation.serving import RankFigures, Workload, measure, start
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.serving import RankFigures, Workload, measure, start
 
 
 def run(options: Bench) -> int:

@@ -14,7 +14,14 @@ from weft.stages.model import DEMO, Model, load
 from weft.stages.params import num_bytes
 from weft.transforms.cli.options import Demo
 from weft.transforms.cli.printing import console, printable, table
-from weft.transforms.engine.comparison import TOLERANCE, RunComparison, RunTrace, Way, compare_runs, trace_run
+from weft.transforms.engine.evaluation.comparison import (
+    TOLERANCE,
+    RunComparison,
+    RunTrace,
+    Way,
+    compare_runs,
+    trace_run,
+)
 from weft.transforms.engine.inputs import encode_prompt
 
 PROMPTS = ("The function returns", "A list is", "In Python, ")

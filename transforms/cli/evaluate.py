@@ -15,8 +15,8 @@ from weft.transforms.cli.options import Bench
 from weft.transforms.cli.printing import console, show_tables, table
 from weft.transforms.cli.ranks import Here, in_ranks, world_size
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.evaluation.scoring import Score, Task, read_tasks, score
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.scoring import Score, Task, read_tasks, score
 
 _MAX_CONTEXT = 4096
 

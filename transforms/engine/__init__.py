@@ -5,17 +5,17 @@ the next step's `Work`, `observe` reads the tokens that it sampled, `finish` end
 the parameters have changed. A request's way: `inputs.py` checks it, `scheduler.py` admits it and gives it pages
 (`pages.py`), `executor.py` runs its steps and copies its tokens to the host, and `outputs.py` turns them into text.
 
-What can be measured of a model: `score` gives its perplexity and right answers, `trace_run` and `compare_runs` the
-differences between splits and graph modes.
+`evaluation` holds what can be measured of a model: `score` gives its perplexity and right answers, `trace_run` and
+`compare_runs` the differences between splits and graph modes.
 """
 
-from weft.transforms.engine.comparison import RunComparison, RunTrace, Way, compare_runs, trace_run
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.evaluation.comparison import RunComparison, RunTrace, Way, compare_runs, trace_run
+from weft.transforms.engine.evaluation.scoring import Score, Task, read_tasks, score
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.requests import Budget, HostState, Request
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
-from weft.transforms.engine.scoring import Score, Task, read_tasks, score
 from weft.transforms.engine.stats import Stats
 from weft.transforms.engine.step import Work
 

@@ -351,10 +351,10 @@ def compute_mask(id: str, own: RequestMask, token_ids: Sequence[int], vocab_size
 
 
 def _ids(found: Any, vocab_size: int) -> set[int]:
-    ids: set[int] = set()
+    ids, most = set[int](), _MAX_REPEATS * vocab_size
     for count, token in enumerate(found):  # one after the other: an iterator may be endless
-        is_token = is_int(token, 0, vocab_size - 1)
-        if not is_token or count == _MAX_REPEATS * vocab_size:
+        is_token = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
+        if not is_token or count == most:
             many = f"more than {count} ids, where there are {vocab_size}"
             raise ValueError(many if is_token else f"{token!r} is not a token id from 0 to {vocab_size - 1}")
         ids.add(token)

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from weft.arguments.checks import Rule, check_values, is_int, kind_of
+from weft.arguments.checks import COUNT, Rule, check_values, kind_of
 from weft.donation import refuse_donated
 from weft.effects import Schema
 from weft.errors import ProgramError
@@ -22,7 +22,7 @@ TRANSPORT: Rule = (
     "Local(), Threads() or Distributed(), of weft.transforms",
 )
 _OPTIONS: dict[str, Rule] = {
-    "microbatches": (lambda value: is_int(value, 1), "an int >= 1"),
+    "microbatches": COUNT,
     "advance": (
         lambda value: value is None or callable(value),
         "a function (state, batch, out) -> state; for a weft.Batch, weft.advance",
@@ -82,8 +82,7 @@ def _other_signature(function: Callable[..., Any], count: int) -> str | None:
 
 def check_count(call: str, name: str, count: Any) -> None:
     """Raise ProgramError unless `count`, the argument `name` of the call, is a positive int."""
-    mistake = f"{name}={getattr(count, '__name__', repr(count))}", "an int >= 1"
-    refuse(call, None if is_int(count, 1) else mistake)
+    check_values(call, {name: COUNT}, {name: count}, ProgramError)
 
 
 def check_step(transform: str, step: Any, name: str, count: Any) -> str:

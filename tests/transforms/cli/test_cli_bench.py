@@ -22,8 +22,8 @@ from weft.transforms.cli.bench import as_report, show, start_engine
 from weft.transforms.cli.main import main
 from weft.transforms.cli.options import MODES, PRESETS as NAMES, WORKLOADS, Bench
 from weft.transforms.cli.ranks import Here
-from weft.transforms.engine.scoring import Score
-from weft.transforms.engine.serving import RankFigures, Served, figures, serve
+from weft.transforms.engine.evaluation.scoring import Score
+from weft.transforms.engine.evaluation.serving import RankFigures, Served, figures, serve
 from weft.transforms.engine.stats import Stats
 from weft.transforms.pipelines.transports.local import Local
 

@@ -11,8 +11,8 @@ from cli_calls import Weft, assert_refused
 from weft.ops.sampling.logits import SEED
 from weft.transforms.cli import demo as demo_module
 from weft.transforms.cli.demo import BOTH, GRAPHIFIED, PIPELINED
-from weft.transforms.engine import comparison
-from weft.transforms.engine.comparison import Way
+from weft.transforms.engine.evaluation import comparison
+from weft.transforms.engine.evaluation.comparison import Way
 from weft.transforms.engine.setup import Runner, make_runner
 
 

@@ -214,7 +214,7 @@ def test_one_state_for_two_stages_is_refused(tiny: Model) -> None:
 @pytest.mark.parametrize("microbatches", [0, -1, 1.5])
 def test_no_number_of_micro_batches(microbatches: Any, tiny: Model) -> None:
     call = f"pipeline(<2 stages>, microbatches={microbatches})"
-    with refused(ProgramError, call, f"microbatches={microbatches}", "an int >= 1"):
+    with refused(ProgramError, call, f"microbatches={microbatches}", "a whole number >= 1"):
         pipeline(Decoder(tiny, 2).stages, microbatches=microbatches)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import attrs
 import pytest
 
-from weft.transforms.engine.serving import RankFigures, Served, figures
+from weft.transforms.engine.evaluation.serving import RankFigures, Served, figures
 from weft.transforms.engine.stats import Stats
 
 NOTHING: Any = {field.name: {} if "Mapping" in str(field.type) else 0 for field in attrs.fields(Stats)}

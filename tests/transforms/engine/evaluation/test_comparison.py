@@ -5,7 +5,7 @@ import pytest
 
 from weft.errors import RequestError
 from weft.stages.model import DEMO, load
-from weft.transforms.engine.comparison import RunComparison, RunTrace, Way, compare_runs, trace_run
+from weft.transforms.engine.evaluation.comparison import RunComparison, RunTrace, Way, compare_runs, trace_run
 
 EAGER, PIPELINED, BOTH = Way("eager", 1, "none"), Way("pipelined", 3, "none"), Way("both", 3, "full")
 PROMPTS = [[65, 66, 67], [97]]

@@ -17,7 +17,7 @@ from weft.transforms.engine.outputs import CompletionState
 
 _MAX_FILE = 2**26
 """The most characters of a task file."""
-_FORMS = 'one JSON object per line: {"text": "..."}, or {"prompt": "...", "answer": "..."}'
+_FORMS = 'one JSON object per line, of texts that are not empty: {"text": "..."}, or {"prompt": "...", "answer": "..."}'
 _ROUNDING = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 """Bits per token by which modes may differ: batches are padded to other shapes, whose products round differently."""
 
@@ -144,33 +144,35 @@ def read_tasks(file: str | Path) -> list[Task]:
     Raises:
         RequestError: the file cannot be read, a line is not a task, or there is none.
     """
-    call, text = f"read_tasks({str(file)!r})", ""
+    call, text, fault = f"read_tasks({str(file)!r})", "", ("no task in it", _FORMS)
     try:
         with Path(file).open(encoding="utf-8") as opened:
             text = opened.read(_MAX_FILE + 1)
     except (OSError, ValueError) as error:
-        raise RequestError(call, f"it cannot be read: {error}", "a file of UTF-8 text") from None
+        fault = f"it cannot be read: {error}", "a file of UTF-8 text"
     if len(text) > _MAX_FILE:
-        raise RequestError(call, f"more than {_MAX_FILE} characters", "a part of it")
+        text, fault = "", (f"more than {_MAX_FILE} characters", "a part of it")
     tasks = [_task(call, f"line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not tasks:
-        raise RequestError(call, "no task in it", _FORMS)
+        raise RequestError(call, *fault)
     return tasks
 
 
 def _task(call: str, name: str, line: str) -> Task:
     found: Any = None
+    fault = ""
     try:
         found = parse_json(line)
     except ValueError as error:
-        raise RequestError(call, f"{name} is not JSON: {error}", _FORMS) from None
+        fault = f"is not JSON: {error}"
     fields = sorted(found) if isinstance(found, dict) else []
-    if fields not in (["text"], ["answer", "prompt"]):
-        raise RequestError(call, f"{name} has {', '.join(map(repr, fields)) or 'no names'}", _FORMS)
-    for field in fields:
-        if not isinstance(found[field], str) or not found[field]:
-            seen = f"{name} has {field}={found[field]!r:.200}"
-            raise RequestError(call, seen, f"{field} is a string, and not empty")
+    empty = [field for field in fields if not isinstance(found[field], str) or not found[field]]
+    if not fault and fields not in (["text"], ["answer", "prompt"]):
+        fault = f"has {', '.join(map(repr, fields)) or 'no names'}"
+    elif empty:
+        fault = f"has {empty[0]}={found[empty[0]]!r:.200}"
+    if fault:
+        raise RequestError(call, f"{name} {fault}", _FORMS)
     return Task(found.get("text") or found["prompt"], found.get("answer"), name)
 
 

@@ -8,8 +8,8 @@ import pytest
 from weft.errors import RequestError
 from weft.stages.model import DEMO, load
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.evaluation.scoring import Task, read_tasks, score
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.scoring import Task, read_tasks, score
 
 
 def engine(max_model_len: int) -> Engine:
