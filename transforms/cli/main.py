@@ -78,7 +78,7 @@ def run_command(options: Options) -> int:
 def in_flags(error: WeftError, words: Sequence[str]) -> str:
     """The text of an error in the words of the command line: a Python argument becomes its flag. A Python call becomes
     the command as written, or, if it shows one argument alone, the flag of that one."""
-    call, only = error.call, re.fullmatch(r"[^=]*\b(\w+)=([^=]*)\)", error.call)
+    call, only = error.call, re.fullmatch(r"[^='\"]*[( ](\w+)=([^=]*)\)", error.call)
     if only and only[1] in _FLAGS:
         call = f"weft {words[0]} {_FLAGS[only[1]]} {only[2]}"
     elif not call.startswith((f"weft {words[0]} ", "--")):

@@ -116,6 +116,8 @@ def test_an_error_speaks_of_the_command_and_its_flags() -> None:
     )
     only = RequestError("predict(config, 2, cohorts=5)", "5 cohorts", "1")
     assert in_flags(only, ["plan", "--pp", "2"]).startswith("weft plan --cohorts 5\n")
+    quoted = RequestError("model.encode('a seed=5')", "no tokenizer", "ids")
+    assert in_flags(quoted, ["generate", "--model", "m"]).startswith("weft generate --model m\n")
     written = ConfigError("--model m", "config.json has dtype='x'", "use a model with dtype='float32'")
     assert in_flags(written, ["plan", "--model", "m"]) == str(written)
 
