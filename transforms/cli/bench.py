@@ -61,7 +61,6 @@ def bench(options: Bench, *, progress: bool) -> dict[str, Any] | None:
 
     Raises:
         RequestError: requests longer than the model has positions for.
-        Whatever `check_models`, `weft.load`, `Engine` and `in_ranks` raise.
     """
     config, (input_len, output_len) = read_config(options.model, options.preset), options.lengths
     check_models(options, config)

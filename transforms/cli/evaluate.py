@@ -26,7 +26,6 @@ def evaluate(options: Bench, *, progress: bool) -> dict[str, Any] | None:
 
     Raises:
         RequestError: what `read_tasks` or `score` refuses.
-        Whatever `check_models`, `weft.load`, `Engine` and `in_ranks` raise.
     """
     with options.about(f"--eval {options.eval}"):
         tasks = read_tasks(str(options.eval))

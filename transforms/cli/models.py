@@ -44,11 +44,7 @@ def check_stages(options: Options, config: ModelConfig, stages: int | None) -> N
 
 
 def open_model(options: Bench, here: Here, *, progress: bool = False) -> Model:
-    """The part of the model that runs in this process.
-
-    Raises:
-        Whatever `weft.load` raises.
-    """
+    """The part of the model that runs in this process."""
     if not options.dummy:
         return load(str(options.model), here.device, options.dtype, stage=here.stage, progress=progress)
     config, name = read_config(options.model, options.preset), options.model or str(options.preset)
@@ -56,11 +52,7 @@ def open_model(options: Bench, here: Here, *, progress: bool = False) -> Model:
 
 
 def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
-    """The speculation that the options ask for. The draft model is loaded on the first rank alone.
-
-    Raises:
-        Whatever `weft.load` raises.
-    """
+    """The speculation that the options ask for. The draft model is loaded on the first rank alone."""
     count, folder = options.speculate, options.draft
     if count is None or folder is None:
         return None if count is None else Speculation(count)
