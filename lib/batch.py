@@ -94,7 +94,7 @@ class Batch(Summarized):
         """
         rows = _as_list("Batch.decode(rows)", "rows", rows)
         n = len(rows)
-        _check_rows(f"Batch.decode({rows})", rows)
+        _check(f"Batch.decode({rows})", rows)
         return cls(
             BatchDescriptor.uniform(n, query_len, num_active_loras),
             to_device(torch.tensor(rows, dtype=torch.int64), device),
@@ -130,22 +130,13 @@ class Batch(Summarized):
             DescriptorError: lengths differ, a request has no token, a row is listed twice, or embeddings or positions
                 do not fit the tokens.
         """
-        rows = _as_list("Batch.ragged(rows, token_ids)", "rows", rows)
-        token_ids = _as_list("Batch.ragged(rows, token_ids)", "token_ids", token_ids)
-        token_ids = [
-            _whole_numbers("Batch.ragged(rows, token_ids)", f"token_ids[{i}]", ids) for i, ids in enumerate(token_ids)
-        ]
+        call = "Batch.ragged(rows, token_ids)"
+        rows, token_ids = _as_list(call, "rows", rows), _as_list(call, "token_ids", token_ids, of_numbers=False)
+        token_ids = [_as_list(call, f"token_ids[{i}]", ids) for i, ids in enumerate(token_ids)]
         lengths = [len(ids) for ids in token_ids]
         flags = [True] * len(rows) if samples is None else list(samples)
         call = f"Batch.ragged(rows={rows}, token_ids=<{len(lengths)} of lengths {lengths}>)"
-        if not len(rows) == len(lengths) == len(flags) or 0 in lengths:
-            seen, instead = f"{len(rows)} rows, {len(lengths)} token lists, {len(flags)} samples", "give one a row"
-            if 0 in lengths:
-                seen = f"request {lengths.index(0)} has no token"
-                instead = "leave such a request out of the batch"
-            raise DescriptorError(call, seen, instead)
-        _check_rows(call, rows)
-        _check_extras(call, token_ids, inputs_embeds, positions)
+        _check(call, rows, token_ids, flags, inputs_embeds, positions)
         return cls(
             BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
             to_device(torch.tensor(rows, dtype=torch.int64), device),
@@ -183,48 +174,52 @@ def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tenso
     return owner, index - starts[owner]
 
 
-def _as_list(call: str, name: str, given: Any) -> list[Any]:
-    """An argument as a list on the host."""
+def _as_list(call: str, name: str, given: Any, *, of_numbers: bool = True) -> list[Any]:
+    """An argument as a list on the host; its numbers are those that torch takes, and does not round to an int."""
     if isinstance(given, Iterable) and not isinstance(given, str | Tensor):
-        return list(given)
-    instead = "rows of the state, as in [0, 2]" if name == "rows" else "one list of token ids a row"
-    seen = f"{name} is {given!r:.40}, {kind_of(given)}"
-    if isinstance(given, Tensor):
+        found = list(given)
+        if not of_numbers or _are_whole(found):
+            return found
+        strange = next(number for number in found if not hasattr(number, "__index__"))
+        seen, instead = f"{name} holds {strange!r:.40}, {kind_of(strange)}", "whole numbers"
+    elif isinstance(given, Tensor):
         seen, instead = f"{name} is a tensor, and is wanted on the host", f"{name}.tolist()"
-    elif isinstance(given, str) and name != "rows":
-        instead = f"model.encode({name})"
+    else:
+        seen, instead = f"{name} is {given!r:.40}, {kind_of(given)}", "one list of token ids a row"
+        if name == "rows":
+            instead = "rows of the state, as in [0, 2]"
+        elif isinstance(given, str):
+            instead = f"model.encode({name})"
     raise DescriptorError(call, seen, instead)
 
 
-def _whole_numbers(call: str, name: str, given: Any) -> list[Any]:
-    """An argument as a list of numbers that torch takes, and does not round to an int."""
-    numbers = _as_list(call, name, given)
+def _are_whole(numbers: list[Any]) -> bool:
     try:
-        if not isinstance(sum(numbers), float):  # one sum for all: prompts are long
-            return numbers
+        return not isinstance(sum(numbers), float)  # one sum for all: prompts are long
     except TypeError:
-        pass
-    strange = next(number for number in numbers if not hasattr(number, "__index__"))
-    raise DescriptorError(call, f"{name} holds {strange!r:.40}, {kind_of(strange)}", "whole numbers")
+        return False
 
 
-def _check_rows(call: str, rows: Sequence[int]) -> None:
-    _whole_numbers(call, "rows", rows)
-    if len(set(rows)) != len(rows):
+def _check(
+    call: str,
+    rows: Sequence[int],
+    token_ids: Sequence[Sequence[int]] | None = None,
+    samples: Sequence[bool] = (),
+    inputs_embeds: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> None:
+    """Raise DescriptorError unless the rows can be one batch, and the rest fits them; `token_ids` None: rows alone."""
+    lengths = [1] * len(rows) if token_ids is None else [len(ids) for ids in token_ids]
+    count = sum(lengths)
+    if 0 in lengths:
+        seen, instead = f"request {lengths.index(0)} has no token", "leave such a request out of the batch"
+    elif token_ids is not None and not len(rows) == len(lengths) == len(samples):
+        seen, instead = f"{len(rows)} rows, {len(lengths)} token lists, {len(samples)} samples", "give one a row"
+    elif len(set(rows)) != len(rows):
         seen, instead = "a row stands twice", "join the request's tokens in one list"
     elif rows and min(rows) < 0:
         seen, instead = f"row {min(rows)}", "rows are >= 0; weft.pad adds the padding"
-    else:
-        return
-    raise DescriptorError(call, seen, instead)
-
-
-def _check_extras(
-    call: str, token_ids: Sequence[Sequence[int]], inputs_embeds: Tensor | None, positions: Tensor | None
-) -> None:
-    """Raise DescriptorError unless embeddings and positions fit the tokens."""
-    count = sum(map(len, token_ids))
-    if inputs_embeds is None and any(EMBEDDED in ids for ids in token_ids):
+    elif token_ids is not None and inputs_embeds is None and any(EMBEDDED in ids for ids in token_ids):
         seen, instead = "a token that is EMBEDDED (-2), and no inputs_embeds", f"inputs_embeds [{count}, …]"
     elif inputs_embeds is not None and (inputs_embeds.dim() != 2 or len(inputs_embeds) != count):
         seen = f"inputs_embeds of shape {list(inputs_embeds.shape)} for {count} tokens"

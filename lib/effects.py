@@ -36,6 +36,25 @@ __all__ = [
 ]
 
 
+_DTYPES: dict[str, torch.dtype] = {name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
+_DIM = r"(?:[0-9]+|[A-Za-z_]\w*(?:\+[0-9]+)?)"
+_TENSOR = rf"(.*)\[((?:{_DIM}(?:, *{_DIM})*)?)\] ({'|'.join(_DTYPES)})", "name[num_tokens, 64] float32"
+_SENT = r"send to (?P<to>\d+)|recv from (?P<source>\d+)|broadcast from (?P<root>\d+)"
+_EFFECT = (
+    rf"(?:run (?P<what>.+)|(?P<fence>fence)|(?P<sent>{_SENT})) \[mb (?P<mb>\d+)\](?(sent)(?:: (?P<schema>.+))?)",
+    "run|send to|recv from|broadcast from|fence ... [mb N], and a schema only where something is sent",
+)
+_TITLE = r"rank (\d+) of (\d+)", "rank R of N"
+
+
+def _match(form: tuple[str, str], text: str, call: str, seen: str) -> re.Match[str]:
+    """The match of a text with one of the forms in which something prints: an expression, and an example for errors."""
+    found = re.fullmatch(form[0], text.strip())
+    if found is None:
+        raise ProgramError(call, seen, form[1])
+    return found
+
+
 @attrs.frozen
 class TensorSchema:
     """The name, dimensions and dtype of one tensor on an edge.
@@ -59,12 +78,9 @@ class TensorSchema:
     @classmethod
     def parse(cls, text: str) -> "TensorSchema":
         """The inverse of `str`."""
-        dim = r"(?:[0-9]+|[A-Za-z_]\w*(?:\+[0-9]+)?)"
-        match = re.fullmatch(rf"(.*)\[((?:{dim}(?:, *{dim})*)?)\] (\w+)", text.strip())
-        if match is None or not isinstance(dtype := getattr(torch, match[3], None), torch.dtype):
-            raise ProgramError(f"TensorSchema.parse({text!r})", "no tensor's schema", "name[num_tokens, 64] float32")
+        match = _match(_TENSOR, text, f"TensorSchema.parse({text!r})", "no tensor's schema")
         dims = [d.strip() for d in match[2].split(",") if d.strip()]
-        return cls(match[1], tuple(int(d) if d.isdecimal() else d for d in dims), dtype)
+        return cls(match[1], tuple(int(d) if d.isdecimal() else d for d in dims), _DTYPES[match[3]])
 
 
 @attrs.frozen
@@ -161,22 +177,13 @@ def _suffix(schema: Schema | None) -> str:
     return "" if schema is None else f": {schema}"
 
 
-_LINE = re.compile(
-    r"(run (?P<what>.+)|send to (?P<to>\d+)|recv from (?P<source>\d+)|broadcast from (?P<root>\d+)|(?P<fence>fence)) "
-    r"\[mb (?P<mb>\d+)\](: (?P<schema>.+))?"
-)
-_LINES = "run|send to|recv from|broadcast from|fence ... [mb N], and a schema only where something is sent"
-
-
 def parse_effect(line: str) -> Effect:
     """The effect that prints as `line`.
 
     >>> parse_effect("send to 1 [mb 0]")
     Send(to=1, microbatch=0, schema=None)
     """
-    match = _LINE.fullmatch(line.strip())
-    if match is None or (match["schema"] and (match["what"] or match["fence"])):
-        raise ProgramError(f"parse_effect({line!r})", "no effect", _LINES)
+    match = _match(_EFFECT, line, f"parse_effect({line!r})", "no effect")
     microbatch = int(match["mb"])
     schema = Schema.parse(match["schema"]) if match["schema"] else None
     if match["what"]:
@@ -188,9 +195,6 @@ def parse_effect(line: str) -> Effect:
     if match["source"]:
         return Recv(int(match["source"]), microbatch, schema)
     return Broadcast(int(match["root"]), microbatch, schema)
-
-
-_TITLE = re.compile(r"rank (\d+) of (\d+)")
 
 
 @attrs.frozen
@@ -219,10 +223,8 @@ class Program:
     def parse(cls, text: str) -> "Program":
         """The inverse of `str`. For the listings of all ranks, one below the other, use `parse_listing`."""
         title, *lines = [line for line in text.splitlines() if line.strip()] or [""]
-        match = _TITLE.fullmatch(title.strip())
-        if match is None:
-            raise ProgramError("Program.parse(...)", f"a first line {title!r}", "rank R of N")
-        another = next((line for line in lines if _TITLE.fullmatch(line.strip())), None)
+        match = _match(_TITLE, title, "Program.parse(...)", f"a first line {title!r}")
+        another = next((line for line in lines if _is_title(line)), None)
         classes = list(itertools.takewhile(bool, (re.fullmatch(r"mb (\d+): (.+)", line.strip()) for line in lines)))
         if another or any(found and int(found[1]) != index for index, found in enumerate(classes)):
             seen, instead = "classes of micro-batches out of order", "mb 0: ..., mb 1: ..."
@@ -231,6 +233,10 @@ class Program:
             raise ProgramError("Program.parse(...)", seen, instead)
         effects = tuple(parse_effect(line) for line in lines[len(classes) :])
         return cls(int(match[1]), int(match[2]), effects, tuple(found[2] for found in classes if found))
+
+
+def _is_title(line: str) -> bool:
+    return re.fullmatch(_TITLE[0], line.strip()) is not None
 
 
 def listing(programs: Sequence[Program]) -> str:
@@ -258,7 +264,7 @@ def parse_listing(text: str) -> tuple[Program, ...]:
     """
     parts: list[list[str]] = []
     for line in text.splitlines():
-        if _TITLE.fullmatch(line.strip()) or (line.strip() and not parts):
+        if _is_title(line) or (line.strip() and not parts):
             parts.append([])
         if line.strip():
             parts[-1].append(line)

@@ -76,19 +76,17 @@ def pad(tree: T, descriptor: Any) -> T:
         return target
 
     call = f"weft.pad({type(tree).__name__}, {descriptor})"
-    if all(axes is None for axes in leaf_axes(tree)):
+    for one in (descriptor, *found):
+        check_descriptor(one, call)
+    beyond = next((own for own in found if not descriptor.covers(own)), None)
+    if beyond is not None or all(axes is None for axes in leaf_axes(tree)):
         name = next(iter(getattr(type(descriptor), "__match_args__", ())), "num_tokens")
+        seen = "nothing in it that says which of its dimensions follow the batch"
         instead = f"pass a weft.Batch, or a class with attrs.field(metadata=weft.axes({name!r}))"
-        raise DescriptorError(call, "nothing in it that says which of its dimensions follow the batch", instead)
-    check_descriptor(descriptor, call)
-    for own in found:
-        check_descriptor(own, call)
-        if not descriptor.covers(own):
-            raise DescriptorError(
-                f"weft.pad(batch, {descriptor})",
-                f"the batch is {own}, which that descriptor does not cover",
-                "pad to a descriptor d with d.covers(batch.descriptor)",
-            )
+        if beyond is not None:
+            seen = f"the batch is {beyond}, which that descriptor does not cover"
+            instead = "pad to a descriptor d with d.covers(batch.descriptor)"
+        raise DescriptorError(call, seen, instead)
     return map_sized(grow, tree, descriptor)
 
 

@@ -12,6 +12,8 @@ from weft.errors import RequestError
 _LARGEST = 1e30
 _LARGEST_PRODUCT = 1e37  # of float32, with room for the logit
 _MOST_COMPLETIONS = 10_000
+_MOST_TOKENS = 2**31
+"""Limit of token ids, and so of the size of a vocabulary."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -83,15 +85,21 @@ class SamplingParams:
     n: int = 1
 
     def __attrs_post_init__(self) -> None:
+        if fault := self._fault():
+            raise RequestError(repr(self), *fault)
+
+    def _fault(self) -> tuple[str, str] | None:
+        """The first field, or the first two together, that no request can have, and what to write instead."""
         for name, (holds, instead) in _CHECKS.items():
             if not holds(getattr(self, name)):
-                raise RequestError(repr(self), f"{name}={getattr(self, name)!r}", instead)
-        if self.allowed_token_ids is not None and not set(self.allowed_token_ids) - set(self.bad_token_ids):
-            raise RequestError(repr(self), "no token that is allowed and not bad", "allow one that is not bad")
+                return f"{name}={getattr(self, name)!r}", instead
+        if fault := self._all_barred(_MOST_TOKENS):
+            return fault
         factor = max(self.repetition_penalty, 1 / self.repetition_penalty)
         if max(map(abs, self.logit_bias.values()), default=0) * factor > _LARGEST_PRODUCT:
             seen = f"logit_bias and repetition_penalty={self.repetition_penalty!r}, whose product float32 does not hold"
-            raise RequestError(repr(self), seen, "a smaller bias: one of 1000 outweighs any logit")
+            return seen, "a smaller bias: one of 1000 outweighs any logit"
+        return None
 
     def __repr__(self) -> str:
         """The call that makes it, with the arguments that differ from the defaults."""
@@ -106,6 +114,9 @@ class SamplingParams:
         Args:
             eos_token_ids: the model's own.
             seed: the seed, if these parameters have none.
+
+        Raises:
+            RequestError: no token is left that could be drawn: `min_tokens` bars those that end the request.
         """
         ends = () if self.ignore_eos else tuple(eos_token_ids)
         stops = tuple(dict.fromkeys((*self.stop_token_ids, *ends)))
@@ -114,25 +125,32 @@ class SamplingParams:
     def check_tokens(self, vocab_size: int, most_biased: int) -> None:
         """Raise RequestError for tokens that the model does not have, for more biases than a table holds, and where no
         token is left that could be drawn."""
+        if fault := self._token_fault(vocab_size, most_biased):
+            raise RequestError(repr(self), *fault)
+
+    def _token_fault(self, vocab_size: int, most_biased: int) -> tuple[str, str] | None:
         for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"):
             if wrong := [token for token in getattr(self, name) or () if token >= vocab_size]:
-                instead = f"token ids of this model go from 0 to {vocab_size - 1}"
-                raise RequestError(repr(self), f"{name} holds {wrong[0]}", instead)
-        if len(self.logit_bias) > most_biased:
-            seen = f"{len(self.logit_bias)} tokens in logit_bias; the state holds {most_biased} a request"
-            raise RequestError(repr(self), seen, f"State.zeros(..., max_biased={len(self.logit_bias)})")
+                return f"{name} holds {wrong[0]}", f"token ids of this model go from 0 to {vocab_size - 1}"
+        if (count := len(self.logit_bias)) > most_biased:
+            seen = f"{count} tokens in logit_bias; the state holds {most_biased} a request"
+            return seen, f"State.zeros(..., max_biased={count})"
+        return self._all_barred(vocab_size)
+
+    def _all_barred(self, vocab_size: int) -> tuple[str, str] | None:
+        """The fault of parameters that leave no token, of so many, that could be drawn."""
         bars = {*self.bad_token_ids, *(self.stop_token_ids if self.min_tokens else ())}
         allowed = self.allowed_token_ids
         left = vocab_size - len(bars) if allowed is None else len(set(allowed) - bars)
         if left < 1:
-            seen = f"all {vocab_size if allowed is None else 'allowed'} tokens barred"
-            raise RequestError(
-                repr(self), seen, "leave one that can be drawn; min_tokens bars those that end a request"
-            )
+            ends = f", those that end a request by min_tokens={self.min_tokens}" if self.min_tokens else ""
+            seen = f"all {vocab_size if allowed is None else 'allowed'} tokens barred{ends}"
+            return seen, "leave one that can be drawn; min_tokens bars those that end a request"
+        return None
 
 
 def _is_count(value: Any) -> bool:
-    return is_int(value, 0, 2**31 - 1)
+    return is_int(value, 0, _MOST_TOKENS - 1)
 
 
 def _are_tokens(value: Any) -> bool:

@@ -102,8 +102,9 @@ def write_rows(
     Raises:
         RequestError: a request that draws without a seed, or a token that the model does not have.
     """
-    for each, tokens in zip(params, zip(prompts, generated, strict=True), strict=True):
-        _check_row(table, each, tokens)
+    for each, prompt, own in zip(params, prompts, generated, strict=True):
+        if fault := _row_fault(table, each, prompt, own):
+            raise RequestError(f"admit(state, ..., {each!r})", *fault)
     device = table.floats.device
     index = to_device(torch.tensor(rows, dtype=torch.int64), device)
     # The user's default dtype and device may be others.
@@ -116,18 +117,18 @@ def write_rows(
             _write_wide(table, row, each, prompt, own)
 
 
-def _check_row(table: SamplingTable, params: SamplingParams, tokens: tuple[Sequence[int], Sequence[int]]) -> None:
+def _row_fault(
+    table: SamplingTable, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]
+) -> tuple[str, str] | None:
     if params.seed is None and params.temperature > 0:
-        seen = "a request that draws, without a seed"
-        raise RequestError(f"admit(state, ..., {params!r})", seen, "params.for_request(eos_token_ids, seed)")
+        return "a request that draws, without a seed", "params.for_request(eos_token_ids, seed)"
     if not table.vocab_size:
-        return
+        return None
     params.check_tokens(table.vocab_size, table.bias.shape[1])
-    prompt, generated = tokens
     known = [token for token in prompt if token != EMBEDDED]
     if wrong := [token for token in (*known, *generated) if not 0 <= token < table.vocab_size]:
-        seen = f"token {wrong[0]} in a prompt"
-        raise RequestError(f"admit(state, ..., {params!r})", seen, f"token ids from 0 to {table.vocab_size - 1}")
+        return f"token {wrong[0]} in a prompt", f"token ids from 0 to {table.vocab_size - 1}"
+    return None
 
 
 def _floats(params: SamplingParams) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from weft.arguments.checks import is_int, kind_of
+from weft.arguments.checks import Rule, check_values, is_int, kind_of
 from weft.errors import ArgumentError, CaptureError, TooManyCapturesError
 
 
@@ -41,6 +41,7 @@ class Config:
 
 
 config = Config()
+_RULES: dict[str, Rule] = {"most": (lambda most: is_int(most, 0), "an int >= 0")}
 
 
 @attrs.define
@@ -96,8 +97,7 @@ def assert_max_captures(most: int) -> Iterator[None]:
     ...     for _ in range(3):
     ...         y = f(torch.zeros(2))
     """
-    if not is_int(most, 0):
-        raise CaptureError(f"weft.assert_max_captures({most!r})", "no number of captures", "an int >= 0")
+    check_values(f"weft.assert_max_captures({most!r})", _RULES, {"most": most}, CaptureError)
     token = _COUNTS.set((*_COUNTS.get(), _Count(most)))
     try:
         yield

@@ -208,9 +208,10 @@ def _check_admission(
 ) -> None:
     asked, prompts = len(others[0]), len(others[1])
     call = f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{asked} sampling>, <{prompts} prompts>)"
-    if len(set(rows)) != len(rows) or any(len(other) != len(rows) for other in (pages, *others)):
-        instead = "different rows; pages, SamplingParams and a prompt for each"
-        raise RequestError(call, "a row that stands twice, or numbers that differ", instead)
+    is_twice = len(set(rows)) != len(rows)
+    if is_twice or any(len(other) != len(rows) for other in (pages, *others)):
+        seen = "a row that stands twice" if is_twice else f"numbers that differ: {len(rows)} rows"
+        raise RequestError(call, seen, "different rows; pages, SamplingParams and a prompt for each")
     _check_pages(call, state, ((row, 0, own) for row, own in zip(rows, pages, strict=True)))
 
 
@@ -256,9 +257,11 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
         RequestError: a page that is in both, or not of the state.
     """
     num_pages = state.kv_pages.shape[2]
-    if set(sources) & set(targets) or any(not 0 <= page < num_pages for page in (*sources, *targets)):
+    both = set(sources) & set(targets)
+    if both or any(not 0 <= page < num_pages for page in (*sources, *targets)):
         call = f"copy_pages(state, {list(sources)}, {list(targets)})"
-        raise RequestError(call, "a page that is in both, or not the state's", f"pages from 0 to {num_pages - 1}")
+        seen = f"page {min(both)}, which is in both" if both else "a page that is not the state's"
+        raise RequestError(call, seen, f"different pages from 0 to {num_pages - 1}")
     source, target = to_device(torch.tensor([list(sources), list(targets)], dtype=torch.int64), state.kv_pages.device)
     for pages in (state.kv_pages, None if state.drafting is None else state.drafting.kv_pages):
         if pages is not None:

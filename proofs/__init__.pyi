@@ -7,5 +7,6 @@ from .checks.difference import (
     find_difference as find_difference,
 )
 from .checks.elements import Tolerance as Tolerance
-from .checks.engine_machine import CompletionRequest as CompletionRequest, engine_machine as engine_machine
+from .checks.engine_machine import engine_machine as engine_machine
 from .checks.equivalence import Counterexample as Counterexample, assert_equivalent as assert_equivalent
+from .checks.served_model import CompletionRequest as CompletionRequest

@@ -10,7 +10,7 @@ from weft.stages.layout import StageLayout, balance, split_layers, split_model
 from weft.stages.model import DEMO, Model, load
 from weft.stages.module import ModuleStage, from_module
 from weft.stages.params import DecoderParams, LayerParams, slice_params
-from weft.stages.random_weights import random_adapter, random_params
+from weft.stages.random_weights import random_adapter, random_model, random_params
 
 __all__ = [
     "DEMO",
@@ -29,6 +29,7 @@ __all__ = [
     "load_config",
     "load_params",
     "random_adapter",
+    "random_model",
     "random_params",
     "reserve_slots",
     "sample",

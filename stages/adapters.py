@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments.checks import kind_of
+from weft.arguments.checks import Rule, check_values
 from weft.arguments.json_text import Fields, read_object
 from weft.errors import ConfigError, ProgramError, RequestError
 from weft.stages.checkpoint import (
@@ -50,6 +50,10 @@ _NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
 }
 _OFF: tuple[Any, ...] = (None, False, [], {}, "")
 _ALL = "all-linear"
+_RULES: dict[str, Rule] = {
+    "model": (Model, "model = weft.load(folder) first, then weft.load_adapter(model, the adapter's folder)"),
+    "folder": (str | os.PathLike, "the adapter's folder"),
+}
 
 
 @attrs.frozen(eq=False)
@@ -209,7 +213,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
             say, or of something that weft does not adapt.
         RequestError: no model, or no folder.
     """
-    _check_arguments(model, folder)
+    check_values("weft.load_adapter(model, folder)", _RULES, {"model": model, "folder": folder})
     call, path = f"weft.load_adapter({model!r}, {os.fspath(folder)!r:.300})", Path(folder)
     for file in (_CONFIG, _WEIGHTS):
         pickled = {"adapter_model.bin": "save it again, as safetensors"}
@@ -228,25 +232,16 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
     return Adapter(deltas, path, origin=origin)
 
 
-def _check_arguments(model: Any, folder: Any) -> None:
-    if not isinstance(model, Model) or not isinstance(folder, str | os.PathLike):
-        seen, instead = (
-            f"{kind_of(model)} and {kind_of(folder)}",
-            "model = weft.load(folder) first, then the adapter's folder",
-        )
-        raise RequestError("weft.load_adapter(model, folder)", seen, instead)
-
-
 def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:
     """The rank and the scaling of each of these linear layers that has a pair of matrices."""
     try:
-        found = {name: (config.rank_of(name), config.scaling_of(name)) for name in names if config.changes(name)}
-    except ConfigError as error:
-        raise ConfigError(call, f"{_CONFIG} has {error.call}, and {error.seen}", error.instead) from None
-    if not found:
+        if found := {n: (config.rank_of(n), config.scaling_of(n)) for n in names if config.changes(n)}:
+            return found
+        seen = "names no layer of the model that can be adapted"
         instead = "an adapter of the model's own q, k, v, o, gate, up or down projections, none of experts"
-        raise ConfigError(call, f"{_CONFIG} names no layer of the model that can be adapted", instead)
-    return found
+    except ConfigError as error:  # an expression that takes too many steps
+        seen, instead = f"has {error.call}, and {error.seen}", error.instead
+    raise ConfigError(call, f"{_CONFIG} {seen}", instead)
 
 
 def _tensor(name: str, which: str) -> str:
@@ -353,16 +348,19 @@ def check_slot(
     params: DecoderParams, config: ModelConfig, layout: StageLayout, slot: int, adapter: Adapter | None
 ) -> None:
     """Raise RequestError where `write_slot` does."""
-    call = f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})"
     slots = _slots(params, config, layout)
-    for name, (a, _) in _deltas(layout, adapter).items():
-        if name not in slots or a.shape[0] > slots[name][0].a.shape[2]:
-            seen = f"{name} of rank {a.shape[0]}, and slots "
-            seen += f"of rank {slots[name][0].a.shape[2]}" if name in slots else f"of {', '.join(slots) or 'no layer'}"
-            raise RequestError(call, seen, "reserve_slots(..., rank=..., names=...) of all that will be written")
-    for lora, _, _ in slots.values():
-        if not 0 <= slot < len(lora.a):
-            raise RequestError(call, f"{len(lora.a)} slots", f"a slot from 0 to {len(lora.a) - 1}")
+    faults = [
+        f"{name} of rank {a.shape[0]}, and slots of "
+        + (f"rank {slots[name][0].a.shape[2]}" if name in slots else ", ".join(slots) or "no layer")
+        for name, (a, _) in _deltas(layout, adapter).items()
+        if name not in slots or a.shape[0] > slots[name][0].a.shape[2]
+    ]
+    instead = "reserve_slots(..., rank=..., names=...) of all that will be written"
+    count = min((len(lora.a) for lora, _, _ in slots.values()), default=slot + 1)
+    if not faults and not 0 <= slot < count:
+        faults, instead = [f"{count} slots"], f"a slot from 0 to {count - 1}"
+    if faults:
+        raise RequestError(f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})", faults[0], instead)
 
 
 def _slots(params: DecoderParams, config: ModelConfig, layout: StageLayout) -> dict[str, tuple[LoraWeights, int, Part]]:

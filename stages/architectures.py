@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from weft.arguments.json_text import Fields
-from weft.errors import ConfigError, ConfigWarning
+from weft.errors import ConfigWarning
 from weft.stages.rope import Rope, unknown_rope_keys
 
 Allowed = Mapping[str, tuple[Any, ...]]
@@ -229,7 +229,8 @@ def architecture_of(fields: Fields) -> str:
     model_type, names = fields.raw.get("model_type"), fields.raw.get("architectures")
     if not names:
         by_type = {known.model_type: name for name, known in ARCHITECTURES.items()}
-        fields.check(model_type in list(by_type), "model_type", supported())
+        instead = f"{supported()}; name one in architectures, or its model_type"
+        fields.check(model_type in list(by_type), "model_type", instead)
         return by_type[str(model_type)]
     name = names[0] if isinstance(names, list | tuple) and len(names) == 1 else None
     fields.check(name in list(ARCHITECTURES), "architectures", supported())
@@ -290,7 +291,7 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
     listed = ", ".join(f"{name:.60}={value!r:.60}" for name, value in shown) + (f" and {more} more" if more > 0 else "")
     if strict:
         instead = f"weft does not know what that does to {architecture}; remove what does nothing, or leave out strict"
-        raise ConfigError(fields.call, f"{fields.source} has {listed}", instead)
+        fields.refuse(listed, instead)
     seen = f"weft does not know these fields of {fields.source}, and ignores them: {listed}"
     warnings.warn(seen, ConfigWarning, stacklevel=2)
 

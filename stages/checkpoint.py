@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from weft.arguments.checks import Rule, check_values
 from weft.arguments.json_text import Fields, read_object
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DeviceError
 from weft.stages.architectures import ARCHITECTURES
-from weft.stages.config import DTYPES, ModelConfig, check_folder, find_file
+from weft.stages.config import DTYPES, ModelConfig, find_file
 from weft.stages.layer_fields import Field, Part, layer_fields
 from weft.stages.layout import StageLayout, check_layout
 from weft.stages.params import DecoderParams, LayerParams
@@ -30,6 +31,9 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 # Buffers that old versions of transformers saved; they follow from the configuration.
 _NEUTRAL = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _FP8 = "F8_E4M3"
+_RULES: dict[str, Rule] = {
+    "dtype": (lambda dtype: dtype in (None, *DTYPES.values()), f"one of {', '.join(map(str, DTYPES.values()))}")
+}
 _SHOWN = 4
 _SAMPLES, _BYTES = 512, 64
 """Places in a checkpoint that a digest reads, and the bytes that it reads at each."""
@@ -189,8 +193,7 @@ def assemble(
 def checked_dtype(config: ModelConfig, layout: StageLayout, dtype: torch.dtype | None, call: str) -> torch.dtype:
     """The dtype to load; an error if it is not a dtype of decoders, or if the layout is not of this model."""
     check_layout(layout, config.num_layers, call)
-    if dtype is not None and dtype not in DTYPES.values():
-        raise ConfigError(call, f"dtype={dtype}", f"use one of {', '.join(f'torch.{name}' for name in DTYPES)}")
+    check_values(call, _RULES, {"dtype": dtype}, ConfigError)
     return config.dtype if dtype is None else dtype
 
 
@@ -213,13 +216,12 @@ def weight_files(folder: Path, call: str) -> list[Path]:
     """
     shards = sorted(set(_tensor_files(folder, call).values()))
     for file in shards:
-        _check_readable(file, call)
+        open_tensors(file, "cpu", call)
     return shards if shards == [folder / _WEIGHTS] else [folder / _INDEX, *shards]
 
 
 def _tensor_files(folder: Path, call: str) -> dict[str, Path]:
     """The file that holds each of the checkpoint's tensors."""
-    check_folder(folder, call)
     convert = "convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
     written = "pass a folder that save_pretrained wrote"
     file = find_file(folder, (_WEIGHTS, _INDEX), call, written, {"pytorch_model*.bin": convert})
@@ -254,19 +256,19 @@ def _is_inside(name: Any) -> bool:
 
 
 def open_tensors(file: Path, device: str, call: str) -> Any:
-    """The file's `safe_open`, which maps the file and reads no tensor yet."""
-    _check_readable(file, call)
+    """The file's `safe_open`, which maps the file and reads no tensor yet.
+
+    Raises:
+        CheckpointError: it is damaged, or this user may not read it.
+    """
     try:
         return safe_open(file, framework="pt", device=device)
     except (SafetensorError, OSError) as error:
         seen = f"{file.name} ({file.stat().st_size} bytes) is damaged: {error!s:.300}"
-        raise CheckpointError(call, seen, f"copy {file.name} again from where it came from") from error
-
-
-def _check_readable(file: Path, call: str) -> None:
-    if not os.access(file, os.R_OK):
-        seen, instead = f"{str(file)!r:.300}, which this user may not read", "chmod u+r, or another user's rights"
-        raise CheckpointError(call, seen, instead)
+        instead = f"copy {file.name} again from where it came from"
+        if not os.access(file, os.R_OK):
+            seen, instead = f"{str(file)!r:.300}, which this user may not read", "chmod u+r, or another user's rights"
+        raise CheckpointError(call, seen, instead) from error
 
 
 def _open_all(files: Mapping[str, Path], device: str, call: str, stack: ExitStack) -> dict[Path, Any]:
@@ -313,14 +315,17 @@ def check_tensor(
     """
     try:
         view = handle.get_slice(name)
-    except SafetensorError as error:
+    except SafetensorError:
+        seen = f"{_INDEX} says that {file} holds {name}, and it does not"
         instead = "copy the index and the shards again from where they came from"
-        raise CheckpointError(call, f"{_INDEX} says that {file} holds {name}, and it does not", instead) from error
-    found, dtype = tuple(view.get_shape()), view.get_dtype()
-    if found != shape or dtype not in dtypes:
+    else:
+        found, dtype = tuple(view.get_shape()), view.get_dtype()
+        if found == shape and dtype in dtypes:
+            return
         seen = f"{name} in {file} is {dtype} {found}, and {source} makes it {shape} of {', '.join(dtypes)}"
         quantized = dtypes == FLOATS and dtype not in FLOATS
-        raise CheckpointError(call, seen, "use it before quantization" if quantized else _belong(source))
+        instead = "use the checkpoint before quantization" if quantized else _belong(source)
+    raise CheckpointError(call, seen, instead)
 
 
 def list_some(names: list[str]) -> str:

@@ -234,7 +234,6 @@ def load_config(path: str | os.PathLike[str], *, strict: bool = False) -> ModelC
 
 def config_in_folder(folder: Path, call: str, *, strict: bool = False) -> ModelConfig:
     """As `load_config`; errors name `call`."""
-    check_folder(folder, call)
     written = "pass a folder that save_pretrained wrote, or that `hf download` filled"
     find_file(folder, ("config.json",), call, written, {"*.gguf": _FROM_GGUF})
     config = _parse(Fields(read_object(folder / "config.json", call), call, "config.json"), strict)
@@ -242,18 +241,6 @@ def config_in_folder(folder: Path, call: str, *, strict: bool = False) -> ModelC
         return config
     generation = read_object(folder / "generation_config.json", call)
     return attrs.evolve(config, eos_token_ids=_eos_token_ids(Fields(generation, call, "generation_config.json"), None))
-
-
-def check_folder(folder: Path, call: str) -> None:
-    """Raise CheckpointNotFoundError if this is not a folder."""
-    if os.path.isdir(folder):  # unlike Path's, False also of a name that no file can have
-        return
-    seen = f"there is no folder {str(folder)!r:.300}"
-    instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
-    if os.path.isfile(folder):
-        seen = f"{str(folder)!r} is a file"
-        instead = _FROM_GGUF if folder.suffix == ".gguf" else f"its folder: {str(folder.parent)!r}"
-    raise CheckpointNotFoundError(call, seen, instead)
 
 
 def find_file(folder: Path, names: Sequence[str], call: str, instead: str, others: Mapping[str, str]) -> Path:
@@ -264,14 +251,22 @@ def find_file(folder: Path, names: Sequence[str], call: str, instead: str, other
         others: patterns of files in other formats, and what to do where it has one of those.
 
     Raises:
-        CheckpointNotFoundError: it has none.
+        CheckpointNotFoundError: it has none, or it is not a folder.
     """
+    # Unlike Path's methods, these say False also of a name that no file can have.
     if found := next((folder / name for name in names if os.path.isfile(folder / name)), None):
         return found
     seen = f"{str(folder)!r:.300} has no {' and no '.join(names)}"
-    for pattern, remedy in others.items() if os.path.isdir(folder) else ():
-        if file := min(folder.glob(pattern), default=None):
-            seen, instead = f"{seen}, but {file.name!s:.300}", remedy
+    if os.path.isfile(folder):
+        seen = f"{str(folder)!r} is a file"
+        instead = _FROM_GGUF if folder.suffix == ".gguf" else f"its folder: {str(folder.parent)!r}"
+    elif not os.path.isdir(folder):
+        seen = f"there is no folder {str(folder)!r:.300}"
+        instead = "pass a local folder; `hf download <name> --local-dir <folder>` makes one"
+    else:
+        for pattern, remedy in others.items():
+            if file := min(folder.glob(pattern), default=None):
+                seen, instead = f"{seen}, but {file.name!s:.300}", remedy
     raise CheckpointNotFoundError(call, seen, instead)
 
 
@@ -296,7 +291,7 @@ def _parse(fields: Fields, strict: bool) -> ModelConfig:
     except ConfigError as error:
         if error.call == fields.call:
             raise
-        raise ConfigError(fields.call, f"{fields.source} has {error.seen}", error.instead) from None
+        fields.refuse(error.seen, error.instead)
 
 
 def _sizes(fields: Fields, known: Architecture) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.batch import EMBEDDED, Batch, ResolvedBatch
 from weft.donation import donates
-from weft.errors import ProgramError
+from weft.errors import DescriptorError, ProgramError, WeftError
 from weft.ops.attention.paged import paged_attention, paged_attention_quantized
 from weft.ops.experts.products import run_experts
 from weft.ops.experts.routing import route
@@ -31,7 +31,7 @@ from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
-from weft.stages.rope import check_positions, inverse_frequencies, mrope_positions, rope_tables
+from weft.stages.rope import inverse_frequencies, mrope_positions, position_fault, rope_tables
 from weft.stages.verification import read_at, verify
 from weft.state import State, resolve
 
@@ -72,8 +72,7 @@ def decoder_stage(
     def stage(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
-        _check_part(name, layout, params, x)
-        check_positions(name, batch, x, section is not None)
+        _check_call(name, layout, params, batch, x, section is not None)
         resolved = _resolved(state, batch)
         hidden = embed(params, resolved, batch.inputs_embeds) if x is None else x.hidden_states
         if x is not None and x.input_ids is not None:
@@ -96,8 +95,12 @@ def decoder_stage(
     return stage
 
 
-def _check_part(name: str, layout: StageLayout, params: DecoderParams, x: IntermediateTensors | None) -> None:
-    """Raise ProgramError for the parameters of another stage, and for a later stage without `x`."""
+def _check_call(
+    name: str, layout: StageLayout, params: DecoderParams, batch: Batch, x: IntermediateTensors | None, has_mrope: bool
+) -> None:
+    """Raise ProgramError for the parameters of another stage, and for a later stage without `x`; DescriptorError for a
+    batch of another stage, or with positions that the model does not have."""
+    kind: type[WeftError] = ProgramError
     owned = params.embed_tokens is not None, params.norm is not None, len(params.layers)
     if owned != (layout.first, layout.last, len(layout.layers)):
         parts = [*["the embedding"] * owned[0], f"{owned[2]} layers", *["the head"] * owned[1]]
@@ -105,9 +108,11 @@ def _check_part(name: str, layout: StageLayout, params: DecoderParams, x: Interm
         instead = f"this stage's own, of layers {layout.start} to {layout.stop - 1}: Runner.params[{layout.index}]"
     elif x is None and not layout.first:
         seen, instead = "x is None", "what the stage before returned"
+    elif fault := position_fault(batch, x, has_mrope):
+        kind, (seen, instead) = DescriptorError, fault
     else:
         return
-    raise ProgramError(f"{name}(params, state, batch, x)", seen, instead)
+    raise kind(f"{name}(params, state, batch, x)", seen, instead)
 
 
 def _resolved(state: State, batch: Batch) -> ResolvedBatch:

@@ -57,14 +57,13 @@ class Expression:
     def _parsed(self) -> Ends:
         whole, plain = f"{self.before}(?:{self.text}){self.after}", is_plain(self.text)
         if len(self.text) > MOST_CHARACTERS and not plain:
-            raise self._refuse(f"{len(self.text)} characters, and {MOST_CHARACTERS} are the most")
+            self._refuse(f"{len(self.text)} characters, and {MOST_CHARACTERS} are the most")
         try:
             re.compile(self.text)  # by itself, so that it cannot end the group that it is put into
             pattern = re.compile(whole)
             return _of_plain(pattern) if plain else _Parser(whole).branches()
-        except (re.error, OverflowError, RecursionError, _UnsupportedError) as error:
-            deep = isinstance(error, RecursionError)
-            raise self._refuse("groups are nested too deeply" if deep else str(error)) from None
+        except (re.error, OverflowError, RecursionError) as error:
+            self._refuse("groups are nested too deeply" if isinstance(error, RecursionError) else str(error))
 
     def matches(self, name: str) -> bool:
         """Whether it matches a whole name.
@@ -72,16 +71,11 @@ class Expression:
         Raises:
             ConfigError: the match takes more than `MOST_STEPS` steps.
         """
-        tried = _Name(name)
-        try:
-            return len(name) in self._ends(tried, frozenset([0]))
-        except _TooManyStepsError:
-            raise self._refuse(f"more than {MOST_STEPS} steps to match {name!r}") from None
+        return len(name) in self._ends(_Name(name, self._refuse), frozenset([0]))
 
-    def _refuse(self, seen: str) -> ConfigError:
-        return ConfigError(
-            f"the regular expression {self.text!r:.60}", seen, "a list of names, or a simpler expression"
-        )
+    def _refuse(self, seen: str) -> NoReturn:
+        call, instead = f"the regular expression {self.text!r:.60}", "a list of names, or a simpler expression"
+        raise ConfigError(call, seen, instead) from None
 
 
 def read_expression(fields: Fields, name: str, text: str, *, before: str = "", after: str = "") -> Expression:
@@ -93,7 +87,8 @@ def read_expression(fields: Fields, name: str, text: str, *, before: str = "", a
     try:
         return Expression(text, before, after)
     except ConfigError as error:
-        raise fields.refuse(name, f"a regular expression in place of {text!r:.60}: {error.seen}") from None
+        fields.check(False, name, f"a regular expression in place of {text!r:.60}: {error.seen}")
+        raise
 
 
 def is_plain(text: str) -> bool:
@@ -101,25 +96,18 @@ def is_plain(text: str) -> bool:
     return _PLAIN.fullmatch(text) is not None
 
 
-class _TooManyStepsError(Exception):
-    pass
-
-
-class _UnsupportedError(Exception):
-    pass
-
-
 @attrs.define
 class _Name:
-    """A name, and the number of steps taken on it."""
+    """A name, the number of steps taken on it, and what refuses more than the most."""
 
     text: str
+    refuse: Callable[[str], NoReturn]
     steps: int = 0
 
     def count(self, steps: int) -> None:
         self.steps += steps
         if self.steps > MOST_STEPS:
-            raise _TooManyStepsError
+            self.refuse(f"more than {MOST_STEPS} steps to match {self.text!r}")
 
 
 def _of_plain(pattern: re.Pattern[str]) -> Ends:
@@ -239,7 +227,7 @@ class _Parser:
         return _repeated(part, least, most)
 
     def _refuse(self, syntax: str) -> NoReturn:
-        raise _UnsupportedError(f"{syntax!r} is not supported")
+        raise re.error(f"{syntax!r} is not supported")
 
     def _takes(self, character: str) -> bool:
         if not self.text.startswith(character, self.at):

@@ -1,6 +1,6 @@
 """The fields of `LayerParams` that a model's layer has, and the checkpoint's tensors that fill each of them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import attrs
@@ -66,19 +66,17 @@ def layer_fields(config: ModelConfig, index: int) -> dict[str, Field]:
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
     fields = {"input_layernorm": _norm(f"{layer}.input_layernorm", hidden)}
-    fields |= _linear(config, layer, _Linear("qkv", attention, hidden, hidden, config.qkv_bias))
+    fields |= _attention(config, layer, _Linear("qkv", attention, hidden, hidden, config.qkv_bias))
     if config.qk_norm:
         fields |= {f"{part}_norm": _norm(f"{layer}.self_attn.{part}_norm", config.head_dim) for part in "qk"}
-    fields |= _linear(config, layer, _Linear("o", {"self_attn.o_proj": hidden}, query, query, config.o_bias))
+    fields |= _attention(config, layer, _Linear("o", {"self_attn.o_proj": hidden}, query, query, config.o_bias))
     fields["post_attention_layernorm"] = _norm(f"{layer}.post_attention_layernorm", hidden)
     if config.moe is None or not config.moe.is_sparse(index):
-        return fields | _feed_forward(config, layer, "mlp", config.intermediate_size, config.mlp_bias)
+        return fields | _feed_forward(config, layer, ["mlp"], config.intermediate_size, config.mlp_bias)[0]
     shape = config.moe.num_experts, hidden
     fields["router"] = Field(shape, (Part(f"{layer}.mlp.gate.weight", shape),))
-    experts = (
-        _feed_forward(config, layer, f"mlp.experts.{e}", config.moe.inner, False) for e in range(config.moe.num_experts)
-    )
-    return fields | _stacked(list(experts))
+    experts = [f"mlp.experts.{expert}" for expert in range(config.moe.num_experts)]
+    return fields | _stacked(_feed_forward(config, layer, experts, config.moe.inner, False))
 
 
 def adaptable(config: ModelConfig, index: int) -> dict[str, tuple[str, int, Part]]:
@@ -107,19 +105,31 @@ def _norm(module: str, size: int) -> Field:
     return Field((size,), (Part(f"{module}.weight", (size,)),))
 
 
-def _feed_forward(config: ModelConfig, layer: str, module: str, inner: int, bias: bool) -> dict[str, Field]:
-    hidden = config.hidden_size
-    first = {f"{module}.gate_proj": inner, f"{module}.up_proj": inner}
-    fields = _linear(config, layer, _Linear("gate_up", first, hidden, hidden, bias))
-    # As wide as a half of the first product, which is a whole number of blocks in FP8.
-    width = fields["gate_up_proj"].shape[0] // 2
-    return fields | _linear(config, layer, _Linear("down", {f"{module}.down_proj": hidden}, inner, width, bias))
+def _attention(config: ModelConfig, layer: str, linear: _Linear) -> dict[str, Field]:
+    return _linear(layer, linear, _converted(config, [f"{layer}.{module}" for module in linear.modules]))
 
 
-def _linear(config: ModelConfig, layer: str, linear: _Linear) -> dict[str, Field]:
+def _feed_forward(
+    config: ModelConfig, layer: str, modules: Sequence[str], inner: int, bias: bool
+) -> list[dict[str, Field]]:
+    """The fields of one block, or of each expert; experts are one product, so that they are in FP8 together."""
+    hidden, found = config.hidden_size, []
+    firsts = [f"{layer}.{module}.{which}_proj" for module in modules for which in ("gate", "up")]
+    first_fp8 = _converted(config, firsts)
+    down_fp8 = _converted(config, [f"{layer}.{module}.down_proj" for module in modules])
+    for module in modules:
+        first = _Linear("gate_up", {f"{module}.gate_proj": inner, f"{module}.up_proj": inner}, hidden, hidden, bias)
+        fields = _linear(layer, first, first_fp8)
+        # As wide as a half of the first product, which is a whole number of blocks in FP8.
+        width = fields["gate_up_proj"].shape[0] // 2
+        down = _Linear("down", {f"{module}.down_proj": hidden}, inner, width, bias)
+        found.append(fields | _linear(layer, down, down_fp8))
+    return found
+
+
+def _linear(layer: str, linear: _Linear, fp8: bool) -> dict[str, Field]:
     """The field of the weights, and those of the biases and the scales if there are any."""
     names = [f"{layer}.{module}" for module in linear.modules]
-    fp8 = _converted(config, names)
     weights, biases, scales = [], [], []
     *starts, end = row_starts(linear.modules.values(), fp8 and len(names) > 1)
     for name, rows, start in zip(names, linear.modules.values(), starts, strict=True):
@@ -138,12 +148,13 @@ def _linear(config: ModelConfig, layer: str, linear: _Linear) -> dict[str, Field
 
 
 def _converted(config: ModelConfig, names: list[str]) -> bool:
-    """Whether these layers are in FP8: all of them, or none."""
-    found = {} if config.fp8 is None else {name: config.fp8.converts(name) for name in names}
-    if len(set(found.values())) > 1:
-        seen = " and ".join(f"{name} {'in FP8' if fp8 else 'not'}" for name, fp8 in found.items())
-        raise ConfigError("layer_fields(config, index)", seen, "let modules_to_not_convert name all of them, or none")
-    return any(found.values())
+    """Whether these layers, which are one product, are in FP8: all of them, or none."""
+    found = {} if config.fp8 is None else {config.fp8.converts(name): name for name in reversed(names)}
+    if len(found) > 1:
+        seen = f"{found[True]} in FP8 and {found[False]} not, which are parts of one product"
+        instead = "let modules_to_not_convert name all parts of a product, as all experts of a layer, or none"
+        raise ConfigError("layer_fields(config, index)", seen, instead)
+    return True in found
 
 
 def _stacked(experts: list[dict[str, Field]]) -> dict[str, Field]:
@@ -154,7 +165,4 @@ def _stacked(experts: list[dict[str, Field]]) -> dict[str, Field]:
 
 def _of_experts(experts: list[dict[str, Field]], name: str) -> Iterator[Part]:
     for expert, fields in enumerate(experts):
-        if name not in fields or fields[name].dtype != experts[0][name].dtype or len(fields) != len(experts[0]):
-            seen = f"{experts[0][name].parts[0].name} and those of expert {expert} stored in two ways"
-            raise ConfigError("layer_fields(config, index)", seen, "quantise all experts of a layer, or none")
         yield from (attrs.evolve(part, expert=expert) for part in fields[name].parts)

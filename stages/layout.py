@@ -4,14 +4,16 @@ import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import attrs
 
-from weft.arguments.checks import kind_of
+from weft.arguments.checks import Rule, check_values
 from weft.errors import CostError, ProgramError
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import layer_fields
+
+_RULES: dict[str, Rule] = {"layer_costs": (Sequence, "a list of the cost of each layer: [1.0] * 30")}
+_COST: Rule = (lambda cost: 0 <= cost < math.inf, "a finite number >= 0")
 
 
 @attrs.frozen
@@ -115,17 +117,12 @@ def balance(
     >>> [stage.stop - stage.start for stage in balance([1.0] * 30, 4, last=3.0)]
     [8, 8, 8, 6]
     """
-    given: Any = layer_costs
-    if not isinstance(given, Sequence):
-        call = f"balance({given!r:.60}, {num_stages!r})"
-        raise CostError(call, kind_of(given), "a list of the cost of each layer: [1.0] * 30")
+    check_values(f"balance({layer_costs!r:.60}, {num_stages!r})", _RULES, {"layer_costs": layer_costs}, CostError)
     _check_count(f"balance(<{len(layer_costs)} layers>, {num_stages!r})", len(layer_costs), num_stages)
     even = split_layers(len(layer_costs), num_stages)
-    layers = ((f"layer {index}", cost) for index, cost in enumerate(layer_costs))
-    for name, value in (*layers, ("first", first), ("last", last)):
-        if not 0 <= value < math.inf:
-            call = f"balance(<{len(layer_costs)} layers>, {num_stages}, first={first!r}, last={last!r})"
-            raise CostError(call, f"{name} costs {value!r}", "a finite number >= 0")
+    call = f"balance(<{len(layer_costs)} layers>, {num_stages}, first={first!r}, last={last!r})"
+    costs = {f"layer_costs[{index}]": cost for index, cost in enumerate(layer_costs)} | {"first": first, "last": last}
+    check_values(call, dict.fromkeys(costs, _COST), costs, CostError)
     split = _Split(*_prefix_sums(layer_costs, first, last), tuple(len(stage.layers) for stage in even))
     stops = split.nearest(split.least_slowest())
     return tuple(StageLayout(i, num_stages, a, b) for i, (a, b) in enumerate(zip((0, *stops), stops, strict=False)))

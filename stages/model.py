@@ -11,7 +11,7 @@ import attrs
 import torch
 from tokenizers import Tokenizer
 
-from weft.arguments.checks import kind_of, names_arguments
+from weft.arguments.checks import Rule, check_values, is_int, kind_of, names_arguments
 from weft.arguments.equivalents import LOAD
 from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError, WeftError
 from weft.stages.checkpoint import Origin, checked_device, digest_files, digest_params, read_params, weight_files
@@ -21,6 +21,16 @@ from weft.stages.params import DecoderParams, num_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes that a decoder runs in."""
+
+_RULES: dict[str, Rule] = {
+    "path": (str | Path, "the folder of a checkpoint, such as weft.stages.DEMO"),
+    "dtype": (lambda dtype: dtype is None or dtype in (*DTYPES, *DTYPES.values()), f"one of {', '.join(DTYPES)}"),
+    "stage": (lambda stage: stage is None or _is_stage(stage), "(index, num_stages), the stages numbered from 0"),
+    "token_ids": (
+        lambda ids: isinstance(ids, list | tuple) and all(hasattr(token, "__index__") for token in ids),
+        "a list of ints; of a tensor, its .tolist()",
+    ),
+}
 
 DEMO = Path(__file__).parent / "demo"
 """The folder of the checkpoint that weft ships."""
@@ -84,12 +94,13 @@ class Model:
         Raises:
             RequestError: the checkpoint has no tokenizer, or `text` is not a string.
         """
-        call, given = f"model.encode({text!r:.60})", cast(Any, text)
-        if not isinstance(given, str):
-            instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
-            raise RequestError(call, kind_of(given), instead)
-        if self.tokenizer is None:
-            raise RequestError(call, f"{self.path} holds no tokenizer.json", "pass token ids")
+        call, is_text = f"model.encode({text!r:.60})", isinstance(cast(Any, text), str)
+        if self.tokenizer is None or not is_text:
+            seen, instead = f"{self.path} holds no tokenizer.json", "pass token ids"
+            if not is_text:
+                seen = kind_of(text)
+                instead = "a string; token ids need no encoding, and model.decode(token_ids) reads them"
+            raise RequestError(call, seen, instead)
         with _tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {self.path}"):
             return list(self.tokenizer.encode(text).ids)
 
@@ -99,12 +110,10 @@ class Model:
         Raises:
             RequestError: it is not a list of token ids.
         """
-        if not isinstance(token_ids, list | tuple) or not all(hasattr(token, "__index__") for token in token_ids):
-            seen = f"{token_ids!r:.60}, {kind_of(token_ids)}"
-            raise RequestError("model.decode(token_ids)", seen, "a list of ints; of a tensor, its .tolist()")
+        call, instead = "model.decode(token_ids)", f"ids of its tokens, or another {self.path}"
+        check_values(call, _RULES, {"token_ids": token_ids})
         if self.tokenizer is None:
             return None
-        call, instead = "model.decode(token_ids)", f"ids of its tokens, or another {self.path}"
         with _tokenizer_failures(RequestError, call, "the tokenizer failed", instead):
             return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
@@ -116,6 +125,11 @@ class Model:
 
     def _repr_html_(self) -> str:
         return self.params.table(repr(self))._repr_html_()
+
+
+def _is_stage(value: Any) -> bool:
+    index, num_stages = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
+    return is_int(num_stages) and is_int(index, 0, num_stages - 1)
 
 
 @contextmanager
@@ -161,10 +175,8 @@ def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | N
     Raises:
         RequestError: a dtype that no decoder runs in.
     """
-    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if dtype is not None and chosen not in DTYPES.values():
-        raise RequestError(call, f"dtype {dtype!r}", f"one of {', '.join(DTYPES)}")
-    return chosen
+    check_values(call, _RULES, {"dtype": dtype})
+    return DTYPES[dtype] if isinstance(dtype, str) else dtype
 
 
 @names_arguments(**LOAD)
@@ -202,13 +214,14 @@ def load(
     """
     given = str(path) if isinstance(path, Path) else path
     call = f"weft.load({given!r:.300}, device={device!r}, dtype={dtype!r})"
-    if not isinstance(path, str | Path):
-        raise RequestError(call, f"path is {kind_of(path)}", "the folder of a checkpoint, such as weft.stages.DEMO")
+    check_values(call, _RULES, {"path": path})
+    check_values(call, _RULES, {"stage": stage}, ProgramError)
+    index, num_stages = (0, 1) if stage is None else stage
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
     folder = Path(path)
     config = config_in_folder(folder, call, strict=strict)
     kind = kind or pick_dtype(config.dtype, call=call) or config.dtype
-    layout = _layout(config, stage, call)
+    layout = split_model(config, num_stages)[index]
     tokenizer = _load_tokenizer(folder, call)
     files = weight_files(folder, call)
     with ThreadPoolExecutor(1) as beside:  # the digest reads a few pages of each file, the load all of them
@@ -216,14 +229,6 @@ def load(
         params = read_params(folder, config, layout, checked_device(where, call), kind, call, progress=progress)
         origin = Origin(digest.result(), digest_params(params))
         return Model(config, params, tokenizer, folder, layout=layout, origin=origin)
-
-
-def _layout(config: ModelConfig, stage: tuple[int, int] | None, call: str) -> StageLayout:
-    index, num_stages = (0, 1) if stage is None else stage
-    if not 0 <= index < num_stages:
-        seen = f"stage={stage!r}"
-        raise ProgramError(call, seen, "(index, num_stages), the stages numbered from 0")
-    return split_model(config, num_stages)[index]
 
 
 def _load_tokenizer(folder: Path, call: str) -> Tokenizer | None:

@@ -1,4 +1,4 @@
-"""Random parameters and adapters for a configuration, drawn on their device: for benchmarks and tests."""
+"""Random parameters, models and adapters for a configuration, drawn on their device: for benchmarks and tests."""
 
 import hashlib
 import math
@@ -11,10 +11,18 @@ from torch import Tensor
 
 from weft.errors import DeviceError
 from weft.stages.adapters import Adapter
-from weft.stages.checkpoint import assemble, checked_device, checked_dtype, stage_fields
+from weft.stages.checkpoint import (
+    Origin,
+    assemble,
+    checked_device,
+    checked_dtype,
+    digest_params,
+    stage_fields,
+)
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import Field, adaptable
-from weft.stages.layout import StageLayout
+from weft.stages.layout import StageLayout, split_model
+from weft.stages.model import Model, pick_device, pick_dtype
 from weft.stages.params import DecoderParams
 
 _AT_ONCE = 2**28
@@ -94,6 +102,36 @@ def _noise(path: str, field: Field, like: Tensor, std: float, generator: torch.G
     if field.dtype is torch.float8_e4m3fn:
         return noise.normal_(0.0, 16.0, generator=generator)
     return noise.normal_(1.0 if "norm" in path else 0.0, std, generator=generator)
+
+
+def random_model(
+    config: ModelConfig,
+    *,
+    seed: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    stage: tuple[int, int] | None = None,
+    name: str = "model",
+) -> Model:
+    """A model with random weights and without a tokenizer, for benchmarks and tests.
+
+    Args:
+        config: the whole model's, from `load_config`, or `parse_config(PRESETS["tiny"], source="tiny")`.
+        seed: as in `random_params`.
+        device, dtype, stage: as in `weft.load`.
+        name: its name; ranks compare it with the seed.
+
+    Raises:
+        DeviceError: a device that this machine does not have, or whose memory is too small.
+        RequestError: a dtype that no decoder runs in.
+    """
+    call = f"random_model(config, seed={seed}, device={device!r}, dtype={dtype!r})"
+    where, kind = pick_device(device, call=call), pick_dtype(dtype or config.dtype, call=call)
+    index, num_stages = stage or (0, 1)
+    layout = split_model(config, num_stages)[index]
+    params = random_params(config, layout, seed=seed, device=where, dtype=kind)
+    origin = Origin(f"random {name} {seed}", digest_params(params))
+    return Model(config, params, None, Path(name), layout=layout, origin=origin)
 
 
 def random_adapter(config: ModelConfig, names: Collection[str], *, rank: int, seed: int, std: float) -> Adapter:

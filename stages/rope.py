@@ -11,7 +11,6 @@ from torch import Tensor
 
 from weft.arguments.json_text import Fields
 from weft.batch import Batch, ResolvedBatch
-from weft.errors import DescriptorError
 from weft.ops.rotary import turn_tables
 from weft.outputs import IntermediateTensors
 from weft.state import State
@@ -137,13 +136,12 @@ def _kind(block: Fields) -> RopeKind:
 def _section(block: Fields) -> tuple[int, int, int] | None:
     """The pairs of a head that turn with time, height and width; None: the file does not say."""
     needed = _MROPE in (block.raw.get("rope_type"), block.raw.get("type"))
+    there = block.raw.get("mrope_section") is not None
+    _check_needed(block, there or not needed, "mrope_section", _MROPE)
 
     def fits(value: Any) -> bool:
-        if value is None:
-            return not needed
-        return (
-            isinstance(value, list | tuple) and len(value) == 3 and all(type(one) is int and one >= 0 for one in value)
-        )
+        three = isinstance(value, list | tuple) and len(value) == 3
+        return value is None or (three and all(type(one) is int and one >= 0 for one in value))
 
     section = block.value("mrope_section", None, fits, "three whole numbers: pairs for time, height and width")
     return None if section is None else (section[0], section[1], section[2])
@@ -152,13 +150,17 @@ def _section(block: Fields) -> tuple[int, int, int] | None:
 def _check_keys(block: Fields, kind: RopeKind) -> None:
     for name in _NEEDED_KEYS[kind]:
         there = name in block.raw and (block.raw[name] is not None or kind == "yarn")
-        block.check(there, name, f"add {name} to {block.prefix[:-1]}: rope type {kind!r} needs it")
+        _check_needed(block, there, name, kind)
     known = _known_keys(kind)
     others = set().union(*map(_known_keys, KINDS)) - known
     for name in sorted(others & block.raw.keys()):
         block.check(block.raw[name] is None, name, f"rope type {kind!r} takes {', '.join(sorted(known))}")
     for name, (allowed, instead) in _NEUTRAL_AT.items():
         block.check(block.raw.get(name) in allowed, name, instead)
+
+
+def _check_needed(block: Fields, there: bool, name: str, kind: str) -> None:
+    block.check(there, name, f"add {name} to {block.prefix[:-1]}: rope type {kind!r} needs it")
 
 
 def _same_in_both(fields: Fields, block: Fields, name: str, default: Any) -> Fields:
@@ -309,27 +311,22 @@ def mrope_positions(state: State, batch: Batch, resolved: ResolvedBatch) -> Tens
     return torch.where(given >= 0, given, in_order).contiguous()
 
 
-def check_positions(stage: str, batch: Batch, x: IntermediateTensors | None, has_mrope: bool) -> None:
-    """Refuse inputs of the first stage at another stage, and positions in a model without mRoPE.
+def position_fault(batch: Batch, x: IntermediateTensors | None, has_mrope: bool) -> tuple[str, str] | None:
+    """The fault of inputs of the first stage at another stage, of positions in a model without mRoPE, and of an `x`
+    that lacks them; and what to pass instead.
 
     Args:
-        stage: the stage's name.
         x: the intermediate tensors from the stage before.
         has_mrope: whether the model has mRoPE.
-
-    Raises:
-        DescriptorError: there are such inputs, or `x` lacks the positions.
     """
     if x is not None and batch.after_first() is not batch:
         name = "positions" if batch.positions is not None else "inputs_embeds"
         seen = f"batch.{name}, which the first stage alone takes"
-        instead = "batch.after_first(); what the first stage makes of them comes with x"
-    elif batch.positions is not None and not has_mrope:
+        return seen, "batch.after_first(); what the first stage makes of them comes with x"
+    if batch.positions is not None and not has_mrope:
         seen = "batch.positions, and a model without mRoPE (no mrope_section in its rope_parameters)"
-        instead = "a batch without positions: a token stands where it does in its request"
-    elif has_mrope and x is not None and x.positions is None:
-        seen = "no x.positions, in a model with mRoPE"
+        return seen, "a batch without positions: a token stands where it does in its request"
+    if has_mrope and x is not None and x.positions is None:
         instead = "attrs.evolve(y, hidden_states=...) of what the stage before returned"
-    else:
-        return
-    raise DescriptorError(f"{stage}(params, state, batch, x)", seen, instead)
+        return "no x.positions, in a model with mRoPE", instead
+    return None

@@ -29,6 +29,7 @@ from .pipelines.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow,
 from .pipelines.events import Event as Event
 from .pipelines.microbatch import join as join, microbatch as microbatch, scan as scan, split as split
 from .pipelines.pipeline import Pipelined as Pipelined, compose as compose, pipeline as pipeline
+from .pipelines.prediction import Machine as Machine, Prediction as Prediction, predict_decode as predict_decode
 from .pipelines.schedule import (
     Job as Job,
     decode_jobs as decode_jobs,

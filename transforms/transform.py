@@ -12,16 +12,19 @@ from typing import Any, TypeVar, cast
 
 import attrs
 
-from weft.arguments.checks import kind_of
+from weft.arguments.checks import Rule, check_values, kind_of
 from weft.errors import ProgramError
 from weft.trees import pytree
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _check_function(call: str, given: Any, instead: str) -> None:
-    if not callable(given):
-        raise ProgramError(call, f"{kind_of(given)}, which is not a function", instead)
+_RULES: dict[str, Rule] = {
+    "init": (callable, "a function"),
+    "apply": (callable, "a function"),
+    "step": (callable, "a step"),
+    "advance": (callable, "an advance (state, batch, out) -> state"),
+}
 
 
 @pytree
@@ -75,7 +78,7 @@ class Transform:
 
     def __attrs_post_init__(self) -> None:
         for name, part in (("init", self.init), ("apply", self.apply)):
-            _check_function(f"Transform({name}={part!r:.60})", part, "a function")
+            check_values(f"Transform({name}={part!r:.60})", _RULES, {name: part}, ProgramError)
 
     def carry(self, params: Any, state: Any) -> Carried:
         """The first state of a transformed step, made from the first state of the inner step."""
@@ -84,20 +87,20 @@ class Transform:
     def __call__(self, step: F) -> F:
         """The transformed step, with the same signature."""
         name = getattr(step, "__name__", step)
-        _check_function(f"Transform(...)({step!r:.60})", step, "a step")
+        check_values(f"Transform(...)({step!r:.60})", _RULES, {"step": step}, ProgramError)
 
         @functools.wraps(step)
         def run(params: Any, state: Any, *rest: Any) -> Any:
-            if not isinstance(state, Carried):
-                seen = f"a state that is {kind_of(state)}"
-                raise ProgramError(f"Transform(...)({name})(...)", seen, "transform.carry(params, state) at first")
-            applied: Any = self.apply(step, state.own, params, state.state, *rest)
-            if not isinstance(applied, tuple) or len(applied) != 3:
+            if isinstance(state, Carried):
+                applied: Any = self.apply(step, state.own, params, state.state, *rest)
+                if isinstance(applied, tuple) and len(applied) == 3:
+                    own, next_state, out = applied
+                    return Carried(next_state, own), out
                 length = f" of {len(applied)}" if isinstance(applied, tuple) else ""
-                seen = f"apply returned {kind_of(applied)}{length}"
-                raise ProgramError(f"Transform(...)({name})(...)", seen, "return (own, state, out)")
-            own, next_state, out = applied
-            return Carried(next_state, own), out
+                seen, instead = f"apply returned {kind_of(applied)}{length}", "return (own, state, out)"
+            else:
+                seen, instead = f"a state that is {kind_of(state)}", "transform.carry(params, state) at first"
+            raise ProgramError(f"Transform(...)({name})(...)", seen, instead)
 
         return cast(F, run)
 
@@ -114,7 +117,7 @@ def lift(advance: F) -> F:
     >>> lift(lambda state, batch, out: state + out)(Carried(Carried(1, "a"), "b"), None, 2)
     Carried(state=Carried(state=3, own='a'), own='b')
     """
-    _check_function(f"lift({advance!r:.60})", advance, "an advance (state, batch, out) -> state")
+    check_values(f"lift({advance!r:.60})", _RULES, {"advance": advance}, ProgramError)
 
     @functools.wraps(advance)
     def lifted(state: Any, *rest: Any) -> Any:

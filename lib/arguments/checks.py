@@ -4,9 +4,10 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from types import UnionType
 from typing import Any, TypeGuard, TypeVar, cast
 
-from weft.errors import ArgumentError
+from weft.errors import ArgumentError, RequestError, WeftError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -91,6 +92,47 @@ def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
     (True, False, False)
     """
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+Rule = tuple[type | UnionType | Callable[[Any], object], str]
+"""The type of an argument, or a function that says whether its value is valid; and the `instead` of the error."""
+COUNT: Rule = (lambda value: is_int(value, 1), "a whole number >= 1")
+COUNT_OR_NONE: Rule = (lambda value: value is None or is_int(value, 1), "a whole number >= 1, or None")
+
+
+def check_values(
+    call: object, rules: Mapping[str, Rule], values: Mapping[str, Any], error: type[WeftError] = RequestError
+) -> None:
+    """Raise `error` for the first value that breaks the rule of its name.
+
+    Args:
+        call: the call as the user wrote it: a text, or an object whose text it is.
+        rules: a rule for each argument, by its name.
+        values: the arguments to check.
+
+    >>> check_values("sum_of(x, axis=-1)", {"axis": (lambda axis: axis >= 0, "axis=0, or more")}, {"axis": -1})
+    Traceback (most recent call last):
+        ...
+    weft.errors.RequestError: sum_of(x, axis=-1)
+      saw: axis=-1
+      instead: axis=0, or more
+    """
+    for name, value in values.items():
+        rule, instead = rules[name]
+        if isinstance(rule, type | UnionType):
+            holds, seen = isinstance(value, rule), f"{name} is {kind_of(value)}"
+        else:
+            holds, seen = bool(rule(value)), ""
+        if not holds:
+            raise error(f"{call}", seen or _with_value(name, value), instead)
+
+
+def _with_value(name: str, value: Any) -> str:
+    """An argument with its value, for an error; with the shape and dtype of a tensor, which may be large."""
+    if isinstance(value, type):
+        return f"{name}={value.__name__}, the class"
+    is_tensor = hasattr(value, "shape") and hasattr(value, "dtype")
+    return f"{name} {list(value.shape)}, {value.dtype}" if is_tensor else f"{name}={value!r:.200}"
 
 
 def kind_of(value: object) -> str:

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import attrs
 
@@ -59,12 +59,13 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
         ConfigError: the file holds something else, or cannot be read. The error names `call`.
     """
     try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise ValueError(f"{size} bytes, and {_MOST_BYTES} are the most")
-        raw = parse_json(path.read_text(encoding="utf-8"))
+        size = path.stat().st_size
+        raw = parse_json(path.read_text(encoding="utf-8")) if size <= _MOST_BYTES else None
         if isinstance(raw, dict):
             return raw
         fault = f"holds {kind_of(raw)}, not an object"
+        if size > _MOST_BYTES:
+            fault = f"holds {size} bytes, and {_MOST_BYTES} are the most"
     except OSError as error:
         fault = f"cannot be read: {error.strerror}"
     except ValueError as error:
@@ -90,19 +91,21 @@ class Fields:
     source: str
     prefix: str = ""
 
-    def refuse(self, which: str | Mapping[str, Any], instead: str) -> ConfigError:
-        """The error for a field that cannot be used, or for fields, with their values, that do not go together."""
+    def refuse(self, seen: str, instead: str) -> NoReturn:
+        """Raise ConfigError for what the source has."""
+        raise ConfigError(self.call, f"{self.source} has {seen}", instead) from None
+
+    def check(self, holds: object, which: str | Mapping[str, Any], instead: str) -> None:
+        """Refuse a field that cannot be used, or fields, with their values, that do not go together, unless a condition
+        holds."""
+        if holds:
+            return
         values = {which: self.raw.get(which, _MISSING)} if isinstance(which, str) else which
         pairs = (
             f"no {self.prefix}{name:.60}" if value is _MISSING else f"{self.prefix}{name:.60}={value!r:.200}"
             for name, value in values.items()
         )
-        return ConfigError(self.call, f"{self.source} has {' and '.join(pairs)}", instead)
-
-    def check(self, holds: object, which: str | Mapping[str, Any], instead: str) -> None:
-        """Raise the error of `refuse`, unless a condition holds."""
-        if not holds:
-            raise self.refuse(which, instead)
+        self.refuse(" and ".join(pairs), instead)
 
     def value(self, name: str, default: Any, fits: Callable[[Any], object], what: str) -> Any:
         """A field's value, or the default where the field is missing.

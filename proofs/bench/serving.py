@@ -23,12 +23,13 @@ import torch
 
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
-from weft.transforms.cli.bench import measure, start
+from weft.stages.presets import PRESETS
+from weft.transforms.cli.bench import start_engine, workload_of
 from weft.transforms.cli.models import open_model
-from weft.transforms.cli.options import MODES, Bench
-from weft.transforms.cli.presets import PRESETS, WORKLOADS
+from weft.transforms.cli.options import MODES, WORKLOADS, Bench
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.evaluation.serving import measure
 
 _PROMPTS, _MORE = 64, 64
 _MAX_NUM_TOKENS = 2048
@@ -80,10 +81,10 @@ def run(here: Here, options: Bench, plan: Plan) -> list[dict[str, Any]]:
     checked = [(length, plan.check + _MORE) for length in plan.input_lens() if plan.check]
     longest = max((*(plan.lengths[name] for name in plan.workloads), *checked), key=sum)
     for mode in dict.fromkeys((*(["none"] if plan.check else []), *plan.modes)):
-        engine, started = start(here, plan.options(options, mode, *longest), here.first, model)
+        engine, started = start_engine(here, plan.options(options, mode, *longest), here.first, model)
         for name in plan.workloads if mode in plan.modes else ():
             wanted = plan.options(options, mode, *plan.lengths[name])
-            for index, row in enumerate(measure(here, engine, wanted, started, repeats=plan.repeats)):
+            for index, row in enumerate(measure(engine, workload_of(wanted), started, repeats=plan.repeats)):
                 rows.append({"workload": name, "mode": mode, "repeat": index, **row})
                 if here.first:
                     print(show(rows[-1]), flush=True)

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from weft.arguments.checks import is_int, kind_of
 from weft.errors import CheckError
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.laws.engine.completions import check_ends, check_nothing_is_left, complete
+from weft.proofs.checks.served_model import CompletionKey, Oracle, ServedModel
+from weft.proofs.laws.engine.completions import check_ends, check_nothing_is_left
 from weft.proofs.strategies.engines import Half
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
@@ -21,7 +22,6 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.inputs import Mask
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import CompletionState, RequestOutput
-from weft.transforms.engine.requests import sample_seeds
 
 LAW = "L11 an engine serves as alone"
 MAX_REQUESTS = 5
@@ -30,28 +30,6 @@ FEW_TOKENS = 12
 """The default requests use so few tokens that stop tokens and repetitions occur."""
 SEEDS = st.integers(0, 2**32 - 1)
 """Each rule draws one number, and all else from it: Hypothesis repeats small values too often."""
-
-
-@attrs.frozen(eq=False)
-class CompletionRequest:
-    """One completion whose tokens an oracle is asked for.
-
-    Args:
-        prompt: token ids.
-        sampling: its parameters, with `n=1` and the completion's own seed.
-        max_tokens: the most tokens to generate.
-        adapter: the name of its LoRA adapter; None: the model alone.
-        mask: says which tokens may be next; None: any.
-    """
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    max_tokens: int
-    adapter: str | None
-    mask: Mask | None
-
-
-Oracle = Callable[[CompletionRequest], Sequence[int] | None]
 
 
 def engine_machine(
@@ -132,7 +110,7 @@ def engine_machine(
     if length > most:
         seen = f"a prompt and tokens of {length}, where the model has {most} positions"
         raise CheckError(call, seen, "shorter prompts, or fewer max_tokens")
-    subject = _Subject(
+    subject = ServedModel(
         model=model,
         expected=expected,
         prompts=tuple(ids),
@@ -186,80 +164,17 @@ def _default_sampling(few: Sequence[int], vocab_size: int) -> list[SamplingParam
     return [SamplingParams(**own) for own in fields]
 
 
-@attrs.frozen
-class _Key:
-    """A completion's request, by places in the lists of the subject."""
-
-    prompt: int
-    sampling: int
-    sample: int
-    adapter: str | None
-    mask: int | None
-
-
-@attrs.frozen(eq=False, kw_only=True)
-class _Subject:
-    """The model, its oracle, and all that is chosen from."""
-
-    model: Model
-    expected: Oracle | None
-    prompts: tuple[tuple[int, ...], ...]
-    sampling: tuple[SamplingParams, ...]
-    masks: tuple[Mask, ...]
-    adapters: dict[str, Adapter]
-    speculation: tuple[Speculation, ...]
-    graph: str
-    pipeline: int
-    max_tokens: int
-    _known: dict[_Key, list[int]] = attrs.field(factory=dict, init=False)
-    _engines: dict[bool, Engine] = attrs.field(factory=dict, init=False)
-
-    @property
-    def max_model_len(self) -> int:
-        return max(map(len, self.prompts)) + self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int:
-        return max(max(params.logprobs or 0, params.prompt_logprobs or 0) for params in self.sampling)
-
-    def mask(self, place: int | None) -> Mask | None:
-        return None if place is None else self.masks[place]
-
-    def tokens(self, key: _Key) -> list[int]:
-        """All tokens of a completion, by the oracle."""
-        if key not in self._known:
-            params = self.sampling[key.sampling]
-            own = attrs.evolve(params, n=1, seed=sample_seeds(params.seed or 0, params.n)[key.sample])
-            prompt, mask = self.prompts[key.prompt], self.mask(key.mask)
-            request = CompletionRequest(prompt, own, self.max_tokens, key.adapter, mask)
-            said = None if self.expected is None else self.expected(request)
-            self._known[key] = self._alone(request) if said is None else [int(token) for token in said]
-        return self._known[key]
-
-    def _alone(self, request: CompletionRequest) -> list[int]:
-        is_adapted = request.adapter is not None
-        if is_adapted not in self._engines:
-            most = self.max_model_len
-            limits = EngineLimits(max_num_reqs=1, max_num_tokens=most, max_model_len=most)
-            limits = attrs.evolve(limits, num_pages=-(-most // limits.page_size))
-            named = self.adapters if is_adapted else None
-            self._engines[is_adapted] = Engine(self.model, limits, graph="none", run_ahead=0, adapters=named)
-        own = attrs.evolve(request.sampling, logprobs=None, prompt_logprobs=None)
-        engine = self._engines[is_adapted]
-        return complete(engine, request.prompt, own, request.max_tokens, request.adapter, request.mask).token_ids
-
-
 class EngineMachine(RuleBasedStateMachine):
     """Requests are added to an engine with any limits, several at once, and aborted between its steps."""
 
-    subject: ClassVar[_Subject]
+    subject: ClassVar[ServedModel]
     engine: Engine
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[str] = set()
         self._has_engine = self._has_failed = False
-        self._added: dict[str, tuple[_Key, int]] = {}
+        self._added: dict[str, tuple[CompletionKey, int]] = {}
         self._tracks: dict[tuple[str, int], CompletionState] = {}
         self._num_returned: Counter[tuple[str, int]] = Counter()
         self._last: set[str] = set()
@@ -311,7 +226,7 @@ class EngineMachine(RuleBasedStateMachine):
             options["mask"] = subject.mask(mask)
             _note(f"engine.add({subject.prompts[prompt]}, {subject.sampling[which]!r}{_written(options)})")
             name = self.engine.add(subject.prompts[prompt], subject.sampling[which], **options)
-            self._added[name] = _Key(prompt, which, 0, adapter, mask), most
+            self._added[name] = CompletionKey(prompt, which, 0, adapter, mask), most
 
     @precondition(lambda self: not self.engine.is_idle or len(self._added) >= MAX_REQUESTS)  # some rule always holds
     @rule(count=st.sampled_from((3, 2, 1)))
@@ -385,7 +300,7 @@ class EngineMachine(RuleBasedStateMachine):
             for happened in sorted(self.seen):
                 event(happened)
 
-    def _compare(self, name: str, key: _Key, most: int) -> None:
+    def _compare(self, name: str, key: CompletionKey, most: int) -> None:
         track, expected = self._tracks[name, key.sample], self.subject.tokens(key)[:most]
         tokens, reason, params = track.token_ids, track.reason, track.request.sampling
         ends = "stop" if len(expected) < most or expected[-1] in params.stop_token_ids else "length"

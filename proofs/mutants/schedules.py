@@ -17,8 +17,8 @@ from weft.transforms.pipelines.checker import (
     Step,
     _check_runs,
     check_buffers,
+    check_needs,
     check_peers,
-    check_values,
     interleave,
 )
 from weft.transforms.pipelines.schedule import _effects
@@ -109,7 +109,7 @@ def _in_order_of_numbers(programs: Sequence[Program]) -> Iterator[ProgramError]:
 
 
 def _outputs_of_nobody(program: Program, returning: frozenset[int]) -> Iterator[ProgramError]:
-    return check_values(program, frozenset())
+    return check_needs(program, frozenset())
 
 
 _ENDING_ANYHOW = partial(mock.patch.object, Machine, "leftover", _nothing)
@@ -127,10 +127,10 @@ SCHEDULES = (
     Mutant("an edge is taken to hold 1000 messages", _BROKEN, replace(_CHECKER, "interleave", _wide)),
     Mutant("a buffer may be used again in flight", _BROKEN, replace(_CHECKER, "check_buffers", _nothing)),
     Mutant("a result may be overwritten unsent", _BROKEN, replace(_CHECKER, "check_buffers", _what_was_sent)),
-    Mutant("an advance may miss its output", _BROKEN, replace(_CHECKER, "check_values", _outputs_of_nobody)),
+    Mutant("an advance may miss its output", _BROKEN, replace(_CHECKER, "check_needs", _outputs_of_nobody)),
     Mutant("messages that nobody receives are accepted", _BROKEN, _ENDING_ANYHOW),
     Mutant("micro-batches must come in order", _CHECKED, replace(_CHECKER, "_check_runs", _in_order_of_numbers)),
-    Mutant("effects need nothing", _BROKEN, replace(_CHECKER, "check_values", _nothing)),
+    Mutant("effects need nothing", _BROKEN, replace(_CHECKER, "check_needs", _nothing)),
     Mutant("ranks may differ in what they run", _BROKEN, replace(_CHECKER, "_check_runs", _nothing)),
     Mutant("any rank's result may return", _BROKEN, replace(_CHECKER, "check_peers", _any_root)),
 )

@@ -21,7 +21,7 @@ from weft.stages.rope import mrope_positions
 from weft.state import State
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import RequestMask, check_sampling, compute_mask
+from weft.transforms.engine.inputs import RequestMask, compute_mask
 from weft.transforms.engine.pages import Pages, hash_page
 from weft.transforms.engine.requests import HostState, PromptExtras, Request, RequestState, end, preempt, salt
 from weft.transforms.engine.scheduler import observe
@@ -208,7 +208,7 @@ def _some_token_where_none_is_left() -> Iterator[None]:
     """The token of a row without an allowed token is taken for a drawn one."""
     with (
         replace(_OUTPUTS, "RequestMask", _AllLeft)(),
-        replace("weft.transforms.engine.faults", "is_fault", math.isnan)(),
+        replace("weft.transforms.engine.executor", "is_fault", math.isnan)(),
     ):
         yield
 
@@ -217,11 +217,14 @@ def _some_token_where_none_is_left() -> Iterator[None]:
 def _refused_where_it_is_admitted() -> Iterator[None]:
     """Parameters are not checked together with the model's end tokens before a step admits their request."""
 
-    def without_ends(call: str, model: Any, params: SamplingParams, num_logprobs: int) -> None:
-        if params.seed is None:  # those that the user gave
-            check_sampling(call, model, params, num_logprobs)
+    for_request = SamplingParams.for_request
 
-    with replace(_INPUTS, "check_sampling", without_ends)(), replace(_INPUTS, "write_rows", lambda *args: None)():
+    def unchecked(params: SamplingParams, eos_token_ids: Iterable[int], seed: int) -> SamplingParams:
+        with mock.patch.object(SamplingParams, "_all_barred", return_value=None):
+            return for_request(params, eos_token_ids, seed)
+
+    without = mock.patch.object(SamplingParams, "for_request", unchecked)
+    with without, replace(_INPUTS, "write_rows", lambda *args: None)():
         yield
 
 

@@ -131,7 +131,7 @@ MISTAKES = {
     "pad: to a smaller class": Mistake(
         lambda: weft.pad(weft.Batch.decode([0, 1]), weft.BatchDescriptor.uniform(1)),
         DescriptorError,
-        "weft.pad(batch, uniform x1, 1 reqs)",
+        "weft.pad(Batch, uniform x1, 1 reqs)",
         "the batch is uniform x1, 2 reqs, which that descriptor does not cover",
         "pad to a descriptor d with d.covers(batch.descriptor)",
     ),
@@ -208,7 +208,7 @@ MISTAKES = {
     "batch: a row by name": Mistake(
         lambda: weft.Batch.decode(["A"]),
         DescriptorError,
-        "Batch.decode(['A'])",
+        "Batch.decode(rows)",
         "rows holds 'A', a str",
         "whole numbers",
     ),

@@ -90,8 +90,8 @@ MISTAKES = {
         lambda: weft.load_adapter(DEMO, model()),
         RequestError,
         "weft.load_adapter(model, folder)",
-        "a PosixPath and a Model",
-        "model = weft.load(folder) first, then the adapter's folder",
+        "model is a PosixPath",
+        "model = weft.load(folder) first, then weft.load_adapter(model, the adapter's folder)",
     ),
     "speculation: a number": Mistake(
         lambda: engine(speculation=3),

@@ -36,7 +36,7 @@ MISTAKES = {
         lambda: weft.load("any", "cpu", "bf16"),
         RequestError,
         "weft.load('any', device='cpu', dtype='bf16')",
-        "dtype 'bf16'",
+        "dtype='bf16'",
         "one of float32, bfloat16, float16",
     ),
     "generate: a prompt for a list of them": Mistake(

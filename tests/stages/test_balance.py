@@ -77,10 +77,10 @@ def test_what_the_ends_cost_moves_layers_away_from_them() -> None:
 @pytest.mark.parametrize(
     ("arguments", "seen"),
     [
-        (([1.0, -1.0], 1, 0.0, 0.0), "layer 1 costs -1.0"),
-        (([1.0, float("inf")], 1, 0.0, 0.0), "layer 1 costs inf"),
-        (([1.0, 1.0], 2, float("nan"), 0.0), "first costs nan"),
-        (([1.0, 1.0], 2, 0.0, -2.0), "last costs -2.0"),
+        (([1.0, -1.0], 1, 0.0, 0.0), "layer_costs[1]=-1.0"),
+        (([1.0, float("inf")], 1, 0.0, 0.0), "layer_costs[1]=inf"),
+        (([1.0, 1.0], 2, float("nan"), 0.0), "first=nan"),
+        (([1.0, 1.0], 2, 0.0, -2.0), "last=-2.0"),
     ],
 )
 def test_a_cost_that_cannot_be_is_refused(arguments: Any, seen: str) -> None:
@@ -99,4 +99,4 @@ def test_stages_without_layers_are_refused(layers: int, stages: int) -> None:
 def test_a_number_of_layers_is_no_costs() -> None:
     with pytest.raises(CostError) as error:
         balance(28, 4)  # type: ignore[arg-type]
-    assert (error.value.call, error.value.seen) == ("balance(28, 4)", "an int")
+    assert (error.value.call, error.value.seen) == ("balance(28, 4)", "layer_costs is an int")

@@ -169,7 +169,7 @@ def test_dtypes(folder: Path, dtype: torch.dtype | None) -> None:
     others = [leaf for path, leaf in leaves_with_names(params) if leaf is not None and path != ".inv_freq"]
     assert {leaf.dtype for leaf in others} == {dtype or torch.float16}
     assert params.inv_freq.dtype == torch.float32
-    with pytest.raises(ConfigError, match=r"dtype=torch\.int8\n.*use one of torch\.float16"):
+    with pytest.raises(ConfigError, match=r"dtype=torch\.int8\n.*instead: one of torch\.float16"):
         load_params(folder, config, whole(config), dtype=torch.int8)
 
 

@@ -155,7 +155,7 @@ def qk_norms() -> str:
 def test_quantized_tensors(folder: Path, dtype: torch.dtype, shown: str) -> None:
     edit(folder, model__layers__2__mlp__gate_proj__weight=torch.zeros(24, 16).to(dtype))
     seen = f"model.layers.2.mlp.gate_proj.weight in model.safetensors is {shown}"
-    assert_refused(folder, seen, "use it before quantization")
+    assert_refused(folder, seen, "use the checkpoint before quantization")
 
 
 def test_a_device_that_is_not_there(folder: Path) -> None:

@@ -23,6 +23,7 @@ from weft.errors import (
     ConfigError,
     ConfigWarning,
     DeviceError,
+    ProgramError,
     RequestError,
     WeftError,
 )
@@ -184,13 +185,20 @@ def test_no_path_and_arguments_of_transformers() -> None:
         weft.load(DEMO, torch_dtype=torch.float32)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("stage", [(2, 2), (-1, 2), (0, 0), 3, (0, 1, 2)])
+def test_stages_that_do_not_exist(stage: Any) -> None:
+    call = f"weft.load({str(DEMO)!r}, device='cpu', dtype=None)"
+    with refused(ProgramError, call, f"stage={stage!r}", "(index, num_stages), the stages numbered from 0"):
+        weft.load(DEMO, "cpu", stage=stage)
+
+
 def test_devices_and_dtypes_that_do_not_exist() -> None:
     call = f"weft.load({str(DEMO)!r}, device='gpu', dtype=None)"
     with refused(DeviceError, call, "device 'gpu', which torch does not know", "'cpu', 'cuda' or 'cuda:N'"):
         weft.load(DEMO, device="gpu")
     for dtype in ("float64", "int8", torch.int8, "f32"):
         call = f"weft.load({str(DEMO)!r}, device='cpu', dtype={dtype!r})"
-        with refused(RequestError, call, f"dtype {dtype!r}", "one of float32, bfloat16, float16"):
+        with refused(RequestError, call, f"dtype={dtype!r}", "one of float32, bfloat16, float16"):
             weft.load(DEMO, device="cpu", dtype=dtype)
 
 

@@ -13,7 +13,8 @@ from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layer_fields import layer_fields
 from weft.stages.layout import split_layers
 from weft.stages.params import slice_params
-from weft.stages.random_weights import random_params
+from weft.stages.presets import PRESETS
+from weft.stages.random_weights import random_model, random_params
 from weft.stages.rope import inverse_frequencies
 from weft.trees import tree_leaves
 
@@ -72,3 +73,12 @@ def test_what_no_memory_could_hold_is_refused() -> None:
     config = attrs.evolve(config, hidden_size=2**31 - 1)
     with pytest.raises(DeviceError, match=r"saw: weights of [0-9.]+ GiB, and cpu has [0-9.]+ GiB of memory\n"):
         random_params(config, whole(config), seed=0)
+
+
+def test_a_random_models_stage_holds_what_the_whole_model_holds() -> None:
+    config = parse_config(PRESETS["tiny"], source="tiny")
+    model, last = (random_model(config, seed=3, device="cpu", stage=stage) for stage in (None, (1, 2)))
+    assert (model.tokenizer, model.dtype, model.layout.num_stages) == (None, torch.float32, 1)
+    assert torch.equal(model.params.layers[-1].down_proj, last.params.layers[-1].down_proj)
+    assert len(last.params.layers) == len(last.layout.layers) < config.num_layers
+    assert (model.path.name, random_model(config, seed=3, device="cpu", name="own").path.name) == ("model", "own")

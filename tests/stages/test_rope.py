@@ -222,7 +222,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (
             {"rope_scaling": {"type": "mrope"}},
             "config.json has no rope_scaling.mrope_section",
-            "mrope_section is three whole numbers",
+            "add mrope_section to rope_scaling: rope type 'mrope' needs it",
         ),
         (
             {"rope_scaling": {"type": "mrope", "rope_type": "yarn", "mrope_section": [16, 24, 24]}},

@@ -216,7 +216,7 @@ def broken(step: Any, own: Any, *args: Any) -> Any:
     ("wrong", "seen", "instead"),
     [
         (lambda: Transform(None, broken), "None", "a function"),  # type: ignore[arg-type]
-        (lambda: summed(3), "an int, which is not a function", "a step"),  # type: ignore[type-var]
+        (lambda: summed(3), "step=3", "a step"),  # type: ignore[type-var]
         (lambda: summed(step)(PARAMS, STATE, BATCHES[0]), "a state that is a Tensor", "transform.carry(params, state)"),
         (
             lambda: Transform(lambda p, s: None, broken)(step)(PARAMS, Carried(STATE, None), BATCHES[0]),

@@ -1,85 +1,32 @@
 """`weft bench`: serve many requests at once, and time the tokens when the host reads them."""
 
-import gc
-import itertools
 import platform
-import random
 import sys
-import time
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-import attrs
-import numpy as np
 import torch
 from rich.text import Text
-from tqdm import tqdm
 
 from weft import __version__
 from weft.arguments.json_text import write_json
-from weft.sampling import SamplingParams
+from weft.display.quantities import counted
 from weft.stages.model import Model
 from weft.transforms.cli import evaluate
 from weft.transforms.cli.models import check_models, open_drafts, open_model, read_config
 from weft.transforms.cli.options import Bench
-from weft.transforms.cli.printing import check_file, console, counted, table, write_file
+from weft.transforms.cli.printing import check_file, console, show_tables, table, write_file
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.evaluation.serving import RankFigures, Workload, measure, start
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.stats import Stats
-
-_WARM_UP_TOKENS = 8
-"""The most tokens that each request of the warm-up generates."""
-
-
-@attrs.frozen
-class RankFigures:
-    """The start of one process, in seconds, and its memory.
-
-    Args:
-        load_seconds: until the weights are on the device.
-        engine_seconds: the state with its KV cache, and the stages.
-        capture_seconds: all graphs.
-        warm_up_seconds: a few tokens of as many requests as run at once.
-        first_token_seconds: from the start of the load until the first of these tokens was read.
-        num_graphs, graph_bytes: captured graphs, and their memory, the driver's included.
-        peak_bytes: the most GPU memory that torch held; None on a CPU.
-    """
-
-    device: str
-    load_seconds: float
-    engine_seconds: float
-    capture_seconds: float
-    warm_up_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    num_graphs: int = 0
-    graph_bytes: int = 0
-    peak_bytes: int | None = None
-
-
-@attrs.frozen
-class Served:
-    """One serving of requests.
-
-    Args:
-        read: for each request, when the host read each of its tokens, in seconds after all requests arrived.
-        before, after: the engine's counts.
-    """
-
-    read: list[list[float]]
-    before: Stats
-    after: Stats
 
 
 def run(options: Bench) -> int:
     """Measure, or evaluate with `--eval`, and print the report; the exit code is 1 if evaluated modes differ."""
     _check(options)
     check_file(options, "--out", options.out)
-    progress = sys.stderr.isatty()
-    if options.eval is None:
-        report = bench(options, progress=progress)
-    else:
-        report = evaluate.evaluate(options, progress=progress)
+    make, shows = (bench, show) if options.eval is None else (evaluate.evaluate, evaluate.show)
+    report = make(options, progress=sys.stderr.isatty())
     if report is None:
         return 0  # the first rank prints
     text = write_json(report, indent=2)
@@ -87,10 +34,8 @@ def run(options: Bench) -> int:
         write_file(options, "--out", options.out, text + "\n")
     if options.json:
         print(text)
-    elif options.eval is None:
-        show(report)
     else:
-        evaluate.show(report)
+        shows(report)
     return 0 if report.get("agree", True) else 1
 
 
@@ -116,16 +61,13 @@ def bench(options: Bench, *, progress: bool) -> dict[str, Any] | None:
 
     Raises:
         RequestError: requests longer than the model has positions for.
-        Whatever `check_models`, `weft.load`, `Engine` and `in_ranks` raise.
     """
     config, (input_len, output_len) = read_config(options.model, options.preset), options.lengths
     check_models(options, config)
-    if input_len + output_len > (most := config.max_position_embeddings):
-        flags, seen = (
-            f"--input-len {input_len} --output-len {output_len}",
-            f"requests of {input_len + output_len} tokens",
-        )
-        options.refuse(flags, seen, f"at most {most} together, the model's limit")
+    total, most = input_len + output_len, config.max_position_embeddings
+    if total > most:
+        flags = f"--input-len {input_len} --output-len {output_len}"
+        options.refuse(flags, f"requests of {total} tokens", f"at most {most} together, the model's limit")
     found = in_ranks(_bench, options, options, progress)
     return None if found is None else as_report(options, found)
 
@@ -133,146 +75,44 @@ def bench(options: Bench, *, progress: bool) -> dict[str, Any] | None:
 def _bench(here: Here, options: Bench, progress: bool) -> dict[str, Any]:
     """This process's part: start, warm up, and serve."""
     shows = progress and here.first
-    engine, started = start(here, options, shows)
-    (found,) = measure(here, engine, options, started, progress=shows)
+    engine, started = start_engine(here, options, shows)
+    (found,) = measure(engine, workload_of(options), started, progress=shows)
     return found
 
 
-def start(here: Here, options: Bench, progress: bool, opened: Model | None = None) -> tuple[Engine, RankFigures]:
+def start_engine(here: Here, options: Bench, progress: bool, opened: Model | None = None) -> tuple[Engine, RankFigures]:
     """An engine with all its graphs captured, and how long each part took; of a model that may be `opened` before."""
-    times = [time.perf_counter()]
-    model = opened or open_model(options, here, progress=progress)
-    times.append(_now(model.device))
     limits = EngineLimits(
         max_num_reqs=options.max_num_seqs,
         max_num_tokens=options.tokens_per_step,
         max_model_len=sum(options.lengths),
     )
-    engine = Engine(
-        model,
-        limits,
-        pipeline=here.num_stages,
-        graph=options.graphs[0],
-        transport=here.transport,
-        run_ahead=options.run_ahead,
-        seed=options.seed,
-        speculation=open_drafts(options, here),
-    )
-    times.append(_now(model.device))
-    engine.warm_up()
-    times.append(_now(model.device))
-    load, made, captured = (b - a for a, b in itertools.pairwise(times))
-    return engine, RankFigures(str(model.device), load, made, captured)
 
-
-def measure(
-    here: Here, engine: Engine, options: Bench, started: RankFigures, *, repeats: int = 1, progress: bool = False
-) -> Iterator[dict[str, Any]]:
-    """The figures of serving all requests, `repeats` times, after a few tokens of as many requests as run at once.
-
-    Prompts are random token ids, which share no pages except by chance.
-    """
-    draw, device, (input_len, output_len) = random.Random(options.seed), engine.model.device, options.lengths
-
-    def prompts(count: int) -> list[list[int]]:
-        return [draw.choices(range(engine.model.config.vocab_size), k=input_len) for _ in range(count)]
-
-    first = prompts(options.max_num_seqs)
-    begun = time.perf_counter()
-    warm = serve(engine, first, options.temperature, min(output_len, _WARM_UP_TOKENS))
-    took = _now(device) - begun
-    until = started.load_seconds + started.engine_seconds + started.capture_seconds
-    until += min(times[0] for times in warm.read)
-    for _ in range(repeats):
-        asked = prompts(options.num_prompts)
-        gc.collect()
-        gc.freeze()  # a collection that walks torch, triton and the model takes 0.1 s, in the middle of a step
-        try:
-            served = serve(engine, asked, options.temperature, output_len, progress)
-        finally:
-            gc.unfreeze()
-        memory = [graph.memory_analysis() for graph in engine.graphs]
-        own = attrs.evolve(
-            started,
-            warm_up_seconds=took,
-            first_token_seconds=until,
-            num_graphs=sum(one.num_graphs for one in memory),
-            graph_bytes=sum(one.total_bytes for one in memory),
-            peak_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+    def make(model: Model) -> Engine:
+        return Engine(
+            model,
+            limits,
+            pipeline=here.num_stages,
+            graph=options.graphs[0],
+            transport=here.transport,
+            run_ahead=options.run_ahead,
+            seed=options.seed,
+            speculation=open_drafts(options, here),
         )
-        yield figures(served, input_len, here.collect(own))
+
+    return start(lambda: opened or open_model(options, here, progress=progress), make)
 
 
-def serve(
-    engine: Engine, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, progress: bool = False
-) -> Served:
-    """Complete prompts that all arrive at once, and note when the host read each token. No completion ends early."""
-    sampling, before = SamplingParams(temperature=temperature, ignore_eos=True), engine.stats()
-    began = time.perf_counter()
-    read: dict[str, list[float]] = {}
-    for prompt in prompts:
-        read[engine.add(prompt, sampling, max_tokens=max_tokens)] = []
-    with tqdm(total=len(prompts) * max_tokens, desc="bench", unit="token", disable=not progress) as bar:
-        for output in engine:
-            if output.error is not None:
-                raise output.error
-            read[output.id] += [time.perf_counter() - began] * len(output.token_ids)
-            bar.update(len(output.token_ids))
-    return Served(list(read.values()), before, engine.stats())
-
-
-def _now(device: torch.device) -> float:
-    """The time, after the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def figures(served: Served, input_len: int, ranks: Sequence[RankFigures]) -> dict[str, Any]:
-    """The figures of requests whose prompts have `input_len` tokens each, as the JSON report has them.
-
-    Seconds run from the arrival of all requests until the last token was read. In milliseconds are `ttft`, from arrival
-    to a request's first token; `tpot`, the mean gap between a request's tokens; and `itl`, each of these gaps. The last
-    two are None if requests have one token. The shares are those of the steps in each mode, and of padding in all
-    computed tokens. `captures` counts the graphs that the start did not capture.
-    """
-    read, before, after = served.read, served.before, served.after
-    seconds, output = max(times[-1] for times in read), sum(map(len, read))
-    total = output + input_len * len(read)
-    modes = {mode: after.modes.get(mode, 0) - before.modes.get(mode, 0) for mode in ("full", "piecewise", "none")}
-    names = "tokens", "padding", "captures", "drafted", "accepted"
-    grown = {name: getattr(after, name) - getattr(before, name) for name in names}
-    return {
-        "num_requests": len(read),
-        "output_tokens": output,
-        "total_tokens": total,
-        "seconds": seconds,
-        "output_tokens_per_s": output / seconds,
-        "total_tokens_per_s": total / seconds,
-        "ttft": spread([times[0] for times in read]),
-        "tpot": spread([(times[-1] - times[0]) / (len(times) - 1) for times in read if len(times) > 1]),
-        "itl": spread([b - a for times in read for a, b in itertools.pairwise(times)]),
-        "num_steps": sum(modes.values()),
-        "graphs": {
-            "shares": {mode: count / max(sum(modes.values()), 1) for mode, count in modes.items()},
-            "padding": grown["padding"] / max(grown["tokens"] + grown["padding"], 1),
-        },
-        **{name: grown[name] for name in names[2:]},
-        "ranks": [attrs.asdict(rank) for rank in ranks],
-    }
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """The mean and two percentiles, in milliseconds; None for no values.
-
-    >>> spread([0.001, 0.002, 0.003])
-    {'mean': 2.0, 'p50': 2.0, 'p99': 2.98}
-    """
-    if not seconds:
-        return None
-    values = 1e3 * np.asarray(seconds)
-    found = (values.mean(), *np.percentile(values, [50, 99]))
-    return {name: round(float(value), 6) for name, value in zip(("mean", "p50", "p99"), found, strict=True)}
+def workload_of(options: Bench) -> Workload:
+    """The requests that the options ask for."""
+    input_len, output_len = options.lengths
+    return Workload(
+        num_requests=options.num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
 
 
 def as_report(options: Bench, found: dict[str, Any]) -> dict[str, Any]:
@@ -335,9 +175,7 @@ def show(report: dict[str, Any]) -> None:
         }
         shown.append(table("drafts", [drafts]))
     ranks = [_rank_row(rank, started) for rank, started in enumerate(report["ranks"])]
-    for one in (*shown, table("seconds of the start", ranks)):
-        out.print(one)
-        out.print()
+    show_tables(out, *shown, table("seconds of the start", ranks))
 
 
 def _rank_row(rank: int, started: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from weft import __version__
 from weft.ops.backends import backends
 from weft.transforms.cli.options import Doctor
-from weft.transforms.cli.printing import console, table
+from weft.transforms.cli.printing import console, show_tables, table
 from weft.transforms.graphs.backends import make_backend
 
 _PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "hypothesis", "transformers")
@@ -37,7 +37,7 @@ def examine() -> dict[str, Any]:
     capability is a GPU's compute capability, or the vector instructions that torch uses on a CPU. A graph back end
     whose device is None is not used here.
     """
-    devices = [_cpu(), *_gpus()]
+    devices = [*_devices()]
     names = [device["device"] for device in devices]
     own = {"weft": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     return {
@@ -55,13 +55,21 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _cpu() -> dict[str, Any]:
+def _devices() -> Iterator[dict[str, Any]]:
+    names = "device", "name", "memory", "capability", "threads"
+    vectors, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    yield dict(zip(names, ("cpu", _cpu_name(), _cpu_memory(), vectors, threads), strict=True))
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpu = torch.cuda.get_device_properties(index)
+        facts = f"cuda:{index}", gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}", None
+        yield dict(zip(names, facts, strict=True))
+
+
+def _cpu_memory() -> int | None:
     try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on every system
-        memory = None
-    capability = torch.backends.cpu.get_cpu_capability()
-    return _device("cpu", _cpu_name(), memory, capability, torch.get_num_threads())
+        return None
 
 
 def _cpu_name() -> str:
@@ -71,16 +79,6 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _gpus() -> Iterator[dict[str, Any]]:
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        found = torch.cuda.get_device_properties(index)
-        yield _device(f"cuda:{index}", found.name, found.total_memory, f"{found.major}.{found.minor}", None)
-
-
-def _device(device: str, name: str, memory: int | None, capability: str, threads: int | None) -> dict[str, Any]:
-    return {"device": device, "name": name, "memory": memory, "capability": capability, "threads": threads}
 
 
 def _graph_backends(devices: list[str]) -> Iterator[dict[str, Any]]:
@@ -114,7 +112,5 @@ def show(report: dict[str, Any]) -> None:
         chosen = found["backend"] if found["device"] else f"{found['backend']}: not used"
         graphs.append({"device": found["device"] or "none", "back end": chosen, "why": found["reason"]})
     ops = [{("why" if name == "reason" else name): value for name, value in op.items()} for op in report["ops"]]
-    out = console()
-    for title, rows in (("versions", versions), ("devices", devices), ("graphs", graphs), ("ops", ops)):
-        out.print(table(title, rows))
-        out.print()
+    titled = {"versions": versions, "devices": devices, "graphs": graphs, "ops": ops}
+    show_tables(console(), *(table(title, rows) for title, rows in titled.items()))

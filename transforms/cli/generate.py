@@ -7,11 +7,12 @@ import attrs
 from rich.text import Text
 
 from weft.arguments.json_text import write_json
+from weft.display.quantities import counted
 from weft.stages.adapters import load_adapter
 from weft.stages.model import Model, load
 from weft.transforms.cli.models import check_models, open_drafts, read_config
 from weft.transforms.cli.options import Generate
-from weft.transforms.cli.printing import console, counted, printable
+from weft.transforms.cli.printing import console, printable
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.generate import Completion, generate
 

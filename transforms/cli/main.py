@@ -23,7 +23,10 @@ from weft.transforms.cli.printing import printable
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 """The codes by which a shell reports a process that SIGINT, or SIGPIPE, ended."""
 
-_SAME = ("device", "dtype", "graph", "max_num_tokens", "max_tokens", "run_ahead", "seed", "temperature")
+_SAME = (
+    "cohorts", "context", "device", "dtype", "graph", "max_num_tokens", "max_tokens", "run_ahead", "seed", "steps",
+    "temperature",
+)  # fmt: skip
 _FLAGS = {name: flag_of(name) for name in _SAME} | {
     "backend": "--transport",
     "max_num_reqs": "--max-num-seqs",
@@ -73,10 +76,13 @@ def run_command(options: Options) -> int:
 
 
 def in_flags(error: WeftError, words: Sequence[str]) -> str:
-    """The text of an error in the words of the command line: a Python call becomes the command as written, and a
-    Python argument its flag."""
-    written = error.call.startswith((f"weft {words[0]} ", "--"))
-    call = error.call if written else f"weft {shlex.join(words)}"
+    """The text of an error in the words of the command line: a Python argument becomes its flag. A Python call becomes
+    the command as written, or, if it shows one argument alone, the flag of that one."""
+    call, only = error.call, re.fullmatch(r"[^='\"]*[( ](\w+)=([^=]*)\)", error.call)
+    if only and only[1] in _FLAGS:
+        call = f"weft {words[0]} {_FLAGS[only[1]]} {only[2]}"
+    elif not call.startswith((f"weft {words[0]} ", "--")):
+        call = f"weft {shlex.join(words)}"
     seen, instead = error.seen, error.instead
     if not isinstance(error, ConfigError | CheckpointError):  # whose names are those of files' fields
         names = re.compile(rf"\b({'|'.join(_FLAGS)})=")

@@ -6,19 +6,25 @@ Importing it imports neither torch, rich nor numpy.
 import argparse
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
 
 import attrs
 
 from weft.errors import RequestError
-from weft.transforms.cli.presets import PRESETS, WORKLOADS
 
 MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 """The values of `--graph`: `weft.transforms.graphs.ladder.MODES`, without its import of torch."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The values of `--dtype`: the names in `weft.stages.model.DTYPES`, without its import of torch."""
+
+PRESETS = ("tiny", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b-fp8", "llama-3.1-8b")
+"""The values of `--preset`: the names in `weft.stages.presets`, without its import of torch."""
+
+WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
+"""The values of `--workload`: tokens of each prompt and of each completion."""
 
 TRANSPORTS = ("local", "threads", "gloo", "nccl", "peer")
 """The values of `--transport`."""
@@ -160,6 +166,14 @@ class Options:
         """
         raise RequestError(f"weft {self.command} {flag:.300}".strip(), seen, instead)
 
+    @contextmanager
+    def about(self, flag: str) -> Iterator[None]:
+        """Within, a RequestError is about a flag as written."""
+        try:
+            yield
+        except RequestError as error:
+            self.refuse(flag, error.seen, error.instead)
+
     def check(self) -> None:
         """Refuse options without one that they need, or next to one with which they count for nothing.
 
@@ -170,13 +184,12 @@ class Options:
         for field in (fields[name] for name in fields if name in self.given):
             flag, needs = flag_of(field.name), field.metadata["needs"]
             written = f"{flag} {getattr(self, field.name)}"
-            for other in field.metadata["without"].split():
-                if other in self.given:
-                    seen = f"{flag_of(other)}, with which {flag} counts for nothing"
-                    self.refuse(written, seen, f"leave out {flag}, or {flag_of(other)}")
+            if others := [flag_of(name) for name in field.metadata["without"].split() if name in self.given]:
+                both = " and ".join(others)
+                self.refuse(written, f"{both}, with which {flag} counts for nothing", f"leave out {flag}, or {both}")
             if needs and needs not in self.given:
-                both = (f"{flag_of(name)} {fields[name].metadata['kind']['metavar']}" for name in (field.name, needs))
-                self.refuse(written, f"no {flag_of(needs)}", " ".join(both))
+                pair = (f"{flag_of(name)} {fields[name].metadata['kind']['metavar']}" for name in (field.name, needs))
+                self.refuse(written, f"no {flag_of(needs)}", " ".join(pair))
 
 
 def flag_of(name: str) -> str:

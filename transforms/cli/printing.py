@@ -1,4 +1,4 @@
-"""Tables, counts and files that commands print and write. It imports neither torch, numpy nor rich."""
+"""Tables and files that commands print and write. It imports neither torch, numpy nor rich."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -52,16 +52,14 @@ def console() -> "Console":
     return Console(highlight=False)
 
 
+def show_tables(out: "Console", *tables: Table) -> None:
+    """Print tables, each before an empty line."""
+    for one in tables:
+        out.print(one)
+        out.print()
+
+
 def table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
     """A table of rows; each maps the names of the columns, the same in every row, to what is shown."""
     lines = [*rows]
     return Table(tuple(lines[0]), tuple(tuple(map(str, line.values())) for line in lines), title)
-
-
-def counted(number: int, noun: str) -> str:
-    """A number and its noun.
-
-    >>> counted(1, "step"), counted(2, "step")
-    ('1 step', '2 steps')
-    """
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -8,10 +8,10 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 import attrs
 import torch
 
+from weft.display.quantities import counted
 from weft.errors import ConfigWarning
 from weft.stages.model import pick_device
 from weft.transforms.cli.options import RunOptions
-from weft.transforms.cli.printing import counted
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
@@ -44,10 +44,6 @@ class Here:
     def first(self) -> bool:
         """Whether this process prints."""
         return self.stage is None or self.stage[0] == 0
-
-    def collect(self, value: T) -> list[T]:
-        """The value of each process, in order. All processes make the call, in the same order."""
-        return self.transport.collect(value) if isinstance(self.transport, Distributed) else [value]
 
 
 def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T | None:

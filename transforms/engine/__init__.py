@@ -4,9 +4,14 @@
 the next step's `Work`, `observe` reads the tokens that it sampled, `finish` ends a request, and `outdate` notes that
 the parameters have changed. A request's way: `inputs.py` checks it, `scheduler.py` admits it and gives it pages
 (`pages.py`), `executor.py` runs its steps and copies its tokens to the host, and `outputs.py` turns them into text.
+
+`evaluation` holds what can be measured of a model: `score` gives its perplexity and right answers, `trace_run` and
+`compare_runs` the differences between splits and graph modes.
 """
 
 from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.evaluation.comparison import RunComparison, RunTrace, Way, compare_runs, trace_run
+from weft.transforms.engine.evaluation.scoring import Score, Task, read_tasks, score
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.requests import Budget, HostState, Request
@@ -21,12 +26,21 @@ __all__ = [
     "HostState",
     "Request",
     "RequestOutput",
+    "RunComparison",
+    "RunTrace",
+    "Score",
     "Speculation",
     "Stats",
+    "Task",
+    "Way",
     "Work",
     "add",
+    "compare_runs",
     "finish",
     "observe",
     "outdate",
+    "read_tasks",
     "schedule",
+    "score",
+    "trace_run",
 ]

@@ -10,16 +10,15 @@ import attrs
 
 from weft.arguments.checks import names_arguments
 from weft.arguments.equivalents import ENGINE, for_add
-from weft.errors import EngineError, RequestError
+from weft.errors import EngineError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
-from weft.transforms.engine.executor import Executor, FinishedWork, PendingResults, StepResult, capture_all
-from weft.transforms.engine.faults import StepGuard
+from weft.transforms.engine.executor import Executor, FinishedWork, PendingResults, StepGuard, StepResult, capture_all
 from weft.transforms.engine.inputs import EmbedsPrompt, Mask, RequestBuilder
 from weft.transforms.engine.options import EngineLimits, ResolvedLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined
-from weft.transforms.engine.requests import HostState, RequestState
+from weft.transforms.engine.requests import HostState, RequestState, check_free
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
 from weft.transforms.engine.setup import Params, assert_same_engines, engine_ladder, make_executor, make_weights
 from weft.transforms.engine.stats import Counts, Stats
@@ -155,9 +154,8 @@ class Engine:
         name = self._new_name() if id is None else id
         options: dict[str, Any] = {"max_tokens": max_tokens, "priority": priority, "adapter": adapter, "mask": mask}
         requests = self._builder.build(self._num_added, name, prompt, sampling, **options)
-        if name in self._outputs or any(self._host.find(each.id) for each in requests):
-            call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
-            raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
+        call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
+        check_free(call, [each.id for each in requests], self._outputs, self._host.requests)
         if self._assert_equal is not None:
             self._assert_equal("the request", f"{requests[0]}, n={len(requests)}")
         first_job = self._host.num_jobs
@@ -182,12 +180,9 @@ class Engine:
         Raises:
             RequestError: there is no such request, or it has ended.
         """
-        if not isinstance(id, str) or id not in self._outputs:
-            seen, instead = "no request of that id that has not ended", "an id that add() returned"
-            raise RequestError(f"engine.abort({id!r})", seen, instead)
+        names = self._outputs.names(f"engine.abort({id!r})", id)
         if self._assert_equal is not None:
             self._assert_equal("the abort", repr(id))
-        names = self._outputs.names(id)
         for name in names:
             self._host = finish(self._host, name, "abort")
         outputs = [self._outputs.end(name, "abort", []) for name in names]

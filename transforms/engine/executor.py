@@ -1,7 +1,9 @@
 """Executors: they run steps on the device's states, one after the other or through the stages of a pipeline, and their
 results are copied to the host without blocking the device."""
 
+import math
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -11,8 +13,8 @@ import torch
 from torch import Tensor
 
 from weft.batch import Batch
+from weft.errors import EngineError, LogitsError, RequestError, WeftError
 from weft.outputs import Output
-from weft.transforms.engine.faults import find_faults
 from weft.transforms.engine.step import DeviceWork, Work, apply_edits
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.memory import MemoryEstimate
@@ -230,6 +232,24 @@ class StepResult:
     num_drafts: int = 0
     faults: dict[int, float] = attrs.field(factory=dict)
 
+    def error(self, row: int, id: str, num_tokens: int) -> WeftError:
+        """The error of a request in whose row no token was drawn.
+
+        Args:
+            id: of the request.
+            num_tokens: tokens before the one that was not drawn, the prompt included.
+        """
+        if math.isnan(self.faults[row]):
+            seen, instead = (
+                "logits that are NaN",
+                "look for weights that are not finite, or for an overflow of the dtype",
+            )
+            return LogitsError(f"request {id!r}", f"{seen} after {num_tokens} tokens", instead)
+        seen = (
+            f"no token that can be drawn after {num_tokens} tokens: those that the request allows have logits of -inf"
+        )
+        return RequestError(f"request {id!r}", seen, "allow another token, or look at the model's logits")
+
 
 class PendingResults:
     """Results of finished work, on their way to the host.
@@ -315,3 +335,52 @@ def _step_result(copied: dict[str, Tensor]) -> StepResult:
 
 def _pairs(ids: list[list[int]], logprobs: list[list[float]]) -> list[list[tuple[int, float]]]:
     return [list(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]
+
+
+def is_fault(logprob: float) -> bool:
+    """Whether a logprob says that no token was drawn: NaN, as the logits were, or -inf."""
+    return not logprob > -math.inf
+
+
+def find_faults(logprobs: Sequence[Sequence[float]]) -> dict[int, int]:
+    """The rows with a fault, and the index of the first one in each."""
+    faulty = (row for row, own in enumerate(logprobs) if any(map(is_fault, own)))
+    return {row: next(i for i, x in enumerate(logprobs[row]) if is_fault(x)) for row in faulty}
+
+
+class StepGuard:
+    """A context that cannot be entered again once something was raised in it, because the host and the device may
+    disagree from then on. It cannot be entered while it is entered, either.
+
+    Args:
+        call: the call that it guards, for errors.
+    """
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        self._broken, self._inside = "", False
+
+    def __enter__(self) -> None:
+        self.check(self.call, enters=True)
+        self._inside = True
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something was raised in it."""
+        return bool(self._broken)
+
+    def check(self, call: str, *, enters: bool = False) -> None:
+        """Raise EngineError if it is broken, or is to be entered while it is entered; `call` is the user's call."""
+        if enters and self._inside:
+            seen, instead = "a call from within a step", "a mask that leaves the engine alone"
+        elif self._broken:
+            seen = f"an earlier step that raised {self._broken}; how far its requests came is not known"
+            instead = "another weft.Engine(...), and its requests again"
+        else:
+            return
+        raise EngineError(call, seen, instead)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._inside = False
+        if error is not None:
+            self._broken = traceback.format_exception_only(error)[-1].strip().splitlines()[0]

@@ -8,15 +8,14 @@ from typing import Any, Literal, overload
 import attrs
 from tqdm.auto import tqdm
 
-from weft.arguments.checks import is_number, names_arguments
+from weft.arguments.checks import COUNT, Rule, check_values, is_number, names_arguments
 from weft.arguments.equivalents import for_generate
 from weft.display.tables import bars_over_text, element, text, titled
-from weft.errors import RequestError, WeftError
+from weft.errors import WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.faults import COUNT, Rule, check_values
 from weft.transforms.engine.inputs import EmbedsPrompt, check_sampling, encode_prompt
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput
@@ -25,6 +24,11 @@ from weft.transforms.pipelines.transports import Transport
 _RULES: dict[str, Rule] = {
     "max_tokens": COUNT,
     "temperature": (lambda value: is_number(value, 0, 1e38), "a finite number >= 0; 0 is greedy"),
+    "beside sampling, temperature": (lambda value: value == 0, "SamplingParams(temperature=...)"),
+    "prompts": (
+        lambda given: isinstance(given, list | tuple) and not all(isinstance(prompt, int) for prompt in given),
+        "pass a list of prompts, each a string or a list of token ids",
+    ),
 }
 MAX_NUM_REQS = 256
 """The most completions that run at once; others wait."""
@@ -171,14 +175,26 @@ def generate(
         f"weft.generate(model, prompts, max_tokens={max_tokens!r}, temperature={temperature!r}, pipeline={pipeline!r})"
     )
     check_engine(call, model, transport, graph=graph, pipeline=pipeline, seed=seed, speculation=speculation)
-    check_values(call, _RULES, {"max_tokens": max_tokens, "temperature": temperature})
+    temperatures = {"temperature": temperature}
+    if sampling is not None:
+        temperatures["beside sampling, temperature"] = temperature
+    check_values(call, _RULES, {"max_tokens": max_tokens, **temperatures, "prompts": prompts})
     encoded = _encode_prompts(model, prompts, call)
     if transport is not None:
         lengths = [len(own.ids) if isinstance(own, EmbedsPrompt) else len(own) for own in encoded]
         transport.assert_equal("the prompts", f"of {lengths} tokens, max_tokens={max_tokens}")
-    params = _sampling_of_each(call, model, temperature, sampling, len(encoded))
-    instead = f"weft.load_adapter(model, folder), or a list of {len(encoded)} of them and None"
-    adapters = _one_each(call, "adapter", adapter, Adapter | None, len(encoded), instead)
+    given = SamplingParams(temperature=temperature) if sampling is None else sampling
+    rules = {
+        "sampling": _each_rule(SamplingParams, len(encoded), "one SamplingParams, or a list of {}"),
+        "adapter": _each_rule(
+            Adapter | None, len(encoded), "weft.load_adapter(model, folder), or a list of {} of them and None"
+        ),
+    }
+    check_values(call, rules, {"sampling": given, "adapter": adapter})
+    params: list[SamplingParams] = _one_each(given, len(encoded))
+    adapters: list[Adapter | None] = _one_each(adapter, len(encoded))
+    for each in params:
+        check_sampling(call, model, each, _num_logprobs(params))
     once = {id(each): each for each in adapters if each is not None}
     named = {f"adapter {place}": each for place, each in enumerate(once.values())}  # the same names on every rank
     names = dict(zip(once, named, strict=True))
@@ -243,8 +259,6 @@ def _limits(
 
 
 def _encode_prompts(model: Model, prompts: Any, call: str) -> list[list[int] | EmbedsPrompt]:
-    if not isinstance(prompts, list | tuple) or not prompts or all(isinstance(p, int) for p in prompts):
-        raise RequestError(call, f"prompts={prompts!r}", "pass a list of prompts, each a string or a list of token ids")
     encoded = [encode_prompt(model, prompt, call, f"prompt {index}") for index, prompt in enumerate(prompts)]
     return [own if isinstance(own, EmbedsPrompt) else ids for own, ids in zip(prompts, encoded, strict=True)]
 
@@ -253,21 +267,20 @@ def _num_logprobs(params: Sequence[SamplingParams]) -> int:
     return max(max(each.logprobs or 0, each.prompt_logprobs or 0) for each in params)
 
 
-def _sampling_of_each(
-    call: str, model: Model, temperature: float, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if sampling is not None and temperature != 0:
-        raise RequestError(call, f"temperature={temperature!r} beside sampling", "SamplingParams(temperature=...)")
-    given = SamplingParams(temperature=temperature) if sampling is None else sampling
-    each = _one_each(call, "sampling", given, SamplingParams, count, f"one SamplingParams, or a list of {count}")
-    for params in each:
-        check_sampling(call, model, params, _num_logprobs(each))
-    return each
+def _each_rule(kind: Any, count: int, instead: str) -> Rule:
+    """The rule of an argument for each prompt: one value for all of them, or a list of `count` values.
+
+    Args:
+        kind: the type of a value.
+        instead: of the error, with {} for the count.
+    """
+
+    def fits(given: Any) -> bool:
+        is_list = isinstance(given, list | tuple) and len(given) == count
+        return isinstance(given, kind) or (is_list and all(isinstance(own, kind) for own in given))
+
+    return fits, instead.format(count)
 
 
-def _one_each(call: str, name: str, given: Any, kind: Any, count: int, instead: str) -> list[Any]:
-    """An argument for each prompt: one value for all of them, or a list of `count` values."""
-    each = [given] * count if isinstance(given, kind) else given
-    if not isinstance(each, list | tuple) or len(each) != count or not all(isinstance(own, kind) for own in each):
-        raise RequestError(call, f"{name}={given!r:.200}", instead)
-    return list(each)
+def _one_each(given: Any, count: int) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given] * count

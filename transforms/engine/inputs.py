@@ -1,16 +1,18 @@
-"""Inputs: users' prompts and sampling parameters, checked, as requests; and their masks."""
+"""Inputs: users' prompts, sampling parameters and masks, checked, as requests."""
 
 import functools
 import hashlib
+import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments.checks import is_int
+from weft.arguments.checks import COUNT, Rule, check_values, is_int
 from weft.batch import EMBEDDED
 from weft.display.summary import Summarized
 from weft.errors import RequestError
@@ -19,7 +21,6 @@ from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
 from weft.stages.rope import mrope_position_delta
-from weft.transforms.engine.faults import COUNT, Rule, blamed, check_values
 from weft.transforms.engine.requests import PromptExtras, Request, position_content, request_seed, sample_seeds
 
 Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
@@ -35,8 +36,12 @@ _MAX_REPEATS = 16
 _MAX_POSITION = 2**31
 """Limit of a prompt's positions; those after the prompt, counted on from its largest one, are int64."""
 _PROMPT_RULES: dict[str, Rule] = {
-    name: (Tensor | None, f"{name}=torch.as_tensor(...)") for name in ("inputs_embeds", "positions")
+    "inputs_embeds": (Tensor | None, "inputs_embeds=torch.as_tensor(...)"),
+    "positions": (Tensor | None, "positions=torch.as_tensor(...)"),
+    "without token_ids, inputs_embeds": (Tensor, "EmbedsPrompt(token_ids, inputs_embeds), or embeddings alone"),
 }
+_PLACE: Rule = (lambda place: is_int(place, 0, _MAX_POSITION - 1), f"positions from 0 to {_MAX_POSITION - 1}")
+_NO_LOGPROBS: Rule = (lambda wanted: wanted is None), "SamplingParams() without prompt_logprobs: embeddings have none"
 _REQUEST_RULES: dict[str, Rule] = {
     "sampling": (SamplingParams, "weft.SamplingParams(...), or None"),
     "id": (lambda value: isinstance(value, str) and value, "a string that is not empty, or None: one is made"),
@@ -75,11 +80,10 @@ class EmbedsPrompt(Summarized):
     positions: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
-        call = "weft.EmbedsPrompt(...)"
-        check_values(call, _PROMPT_RULES, {name: getattr(self, name) for name in _PROMPT_RULES})
-        if self.token_ids is None and self.inputs_embeds is None:
-            instead = "EmbedsPrompt(token_ids, inputs_embeds), or embeddings alone"
-            raise RequestError(call, "neither token_ids nor inputs_embeds", instead)
+        values = {"inputs_embeds": self.inputs_embeds, "positions": self.positions}
+        if self.token_ids is None:
+            values["without token_ids, inputs_embeds"] = self.inputs_embeds
+        check_values("weft.EmbedsPrompt(...)", _PROMPT_RULES, values)
 
     @property
     def ids(self) -> list[int]:
@@ -98,24 +102,28 @@ class EmbedsPrompt(Summarized):
         Raises:
             RequestError: the parts do not fit the model or each other.
         """
-        ids, embeds = self.ids, self.inputs_embeds
-        shape = len(ids), model.config.hidden_size
-        has_shape = EMBEDDED not in ids if embeds is None else (embeds.shape, embeds.dtype) == (shape, model.dtype)
-        if not has_shape:
-            seen = "a token that is EMBEDDED (-2), and no inputs_embeds"
-            if embeds is not None:
-                seen = f"inputs_embeds of shape {list(embeds.shape)}, {embeds.dtype}, for {len(ids)} tokens"
-            raise RequestError(call, seen, f"a row for each of the prompt's tokens: {list(shape)}, {model.dtype}")
-        if self.positions is None:
-            return
-        if model.config.rope.mrope_section is None:
-            seen = f"positions, and {model!r}, which has no mRoPE"
-            raise RequestError(call, seen, "EmbedsPrompt(token_ids, inputs_embeds): a token stands where it is read")
-        if self.positions.shape != (3, len(ids)) or self.positions.dtype != torch.int64:
-            seen = f"positions of shape {list(self.positions.shape)}, {self.positions.dtype}, for {len(ids)} tokens"
-            raise RequestError(call, seen, f"[3, {len(ids)}] int64: get_rope_index(...)[0][:, 0]")
-        if outside := [x for x in (int(self.positions.min()), int(self.positions.max())) if not 0 <= x < _MAX_POSITION]:
-            raise RequestError(call, f"a position {outside[0]}", f"positions from 0 to {_MAX_POSITION - 1}")
+        ids, config = self.ids, model.config
+        shape, places = [len(ids), config.hidden_size], [3, len(ids)]
+        rules: dict[str, Rule] = {
+            "inputs_embeds": (
+                lambda x: EMBEDDED not in ids if x is None else (list(x.shape), x.dtype) == (shape, model.dtype),
+                f"a row for each of the prompt's tokens, some of which are EMBEDDED (-2): {shape}, {model.dtype}",
+            ),
+            "positions": (
+                lambda x: x is None or (list(x.shape), x.dtype) == (places, torch.int64),
+                f"{places}, torch.int64: get_rope_index(...)[0][:, 0]",
+            ),
+        }
+        if config.rope.mrope_section is None:
+            rules["positions"] = (
+                (lambda x: x is None),
+                f"leave them out: {model!r} has no mRoPE",
+            )
+        check_values(call, rules, {"inputs_embeds": self.inputs_embeds, "positions": self.positions})
+        if self.positions is not None:
+            least, most = self.positions.aminmax()
+            ends = {"the least position": int(least), "the greatest position": int(most)}
+            check_values(call, dict.fromkeys(ends, _PLACE), ends)
 
 
 def read_extras(prompt: EmbedsPrompt) -> PromptExtras:
@@ -205,16 +213,13 @@ class RequestBuilder:
         check_values(call, {"adapter": self._adapter_rule}, {"adapter": adapter})
         check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
-        if EMBEDDED in ids and given.prompt_logprobs is not None:
-            seen = f"prompt_logprobs={given.prompt_logprobs!r} of a prompt with embeddings, which have none"
-            raise RequestError(call, seen, "SamplingParams() without prompt_logprobs")
-        config = self.model.config
+        if EMBEDDED in ids:
+            check_values(call, {"prompt_logprobs": _NO_LOGPROBS}, {"prompt_logprobs": given.prompt_logprobs})
         params = given.for_request(self._eos_ids, request_seed(self.seed, index))
-        check_sampling(call, self.model, params, self.num_logprobs)
         with blamed(call, "weft.SamplingParams of plain ints and floats"):
             # The step that admits the request does this on the rank that samples, where it is too late to refuse it.
             write_rows(self._scratch, [0], [params], [()], [()])
-        most = min(max_tokens, config.max_position_embeddings - len(ids))
+        most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
         slot, extras = -1 if adapter is None else self.slots[adapter], None
         if isinstance(prompt, EmbedsPrompt):
             with blamed(call, "EmbedsPrompt(...) of dense tensors that can be read on the host"):
@@ -238,26 +243,30 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     limit, vocab, embeds = model.config.max_position_embeddings, model.config.vocab_size, None
     if isinstance(prompt, EmbedsPrompt):
         embeds, prompt = prompt, prompt.ids
-    if not isinstance(prompt, str | list | tuple):
-        instead = "its .tolist()" if hasattr(prompt, "tolist") else "a string or a list of token ids"
+    is_prompt = isinstance(prompt, str | list | tuple)
+    ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt) if is_prompt else []
+    known = ids if embeds is None else [token for token in ids if token != EMBEDDED]
+    wrong = [token for token in known if not is_int(token, 0, vocab - 1)]
+    if not is_prompt:
+        seen, instead = f"{name} is {prompt!r:.200}, a {type(prompt).__name__}", "a string or a list of token ids"
         if isinstance(prompt, Mapping) and "input_ids" in prompt:
             instead = 'its ["input_ids"]'  # what transformers' tokenizers and chat templates return
-        raise RequestError(call, f"{name} is {prompt!r:.200}, a {type(prompt).__name__}", instead)
-    ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    if not 0 < len(ids) < limit:
+        elif hasattr(prompt, "tolist"):
+            instead = "its .tolist()"
+    elif not 0 < len(ids) < limit:
         seen = f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
-        raise RequestError(call, seen, f"a prompt of 1 to {limit - 1} tokens")
-    known = ids if embeds is None else [t for t in ids if t != EMBEDDED]
-    if wrong := [t for t in known if not is_int(t, 0, vocab - 1)]:
-        instead = f"token ids are ints from 0 to {vocab - 1}"
+        instead = f"a prompt of 1 to {limit - 1} tokens"
+    elif wrong:
+        seen, instead = f"{name} holds {wrong[0]!r:.200}", f"token ids are ints from 0 to {vocab - 1}"
         if isinstance(wrong[0], str):
             instead = "one prompt: a string or a list of token ids"
-        if isinstance(wrong[0], Mapping):
+        elif isinstance(wrong[0], Mapping):
             instead = "a text; transformers' apply_chat_template(messages, tokenize=False, …) makes one of a chat"
-        raise RequestError(call, f"{name} holds {wrong[0]!r:.200}", instead)
-    if embeds is not None:
-        embeds.check(call, model)
-    return ids
+    else:
+        if embeds is not None:
+            embeds.check(call, model)
+        return ids
+    raise RequestError(call, seen, instead)
 
 
 def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs: int) -> None:
@@ -267,13 +276,16 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
         RequestError: the model or the engine's step cannot do what they ask.
     """
     vocab = model.config.vocab_size
-    for name in ("logprobs", "prompt_logprobs"):
-        if (wanted := getattr(params, name) or 0) > min(num_logprobs, vocab):
-            instead = f"Engine(..., num_logprobs={wanted})" if wanted <= vocab else f"at most {vocab}"
-            raise RequestError(call, f"{name}={wanted}", instead)
+    most = min(num_logprobs, vocab)
+    own: Rule = (
+        lambda wanted: (wanted or 0) <= most,
+        f"at most {most}: Engine(..., num_logprobs=...) sets it, up to the {vocab} tokens of the model",
+    )
+    no_tokenizer = "stop_token_ids=[...]: the checkpoint has no tokenizer"
+    stop: Rule = (lambda texts: not texts or model.tokenizer is not None), no_tokenizer
+    rules = {"logprobs": own, "prompt_logprobs": own, "stop": stop}
+    check_values(call, rules, {name: getattr(params, name) for name in rules})
     params.check_tokens(vocab, MAX_BIASED)
-    if params.stop and model.tokenizer is None:
-        raise RequestError(call, f"stop={params.stop!r}; the checkpoint has no tokenizer", "stop_token_ids=[...]")
 
 
 @attrs.frozen(eq=False)
@@ -325,25 +337,26 @@ def compute_mask(id: str, own: RequestMask, token_ids: Sequence[int], vocab_size
         bits = found if isinstance(found, Tensor) else pack_bits(_ids(found, vocab_size), vocab_size)
         if bits.dtype != torch.int32 or tuple(bits.shape) != (words,):
             seen = f"a tensor {bits.dtype} {list(bits.shape)}"
-            raise RequestError(call, seen, f"int32 [{words}], a bit for each of {vocab_size} tokens; or their ids")
-        bits = bits.cpu().contiguous()
-        allowed = bits & _all(vocab_size)
-        if not (allowed & own.allowed_after(len(token_ids))).any():
+            instead = f"int32 [{words}], a bit for each of {vocab_size} tokens; or their ids"
+        else:
+            bits = bits.cpu().contiguous()
+            allowed = bits & _all(vocab_size)
+            if (allowed & own.allowed_after(len(token_ids))).any():
+                return bits.numpy().tobytes()
             seen, instead = "no token that is allowed", "at least one: the end-of-sequence token ends a request"
             if allowed.any():
                 seen = "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
                 instead = "at least one that they leave; a request that may end has min_tokens=0"
-            raise RequestError(call, seen, instead)
-        return bits.numpy().tobytes()
+        raise RequestError(call, seen, instead)
 
 
 def _ids(found: Any, vocab_size: int) -> set[int]:
-    ids: set[int] = set()
+    ids, most = set[int](), _MAX_REPEATS * vocab_size
     for count, token in enumerate(found):  # one after the other: an iterator may be endless
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise ValueError(f"{token!r} is not a token id from 0 to {vocab_size - 1}")
-        if count == _MAX_REPEATS * vocab_size:
-            raise ValueError(f"more than {count} ids, where there are {vocab_size}")
+        is_token = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
+        if not is_token or count == most:
+            many = f"more than {count} ids, where there are {vocab_size}"
+            raise ValueError(many if is_token else f"{token!r} is not a token id from 0 to {vocab_size - 1}")
         ids.add(token)
     return ids
 
@@ -355,3 +368,33 @@ def _all(vocab_size: int) -> Tensor:
     if rest := vocab_size % 32:
         whole[-1] = (1 << rest) - 1
     return whole
+
+
+def blame(error: BaseException, call: str, instead: str) -> RequestError:
+    """Turn what user code raised for a request into that request's error; a RequestError stays as it is.
+
+    Args:
+        call, instead: of that error.
+
+    Raises:
+        BaseException: the error itself, if it is an interrupt or the like. A panic of a Rust extension is not an
+            `Exception`, but counts as an error of the request.
+    """
+    if isinstance(error, RequestError):
+        return error
+    if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+        raise error
+    blamed = RequestError(call, traceback.format_exception_only(error)[-1].strip(), instead)  # str(error) may raise too
+    blamed.__cause__ = error
+    return blamed
+
+
+@contextmanager
+def blamed(call: str, instead: str) -> Iterator[None]:
+    """A context in which whatever is raised becomes the error of one request (`blame`)."""
+    try:
+        yield
+    except BaseException as error:
+        if (found := blame(error, call, instead)) is error:
+            raise
+        raise found from error

@@ -7,9 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments.checks import is_int, names_arguments
+from weft.arguments.checks import COUNT, COUNT_OR_NONE, Rule, check_values, is_int, names_arguments
 from weft.arguments.equivalents import LIMITS
-from weft.errors import RequestError
 from weft.stages.adapters import Adapter
 from weft.stages.config import ModelConfig
 from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter
@@ -17,10 +16,9 @@ from weft.stages.layout import StageLayout, split_model
 from weft.stages.model import Model
 from weft.state import Drafting, State
 from weft.transforms.engine.executor import Executor, estimate_all
-from weft.transforms.engine.faults import COUNT, COUNT_OR_NONE, Rule, check_values
-from weft.transforms.engine.requests import Budget
+from weft.transforms.engine.requests import Budget, tokens_rule
 from weft.transforms.graphs.ladder import MODES
-from weft.transforms.pipelines.argument_checks import wrong_transport
+from weft.transforms.pipelines.argument_checks import TRANSPORT
 from weft.transforms.pipelines.transports import Transport
 from weft.trees import tree_leaves
 
@@ -53,6 +51,7 @@ _DRAFT_RULES: dict[str, Rule] = {
     "num_tokens": (lambda value: is_int(value, 1, _MAX_NUM_TOKENS), f"a whole number from 1 to {_MAX_NUM_TOKENS}"),
     "ngram": (lambda value: value is None or _is_range(value), "the fewest tokens and the most, as in ngram=(1, 3)"),
     "model": (Model | ModelConfig | None, "model = weft.load(folder)"),
+    "beside model, ngram": (lambda value: value is None, "ngram=..., or model=...: one way to draft"),
 }
 
 
@@ -85,9 +84,10 @@ class Speculation:
 
     def __attrs_post_init__(self) -> None:
         call = f"weft.Speculation(num_tokens={self.num_tokens!r}, ngram={self.ngram!r}, model={self.model!r})"
-        check_values(call, _DRAFT_RULES, attrs.asdict(self, recurse=False))
-        if self.ngram is not None and self.model is not None:
-            raise RequestError(call, "two ways to draft", "ngram=..., or model=...")
+        values = attrs.asdict(self, recurse=False)
+        if self.model is not None:
+            values["beside model, ngram"] = self.ngram
+        check_values(call, _DRAFT_RULES, values)
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -124,13 +124,20 @@ class Speculation:
         """
         if self.config is None:
             return
-        own, sizes = self.model, (self.config.vocab_size, model.config.vocab_size)
-        if sizes[0] != sizes[1]:
-            raise RequestError(call, f"a draft model of {sizes[0]} tokens for one of {sizes[1]}", "one of as many")
-        here = isinstance(own, Model) and (own.device, own.layout.num_stages) == (model.device, 1)
-        if first and not here:
-            instead = f"weft.load(folder, {str(model.device)!r})"
-            raise RequestError(call, f"the draft model {own!r} beside {model!r}", instead)
+        vocab, place = model.config.vocab_size, (model.device, 1)
+        rules: dict[str, Rule] = {
+            "the draft model's vocab_size": (
+                lambda own: own == vocab,
+                f"a draft model of {vocab} tokens, as the model's",
+            ),
+            "the draft model": (
+                lambda own: not first or (isinstance(own, Model) and (own.device, own.layout.num_stages) == place),
+                f"weft.load(folder, {str(model.device)!r}), whole and beside {model!r}",
+            ),
+        }
+        check_values(
+            call, rules, {"the draft model's vocab_size": self.config.vocab_size, "the draft model": self.model}
+        )
 
     def stages(self, stages: Sequence[Any]) -> list[Any]:
         """The same stages with a first one that drafts."""
@@ -218,9 +225,8 @@ class EngineLimits:
         max_pages = -(-length // self.page_size)
         lens = (1,) if speculation is None else speculation.query_lens
         cohorts = self.num_cohorts or num_stages
-        if self.max_num_tokens < (least := -(-self.max_num_reqs // cohorts)):
-            seen = f"max_num_tokens={self.max_num_tokens}, where a step may be of {least} requests"
-            raise RequestError("weft.EngineLimits(...)", seen, f"max_num_tokens={least} or more, or fewer requests")
+        rules = {"max_num_tokens": tokens_rule(-(-self.max_num_reqs // cohorts))}
+        check_values("weft.EngineLimits(...)", rules, {"max_num_tokens": self.max_num_tokens})
         budget = Budget(self.max_num_reqs, self.max_num_tokens, max_pages, cohorts, self.mixed, lens)
         most = max_pages * self.max_num_reqs
         small = ResolvedLimits(budget, 1, self.page_size, speculation)
@@ -291,6 +297,7 @@ def _are_adapters(given: Any) -> bool:
 
 
 RULES: dict[str, Rule] = {
+    "transport": TRANSPORT,
     "model": (Model, "model = weft.load(folder)"),
     "seed": (lambda value: value is None or is_int(value), "a whole number, or None"),
     "graph": (lambda value: value in MODES, f"one of {', '.join(MODES)}"),
@@ -315,9 +322,7 @@ def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -
     Raises:
         RequestError: not a model, not a transport, or an option of the wrong type or out of range.
     """
-    if (wrong := wrong_transport(transport)) is not None:
-        raise RequestError(call, *wrong)
-    check_values(call, RULES, {"model": model})
+    check_values(call, RULES, {"transport": transport, "model": model})
     vocab = model.config.vocab_size
     own: dict[str, Rule] = {
         "pipeline": stage_rule(model),

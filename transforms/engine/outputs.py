@@ -10,9 +10,8 @@ from tokenizers import Tokenizer
 
 from weft.errors import ProgramError, RequestError, WeftError
 from weft.transforms.engine.executor import StepResult
-from weft.transforms.engine.faults import blame, fault_error
-from weft.transforms.engine.inputs import Mask, RequestMask, compute_mask
-from weft.transforms.engine.requests import Request
+from weft.transforms.engine.inputs import Mask, RequestMask, blame, compute_mask
+from weft.transforms.engine.requests import Request, find_open
 from weft.transforms.engine.step import Work
 
 TopLogprobs = dict[int, float]
@@ -255,9 +254,9 @@ class OutputProcessor:
     def __contains__(self, id: object) -> bool:
         return id in self._names
 
-    def names(self, id: str) -> list[str]:
-        """The names of a request's completions that have not ended."""
-        return list(self._names[id])
+    def names(self, call: str, id: object) -> list[str]:
+        """The names of a request's completions that have not ended. The RequestError for an unknown id names `call`."""
+        return list(find_open(call, self._names, id))
 
     def add(self, id: str, requests: Sequence[Request], first_job: int, mask: Mask | None) -> None:
         """Add a request's completions; the first one collects the logprobs of the prompt for all."""
@@ -317,7 +316,7 @@ class OutputProcessor:
         if reason != "error":
             return self.end(name, reason, tokens)
         num_tokens = len(own.state.request.prompt) + len(own.state.token_ids)
-        return self.end(name, reason, tokens, fault_error(own.id, result.faults[row], num_tokens))
+        return self.end(name, reason, tokens, result.error(row, own.id, num_tokens))
 
     def end(self, name: str, reason: str, tokens: list[int], error: WeftError | None = None) -> RequestOutput:
         """End a completion; returns its last output. If its text cannot be decoded, the reason is `error`.

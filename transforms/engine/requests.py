@@ -3,16 +3,29 @@
 import bisect
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import attrs
 from torch import Tensor
 
+from weft.arguments.checks import COUNT, Rule, check_values
 from weft.errors import RequestError
 from weft.ops.sampling.logits import PENALTIES
 from weft.sampling import SamplingParams
 from weft.sampling_table import features
 from weft.transforms.engine.pages import Pages, hash_page
+
+T = TypeVar("T")
+_BUDGET_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("max_num_reqs", "max_pages", "num_cohorts"), COUNT),
+    "query_lens": (lambda lens: 1 in lens and min(lens) >= 1, "whole numbers >= 1, with a 1: steps without drafts"),
+}
+
+
+def tokens_rule(least: int) -> Rule:
+    """The rule of a batch's tokens: one for each request of a cohort."""
+    return (lambda most: most >= least), f"{least} or more, or fewer requests: a step may be of {least} requests"
 
 
 @attrs.frozen
@@ -54,7 +67,7 @@ class Request:
     Args:
         id: a name, unique among the requests that have not ended.
         prompt: token ids, at least one; EMBEDDED (-2) where `given` has an embedding.
-        max_tokens: the most tokens to generate.
+        max_tokens: the most tokens to generate, at least one.
         sampling: how its tokens are chosen and what ends it (`SamplingParams.for_request`).
         priority: FIFO within a priority; lower numbers first, and higher ones may get no turn.
         adapter: the slot of its LoRA adapter; -1: none.
@@ -70,6 +83,10 @@ class Request:
     adapter: int = -1
     given: PromptExtras | None = None
     is_masked: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        sizes = {"tokens of the prompt": len(self.prompt), "max_tokens": self.max_tokens}
+        check_values(f"Request(id={self.id!r}, ...)", dict.fromkeys(sizes, COUNT), sizes)
 
     def __str__(self) -> str:
         """One line, which must be equal on all ranks."""
@@ -238,15 +255,13 @@ class Budget:
     query_lens: tuple[int, ...] = (1,)
 
     def __attrs_post_init__(self) -> None:
-        least = min(self.max_num_reqs, self.max_pages, self.num_cohorts, *self.query_lens)
-        if least < 1 or 1 not in self.query_lens or self.max_num_tokens < self.cohort_size:
-            instead = f"numbers >= 1, query_lens with a 1, and at least {max(self.cohort_size, 1)} tokens"
-            raise RequestError(str(self), "no room for a step of all requests, or none without drafts", instead)
+        check_values(self, _BUDGET_RULES, {name: getattr(self, name) for name in _BUDGET_RULES})
+        check_values(self, {"max_num_tokens": tokens_rule(self.cohort_size)}, {"max_num_tokens": self.max_num_tokens})
 
     @property
     def cohort_size(self) -> int:
         """The most requests of a cohort."""
-        return -(-self.max_num_reqs // max(self.num_cohorts, 1))
+        return -(-self.max_num_reqs // self.num_cohorts)
 
 
 @attrs.define(eq=False)
@@ -297,6 +312,23 @@ class HostState:
     def find(self, request_id: str) -> RequestState | None:
         """The request of that id that has not ended."""
         return self.requests.get(request_id)
+
+
+def check_free(call: str, ids: Iterable[str], *held: Container[str]) -> None:
+    """Raise RequestError for an id of a request that has not ended."""
+    if any(id in each for id in ids for each in held):
+        raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
+
+
+def find_open(call: str, held: Mapping[str, T], id: object) -> T:
+    """The entry of a request that has not ended.
+
+    Raises:
+        RequestError: there is no such request, or it has ended.
+    """
+    if isinstance(id, str) and id in held:
+        return held[id]
+    raise RequestError(call, "no request of that id that has not ended", "an id that add() returned")
 
 
 turn = operator.attrgetter("turn")

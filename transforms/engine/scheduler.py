@@ -18,8 +18,10 @@ from weft.transforms.engine.requests import (
     PromptExtras,
     Request,
     RequestState,
+    check_free,
     end,
     enqueue,
+    find_open,
     preempt,
     publish_pages,
     publish_prompt,
@@ -42,11 +44,7 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
         RequestError: its id is taken, or it could never be served.
     """
     call, length = f"engine.add(..., id={request.id!r})", len(request.prompt) + request.max_tokens
-    if host.find(request.id) is not None:
-        raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
-    if not request.prompt or request.max_tokens < 1:
-        seen = f"{len(request.prompt)} prompt tokens, max_tokens={request.max_tokens}"
-        raise RequestError(call, seen, "at least one of each")
+    check_free(call, [request.id], host.requests)
     needed, size = host.pages.pages_for(length), host.pages.page_size
     for most, what, limit in (
         (budget.max_pages, "a request may have", "max_model_len"),
@@ -79,11 +77,7 @@ def finish(host: HostState, request_id: str, reason: str) -> HostState:
     Raises:
         RequestError: there is no such request.
     """
-    found = host.find(request_id)
-    if found is None:
-        call = f"finish({request_id!r}, {reason!r})"
-        raise RequestError(call, "no request of that id that has not ended", "an id that was added")
-    end(host, found, reason)
+    end(host, find_open(f"finish({request_id!r}, {reason!r})", host.requests, request_id), reason)
     return host
 
 

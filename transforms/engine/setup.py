@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments.checks import kind_of
+from weft.arguments.checks import Rule, check_values
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.display.tables import Table
@@ -24,13 +24,11 @@ from weft.stages.params import DecoderParams, num_bytes
 from weft.state import State, admit, advance
 from weft.torchapi.private import changes_of
 from weft.transforms.engine.executor import Executor, PipelineExecutor, StepExecutor
-from weft.transforms.engine.faults import Rule, check_values
 from weft.transforms.engine.options import RULES, ResolvedLimits, Speculation, stage_rule
 from weft.transforms.engine.requests import Budget
 from weft.transforms.engine.step import advance_work, with_edits
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder, Limits, lora_rungs, make_ladder
-from weft.transforms.pipelines.argument_checks import wrong_transport
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
@@ -43,6 +41,13 @@ SPLIT_AT = ("weft::paged_attention",)
 _LENGTHS: Rule = (
     lambda given: isinstance(given, Sequence) and given and all(isinstance(n, int) and n >= 1 for n in given),
     "a list of whole numbers >= 1, one a request",
+)
+_PARAMS: Rule = (
+    lambda given: (
+        isinstance(given, DecoderParams)
+        or (isinstance(given, Mapping) and all(isinstance(x, Tensor) for x in given.values()))
+    ),
+    "params of a weft.load(...), a state_dict() by transformers' names, or None: changed in place",
 )
 Params = DecoderParams | Mapping[str, Tensor]
 """Parameters as `weft.load` returns them in a model; or tensors by transformers' names, as in a `state_dict()`."""
@@ -86,22 +91,21 @@ class Weights:
         Raises:
             RequestError: not parameters, or those of another model.
         """
+        check_values(call, {"params": _PARAMS}, {"params": given})
         if isinstance(given, DecoderParams):
-            own, other = ([pair for pair in leaves_with_names(p) if isinstance(pair[1], Tensor)]
-                          for p in (self.model.params, given))  # fmt: skip
-            if [name for name, _ in own] != [name for name, _ in other]:
-                raise RequestError(call, "parameters of another structure", f"those of {self.model!r}")
-            return [_fitting(call, name, x, y) for (name, x), (_, y) in zip(own, other, strict=True)]
-        if not isinstance(given, Mapping) or not all(isinstance(x, Tensor) for x in given.values()):
-            instead = "params of a weft.load(...), a state_dict() by transformers' names, or None: changed in place"
-            raise RequestError(call, f"params is {kind_of(given)}", instead)
-        here = places(self.model.params, self.model.config, self.model.layout)
-        (whole,) = split_layers(self.model.config.num_layers, 1)
-        known = {*here, *tensor_shapes(self.model.config, whole)}
-        if extra := [str(name) for name in given if name not in known]:
+            here, given = _tensors(self.model.params), _tensors(given)
+            wrong, instead = here.keys() ^ given.keys(), f"parameters of the structure of {self.model!r}"
+        else:
+            here = places(self.model.params, self.model.config, self.model.layout)
+            (whole,) = split_layers(self.model.config.num_layers, 1)
+            wrong = given.keys() - here.keys() - tensor_shapes(self.model.config, whole).keys()
             instead = f"names as {next(iter(here))!r}, of the model's own architecture"
-            raise RequestError(call, f"{list_some(extra)}, which the model does not have", instead)
-        return [_fitting(call, name, here[name], x) for name, x in given.items() if name in here]
+        if wrong:
+            seen = f"{list_some(sorted(map(str, wrong)))}, which the model or the given parameters do not have"
+            raise RequestError(call, seen, instead)
+        new = {name: x for name, x in given.items() if name in here}
+        check_values(call, {name: _like(here[name]) for name in new}, new)
+        return [(here[name], x.detach()) for name, x in new.items()]
 
     def digest(self, given: Any) -> str:
         """One line about given parameters, to be equal on all ranks: a digest, if they are the whole model's."""
@@ -120,9 +124,9 @@ class Weights:
         """
         check_values(call, RULES, {"adapters": adapters})
         adapters = adapters or {}
-        if unknown := [name for name in adapters if name not in self.slots]:
-            known = ", ".join(map(repr, self.slots)) or "none"
-            raise RequestError(call, f"an adapter {unknown[0]!r}", f"one that the engine was made with: {known}")
+        known = f"names that the engine was made with: {', '.join(map(repr, self.slots)) or 'none'}"
+        rules: dict[str, Rule] = {"adapters": (lambda given: given.keys() <= self.slots.keys(), known)}
+        check_values(call, rules, {"adapters": adapters})
         for layout, params in self.stages:
             for name, adapter in adapters.items():
                 check_slot(params, self.model.config, layout, self.slots[name], adapter)
@@ -138,13 +142,19 @@ class Weights:
         self.mark_seen()
 
 
-def _fitting(call: str, name: str, own: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    """Check that two tensors have one shape, and, if one is in FP8, whose scales are other tensors, one dtype."""
-    scaled = torch.float8_e4m3fn in (own.dtype, given.dtype) or not given.is_floating_point()
-    if own.shape != given.shape or (scaled and own.dtype != given.dtype):
-        seen = f"{name} {list(given.shape)}, {given.dtype}"
-        raise RequestError(call, seen, f"{list(own.shape)}, {own.dtype}")
-    return own, given.detach()
+def _tensors(params: DecoderParams) -> dict[str, Tensor]:
+    return {name: leaf for name, leaf in leaves_with_names(params) if isinstance(leaf, Tensor)}
+
+
+def _like(own: Tensor) -> Rule:
+    """The rule of a tensor that replaces `own`: its shape, and, if one of them is in FP8, whose scales are other
+    tensors, its dtype."""
+
+    def fits(given: Tensor) -> bool:
+        scaled = torch.float8_e4m3fn in (own.dtype, given.dtype) or not given.is_floating_point()
+        return own.shape == given.shape and (not scaled or own.dtype == given.dtype)
+
+    return fits, f"{list(own.shape)}, {own.dtype}"
 
 
 def make_weights(
@@ -318,10 +328,8 @@ def make_runner(
         DescriptorError: an unknown mode.
     """
     ladder = make_ladder(mode, limits)
-    if (wrong := wrong_transport(transport)) is not None:
-        raise ProgramError(f"make_runner(model, limits, num_stages={num_stages}, transport=...)", *wrong)
     call, rules = f"make_runner(model, limits, num_stages={num_stages!r})", {"num_stages": stage_rule(model)}
-    check_values(call, rules, {"num_stages": num_stages}, ProgramError)
+    check_values(call, RULES | rules, {"transport": transport, "num_stages": num_stages}, ProgramError)
     transport = transport or Local()
     every = split_model(model.config, num_stages)
     layouts = tuple(every[rank] for rank in transport.ranks(num_stages))

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from weft.arguments.checks import is_int, kind_of
+from weft.arguments.checks import COUNT, Rule, check_values, kind_of
 from weft.donation import refuse_donated
 from weft.effects import Schema
 from weft.errors import ProgramError
@@ -18,6 +18,19 @@ Mistake = tuple[str, str]
 """A mistake in two texts: the thing that was seen, and the code to write instead."""
 
 _SIGNATURE = "(params, state, batch, x) -> (state, y)"
+TRANSPORT: Rule = (
+    lambda value: value is None or (hasattr(value, "ranks") and not isinstance(value, type)),
+    "Local(), Threads() or Distributed(), of weft.transforms",
+)
+_OPTIONS: dict[str, Rule] = {
+    "microbatches": COUNT,
+    "advance": (
+        lambda value: value is None or callable(value),
+        "a function (state, batch, out) -> state; for a weft.Batch, weft.advance",
+    ),
+    "schema": (Schema | None, "weft.Schema.parse(text), or weft.Schema.of(value)"),
+    "transport": TRANSPORT,
+}
 
 
 def refuse(call: str, mistake: Mistake | None) -> None:
@@ -80,8 +93,7 @@ def _other_signature(function: Callable[..., Any], count: int) -> str | None:
 
 def check_count(call: str, name: str, count: Any) -> None:
     """Raise ProgramError unless `count`, the argument `name` of the call, is a positive int."""
-    mistake = f"{name}={getattr(count, '__name__', repr(count))}", "an int >= 1"
-    refuse(call, None if is_int(count, 1) else mistake)
+    check_values(call, {name: COUNT}, {name: count}, ProgramError)
 
 
 def check_step(transform: str, step: Any, name: str, count: Any) -> str:
@@ -96,31 +108,11 @@ def check_step(transform: str, step: Any, name: str, count: Any) -> str:
 
 def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any) -> None:
     """Raise ProgramError for an argument that `pipeline` cannot take, other than its stages."""
-    step = "a function (state, batch, out) -> state"
-    if not is_int(microbatches, least=1):
-        argument, mistake = f"microbatches={microbatches!r}", ("no number of parts", "an int >= 1")
-    elif advance is not None and not callable(advance):
-        mistake = f"{kind_of(advance)}, no function", f"{step}; for a weft.Batch, weft.advance"
-        argument = f"advance={advance!r}"
-    elif advance is not None and (signature := _other_signature(advance, 3)) is not None:
-        argument, mistake = "advance=...", (signature, step)
-    elif schema is not None and not isinstance(schema, Schema):
-        argument = f"schema={schema!r:.60}"
-        mistake = kind_of(schema), "weft.Schema.parse(text), or weft.Schema.of(value)"
-    elif (wrong := wrong_transport(transport)) is not None:
-        argument, mistake = "transport=...", wrong
-    else:
-        return
-    raise ProgramError(f"pipeline(<{num_stages} stages>, {argument})", *mistake)
-
-
-def wrong_transport(transport: Any) -> Mistake | None:
-    """The mistake in a value that is not a transport; None for a transport or None."""
-    if isinstance(transport, type):
-        return f"transport={transport.__name__}, the class", f"one of it: {transport.__name__}()"
-    if transport is not None and not hasattr(transport, "ranks"):
-        return f"transport={transport!r:.60}", "Local(), Threads() or Distributed(), of weft.transforms"
-    return None
+    options = {"microbatches": microbatches, "advance": advance, "schema": schema, "transport": transport}
+    for name, value in options.items():
+        check_values(f"pipeline(<{num_stages} stages>, {name}={value!r:.60})", _OPTIONS, {name: value}, ProgramError)
+    if advance is not None and (signature := _other_signature(advance, 3)) is not None:
+        refuse(f"pipeline(<{num_stages} stages>, advance=...)", (signature, "a function (state, batch, out) -> state"))
 
 
 def check_entries(

@@ -23,9 +23,14 @@ import attrs
 import torch
 
 from weft import __version__
-from weft.arguments.checks import kind_of
+from weft.arguments.checks import Rule, check_values
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send, listing
 from weft.errors import ProgramError
+
+PROGRAMS: Rule = (
+    lambda given: isinstance(given, list | tuple) and all(isinstance(program, Program) for program in given),
+    "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)",
+)
 
 
 @attrs.frozen
@@ -190,11 +195,7 @@ def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
         programs: of all ranks, in order.
         buffers: results that a stage holds before it overwrites the oldest; None: it overwrites none.
     """
-    if not isinstance(programs, list | tuple) or not all(isinstance(program, Program) for program in programs):
-        seen = kind_of(programs) + (" of other things" if isinstance(programs, list | tuple) else "")
-        raise ProgramError(
-            "check(programs)", seen, "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)"
-        )
+    check_values("check(programs)", {"programs": PROGRAMS}, {"programs": programs}, ProgramError)
     for mistake in _mistakes(programs, buffers):
         raise mistake
     for _ in interleave(programs, capacity=1):
@@ -218,7 +219,7 @@ def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[Prog
     yield from _check_runs(programs)
     returning = frozenset(effect.microbatch for effect in programs[-1].effects if isinstance(effect, Broadcast))
     for program in programs:
-        yield from check_values(program, returning)
+        yield from check_needs(program, returning)
         if buffers is not None:
             yield from check_buffers(program, buffers)
 
@@ -267,7 +268,7 @@ def check_peers(program: Program) -> Iterator[ProgramError]:
             yield _refused(program, f"'{effect}' on rank {rank} of {last + 1}", instead)
 
 
-def check_values(program: Program, returning: frozenset[int]) -> Iterator[ProgramError]:
+def check_needs(program: Program, returning: frozenset[int]) -> Iterator[ProgramError]:
     """An error for each effect that does not stand once, after the effect that makes its input, result or output.
 
     Args:
@@ -311,7 +312,7 @@ def _needs(program: Program, effect: Effect, returning: frozenset[int]) -> Itera
 
 def check_buffers(program: Program, buffers: int) -> Iterator[ProgramError]:
     """An error for each stage that overwrites a result that is still to be sent or read, or that may still be in
-    flight: only a fence says that it is not. The program has passed `check_values`."""
+    flight: only a fence says that it is not. The program has passed `check_needs`."""
     effects, last = [_bare(effect) for effect in program.effects], program.num_ranks - 1
     first = {effect: place for place, effect in reversed(list(enumerate(effects)))}
     stage = f"stage {program.rank}"

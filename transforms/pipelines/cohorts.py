@@ -2,17 +2,22 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
 
 import attrs
 
-from weft.arguments.checks import kind_of
+from weft.arguments.checks import COUNT, Rule, check_values
 from weft.display.durations import duration
 from weft.display.tables import Table, Tabled
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.events import busy_seconds
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.simulate import Costs, simulate
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("num_requests", "num_stages", "num_steps"), COUNT),
+    "stage_seconds": (callable, "a function from a cohort's size to the seconds of each stage"),
+    "cohorts": (Iterable | None, "a list of numbers, as in cohorts=[1, 2], or None"),
+}
 
 
 @attrs.frozen
@@ -95,16 +100,14 @@ def plan_cohorts(
           3            3  33 ms       242      0%
           4            2  40 ms       200      0%
     """
-    seconds, numbers = cast("tuple[Any, Any]", (stage_seconds, cohorts))
-    if not callable(seconds) or not (numbers is None or isinstance(numbers, Iterable)):
-        seen = f"cohorts is {kind_of(numbers)}" if callable(seconds) else f"stage_seconds is {kind_of(seconds)}"
-        instead = "a function from a cohort's size to the seconds of each stage; cohorts=[1, 2, ...] or None"
-        raise ProgramError("plan_cohorts(stage_seconds, ...)", seen, instead)
-    tried = range(1, min(2 * num_stages, num_requests) + 1) if cohorts is None else sorted(set(cohorts))
     call = f"plan_cohorts(stage_seconds, {num_requests}, {num_stages}, cohorts={cohorts}, num_steps={num_steps})"
-    if min(num_requests, num_stages, num_steps, *tried) < 1 or max(tried, default=0) > num_requests or not tried:
-        seen, instead = f"numbers of cohorts {list(tried)}", "each number >= 1, and at most a cohort a request"
-        raise ProgramError(call, seen, instead)
+    numbers = {"num_requests": num_requests, "num_stages": num_stages, "num_steps": num_steps}
+    check_values(call, _RULES, {"stage_seconds": stage_seconds, **numbers, "cohorts": cohorts}, ProgramError)
+    tried = range(1, min(2 * num_stages, num_requests) + 1) if cohorts is None else sorted(set(cohorts))
+    rules: dict[str, Rule] = {
+        "cohorts": (lambda own: own and own[0] >= 1 and own[-1] <= num_requests, "1 or more, and at most one a request")
+    }
+    check_values(call, rules, {"cohorts": tried}, ProgramError)
     rows = []
     for number in tried:
         size = math.ceil(num_requests / number)
@@ -116,8 +119,10 @@ def plan_cohorts(
 
 def _costs(found: Sequence[float] | Costs, num_stages: int, call: str) -> Costs:
     costs = found if isinstance(found, Costs) else Costs(found)
-    if not callable(costs.stages) and len(costs.stages) != num_stages:
-        raise CostError(call, f"{len(costs.stages)} costs of {num_stages} stages", "a cost for each stage")
+    rules: dict[str, Rule] = {
+        "stages": (lambda each: callable(each) or len(each) == num_stages, f"a cost for each of {num_stages} stages")
+    }
+    check_values(call, rules, {"stages": costs.stages}, CostError)
     return costs
 
 

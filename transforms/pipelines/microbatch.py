@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.arguments.checks import is_int, kind_of
+from weft.arguments.checks import COUNT, is_int, kind_of
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, declare_donated, donated_argnames
@@ -50,14 +50,14 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
     >>> [str(b.descriptor) for b in split(Batch.decode([5, 6, 7]), 2)]
     ['uniform x1, 1 reqs', 'uniform x1, 2 reqs']
     """
+    mistake = None
     if not is_int(parts, 1):
-        raise DescriptorError(f"split(batch, {parts!r})", "no number of parts", "an int >= 1")
-    if not isinstance(batch, Batch) and find_descriptors(batch):
-        raise DescriptorError(
-            f"split({type(batch).__name__}, {parts})",
-            "a sized value of another class, whose descriptor only its author can cut",
-            "pass a weft.Batch or plain tensors, or cut it yourself and call the step on each part",
-        )
+        mistake = f"parts={parts!r}", COUNT[1]
+    elif not isinstance(batch, Batch) and find_descriptors(batch):
+        seen = f"{kind_of(batch)}, a sized value of another class, whose descriptor only its author can cut"
+        mistake = seen, "pass a weft.Batch or plain tensors, or cut it yourself and call the step on each part"
+    if mistake is not None:
+        raise DescriptorError(f"split(batch, {parts!r})", *mistake)
     count = batch.descriptor.num_reqs if isinstance(batch, Batch) else _common_length(batch)
     parts = min(parts, count) or 1
     if parts == 1:
@@ -272,7 +272,7 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
         not stacked, as `jax.lax.scan` does, so that their dimensions keep the names by which a ladder pads and unpads.
 
     Raises:
-        ProgramError: a length that is not an int >= 1, or a step that is not a function to `(state, out)`.
+        ProgramError: a length that is not a whole number >= 1, or a step that is not a function to `(state, out)`.
 
     >>> double = scan(lambda params, state, batch: (2 * state, state + batch), 3)
     >>> double(None, 1, 10)

@@ -114,10 +114,10 @@ class Session:
         self._refuse_ended(call)
         if are_lists and len(batches) == len(jobs) and all(isinstance(job, Job) for job in jobs):
             kept = [attrs.evolve(job, after=None) for job in self._jobs]
-            refuse(call, mistake_in_jobs([*kept, *jobs], self._first))
+            mistake = mistake_in_jobs([*kept, *jobs], self._first)
         else:
-            seen, instead = f"{sizes[0]} and the jobs {jobs!r:.60}", "a Job for each batch: submit([batch], [Job()])"
-            raise ProgramError(call, seen, instead)
+            mistake = f"{sizes[0]} and the jobs {jobs!r:.60}", "a Job for each batch: submit([batch], [Job()])"
+        refuse(call, mistake)
 
     def _count(self) -> tuple[tuple[int, ...], int]:
         return count_running(self._num_stages, self._jobs, advances=True, buffers=self._buffers)

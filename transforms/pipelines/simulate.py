@@ -13,17 +13,27 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import attrs
 
-from weft.arguments.checks import kind_of
+from weft.arguments.checks import COUNT, Rule, check_values
 from weft.effects import Broadcast, Effect, Fence, Program, Run, Send
 from weft.errors import CostError, ProgramError
-from weft.transforms.pipelines.argument_checks import check_count
-from weft.transforms.pipelines.checker import Edge, Step, interleave, puts, takes
+from weft.transforms.pipelines.checker import PROGRAMS, Edge, Step, interleave, puts, takes
 from weft.transforms.pipelines.events import ADVANCE, Event
 from weft.transforms.pipelines.timeline import Timeline
+
+_COST: Rule = (lambda value: 0 <= value < math.inf), "a finite number >= 0"
+_COST_OR_FUNCTION: Rule = (lambda value: callable(value) or 0 <= value < math.inf), _COST[1]
+_COST_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("advance", "latency", "launch"), _COST),
+    **dict.fromkeys(("message_bytes", "output_bytes"), _COST_OR_FUNCTION),
+    "bytes_per_second": (lambda value: value > 0, "a number > 0; infinite: transfers take the latency alone"),
+    "stages": (
+        lambda value: callable(value) or isinstance(value, Iterable),
+        "seconds of each stage: (1e-3, 2e-3), or a function (stage, microbatch)",
+    ),
+}
 
 
 @attrs.frozen
@@ -46,7 +56,7 @@ class Costs:
     Traceback (most recent call last):
         ...
     weft.errors.CostError: Costs(stages=(0.001, -0.001), …)
-      saw: stage 1 costs -0.001 s
+      saw: stage 1=-0.001
       instead: a finite number >= 0
     """
 
@@ -59,20 +69,11 @@ class Costs:
     launch: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        for name in ("advance", "latency", "message_bytes", "output_bytes", "launch"):
-            value = getattr(self, name)
-            if not callable(value):
-                _checked(value, f"Costs({name}={value!r}, …)", f"{name}={value!r}")
-        if not self.bytes_per_second > 0:
-            seen = f"bytes_per_second={self.bytes_per_second!r}"
-            raise CostError(f"Costs({seen}, …)", seen, "a number > 0; infinite: transfers take the latency alone")
-        stages: Any = self.stages
-        if not callable(stages):
-            if not isinstance(stages, Iterable):
-                instead = "seconds of each stage: (1e-3, 2e-3), or a function (stage, microbatch)"
-                raise CostError(f"Costs(stages={stages!r}, …)", kind_of(stages), instead)
-            for stage, value in enumerate(stages):
-                _checked(value, f"Costs(stages={self.stages!r}, …)", f"stage {stage} costs {value!r} s")
+        for name, value in attrs.asdict(self, recurse=False).items():
+            check_values(f"Costs({name}={value!r}, …)", _COST_RULES, {name: value}, CostError)
+        if not callable(self.stages):
+            each = {f"stage {stage}": value for stage, value in enumerate(self.stages)}
+            check_values(f"Costs(stages={self.stages!r}, …)", dict.fromkeys(each, _COST), each, CostError)
 
     def seconds(self, effect: Effect) -> float:
         """The seconds that an effect costs its rank, without waits and launch; only a `Run` costs any."""
@@ -81,28 +82,23 @@ class Costs:
         if effect.what == ADVANCE:
             return self.advance
         match = re.fullmatch(r"stage (\d+)", effect.what)
-        if match is None:
-            raise CostError(f"costs of '{effect}'", f"no cost of {effect.what!r}", f"'stage N', or {ADVANCE!r}")
+        if match is None or not (callable(self.stages) or int(match[1]) < len(self.stages)):
+            instead = f"Costs(stages=...) with a cost for each stage; a Run of 'stage N', or of {ADVANCE!r}"
+            raise CostError(f"costs of '{effect}'", f"no cost of {effect.what!r}", instead)
         stage, mb = int(match[1]), effect.microbatch
         if callable(self.stages):
-            value = self.stages(stage, mb)
-            return _checked(value, f"costs of '{effect}'", f"stages({stage}, {mb}) is {value!r}")
-        if stage >= len(self.stages):
-            raise CostError(f"costs of '{effect}'", f"costs of {len(self.stages)} stages", "one for each stage")
+            return _valid(f"costs of '{effect}'", f"stages({stage}, {mb})", self.stages(stage, mb))
         return self.stages[stage]
 
     def bytes_of(self, effect: Send | Broadcast) -> float:
         """The bytes of the message that an effect sends."""
-        size = self.message_bytes if isinstance(effect, Send) else self.output_bytes
-        if not callable(size):
-            return size
-        value = size(effect.microbatch)
-        return _checked(value, f"costs of '{effect}'", f"{value!r} bytes of micro-batch {effect.microbatch}")
+        size, mb = self.message_bytes if isinstance(effect, Send) else self.output_bytes, effect.microbatch
+        return _valid(f"costs of '{effect}'", f"bytes({mb})", size(mb)) if callable(size) else size
 
 
-def _checked(value: float, call: str, seen: str) -> float:
-    if not 0 <= value < math.inf:
-        raise CostError(call, seen, "a finite number >= 0")
+def _valid(call: str, name: str, value: float) -> float:
+    """A cost that the user's function returned."""
+    check_values(call, {name: _COST}, {name: value}, CostError)
     return value
 
 
@@ -173,6 +169,9 @@ def _peak(changes: Sequence[tuple[float, float]]) -> float:
     return most
 
 
+_RULES: dict[str, Rule] = {"programs": PROGRAMS, "costs": (Costs, "Costs(stages=(1e-3, ...))"), "capacity": COUNT}
+
+
 def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) -> Timeline:
     """The timeline of programs with the given costs.
 
@@ -195,10 +194,8 @@ def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) ->
     2 ranks, 4 ms; most bytes of messages a
     rank holds: 0
     """
-    if not isinstance(programs, list | tuple) or not isinstance(costs, Costs):
-        call = f"simulate(<{kind_of(programs)}>, <{kind_of(costs)}>)"
-        raise ProgramError(call, "no programs, or no Costs", "simulate(step.programs(), Costs(stages=(1e-3, ...)))")
-    check_count(f"simulate(<{len(programs)} programs>, costs, capacity={capacity!r})", "capacity", capacity)
+    values = {"programs": programs, "costs": costs, "capacity": capacity}
+    check_values(f"simulate(programs, costs, capacity={capacity!r})", _RULES, values, ProgramError)
     clocks = _Clocks(len(programs), costs, capacity)
     events = [clocks.move(step) for step in interleave(programs, capacity=capacity)]
     return Timeline.of(events, clocks.peak_bytes())

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from weft.arguments.checks import kind_of
+from weft.arguments.checks import Rule, check_values
 from weft.display.durations import duration
 from weft.display.plots import axes_for, new_axes
 from weft.display.tables import element
@@ -170,11 +170,9 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
       step time +10.0%
       rank 0 busy +0.0%
     """
-    pair: dict[str, Any] = {"simulated": simulated, "measured": measured}
-    for name, given in pair.items():
-        if not isinstance(given, Timeline):
-            seen, instead = f"{name} is {kind_of(given)}", "Timelines: of a Recorder, recorder.timeline()"
-            raise ProgramError("compare(simulated, measured)", seen, instead)
+    pair = {"simulated": simulated, "measured": measured}
+    rule: Rule = Timeline, "Timelines: of a Recorder, recorder.timeline()"
+    check_values("compare(simulated, measured)", dict.fromkeys(pair, rule), pair, ProgramError)
     ran, did = (_runs(timeline) for timeline in (simulated, measured))
     if ran != did:
         rank, what = next((rank, run) for rank, run in [*ran, *did] if ((rank, run) in ran) != ((rank, run) in did))

@@ -20,9 +20,16 @@ _INT32 = (torch.int32,)
 _QUERY_BLOCK = 256
 
 
-def _check(q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *where: Any) -> None:
-    """Raise unless the arguments agree: DeviceError for a device, DescriptorError for anything else."""
-    if fault := _fault(q, k, v, kv_pages, *where[:-1]):
+def _check(q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *where: Any, block: int = 0) -> None:
+    """Raise unless the arguments agree: DeviceError for a device, DescriptorError for anything else.
+
+    Args:
+        block: the only size of a head; 0: any.
+    """
+    fault = _fault(q, k, v, kv_pages, *where[:-1])
+    if fault is None and block and q.shape[2] != block:
+        fault = "q", f"heads of {q.shape[2]}, not blocks of {block}", "quantize(paged_attention(q, …).flatten(1))"
+    if fault is not None:
         name, seen, instead = fault
         raise DescriptorError(f"paged_attention(…, {name}=…)", f"{name} has {seen}", instead)
 
@@ -124,10 +131,7 @@ def paged_attention_quantized(q: Tensor, *where: Any) -> Quantized:
     Raises:
         DescriptorError: the heads are not 128 wide. And whatever `paged_attention` raises.
     """
-    _check(q, *where)
-    if q.shape[2] != BLOCK:
-        seen = f"heads of {q.shape[2]}, not blocks of {BLOCK}"
-        raise DescriptorError("paged_attention_quantized(q, …)", seen, "quantize(paged_attention(q, …).flatten(1))")
+    _check(q, *where, block=BLOCK)
     return Quantized(*_paged_attention_quantized(q, *where))
 
 
@@ -168,18 +172,19 @@ class _Span:
 
 def _spans(starts: list[int], seq_lens: list[int], num_tokens: int, max_query_len: int, limit: int) -> Iterator[_Span]:
     """The requests that are not padding, with their lengths checked; `limit` positions have a page in the table."""
-    call = f"paged_attention(query_start_loc={starts}, seq_lens={seq_lens}, max_query_len={max_query_len})"
-    if starts[0] < 0 or starts[-1] > num_tokens:
-        instead = "let query_start_loc run from 0 to at most the number of tokens"
-        raise DescriptorError(call, f"query_start_loc leaves the {num_tokens} tokens", instead)
     for request, seq_len in enumerate(seq_lens):
         start, end = starts[request], starts[request + 1]
         query_len = end - start
         if seq_len == 0 or query_len == 0:
             continue
-        if not 0 < query_len <= min(seq_len, max_query_len) or seq_len > limit:
+        is_outside = start < 0 or end > num_tokens
+        if is_outside or not 0 < query_len <= min(seq_len, max_query_len) or seq_len > limit:
+            call = f"paged_attention(query_start_loc={starts}, seq_lens={seq_lens}, max_query_len={max_query_len})"
             seen = f"request {request} has {query_len} queries, context {seq_len}, its pages hold {limit}"
             instead = "give it no more queries than context or max_query_len, and no more context than its pages hold"
+            if is_outside:
+                seen = f"request {request} has the tokens from {start} to {end}, and leaves the {num_tokens} tokens"
+                instead = "let query_start_loc run from 0 to at most the number of tokens"
             raise DescriptorError(call, seen, instead)
         yield _Span(request, start, end, seq_len - query_len)
 

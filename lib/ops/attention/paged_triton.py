@@ -4,8 +4,8 @@
 2. `attend_kernel`, one program for a block of queries of one request, a key head, and a share (split) of the context:
    softmax attention over one tile of keys at a time, with a running maximum and sum (FlashAttention-2, Dao 2023,
    algorithm 1). The heads that share a key head are rows of one matrix, so that each key is loaded once for all.
-3. `combine_kernel`, only if the context was split, for batches of few short queries (flash-decoding, Dao et al. 2023):
-   rescales and adds the shares.
+3. `combine_kernel` of `weft.ops.attention.output_triton`, only if the context was split, for batches of few short
+   queries (flash-decoding, Dao et al. 2023): rescales and adds the shares.
 
 The last kernel writes the zeros of padding: each program those of its own request's tokens, and all programs in turn
 those of the tokens after the last request.
@@ -26,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.ops.attention.launch import plan_launch
-from weft.ops.blocks_triton import TRITON_DTYPES, quantize_rows
+from weft.ops.attention.output_triton import combine_kernel, store_heads, zero_tokens
+from weft.ops.blocks_triton import TRITON_DTYPES
 from weft.ops.fp8 import empty_quantized
 from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.norm_triton import quantize
@@ -85,30 +86,6 @@ def write_kernel(
             tl.store(kv_pages + values + slot * WIDTH + i, value, mask=i < WIDTH)
 
 
-@triton.jit
-def _zero_tokens(out, scales, first, end, step, head, heads, GROUP: tl.constexpr, ROWS: tl.constexpr,
-                 DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr):  # fmt: skip
-    """Zero GROUP heads, from `head` on, of the tokens first:end:step."""
-    row = tl.arange(0, ROWS)
-    for token in range(first, end, step):
-        cell = tl.cast(token, tl.int64) * heads + head + row
-        _store(tl.zeros([ROWS, DIMS], tl.float32), out, scales, cell, row < GROUP, DIM, DIMS, QUANTIZE)
-
-
-@triton.jit
-def _store(x, out, scales, cell, inside, DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr):
-    """Store heads `[R, DIMS]` of float32 at `cell` `[R]`; in FP8 each is a block with a scale."""
-    dim = tl.arange(0, DIMS)
-    at = out + (cell * DIM)[:, None] + dim[None, :]
-    mask = inside[:, None] & (dim < DIM)[None, :]
-    if QUANTIZE:
-        values, scale = quantize_rows(x)
-        tl.store(scales + cell, scale, mask=inside)
-        tl.store(at, values, mask=mask)
-    else:
-        tl.store(at, x.to(out.dtype.element_ty), mask=mask)
-
-
 @kernel(do_not_specialize=["num_reqs", "num_tokens"])
 def attend_kernel(
     q,
@@ -152,7 +129,7 @@ def attend_kernel(
         first = tl.load(query_start_loc + num_reqs) + request
         head = tl.program_id(1) * GROUP
         programs = tl.num_programs(0)
-        _zero_tokens(shares, scales, first, num_tokens, programs, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE)
+        zero_tokens(shares, scales, first, num_tokens, programs, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE)
     if not ONE_BLOCK:
         request = _owner(tl.program_id(0), query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
     if request >= num_reqs:
@@ -185,7 +162,7 @@ def attend_kernel(
     cell = (token * HEADS + head) * SPLITS + tl.program_id(2)
     if SPLITS == 1:
         acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
-        _store(acc.to(q.dtype.element_ty).to(tl.float32), shares, scales, cell, inside, DIM, DIMS, QUANTIZE)
+        store_heads(acc.to(q.dtype.element_ty).to(tl.float32), shares, scales, cell, inside, DIM, DIMS, QUANTIZE)
     else:
         tl.store(maxima + cell, m, mask=live)
         tl.store(sums + cell, s, mask=live)
@@ -241,51 +218,6 @@ def _attend_tiles(
         acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
         m = m_new
     return m, s, acc
-
-
-@kernel(do_not_specialize=["num_tokens"])
-def combine_kernel(
-    shares,
-    maxima,
-    sums,
-    slot_mapping,
-    query_start_loc,
-    seq_lens,
-    out,
-    scales,
-    num_tokens,
-    DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    TYPE: tl.constexpr,
-):
-    """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum."""
-    begin()
-    request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads, step = tl.num_programs(2), tl.num_programs(0) * tl.num_programs(1)
-    first = tl.load(query_start_loc + tl.num_programs(0)) + request * tl.num_programs(1) + query
-    _zero_tokens(out, scales, first, num_tokens, step, head, heads, 1, 1, DIM, DIMS, QUANTIZE)
-    start = tl.load(query_start_loc + request)
-    inside = start + query < tl.load(query_start_loc + request + 1)
-    token = (start + query).to(tl.int64)
-    live = inside & (tl.load(seq_lens + request) > 0)
-    live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
-    release()
-    dim = tl.arange(0, DIMS)
-    cell = token * heads + head + tl.arange(0, 1)
-    result = tl.zeros([1, DIMS], tl.float32)
-    if live:
-        part = (token * heads + head) * SPLITS + tl.arange(0, SPLITS)
-        m = tl.load(maxima + part)
-        base = tl.max(m, axis=0)
-        weight = tl.exp2(m - tl.where(base == float("-inf"), 0.0, base))
-        total = tl.sum(weight * tl.load(sums + part), axis=0)
-        mask = (weight > 0)[:, None] & (dim < DIM)[None, :]
-        share = tl.load(shares + (part * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
-        result = (tl.sum(share * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total))[None, :]
-    if inside:
-        _store(result.to(TYPE).to(tl.float32), out, scales, cell, cell >= 0, DIM, DIMS, QUANTIZE)
 
 
 def attend(q: Tensor, *rest: Any) -> Tensor:

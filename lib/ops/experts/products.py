@@ -45,7 +45,10 @@ def run_experts(
     kinds = {scales is None, gate_up_scale is None, down_scale is None}
     agree = (tuple(down.shape), doubled, values.shape[1]) == ((num_experts, hidden, inner), 2 * inner, hidden)
     if not agree or len(kinds) > 1 or (scales is not None and inner % BLOCK):
-        seen = f"x {list(values.shape)} {values.dtype}, gate_up {list(gate_up.shape)} and down {list(down.shape)}"
+        given = (("x", values, scales), ("gate_up", gate_up, gate_up_scale), ("down", down, down_scale))
+        seen = ", ".join(
+            f"{name} {list(one.shape)} {one.dtype} with{'out' * (scale is None)} scales" for name, one, scale in given
+        )
         instead = f"pass [T, H], [E, 2 * I, H] and [E, H, I]; and scales of all three, with I in {BLOCK}s, or none"
         raise DescriptorError("run_experts(x, gate_up, down, …)", seen, instead)
     return _run_experts(values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype)

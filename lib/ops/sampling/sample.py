@@ -80,7 +80,8 @@ def sample_rows(
     vocab = logits.shape[1]
     shape = logits.shape[0], -(-vocab // 32)
     if table.vocab_size != vocab or (token_mask is not None and token_mask.shape != shape):
-        seen, instead = f"a table of vocab_size={table.vocab_size}", f"State.zeros(..., vocab_size={vocab})"
+        seen = f"a table of vocab_size={table.vocab_size}"
+        instead = f"State.zeros(..., vocab_size={vocab}) for the stage that samples"
         if token_mask is not None and table.vocab_size == vocab:
             seen, instead = f"a mask of shape {tuple(token_mask.shape)}", f"one of {shape}, int32"
         call = f"sample_rows(<logits {tuple(logits.shape)}>, table, rows, positions, token_mask)"

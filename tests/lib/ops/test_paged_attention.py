@@ -139,7 +139,8 @@ def test_the_reference_looks_at_the_lengths_too() -> None:
     lens = torch.tensor([1, 4, 5, 41, 0], dtype=torch.int32)
     assert "context 4000, its pages hold" in refusal({7: lens.index_fill(0, torch.tensor(3), 4000)})
     assert "request 0 has -1 queries" in refusal({6: torch.tensor([1, 0, 2, 3, 4, 5], dtype=torch.int32)})
-    assert "leaves the 5 tokens" in refusal({6: torch.tensor([0, 1, 2, 3, 4, 6], dtype=torch.int32)})
+    beyond = {6: torch.tensor([0, 1, 2, 3, 4, 6], dtype=torch.int32), 7: lens.clamp(min=2), 8: 2}
+    assert "request 4 has the tokens from 4 to 6, and leaves the 5 tokens" in refusal(beyond)
     assert "request 3 has 2 queries, context 41" in refusal({6: torch.tensor([0, 1, 2, 3, 5, 5], dtype=torch.int32)})
     assert "request 1 has 2 queries, context 1" in refusal(
         {6: torch.tensor([0, 0, 2, 3, 4, 5], dtype=torch.int32), 7: torch.ones(5, dtype=torch.int32), 8: 2}

@@ -114,6 +114,10 @@ def test_an_error_speaks_of_the_command_and_its_flags() -> None:
         "  saw: --max-num-seqs 4, where num_pages=2\n"
         "  instead: --max-num-seqs 2 or fewer"
     )
+    only = RequestError("predict(config, 2, cohorts=5)", "5 cohorts", "1")
+    assert in_flags(only, ["plan", "--pp", "2"]).startswith("weft plan --cohorts 5\n")
+    quoted = RequestError("model.encode('a seed=5')", "no tokenizer", "ids")
+    assert in_flags(quoted, ["generate", "--model", "m"]).startswith("weft generate --model m\n")
     written = ConfigError("--model m", "config.json has dtype='x'", "use a model with dtype='float32'")
     assert in_flags(written, ["plan", "--model", "m"]) == str(written)
 
@@ -150,7 +154,7 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompt that is no text": (("--prompt", "\udcff"), ("argument --prompt: '\\udcff' is not valid UTF-8",)),
     "more stages than layers": (
         ("--prompt", "A", "--pp", "7"),
-        ("saw: 6 layers for 7 stages", "instead: use 1 to 6 stages"),
+        ("error: weft generate --pp 7\n  saw: 6 layers for 7 stages", "instead: use 1 to 6 stages"),
     ),
     "no stage": (("--prompt", "A", "--pp", "0"), ("argument --pp: '0': write a whole number from 1",)),
     "unknown mode": (("--prompt", "A", "--graph", "half"), ("argument --graph: invalid choice: 'half'", "full")),
@@ -312,6 +316,13 @@ def test_a_transport_within_a_process_is_refused_under_torchrun(run: Weft, monke
         monkeypatch.setenv(name, value)
     result = run(*generate("--prompt", "A", "--transport", "local"))
     assert_refused(result, "error: weft generate --transport local", "saw: 2 processes of torchrun")
+
+
+def test_processes_of_torchrun_beyond_the_layers(run: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "9")):
+        monkeypatch.setenv(name, value)
+    result = run(*generate("--prompt", "A"))
+    assert_refused(result, "error: weft generate under torchrun with 9 processes", "saw: 6 layers for 9 stages")
 
 
 @pytest.mark.slow

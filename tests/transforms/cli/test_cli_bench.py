@@ -12,17 +12,15 @@ import pytest
 import torch
 from cli_calls import Weft, assert_refused
 
-from weft.stages.checkpoint import tensor_shapes
-from weft.stages.config import parse_config
-from weft.stages.layout import split_layers
 from weft.stages.model import DEMO, load
+from weft.stages.presets import PRESETS
 from weft.transforms.cli import evaluate
-from weft.transforms.cli.bench import RankFigures, Served, as_report, figures, serve, show, start
-from weft.transforms.cli.evaluate import Score
+from weft.transforms.cli.bench import as_report, show, start_engine
 from weft.transforms.cli.main import main
-from weft.transforms.cli.options import MODES, Bench
-from weft.transforms.cli.presets import PRESETS, WORKLOADS
+from weft.transforms.cli.options import MODES, PRESETS as NAMES, WORKLOADS, Bench
 from weft.transforms.cli.ranks import Here
+from weft.transforms.engine.evaluation.scoring import Score
+from weft.transforms.engine.evaluation.serving import RankFigures, Served, figures, serve
 from weft.transforms.engine.stats import Stats
 from weft.transforms.pipelines.transports.local import Local
 
@@ -81,7 +79,7 @@ def options(graph: str, pp: int) -> Bench:
 @pytest.mark.parametrize("pp", [1, 2])
 def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:
     asked = options(graph, pp)
-    engine, _ = start(Here(Local(), pp, "cpu"), asked, False)
+    engine, _ = start_engine(Here(Local(), pp, "cpu"), asked, False)
     before = [one.cache_info() for one in engine.graphs]
     found = figures(serve(engine, [[i, 1, 2, 3, 4, 5] for i in range(7)], asked.temperature, 5), 6, [])
     assert len(engine.graphs) == pp
@@ -93,22 +91,6 @@ def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:
 
 
 NOTHING: Any = {field.name: {} if "Mapping" in str(field.type) else 0 for field in attrs.fields(Stats)}
-
-
-def test_figures_by_hand() -> None:
-    before = Stats(**NOTHING)
-    after = attrs.evolve(before, modes={"full": 3, "none": 1}, tokens=18, padding=3)
-    read = [[1.0, 1.5, 3.0], [2.0]]
-    rank = RankFigures("cpu", 1.0, 2.0, 3.0)
-    found = figures(Served(read, before, after), 10, [rank])
-    assert (found["seconds"], found["output_tokens"], found["total_tokens"]) == (3.0, 4, 24)
-    assert (found["output_tokens_per_s"], found["total_tokens_per_s"]) == (pytest.approx(4 / 3), 8.0)
-    assert found["ttft"] == {"mean": 1500.0, "p50": 1500.0, "p99": 1990.0}
-    assert found["tpot"] == {"mean": 1000.0, "p50": 1000.0, "p99": 1000.0}
-    assert found["itl"] == {"mean": 1000.0, "p50": 1000.0, "p99": 1490.0}
-    assert (found["num_steps"], found["graphs"]["shares"]) == (4, {"full": 0.75, "piecewise": 0.0, "none": 0.25})
-    assert found["graphs"]["padding"] == pytest.approx(3 / 21)
-    assert figures(Served([[1.0]], before, before), 1, [])["itl"] is None
 
 
 def test_the_tables_are_for_reading(run: Weft) -> None:
@@ -176,20 +158,8 @@ def test_workloads_are_the_usual_ones() -> None:
 # presets
 
 
-PARAMETERS = {
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-30b-a3b-fp8": 30_532_122_624,
-    "llama-3.1-8b": 8_030_261_248,
-}
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_presets_have_as_many_parameters_as_the_models(name: str) -> None:
-    config = parse_config(PRESETS[name], source=name)
-    (whole,) = split_layers(config.num_layers, 1)
-    shapes = {name: shape for name, shape in tensor_shapes(config, whole).items() if "scale" not in name}
-    assert sum(map(math.prod, shapes.values())) == PARAMETERS[name]
+def test_the_flag_takes_every_preset() -> None:
+    assert tuple(PRESETS) == NAMES
 
 
 def test_plan_takes_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,7 +248,7 @@ def test_a_mode_that_scores_otherwise_is_found(run: Weft, monkeypatch: pytest.Mo
 
     def planted(here: Any, options: Any, model: Any, graph: str, *rest: Any) -> Score:
         found = score(here, options, model, "none", *rest)
-        return damage(attrs.evolve(found, graph=graph)) if graph == "full" else attrs.evolve(found, graph=graph)
+        return damage(found) if graph == "full" else found
 
     monkeypatch.setattr(evaluate, "_score", planted)
     code, found = scored(run, "--max-num-tokens", "512")
@@ -323,7 +293,8 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "half the lengths": ((*TINY, "--input-len", "2"), "saw: no --output-len\n  instead: --input-len N --output-len N"),
     "lengths twice": (
         (*TINY, *SMALL, "--workload", "mixed"),
-        "weft bench --workload mixed\n  saw: --input-len, with which --workload counts for nothing",
+        "weft bench --workload mixed\n  saw: --input-len and --output-len, with which --workload counts for nothing\n"
+        "  instead: leave out --workload, or --input-len and --output-len",
     ),
     "no prompt": ((*TINY, "--num-prompts", "0"), "argument --num-prompts: '0': write a whole number from 1 to 1048576"),
     "no output": (
@@ -336,7 +307,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "all modes": ((*TINY, "--graph", "all"), "weft bench --graph all\n  saw: several modes or splits"),
     "several splits": ((*TINY, "--pp", "1,2"), "weft bench --pp 1,2\n  saw: several modes or splits"),
     "a split in words": ((*TINY, "--pp", "two"), "argument --pp: 'two': write a whole number"),
-    "more stages than layers": ((*TINY, "--pp", "5"), "saw: 4 layers for 5 stages"),
+    "more stages than layers": ((*TINY, "--pp", "5"), "error: weft bench --pp 5\n  saw: 4 layers for 5 stages"),
     "no stage": ((*TINY, "--pp", "0"), "argument --pp: '0': write a whole number >= 1"),
     "cold": ((*TINY, *SMALL, "--temperature", "-1"), "argument --temperature: '-1': write a finite number >= 0"),
     "no folder for the file": (

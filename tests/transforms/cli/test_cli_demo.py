@@ -10,7 +10,9 @@ from cli_calls import Weft, assert_refused
 
 from weft.ops.sampling.logits import SEED
 from weft.transforms.cli import demo as demo_module
-from weft.transforms.cli.demo import BOTH, EAGER, GRAPHIFIED, PIPELINED, Comparison, Way
+from weft.transforms.cli.demo import BOTH, GRAPHIFIED, PIPELINED
+from weft.transforms.engine.evaluation import comparison
+from weft.transforms.engine.evaluation.comparison import Way
 from weft.transforms.engine.setup import Runner, make_runner
 
 
@@ -49,7 +51,7 @@ def _plant(monkeypatch: pytest.MonkeyPatch, victim: Way, damage: Callable[[Any, 
 
         return attrs.evolve(runner, step=step)
 
-    monkeypatch.setattr(demo_module, "make_runner", planted)
+    monkeypatch.setattr(comparison, "make_runner", planted)
 
 
 def _damage_pages(state: Any, _: Any) -> None:
@@ -105,12 +107,3 @@ def test_demo_leaves_the_number_of_threads_as_it_was(run: Weft) -> None:
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_nan_holds_nowhere() -> None:
-    none = {"logits": 0.0, "KV pages": 0.0}
-    same = Comparison(BOTH, PIPELINED, 1, tokens=True, tables=True, sizes=none, bitwise=True)
-    assert not [*same.faults()]
-    assert [*attrs.evolve(same, bitwise=False).faults()] == ["zeros differ in sign"]
-    for against in (PIPELINED, EAGER):
-        assert [*attrs.evolve(same, against=against, sizes=none | {"logits": float("nan")}).faults()]

@@ -220,7 +220,7 @@ def test_the_context_is_half_of_few_positions(run: Weft) -> None:
 BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "more stages than layers": (
         ("--pp", "9"),
-        ("--pp 9\n", "saw: 8 layers for 9 stages", "instead: use 1 to 8 stages"),
+        ("error: weft plan --pp 9\n", "saw: 8 layers for 9 stages", "instead: use 1 to 8 stages"),
     ),
     "no stage": (("--pp", "0"), ("argument --pp: '0': write a whole number from 1",)),
     "no stages said": ((), ("the following arguments are required: --pp",)),

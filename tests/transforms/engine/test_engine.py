@@ -321,7 +321,7 @@ def test_streams_of_a_pipeline_over_processes_are_refused() -> None:
         ({"transport": Threads}, "transport=Threads, the class"),
         (
             {"limits": EngineLimits(max_num_reqs=8, max_num_tokens=4)},
-            "max_num_tokens=4, where a step may be of 8 requests",
+            "max_num_tokens=4",
         ),
     ],
 )

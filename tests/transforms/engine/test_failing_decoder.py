@@ -214,7 +214,7 @@ def test_one_state_for_two_stages_is_refused(tiny: Model) -> None:
 @pytest.mark.parametrize("microbatches", [0, -1, 1.5])
 def test_no_number_of_micro_batches(microbatches: Any, tiny: Model) -> None:
     call = f"pipeline(<2 stages>, microbatches={microbatches})"
-    with refused(ProgramError, call, "no number of parts", "an int >= 1"):
+    with refused(ProgramError, call, f"microbatches={microbatches}", "a whole number >= 1"):
         pipeline(Decoder(tiny, 2).stages, microbatches=microbatches)
 
 
@@ -234,6 +234,6 @@ def test_params_and_states_are_one_a_stage(transform: Callable[..., Any], tiny: 
 
 
 def test_the_name_of_a_transport_is_none_of_them(tiny: Model) -> None:
-    limits, call = Limits(max_num_reqs=1, max_num_tokens=4), "make_runner(model, limits, num_stages=2, transport=...)"
+    limits, call = Limits(max_num_reqs=1, max_num_tokens=4), "make_runner(model, limits, num_stages=2)"
     with refused(ProgramError, call, "transport='local'", "Local(), Threads() or Distributed(), of weft.transforms"):
         make_runner(tiny, limits, num_stages=2, transport="local")  # type: ignore[arg-type]

@@ -181,7 +181,7 @@ def test_a_stream_has_the_tokens_and_texts_of_the_completions(demo: Model, optio
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "two temperatures": (SamplingParams(), {"temperature": 0.5}, "temperature=0.5 beside sampling"),
+    "two temperatures": (SamplingParams(), {"temperature": 0.5}, "beside sampling, temperature=0.5"),
     "too few": ([SamplingParams()], {}, "instead: one SamplingParams, or a list of 3"),
     "no parameters": (5, {}, "sampling=5"),
     "a dict": ({"top_p": 1}, {}, "one SamplingParams, or a list of 3"),

@@ -127,22 +127,22 @@ def test_stages(model: Model, transport: Any) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "no embeddings": (
-        {"inputs_embeds": None}, "a token that is EMBEDDED (-2), and no inputs_embeds", "a row for each"
+        {"inputs_embeds": None}, "inputs_embeds=None", "a row for each"
     ),
     "another width": (
         {"inputs_embeds": torch.zeros(12, 4)},
-        "inputs_embeds of shape [12, 4], torch.float32, for 12 tokens",
-        "a row for each of the prompt's tokens: [12, 8], torch.float32",
+        "inputs_embeds [12, 4], torch.float32",
+        "a row for each of the prompt's tokens, some of which are EMBEDDED (-2): [12, 8], torch.float32",
     ),
-    "another dtype": ({"inputs_embeds": embeds().half()}, "inputs_embeds of shape [12, 8], torch.float16", "a row"),
+    "another dtype": ({"inputs_embeds": embeds().half()}, "inputs_embeds [12, 8], torch.float16", "a row"),
     "two rows": (
         {"positions": POSITIONS[:2]},
-        "positions of shape [2, 12], torch.int64, for 12 tokens",
-        "[3, 12] int64: get_rope_index(...)[0][:, 0]",
+        "positions [2, 12], torch.int64",
+        "[3, 12], torch.int64: get_rope_index(...)[0][:, 0]",
     ),
-    "before the start": ({"positions": POSITIONS - 1}, "a position -1", "positions from 0 to 2147483647"),
+    "before the start": ({"positions": POSITIONS - 1}, "the least position=-1", "positions from 0 to 2147483647"),
     "far past the end": (
-        {"positions": POSITIONS + 2**62}, f"a position {2**62}", "positions from 0 to 2147483647"
+        {"positions": POSITIONS + 2**62}, f"the least position={2**62}", "positions from 0 to 2147483647"
     ),
     "a token that is none": ({"token_ids": [*IDS[:-1], 99]}, "the prompt holds 99", "token ids are ints"),
     "no token": ({"token_ids": []}, "the prompt has 0 tokens", "a prompt of 1 to"),
@@ -165,14 +165,17 @@ def test_what_does_not_fit_is_named(model: Model, case: str) -> None:
 
 def test_what_a_model_or_a_request_cannot_have() -> None:
     engine = Engine(small_model(), LIMITS, graph="none", num_logprobs=1)
-    with pytest.raises(RequestError, match=r"positions, and <Model Qwen3ForCausalLM.*>, which has no mRoPE"):
+    with pytest.raises(
+        RequestError,
+        match=r"saw: positions \[3, 12\], (.|\n)*<Model Qwen3ForCausalLM.*> has no mRoPE",
+    ):
         engine.add(image(), max_tokens=2)
     asked = SamplingParams(temperature=0.0, prompt_logprobs=1)
-    with pytest.raises(RequestError, match="prompt_logprobs=1 of a prompt with embeddings, which have none"):
+    with pytest.raises(RequestError, match=r"saw: prompt_logprobs=1\n.* without prompt_logprobs: embeddings have none"):
         engine.add(image(positions=None), asked, max_tokens=2)
     with pytest.raises(RequestError, match="the prompt holds -2"):
         engine.add(IDS, max_tokens=2)
-    with pytest.raises(RequestError, match="neither token_ids nor inputs_embeds"):
+    with pytest.raises(RequestError, match="without token_ids, inputs_embeds is None"):
         EmbedsPrompt()
     with pytest.raises(RequestError, match="inputs_embeds is a list"):
         EmbedsPrompt(inputs_embeds=[[1.0]])  # type: ignore[arg-type]

@@ -269,12 +269,17 @@ def test_followers_copy_the_page_that_the_prompt_fills_in_part_and_share_the_oth
 _TOO_LONG = "a prompt of 30 tokens, and 7 to generate; "
 
 
+def test_a_request_without_a_token_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"Request\(id='b', ...\)\n  saw: tokens of the prompt=0"):
+        request("b", (), 1)
+    with pytest.raises(RequestError, match="max_tokens=0\n  instead: a whole number >= 1"):
+        request("b", (1,), 0)
+
+
 @pytest.mark.parametrize(
     ("asked", "seen"),
     [
         (request("a", (1,), 1), "a request of that id that has not ended"),
-        (request("b", (), 1), "0 prompt tokens, max_tokens=1"),
-        (request("b", (1,), 0), "1 prompt tokens, max_tokens=0"),
         (request("b", (1,) * 30, 7), _TOO_LONG + "a request may have 36, by EngineLimits.max_model_len"),
     ],
 )

@@ -246,7 +246,7 @@ def test_drafts_are_as_many_as_there_is_use_room_and_pages_for() -> None:
         ({"num_tokens": 2, "ngram": (3, 1)}, "ngram=(3, 1)"),
         ({"num_tokens": 2, "ngram": 3}, "ngram=3"),
         ({"num_tokens": 2, "model": "folder"}, "model is a str"),
-        ({"num_tokens": 2, "model": small_model(), "ngram": (1, 3)}, "two ways to draft"),
+        ({"num_tokens": 2, "model": small_model(), "ngram": (1, 3)}, "beside model, ngram=(1, 3)"),
     ],
 )
 def test_what_drafts_nothing_is_refused(options: dict[str, Any], seen: str) -> None:
@@ -256,12 +256,12 @@ def test_what_drafts_nothing_is_refused(options: dict[str, Any], seen: str) -> N
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(demo: Model) -> None:
-    with pytest.raises(RequestError, match="a draft model of 12 tokens for one of 257"):
+    with pytest.raises(RequestError, match="the draft model's vocab_size=12\n  instead: a draft model of 257 tokens"):
         Engine(demo, graph="none", speculation=ITSELF)
 
 
 def test_a_draft_model_that_is_not_here_is_refused() -> None:
-    with pytest.raises(RequestError, match="the draft model ModelConfig"):
+    with pytest.raises(RequestError, match="the draft model=ModelConfig"):
         Engine(small_model(), graph="none", speculation=Speculation(2, model=small_model().config))
 
 

@@ -258,7 +258,7 @@ def test_a_write_to_what_a_function_closes_over() -> None:
 @pytest.mark.parametrize("most", ["1", -1, True, None])
 def test_a_number_of_captures_that_is_none(most: Any) -> None:
     call = f"weft.assert_max_captures({most!r})"
-    with refused(CaptureError, call, "no number of captures", "an int >= 0"), weft.assert_max_captures(most):
+    with refused(CaptureError, call, f"most={most!r}", "an int >= 0"), weft.assert_max_captures(most):
         pass
 
 

@@ -81,14 +81,18 @@ def test_no_number_of_parts_is_refused(microbatches: Any) -> None:
     ("options", "seen", "instead"),
     [
         ({"transport": "threads"}, "transport='threads'", "Local(), Threads() or Distributed(), of weft.transforms"),
-        ({"transport": Threads}, "transport=Threads, the class", "one of it: Threads()"),
+        (
+            {"transport": Threads},
+            "transport=Threads, the class",
+            "Local(), Threads() or Distributed(), of weft.transforms",
+        ),
         (
             {"advance": True},
-            "a bool, no function",
+            "advance=True",
             "a function (state, batch, out) -> state; for a weft.Batch, weft.advance",
         ),
         ({"advance": lambda s, out: s}, "<lambda>(s, out)", "a function (state, batch, out) -> state"),
-        ({"schema": "[3] float32"}, "a str", "weft.Schema.parse(text), or weft.Schema.of(value)"),
+        ({"schema": "[3] float32"}, "schema is a str", "weft.Schema.parse(text), or weft.Schema.of(value)"),
     ],
 )
 def test_what_is_no_option_is_refused(options: Any, seen: str, instead: str) -> None:

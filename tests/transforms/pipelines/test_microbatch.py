@@ -134,7 +134,7 @@ def test_fewer_than_one_part_is_refused(parts: int) -> None:
         with pytest.raises(DescriptorError) as error:
             split(batch, parts)
         assert error.value.call == f"split(batch, {parts})"
-        assert error.value.instead == "an int >= 1"
+        assert error.value.instead == "a whole number >= 1"
 
 
 def test_a_sized_value_of_ones_own_is_not_cut_behind_its_descriptors_back() -> None:
@@ -228,7 +228,7 @@ def test_it_commutes_with_graphify(parts: int) -> None:
 def test_a_wrong_number_of_parts_is_refused_at_once(parts: Any) -> None:
     with pytest.raises(ProgramError) as error:
         microbatch(counting(), parts)
-    assert str(error.value) == (f"microbatch(step, {parts!r})\n  saw: parts={parts!r}\n  instead: an int >= 1")
+    assert str(error.value) == (f"microbatch(step, {parts!r})\n  saw: parts={parts!r}\n  instead: a whole number >= 1")
 
 
 @pytest.mark.parametrize("made", [torch.ones(2, 2), [1, 2], (1, 2, 3), None])

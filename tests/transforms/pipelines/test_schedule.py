@@ -175,7 +175,7 @@ def test_a_job_after_none_that_returns_is_refused(jobs: list[Job], seen: str) ->
 
 @pytest.mark.parametrize(("stages", "buffers"), [(0, None), (-1, 1), (2, 0), (2, -1)])
 def test_no_stage_and_no_buffer_are_refused(stages: int, buffers: int | None) -> None:
-    with pytest.raises(ProgramError, match=r"saw: (num_stages|buffers)=(0|-1)\n  instead: an int >= 1"):
+    with pytest.raises(ProgramError, match=r"saw: (num_stages|buffers)=(0|-1)\n  instead: a whole number >= 1"):
         make_programs(stages, [Job()], buffers=buffers)
 
 

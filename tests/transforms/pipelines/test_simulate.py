@@ -289,14 +289,14 @@ def test_programs_that_do_not_end_are_refused() -> None:
 def test_an_edge_that_holds_nothing_is_refused(capacity: Any) -> None:
     with pytest.raises(ProgramError) as error:
         simulate(streaming(2, 1), Costs([1, 1]), capacity=capacity)
-    assert (error.value.seen, error.value.instead) == (f"{capacity=}", "an int >= 1")
+    assert (error.value.seen, error.value.instead) == (f"{capacity=}", "a whole number >= 1")
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "stage": ({"stages": [1.0, float("nan")]}, "stage 1 costs nan s"),
+    "stage": ({"stages": [1.0, float("nan")]}, "stage 1=nan"),
     "advance": ({"stages": [], "advance": -1.0}, "advance=-1.0"),
     "latency": ({"stages": [], "latency": float("inf")}, "latency=inf"),
-    "one number": ({"stages": 1e-3}, "a float"),
+    "one number": ({"stages": 1e-3}, "stages=0.001"),
     "bandwidth": ({"stages": [], "bytes_per_second": 0.0}, "bytes_per_second=0.0"),
     "bytes": ({"stages": [], "message_bytes": -4}, "message_bytes=-4"),
 }
@@ -311,9 +311,9 @@ def test_a_cost_that_cannot_be_is_refused(name: str) -> None:
 
 
 MISSING: dict[str, tuple[Costs, str]] = {
-    "no stage": (Costs([1.0]), "costs of 1 stages"),
-    "function": (Costs(lambda stage, mb: -1.0), "stages(0, 0) is -1.0"),
-    "bytes": (Costs([1, 1], message_bytes=lambda mb: -8), "-8 bytes of micro-batch 0"),
+    "no stage": (Costs([1.0]), "no cost of 'stage 1'"),
+    "function": (Costs(lambda stage, mb: -1.0), "stages(0, 0)=-1.0"),
+    "bytes": (Costs([1, 1], message_bytes=lambda mb: -8), "bytes(0)=-8"),
 }
 
 
@@ -331,13 +331,14 @@ def test_a_run_of_something_else_has_no_cost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("programs", "costs", "call"),
+    ("programs", "costs", "seen"),
     [
-        (streaming(1, 1)[0], Costs([1.0]), "simulate(<a Program>, <a Costs>)"),
-        (streaming(1, 1), (1.0,), "simulate(<a tuple>, <a tuple>)"),
+        (streaming(1, 1)[0], Costs([1.0]), "programs=Program(rank=0"),
+        (streaming(1, 1), (1.0,), "costs is a tuple"),
     ],
 )
-def test_what_cannot_be_simulated_is_named(programs: Any, costs: Any, call: str) -> None:
+def test_what_cannot_be_simulated_is_named(programs: Any, costs: Any, seen: str) -> None:
     with pytest.raises(ProgramError) as error:
         simulate(programs, costs)
-    assert error.value.call == call
+    assert error.value.call == "simulate(programs, costs, capacity=2)"
+    assert error.value.seen.startswith(seen)

@@ -16,7 +16,7 @@ from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.events import Event
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs, streaming
 from weft.transforms.pipelines.simulate import Costs, simulate
-from weft.transforms.pipelines.timeline import Timeline, compare, measure
+from weft.transforms.pipelines.timeline import Comparison, Timeline, compare, measure
 
 
 def decoding(stages: int, cohorts: int, steps: int) -> Timeline:
@@ -176,7 +176,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
     assert found.step_time == pytest.approx((3 - 5) / 5)
     assert found.busy == pytest.approx(((2 / 3 - 2 / 5) / (2 / 5), (2 / 3 - 4 / 5) / (4 / 5)))
     assert str(found).splitlines()[1] == "  step time -40.0%"
-    assert compare(measured, measured).busy == (0, 0)
+    assert compare(measured, measured) == Comparison(0.0, (0.0, 0.0), measured, measured)
 
 
 def test_timelines_of_other_programs_are_not_compared() -> None:

@@ -5,11 +5,16 @@ from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
+from weft.arguments.checks import Rule, check_values, is_number
 from weft.effects import Program
 from weft.errors import ProgramError, RankError
 from weft.transforms.pipelines.checker import Machine, takes
 
 _MOST_SECONDS = 1e6
+_TIMEOUT: Rule = (
+    lambda value: is_number(value, 0, _MOST_SECONDS) and value > 0,
+    f"a number of seconds, as in timeout=30.0: more than 0, and {_MOST_SECONDS:.0e} at most",
+)
 
 
 @attrs.frozen
@@ -27,9 +32,7 @@ class Clock:
 
 def check_timeout(call: str, timeout: object) -> None:
     """Raise ProgramError unless `timeout` is a number of seconds."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _MOST_SECONDS:
-        instead = f"timeout=30.0: more than 0, and {_MOST_SECONDS:.0e} at most"
-        raise ProgramError(f"{call}(timeout={timeout!r})", "not a number of seconds", instead)
+    check_values(f"{call}(timeout={timeout!r})", {"timeout": _TIMEOUT}, {"timeout": timeout}, ProgramError)
 
 
 def described(error: BaseException) -> str:

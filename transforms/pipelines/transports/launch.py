@@ -27,7 +27,7 @@ import attrs
 import torch
 from tqdm import tqdm
 
-from weft.arguments.checks import is_int
+from weft.arguments.checks import COUNT, Rule, check_values
 from weft.errors import ProgramError, RankError
 from weft.torchapi.distributed import host_store
 from weft.transforms.pipelines.transports.failures import Failure, check_timeout, described
@@ -40,6 +40,14 @@ _BLAMED_GRACE = 2.0
 """Seconds in which a rank may end after all others have ended and blamed it: it may have stalled."""
 _READ = "see what they printed: most likely importing the script failed"
 _NEEDS_GUARD = 'in a script, call launch under `if __name__ == "__main__":`'
+_RULES: dict[str, Rule] = {
+    "fn": (callable, "a function: launch(function, 2, *arguments)"),
+    "num_ranks": COUNT,
+    "the place of fn": (
+        lambda fn: getattr(fn, "__module__", None) != "__main__" or _can_be_imported(sys.modules["__main__"]),
+        "a function of a .py file, imported from there: other processes cannot import one of a notebook or a session",
+    ),
+}
 
 
 @attrs.frozen(eq=False)
@@ -72,11 +80,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     In a script, call it under `if __name__ == "__main__":`, as multiprocessing asks.
     """
     call = f"launch({getattr(fn, '__name__', fn)!s:.60}, {num_ranks!r:.60})"
-    if not callable(fn) or not is_int(num_ranks, 1):
-        raise ProgramError(call, "no function, or no number of ranks", "launch(function, 2, *arguments)")
-    if getattr(fn, "__module__", None) == "__main__" and not _can_be_imported(sys.modules["__main__"]):
-        seen = "a function of a notebook or of an interactive session, which another process cannot import"
-        raise ProgramError(call, seen, "put it into a .py file, and import it from there")
+    check_values(call, _RULES, {"fn": fn, "num_ranks": num_ranks, "the place of fn": fn}, ProgramError)
     check_timeout("launch", timeout)
     store, secret = host_store(LOOPBACK, max(timeout, _GRACE)), Secret.fresh()
     context = mp.get_context("forkserver")  # one process imports torch; the ranks are forks of it

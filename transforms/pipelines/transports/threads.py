@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.arguments.checks import Rule, check_values
 from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import CaptureError, ProgramError, RankError
 from weft.torchapi.private import function_modes, in_dispatch_mode
@@ -21,6 +22,11 @@ from weft.transforms.pipelines.checker import CheckedPrograms, Edge, Step, puts,
 from weft.transforms.pipelines.transports.failures import Failure, blockers, check_timeout, culprit, described
 from weft.transforms.pipelines.worker import Worker
 from weft.trees import tree_map
+
+_DEVICES: Rule = (
+    lambda devices: not isinstance(devices, str | torch.device),
+    "a list of them, one for each stage",
+)
 
 _CAPACITY = 2
 """Messages that an edge between threads holds; a sender waits if there are more."""
@@ -43,8 +49,7 @@ class Threads:
     """
 
     def __init__(self, *, devices: Sequence[torch.device | str] | None = None, timeout: float = 30.0) -> None:
-        if isinstance(devices, str | torch.device):
-            raise ProgramError(f"Threads(devices={devices!r})", "one device", "a list of them, one for each stage")
+        check_values(f"Threads(devices={devices!r})", {"devices": _DEVICES}, {"devices": devices}, ProgramError)
         check_timeout("Threads", timeout)
         self.devices = None if devices is None else tuple(torch.device(d) for d in devices)
         self.timeout = timeout

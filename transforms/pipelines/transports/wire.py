@@ -87,12 +87,12 @@ class Wire:
             mine = os.urandom(_NONCE)
             who = self.rank.to_bytes(4, "little"), peer.to_bytes(4, "little")
             own.sendall(who[0] + mine + self._secret.tag(b"connects", *who, theirs, mine))
-            try:
+            answer = b""
+            with suppress(OSError):  # it closes the connection where it refuses this rank's proof
                 answer = _read_exactly(own, _TAG)
-            except OSError as error:
-                raise RefusedError("it closed the connection when this rank proved that it holds the secret") from error
             if not hmac.compare_digest(answer, self._secret.tag(b"accepts", *who, theirs, mine)):
-                raise RefusedError("it cannot prove that it holds the secret")
+                closed = "closed the connection when this rank proved" if not answer else "cannot prove"
+                raise RefusedError(f"it {closed} that it holds the secret")
         except BaseException:
             own.close()
             raise

@@ -199,7 +199,7 @@ def test_ranks_that_end_without_a_word() -> None:
 def test_what_is_no_function_or_no_number_of_ranks_is_refused(fn: Any, num_ranks: Any) -> None:
     with pytest.raises(ProgramError) as error:
         launch(fn, num_ranks)
-    assert error.value.seen == "no function, or no number of ranks"
+    assert error.value.instead in ("a function: launch(function, 2, *arguments)", "a whole number >= 1")
 
 
 @pytest.mark.parametrize(("fn", "args"), [(lambda: 1, ()), (silent, (lambda: 1,))])
@@ -212,7 +212,7 @@ def test_what_cannot_be_pickled_is_refused(fn: Any, args: Any) -> None:
 
 @pytest.mark.parametrize("timeout", [0, 1e18, "5"])
 def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
-    with pytest.raises(ProgramError, match=r"launch\(timeout=.*\)\n  saw: not a number of seconds"):
+    with pytest.raises(ProgramError, match=r"launch\(timeout=.*\)\n  saw: timeout=.*\n  instead: a number of seconds"):
         launch(silent, 2, timeout=timeout)
 
 
@@ -234,7 +234,7 @@ def test_a_function_of_an_interactive_session_is_refused_before_a_process_starts
         "except Exception as e:\n    print(type(e).__name__, e.instead)\n"
     )
     done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "ProgramError put it into a .py file, and import it from there\n"
+    assert done.stdout.startswith("ProgramError a function of a .py file, imported from there: other processes cannot")
     assert done.stderr == ""
 
 

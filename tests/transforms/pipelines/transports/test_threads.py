@@ -252,7 +252,7 @@ def test_one_device_is_no_list_of_them(devices: Any) -> None:
 @pytest.mark.parametrize("make", [Threads, Distributed])
 @pytest.mark.parametrize("timeout", ["5", -1, 0, True, float("nan"), float("inf"), 10**18, None])
 def test_a_timeout_that_is_none_is_refused(make: Any, timeout: Any) -> None:
-    with pytest.raises(ProgramError, match=rf"{make.__name__}\(timeout={timeout!r}\)\n  saw: not a number of seconds"):
+    with pytest.raises(ProgramError, match=rf"{make.__name__}\(timeout={timeout!r}\)\n  saw: timeout={timeout!r}\n"):
         make(timeout=timeout)
 
 

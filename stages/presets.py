@@ -1,4 +1,4 @@
-"""Models and workloads by name. A model is the config.json that its makers publish: dimensions without weights."""
+"""Known models by name: the config.json that their makers publish, which has dimensions and no weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -105,7 +105,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 128256,
     },
 }
-"""The values of `--preset`; `tiny` is not a published model, but one for tests."""
-
-WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
-"""The values of `--workload`: tokens of each prompt and of each completion."""
+"""Objects for `weft.stages.config.parse_config`; `tiny` is not a published model, but one for tests."""

@@ -1,0 +1,82 @@
+"""The output of attention, in Triton: heads stored as they are or in FP8, zeros for padding, and shares combined.
+
+Import this module only where triton is installed.
+"""
+
+# Triton's decorators have no types, and neither have the pointers that a kernel takes.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from weft.ops.blocks_triton import quantize_rows
+from weft.ops.kernel_triton import begin, kernel, release
+
+
+@triton.jit
+def zero_tokens(out, scales, first, end, step, head, heads, GROUP: tl.constexpr, ROWS: tl.constexpr,
+                DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr):  # fmt: skip
+    """Zero GROUP heads, from `head` on, of the tokens first:end:step."""
+    row = tl.arange(0, ROWS)
+    for token in range(first, end, step):
+        cell = tl.cast(token, tl.int64) * heads + head + row
+        store_heads(tl.zeros([ROWS, DIMS], tl.float32), out, scales, cell, row < GROUP, DIM, DIMS, QUANTIZE)
+
+
+@triton.jit
+def store_heads(x, out, scales, cell, inside, DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr):
+    """Store heads `[R, DIMS]` of float32 at `cell` `[R]`; in FP8 each is a block with a scale."""
+    dim = tl.arange(0, DIMS)
+    at = out + (cell * DIM)[:, None] + dim[None, :]
+    mask = inside[:, None] & (dim < DIM)[None, :]
+    if QUANTIZE:
+        values, scale = quantize_rows(x)
+        tl.store(scales + cell, scale, mask=inside)
+        tl.store(at, values, mask=mask)
+    else:
+        tl.store(at, x.to(out.dtype.element_ty), mask=mask)
+
+
+@kernel(do_not_specialize=["num_tokens"])
+def combine_kernel(
+    shares,
+    maxima,
+    sums,
+    slot_mapping,
+    query_start_loc,
+    seq_lens,
+    out,
+    scales,
+    num_tokens,
+    DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    """Combine the shares of one query and head: the weighted mean, by sums scaled to the largest maximum."""
+    begin()
+    request, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads, step = tl.num_programs(2), tl.num_programs(0) * tl.num_programs(1)
+    first = tl.load(query_start_loc + tl.num_programs(0)) + request * tl.num_programs(1) + query
+    zero_tokens(out, scales, first, num_tokens, step, head, heads, 1, 1, DIM, DIMS, QUANTIZE)
+    start = tl.load(query_start_loc + request)
+    inside = start + query < tl.load(query_start_loc + request + 1)
+    token = (start + query).to(tl.int64)
+    live = inside & (tl.load(seq_lens + request) > 0)
+    live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
+    release()
+    dim = tl.arange(0, DIMS)
+    cell = token * heads + head + tl.arange(0, 1)
+    result = tl.zeros([1, DIMS], tl.float32)
+    if live:
+        part = (token * heads + head) * SPLITS + tl.arange(0, SPLITS)
+        m = tl.load(maxima + part)
+        base = tl.max(m, axis=0)
+        weight = tl.exp2(m - tl.where(base == float("-inf"), 0.0, base))
+        total = tl.sum(weight * tl.load(sums + part), axis=0)
+        mask = (weight > 0)[:, None] & (dim < DIM)[None, :]
+        share = tl.load(shares + (part * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+        result = (tl.sum(share * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total))[None, :]
+    if inside:
+        store_heads(result.to(TYPE).to(tl.float32), out, scales, cell, cell >= 0, DIM, DIMS, QUANTIZE)

@@ -1,0 +1,99 @@
+"""`ServedModel`: a model that engines serve, and the tokens that its completions must have, by an oracle."""
+
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from weft.proofs.laws.engine.completions import complete
+from weft.sampling import SamplingParams
+from weft.stages.adapters import Adapter
+from weft.stages.model import Model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.inputs import Mask
+from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.requests import sample_seeds
+
+
+@attrs.frozen(eq=False)
+class CompletionRequest:
+    """One completion whose tokens an oracle is asked for.
+
+    Args:
+        prompt: token ids.
+        sampling: its parameters, with `n=1` and the completion's own seed.
+        max_tokens: the most tokens to generate.
+        adapter: the name of its LoRA adapter; None: the model alone.
+        mask: says which tokens may be next; None: any.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    adapter: str | None
+    mask: Mask | None
+
+
+Oracle = Callable[[CompletionRequest], Sequence[int] | None]
+
+
+@attrs.frozen
+class CompletionKey:
+    """A completion, by the places of what it is asked in the lists of a `ServedModel`."""
+
+    prompt: int
+    sampling: int
+    sample: int
+    adapter: str | None
+    mask: int | None
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class ServedModel:
+    """The model, its oracle, and all that an example chooses from."""
+
+    model: Model
+    expected: Oracle | None
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: tuple[SamplingParams, ...]
+    masks: tuple[Mask, ...]
+    adapters: dict[str, Adapter]
+    speculation: tuple[Speculation, ...]
+    graph: str
+    pipeline: int
+    max_tokens: int
+    _known: dict[CompletionKey, list[int]] = attrs.field(factory=dict, init=False)
+    _engines: dict[bool, Engine] = attrs.field(factory=dict, init=False)
+
+    @property
+    def max_model_len(self) -> int:
+        return max(map(len, self.prompts)) + self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        return max(max(params.logprobs or 0, params.prompt_logprobs or 0) for params in self.sampling)
+
+    def mask(self, place: int | None) -> Mask | None:
+        return None if place is None else self.masks[place]
+
+    def tokens(self, key: CompletionKey) -> list[int]:
+        """All tokens of a completion, by the oracle."""
+        if key not in self._known:
+            params = self.sampling[key.sampling]
+            own = attrs.evolve(params, n=1, seed=sample_seeds(params.seed or 0, params.n)[key.sample])
+            prompt, mask = self.prompts[key.prompt], self.mask(key.mask)
+            request = CompletionRequest(prompt, own, self.max_tokens, key.adapter, mask)
+            said = None if self.expected is None else self.expected(request)
+            self._known[key] = self._alone(request) if said is None else [int(token) for token in said]
+        return self._known[key]
+
+    def _alone(self, request: CompletionRequest) -> list[int]:
+        is_adapted = request.adapter is not None
+        if is_adapted not in self._engines:
+            most = self.max_model_len
+            limits = EngineLimits(max_num_reqs=1, max_num_tokens=most, max_model_len=most)
+            limits = attrs.evolve(limits, num_pages=-(-most // limits.page_size))
+            named = self.adapters if is_adapted else None
+            self._engines[is_adapted] = Engine(self.model, limits, graph="none", run_ahead=0, adapters=named)
+        own = attrs.evolve(request.sampling, logprobs=None, prompt_logprobs=None)
+        engine = self._engines[is_adapted]
+        return complete(engine, request.prompt, own, request.max_tokens, request.adapter, request.mask).token_ids

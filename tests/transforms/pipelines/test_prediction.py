@@ -1,0 +1,42 @@
+"""A prediction without the command line: it prints its answer, and refuses what the command's parser would."""
+
+import re
+from typing import Any
+
+import pytest
+
+from weft.errors import CostError, ProgramError, RequestError
+from weft.stages import DEMO, load_config
+from weft.transforms.pipelines.prediction import Machine, Prediction, predict_decode
+
+
+def test_a_slower_memory_takes_as_many_times_longer() -> None:
+    config = load_config(DEMO)
+    fast, slow = (predict_decode(config, 2, cohorts=2, machine=Machine(bandwidth=b)) for b in (2e9, 1e9))
+    assert slow.chosen.step_time == pytest.approx(2 * fast.chosen.step_time)
+    assert slow.splits["even"][0] | {"seconds": 0} == fast.splits["even"][0] | {"seconds": 0}
+    assert isinstance(slow, Prediction)
+    first, *_ = str(slow).splitlines()
+    assert first == f"{slow.chosen.tokens_per_second:,.0f} tokens/s from 128 requests"
+    assert "memory bandwidth: 1 GB/s" in str(slow).splitlines()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "more cohorts than requests": ({"requests": 2, "cohorts": 3}, ProgramError, "cohorts=3)\n  saw: 3 cohorts for 2"),
+    "no cohort": ({"cohorts": 0}, ProgramError, "cohorts=0)\n  saw: 0 cohorts for 128 requests"),
+    "more context than positions": ({"context": 512}, RequestError, "context=512)\n  saw: 512 tokens before"),
+    "no step": ({"steps": 0}, ProgramError, "steps=0)\n  saw: 0 steps of each"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_are_refused_with_their_remedy(case: str) -> None:
+    given, kind, text = REFUSED[case]
+    with pytest.raises(kind, match=re.escape(text)):
+        predict_decode(load_config(DEMO), 2, **given)
+
+
+def test_a_bandwidth_is_a_finite_number() -> None:
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(CostError, match="a finite number > 0"):
+            Machine(bandwidth=wrong)

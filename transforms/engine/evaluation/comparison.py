@@ -1,0 +1,219 @@
+"""`trace_run` and `compare_runs`: a model's run in one way, and how far two runs differ after every step."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.batch import Batch
+from weft.descriptor import BatchDescriptor
+from weft.display.quantities import error_size
+from weft.errors import RequestError
+from weft.outputs import Output
+from weft.stages.model import Model
+from weft.state import State
+from weft.transforms.engine.setup import Runner, make_runner, make_state
+from weft.transforms.graphs.ladder import Limits
+from weft.trees import leaves_with_names
+
+TABLES = (
+    ".block_table", ".positions", ".last_tokens", ".adapters", ".mrope_position_deltas", ".sampling.floats",
+    ".sampling.ints",
+)  # fmt: skip
+"""The parts of a state that are equal on all stages."""
+
+TOLERANCE = 1e-4
+"""Absolute, in float32, between ways whose matrix products have other shapes; in equal shapes, the bits are equal."""
+
+
+@attrs.frozen
+class Way:
+    """A way to run a model.
+
+    Args:
+        name: its name in reports.
+        num_stages: pipeline stages, all in this process.
+        mode: one of `weft.transforms.MODES`.
+    """
+
+    name: str
+    num_stages: int
+    mode: str
+
+
+@attrs.frozen(eq=False)
+class TracedStep:
+    """Copies of the results of one step.
+
+    Args:
+        descriptor: the batch's.
+        seconds: from the call until the tokens are on the host.
+        tokens: [2, num_reqs], the row and the token of each request in the batch.
+        logits: [num_reqs, vocab_size].
+        kv_pages: of all layers, those of the stages concatenated.
+        tables: [num_stages, num_bytes], the parts of each stage's state that describe the requests (`TABLES`).
+    """
+
+    descriptor: BatchDescriptor
+    seconds: float
+    tokens: Tensor
+    logits: Tensor
+    kv_pages: Tensor
+    tables: Tensor
+
+
+@attrs.frozen(eq=False)
+class RunTrace:
+    """The results of a run, step by step.
+
+    Args:
+        way: the number of stages, and the graph mode.
+        prompts: the token ids of each prompt.
+        steps: the results of each step.
+        token_ids: the generated tokens of each prompt.
+        calls: the number of calls that captured, replayed or ran eagerly.
+    """
+
+    way: Way
+    prompts: list[list[int]]
+    steps: tuple[TracedStep, ...]
+    token_ids: list[list[int]]
+    calls: Mapping[str, int]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over the decode steps, without the first of each batch class; None if there is none."""
+        met = {step.descriptor: step for step in reversed(self.steps)}
+        steady = [s for s in self.steps if s.descriptor.is_uniform and met[s.descriptor] is not s]
+        return sum(s.descriptor.num_reqs for s in steady) / sum(s.seconds for s in steady) if steady else None
+
+
+@attrs.frozen
+class RunComparison:
+    """The differences of two runs, over all steps.
+
+    Args:
+        way, against: those of the two runs.
+        steps: compared steps, up to the first one whose tokens differ.
+        tokens: whether all tokens are identical.
+        tables: whether the request tables of all stages are bitwise equal.
+        sizes: the largest absolute difference of the logits, and of the KV pages.
+        bitwise: whether logits and KV pages are bitwise equal.
+    """
+
+    way: Way
+    against: Way
+    steps: int
+    tokens: bool
+    tables: bool
+    sizes: Mapping[str, float]
+    bitwise: bool
+
+    @property
+    def allowed(self) -> float:
+        """The difference that logits and KV pages may have: none where both ways compute in the same shapes."""
+        return 0.0 if self.way.num_stages == self.against.num_stages else TOLERANCE
+
+    def faults(self) -> Iterator[str]:
+        """The differences that are not allowed, in words."""
+        if not self.tokens:
+            yield f"the tokens differ in step {self.steps}, the last that was compared"
+        if not self.tables:
+            yield "a stage's request table differs"
+        for name, size in self.sizes.items():
+            if not size <= self.allowed:  # nor is a NaN allowed
+                yield f"the {name} differ by {error_size(size)}, allowed {error_size(self.allowed)}"
+        if not (self.allowed or self.bitwise or any(self.sizes.values())):
+            yield "zeros differ in sign"
+
+
+def trace_run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_tokens: int) -> RunTrace:
+    """Generate greedily in one way, and keep the results of every step.
+
+    Args:
+        model: from `weft.load`.
+        way: the number of stages, and the graph mode.
+        prompts: the token ids of each prompt, all in one batch.
+        max_tokens: the most tokens to generate for each.
+
+    >>> from weft.stages import DEMO, load
+    >>> model, prompts = load(DEMO, "cpu", "float32"), [[65, 66, 67], [97]]
+    >>> eager, graphs = (trace_run(model, Way("", 1, mode), prompts, 3) for mode in ("none", "full"))
+    >>> list(compare_runs(graphs, eager).faults())
+    []
+    """
+    limits = Limits(len(prompts), sum(map(len, prompts)))
+    runner = make_runner(model, limits, num_stages=way.num_stages, mode=way.mode, keep_logits=True)
+    state = make_state(model, runner.layouts, [len(ids) + max_tokens for ids in prompts])
+    batch = Batch.ragged(range(len(prompts)), prompts, device=model.device)
+    generated: list[list[int]] = [[] for _ in prompts]
+    rows, steps = [*range(len(prompts))], []
+    while rows:
+        start = perf_counter()
+        state, out = runner.step(runner.params, state, batch)
+        for row, token in zip(rows, out.token_ids.tolist(), strict=True):
+            generated[row].append(token)
+        steps.append(_keep(batch, out, state, perf_counter() - start))
+        ends = model.config.eos_token_ids
+        rows = [row for row in rows if len(generated[row]) < max_tokens and generated[row][-1] not in ends]
+        batch = Batch.decode(rows, device=model.device) if rows else batch
+    return RunTrace(way, [[*ids] for ids in prompts], tuple(steps), generated, _calls(runner, steps))
+
+
+def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> TracedStep:
+    assert out.logits is not None
+    tables = [[x.flatten().view(torch.uint8) for name, x in leaves_with_names(s) if name in TABLES] for s in state]
+    kept = TracedStep(
+        batch.descriptor,
+        seconds,
+        torch.stack([batch.rows, out.token_ids]),
+        out.logits.clone(),
+        torch.cat([stage.kv_pages for stage in state]),
+        torch.stack([torch.cat(parts) for parts in tables]),
+    )
+    if out.logits.is_cuda:
+        torch.cuda.synchronize(out.logits.device)  # the next step's time is to be without the copies
+    return kept
+
+
+def _calls(runner: Runner, steps: Sequence[TracedStep]) -> dict[str, int]:
+    """Captures, replays and eager calls: of the whole step, or of each stage on each micro-batch."""
+    infos, stages = [graph.cache_info() for graph in runner.graphs], len(runner.layouts)
+    eager = 0 if infos else sum(stages * min(stages, step.descriptor.num_reqs) for step in steps)
+    return {
+        "captures": sum(info.captures for info in infos),
+        "replays": sum(info.replays for info in infos),
+        "eager calls": eager + sum(info.eager for info in infos),
+    }
+
+
+def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
+    """Compare two runs up to the first step whose tokens differ: later steps have different inputs.
+
+    Args:
+        trace, reference: runs of one model, from the same prompts.
+
+    Raises:
+        RequestError: runs of different prompts.
+    """
+    if trace.prompts != reference.prompts:
+        seen = f"{trace.prompts!r:.80} and {reference.prompts!r:.80}"
+        raise RequestError("compare_runs(trace, reference)", f"prompts {seen}", "two runs from the same prompts")
+    same = [torch.equal(a.tokens, b.tokens) for a, b in zip(trace.steps, reference.steps, strict=False)]
+    steps = same.index(False) + 1 if False in same else len(same)
+    pairs = [*zip(trace.steps[:steps], reference.steps[:steps], strict=True)]
+    values = {
+        "logits": [(a.logits, b.logits) for a, b in pairs],
+        "KV pages": [(a.kv_pages, b.kv_pages) for a, b in pairs],
+    }
+    return RunComparison(
+        trace.way,
+        reference.way,
+        steps,
+        tokens=all(same),
+        tables=all(bool((a.tables == b.tables[:1]).all()) for a, b in pairs),
+        sizes={name: float(torch.stack([(a - b).abs().max() for a, b in own]).max()) for name, own in values.items()},
+        bitwise=all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for own in values.values() for a, b in own),
+    )

@@ -1,0 +1,204 @@
+"""`score`: the perplexity of texts, and the share of right answers, of the model that an engine runs."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from weft.arguments.json_text import parse_json
+from weft.errors import RequestError
+from weft.sampling import SamplingParams
+from weft.stages.model import Model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.outputs import CompletionState
+
+_MAX_FILE = 2**26
+"""The most characters of a task file."""
+_FORMS = 'one JSON object per line, of texts that are not empty: {"text": "..."}, or {"prompt": "...", "answer": "..."}'
+_ROUNDING = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
+"""Bits per token by which modes may differ: batches are padded to other shapes, whose products round differently."""
+
+
+@attrs.frozen
+class Task:
+    """A text to be scored, or a prompt with its right answer.
+
+    Args:
+        text: the text, or the prompt.
+        answer: None for a text; else the completion of as many tokens is right if it is the answer.
+        name: its name in errors.
+    """
+
+    text: str
+    answer: str | None = None
+    name: str = "a task"
+
+
+@attrs.frozen
+class Score:
+    """The score of a model on tasks.
+
+    Args:
+        num_bytes: bytes of the scored texts, without each text's first token, which nothing predicts.
+        logprobs: of the scored tokens, one list per text.
+        answers: the completion of each question, and whether it is right.
+        replayed: the share of the steps that ran as graphs.
+        dtype: of the weights.
+    """
+
+    num_bytes: int
+    logprobs: list[list[float]]
+    answers: list[tuple[str, bool]]
+    replayed: float
+    dtype: str
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of scored tokens."""
+        return sum(map(len, self.logprobs))
+
+    @property
+    def bits(self) -> float:
+        """The bits of all scored tokens."""
+        return -math.fsum(logprob for own in self.logprobs for logprob in own) / math.log(2)
+
+    @property
+    def bits_per_token(self) -> float | None:
+        """None if no token is scored."""
+        return self.bits / self.num_tokens if self.num_tokens else None
+
+    @property
+    def figures(self) -> dict[str, float | None]:
+        """The figures; those of texts, or of questions, are None if there is none."""
+        bits, right = self.bits_per_token, [is_right for _, is_right in self.answers]
+        return {
+            "bits_per_byte": self.bits / self.num_bytes if self.num_bytes else None,
+            "bits_per_token": bits,
+            "perplexity": None if bits is None else 2**bits,
+            "accuracy": sum(right) / len(right) if right else None,
+            "replayed": self.replayed,
+        }
+
+    def difference(self, other: "Score") -> float:
+        """The largest difference of a token's logprob, in nats; infinite if one is NaN, or missing."""
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        found = (abs(a - b) for own, theirs in pairs for a, b in zip_longest(own, theirs, fillvalue=math.nan))
+        return max((math.inf if math.isnan(one) else one for one in found), default=0.0)
+
+    def agrees(self, other: "Score") -> bool:
+        """Whether all answers are equal, and the bits per token up to rounding."""
+        mine, theirs = self.bits_per_token, other.bits_per_token
+        if self.answers != other.answers or mine is None or theirs is None:
+            return self.answers == other.answers and mine is theirs
+        return abs(mine - theirs) <= _ROUNDING[self.dtype]
+
+
+def score(engine: Engine, tasks: Sequence[Task]) -> Score:
+    """Score tasks greedily. Long texts go in windows, each of which begins with the last token of the one before.
+
+    Args:
+        engine: of a model with a tokenizer, without requests. Engines score the same to the last bit in all graph modes
+            and splits only if they run the same batches: with `EngineLimits(num_cohorts=1)`.
+        tasks: texts and questions, from `read_tasks` or your own.
+
+    Raises:
+        RequestError: a question that is longer, with its answer, than the engine's limit; a model without a tokenizer.
+
+    >>> from weft.stages import DEMO, load
+    >>> engine = Engine(load(DEMO, "cpu"), graph="none")
+    >>> found = score(engine, [Task("return"), Task("A list i", answer="s")])
+    >>> found.num_tokens, len(found.answers)
+    (5, 1)
+    """
+    model, most = engine.model, _max_tokens(engine)
+    greedy, scored = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, prompt_logprobs=0)
+    texts = [task.text for task in tasks if task.answer is None]
+    questions = [(task.text, task.answer) for task in tasks if task.answer is not None]
+    for task in tasks:
+        length = 0 if task.answer is None else len(model.encode(task.text)) + _num_tokens(model, task.answer)
+        if length > most:
+            seen = f"{task.name} has {length} tokens, including the answer"
+            raise RequestError("score(engine, tasks)", seen, f"at most {most}")
+    parts = [[engine.add(part, scored, max_tokens=1) for part in windows(model.encode(text), most)] for text in texts]
+    asked = [engine.add(prompt, greedy, max_tokens=_num_tokens(model, answer)) for prompt, answer in questions]
+    before = engine.stats().modes
+    tracks: dict[str, CompletionState] = {output.id: output.track for output in engine}
+    answers = [tracks[name].text for name in asked]
+    modes = {mode: count - before.get(mode, 0) for mode, count in engine.stats().modes.items()}
+    return Score(
+        sum(_scored_bytes(model, text) for text in texts),
+        [[logprob for name in names for logprob in tracks[name].prompt_logprobs] for names in parts],
+        [(text, text == answer) for text, (_, answer) in zip(answers, questions, strict=True)],
+        1 - modes.get("none", 0) / max(sum(modes.values()), 1),
+        str(model.dtype).removeprefix("torch."),
+    )
+
+
+def read_tasks(file: str | Path) -> list[Task]:
+    """The tasks of a file: one JSON object per line, `{"text": ...}` or `{"prompt": ..., "answer": ...}`. Empty lines
+    are skipped.
+
+    Raises:
+        RequestError: the file cannot be read, a line is not a task, or there is none.
+    """
+    call, text, fault = f"read_tasks({str(file)!r})", "", ("no task in it", _FORMS)
+    try:
+        with Path(file).open(encoding="utf-8") as opened:
+            text = opened.read(_MAX_FILE + 1)
+    except (OSError, ValueError) as error:
+        fault = f"it cannot be read: {error}", "a file of UTF-8 text"
+    if len(text) > _MAX_FILE:
+        text, fault = "", (f"more than {_MAX_FILE} characters", "a part of it")
+    tasks = [_task(call, f"line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not tasks:
+        raise RequestError(call, *fault)
+    return tasks
+
+
+def _task(call: str, name: str, line: str) -> Task:
+    found: Any = None
+    fault = ""
+    try:
+        found = parse_json(line)
+    except ValueError as error:
+        fault = f"is not JSON: {error}"
+    fields = sorted(found) if isinstance(found, dict) else []
+    empty = [field for field in fields if not isinstance(found[field], str) or not found[field]]
+    if not fault and fields not in (["text"], ["answer", "prompt"]):
+        fault = f"has {', '.join(map(repr, fields)) or 'no names'}"
+    elif empty:
+        fault = f"has {empty[0]}={found[empty[0]]!r:.200}"
+    if fault:
+        raise RequestError(call, f"{name} {fault}", _FORMS)
+    return Task(found.get("text") or found["prompt"], found.get("answer"), name)
+
+
+def windows(ids: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Parts of fewer than `most` tokens, to leave room for the token that is generated. Each part begins with the last
+    token of the one before, so that every token but the first is predicted once.
+
+    >>> list(windows([1, 2, 3, 4, 5, 6], 4))
+    [[1, 2, 3], [3, 4, 5], [5, 6]]
+    """
+    for start in range(0, len(ids) - 1, most - 2):
+        yield list(ids[start : start + most - 1])
+
+
+def _max_tokens(engine: Engine) -> int:
+    """The most tokens of a request."""
+    pages = engine.limits.budget.max_pages * engine.limits.page_size
+    return min(engine.model.config.max_position_embeddings, pages)
+
+
+def _num_tokens(model: Model, answer: str) -> int:
+    assert model.tokenizer is not None, "the prompt was encoded with it"
+    return len(model.tokenizer.encode(answer, add_special_tokens=False).ids)
+
+
+def _scored_bytes(model: Model, text: str) -> int:
+    """The bytes of a text after its first token, which may be a special one without bytes."""
+    assert model.tokenizer is not None, "the text was encoded with it"
+    return len(text[model.tokenizer.encode(text).offsets[0][1] :].encode())

@@ -1,0 +1,234 @@
+"""`predict_decode`: the time of a decode loop over pipeline stages, from a model's configuration and a bandwidth."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from weft.display.durations import duration
+from weft.display.quantities import byte_size, counted
+from weft.effects import Program
+from weft.errors import CostError, ProgramError, RequestError
+from weft.stages.config import ModelConfig
+from weft.stages.layout import balance, layer_weights, split_layers
+from weft.transforms.pipelines.cohorts import CohortPlan, CohortRow, plan_cohorts
+from weft.transforms.pipelines.schedule import decode_jobs, make_programs
+from weft.transforms.pipelines.simulate import Costs, simulate
+from weft.transforms.pipelines.timeline import Timeline
+
+_MOST_JOBS = 10_000
+"""The most steps of all cohorts in a timeline."""
+_CONTEXT = 1024
+_OUTPUT_BYTES = 8 + 4
+"""Bytes of a request's token and logprob (`weft.outputs.Output`)."""
+NOTE = (
+    "Predicted from bytes over bandwidth, not measured: a stage takes the time in which its device reads the weights "
+    "and the KV cache once. Arithmetic, activations, kernel launches and the host count for nothing, so a real step is "
+    "slower, and much slower if one of these bounds it."
+)
+
+
+@attrs.frozen(kw_only=True)
+class Machine:
+    """The devices of a pipeline and the links between them.
+
+    Args:
+        bandwidth: bytes per second that a device reads from its memory. The default is from an H200's data sheet.
+        link: bytes per second between two ranks; infinite: a transfer takes only the latency.
+        latency: seconds of each transfer, whatever its size.
+        capacity: messages that an edge holds.
+
+    Raises:
+        CostError: a bandwidth that is not a finite number greater than 0.
+    """
+
+    bandwidth: float = 4.8e12
+    link: float = math.inf
+    latency: float = 0.0
+    capacity: int = 2
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 < self.bandwidth < math.inf:
+            call, seen = f"Machine(bandwidth={self.bandwidth!r})", f"{self.bandwidth!r} bytes per second"
+            raise CostError(call, seen, "a finite number > 0, in bytes per second, as in 4.8e12")
+
+
+@attrs.frozen
+class DecodeLoad:
+    """The bytes that a decode step reads, and the seconds that its stages take: bytes over bandwidth.
+
+    Args:
+        context: tokens before the one that is generated.
+    """
+
+    config: ModelConfig
+    num_stages: int
+    context: int
+    machine: Machine
+
+    def bytes(self) -> dict[str, int]:
+        """The bytes of the largest layer's weights, with all its experts; of the final norm and the head's matrix; of a
+        token's row of the embedding; of a token's keys and values in one layer; and of a token in the message that one
+        stage sends to the next. All are in the dtype that the model declares."""
+        config, row = self.config, self.config.hidden_size * self.config.dtype.itemsize
+        return {
+            "layer": max(weights.fixed + weights.experts for weights in layer_weights(config)),
+            "head": row + config.vocab_size * row,
+            "embedding": row,
+            "kv": 2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
+            "message": row,
+        }
+
+    def splits(self, size: int) -> dict[str, list[dict[str, Any]]]:
+        """The best split for a cohort of `size` requests, and that by the number of layers alone: for each stage, its
+        layers and seconds."""
+        own, per_second = self.bytes(), self.machine.bandwidth
+        kv = size * self.context * own["kv"]
+        layers = [(weights.read(size) + kv) / per_second for weights in layer_weights(self.config)]
+        first, last = size * own["embedding"] / per_second, own["head"] / per_second
+
+        def seconds(start: int, stop: int) -> float:
+            return sum(layers[start:stop]) + first * (start == 0) + last * (stop == len(layers))
+
+        layouts = {
+            "balanced": balance(layers, self.num_stages, first=first, last=last),
+            "even": split_layers(len(layers), self.num_stages),
+        }
+        return {
+            name: [{"start": s.start, "stop": s.stop, "seconds": seconds(s.start, s.stop)} for s in split]
+            for name, split in layouts.items()
+        }
+
+    def costs(self, size: int) -> Costs:
+        """The costs of a step of a cohort of `size` requests, in its best split."""
+        return Costs(
+            [stage["seconds"] for stage in self.splits(size)["balanced"]],
+            latency=self.machine.latency,
+            bytes_per_second=self.machine.link,
+            message_bytes=size * self.bytes()["message"],
+            output_bytes=size * _OUTPUT_BYTES,
+        )
+
+
+@attrs.frozen(repr=False)
+class Prediction:
+    """A predicted decode loop. It prints as its answer and its assumptions; `cohorts` and `timeline` are pictures.
+
+    Args:
+        load: the bytes and seconds of its steps.
+        num_requests: requests that decode together.
+        cohorts: the numbers of cohorts that were tried.
+        chosen: the one of them that the rest is about.
+        splits: the layers of each stage, for a cohort of the chosen size.
+        programs, timeline: the first steps, from an empty pipeline.
+    """
+
+    load: DecodeLoad
+    num_requests: int
+    cohorts: CohortPlan
+    chosen: CohortRow
+    splits: dict[str, list[dict[str, Any]]]
+    programs: tuple[Program, ...]
+    timeline: Timeline
+
+    def __str__(self) -> str:
+        return "\n".join((*self.answer(), "", *self.assumptions()))
+
+    __repr__ = __str__
+
+    def answer(self) -> Iterator[str]:
+        """The lines of the answer: the throughput, a step's time, what bounds it, and each rank's idle share."""
+        chosen = self.chosen
+        yield f"{chosen.tokens_per_second:,.0f} tokens/s from {counted(self.num_requests, 'request')}"
+        yield f"a step takes {duration(chosen.step_time)}, with {counted(chosen.cohorts, 'cohort')} of {chosen.size}"
+        yield f"bound by {self._bound()}"
+        yield f"bubbles: {', '.join(f'rank {rank} {bubble:.0%}' for rank, bubble in enumerate(chosen.bubbles))}"
+
+    def _bound(self) -> str:
+        """A step's bottleneck: a stage that is never idle, a transfer, or the way through the whole pipeline."""
+        chosen, load, stages, sizes = self.chosen, self.load, self.splits["balanced"], self.load.bytes()
+        slowest = max(range(len(stages)), key=lambda index: stages[index]["seconds"])
+        start, stop, seconds = stages[slowest].values()
+        if min(chosen.bubbles) < 0.01:
+            kv = chosen.size * load.context * sizes["kv"] * (stop - start)
+            share = kv / (seconds * load.machine.bandwidth)
+            return f"memory bandwidth: stage {slowest}, {1 - share:.0%} weights and {share:.0%} KV cache"
+        transfer = load.machine.latency + chosen.size * sizes["message"] / load.machine.link
+        if len(stages) > 1 and transfer > seconds:
+            return f"transfers: a message takes {duration(transfer)}, the slowest stage {duration(seconds)}"
+        return "the way of a cohort through all stages: ranks wait for it, with too few other cohorts to work on"
+
+    def assumptions(self) -> Iterator[str]:
+        """The lines of what is assumed about the model and the machine."""
+        config, machine, sizes, context = self.load.config, self.load.machine, self.load.bytes(), self.load.context
+        dtype = str(config.dtype).removeprefix("torch.")
+        stages = counted(self.load.num_stages, "stage")
+        yield f"{config.architecture}, {config.num_layers} layers, {dtype}, in {stages}"
+        yield f"weights: {byte_size(sizes['layer'])} per layer; the head {byte_size(sizes['head'])}, on the last stage"
+        kv = byte_size(sizes["kv"] * context)
+        yield f"KV cache: {kv} per request and layer, for {counted(context, 'token')} of context"
+        yield f"memory bandwidth: {machine.bandwidth / 1e9:g} GB/s"
+        link = "" if math.isinf(machine.link) else f", and its bytes at {machine.link / 1e9:g} GB/s"
+        cost = "no time" if not (machine.latency or link) else f"{machine.latency * 1e6:g} us{link}"
+        yield f"a transfer takes {cost}; an edge holds {counted(machine.capacity, 'message')}"
+
+
+def predict_decode(
+    config: ModelConfig,
+    num_stages: int,
+    *,
+    requests: int = 128,
+    context: int | None = None,
+    cohorts: int | None = None,
+    steps: int = 2,
+    machine: Machine | None = None,
+) -> Prediction:
+    """Predict a decode loop over pipeline stages from a model's configuration alone: its tokens per second and what
+    bounds them, the split of the layers, the number of cohorts, the timeline and the programs.
+
+    Costs are bytes over bandwidth: no weights are read, and nothing is measured.
+
+    Args:
+        config: the whole model's, from `weft.stages.load_config`.
+        num_stages: ranks.
+        requests: requests that decode together.
+        context: tokens before the one that is generated; None: 1,024, or half of the model's positions.
+        cohorts: groups of requests that take turns; None: the number that is fastest.
+        steps: steps of each cohort in the timeline.
+        machine: the devices and links; None: those of `Machine()`.
+
+    Raises:
+        ProgramError: more stages than layers, more cohorts than requests, or more steps than a timeline has.
+        RequestError: more context than the model has positions.
+
+    >>> from weft.stages import DEMO, load_config
+    >>> print(predict_decode(load_config(DEMO), 2, requests=12).cohorts)
+    cohorts  of requests      step    tokens/s  bubble
+          1           12   1.39 us   8,633,590     50%
+          2            6  0.912 us  13,164,824      1%  best
+          3            4   1.12 us  10,699,765      2%
+          4            3   1.33 us   9,012,257      2%
+    """
+    split_layers(config.num_layers, num_stages)  # refuses what would take long to try
+    positions, tried = config.max_position_embeddings, 1 if cohorts is None else cohorts
+    context = min(_CONTEXT, positions // 2) if context is None else context
+    call = f"predict_decode(config, {num_stages}, "
+    if not 0 <= context < positions:
+        seen = f"{context} tokens before the one that is generated; the model has {positions} positions"
+        raise RequestError(f"{call}context={context})", seen, f"from 0 to {positions - 1}")
+    if not 1 <= tried <= requests:
+        seen = f"{tried} cohorts for {requests} requests"
+        raise ProgramError(f"{call}cohorts={tried})", seen, f"from 1 to {requests}")
+    load = DecodeLoad(config, num_stages, context, machine or Machine())
+    numbers = {*range(1, min(2 * num_stages, requests) + 1), tried}
+    capacity = load.machine.capacity
+    plan = plan_cohorts(load.costs, requests, num_stages, cohorts=numbers, capacity=capacity)
+    chosen = next((row for row in plan.rows if row.cohorts == cohorts), plan.best)
+    most = _MOST_JOBS // chosen.cohorts
+    if not 1 <= steps <= most:
+        seen = f"{steps} steps of each of {counted(chosen.cohorts, 'cohort')}"
+        raise ProgramError(f"{call}steps={steps})", seen, f"from 1 to {most} steps")
+    programs = make_programs(num_stages, decode_jobs(chosen.cohorts, steps))
+    timeline = simulate(programs, load.costs(chosen.size), capacity=capacity)
+    return Prediction(load, requests, plan, chosen, load.splits(chosen.size), programs, timeline)
