@@ -94,10 +94,6 @@ def _modules_of_its_own(self: Roles, statics: Any) -> tuple[nn.Module, ...]:
     return tuple(self.module.modules()) if isinstance(self.module, nn.Module) else ()
 
 
-def _never_changed(self: Outside) -> bool:
-    return True
-
-
 @contextmanager
 def _addresses_forgotten() -> Iterator[None]:
     """Only names are compared, and not where the tensors lie."""
@@ -170,7 +166,7 @@ CAPTURES = (
     Mutant("TorchScript reads unheard", _HAZARDS, _beside(Audit, "hearing_scripts", nullcontext)),
     Mutant("new storage of a parameter is not seen", _HAZARDS, _addresses_forgotten),
     Mutant("a name that is bound anew is not seen", _HAZARDS, _names_forgotten),
-    Mutant("nothing outside is compared", _PROGRAMS, _method(Outside, "holds", _never_changed)),
+    Mutant("nothing outside is compared", _PROGRAMS, _method(Outside, "_comparison", _nothing)),
     Mutant("a replay runs without grad mode", _HAZARDS, _beside(TapeRecording, "set_grad_mode", _nothing)),
     Mutant(
         "tensors of inference mode are written outside it",

@@ -180,5 +180,5 @@ def test_tensors_made_inside_a_transform_have_no_storage_of_their_own(fn: Callab
 
 
 def test_a_host_read_inside_a_transform_is_refused() -> None:
-    with pytest.raises(weft.errors.CaptureError, match="Tensor.item reads a tensor on the host"):
+    with pytest.raises(weft.errors.CaptureError, match=r"Tensor.item reads a tensor on the host"):
         graphify(lambda x: jvp(lambda x: x * x.sum().item(), (x,), (x,)))(X)

@@ -206,7 +206,7 @@ class Audit(OperatorWatch):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Mapping[int, Tensor], result: Any
     ) -> None:
         """Note which tensors on the CPU are the same at each call, because they come from Python numbers alone."""
-        if func is torch.ops.aten._pack_padded_sequence.default and storage_id(args[1]) in self._constants:
+        if func._schema.name == "aten::_pack_padded_sequence" and storage_id(args[1]) in self._constants:
             self._constants.add(storage_id(result[1]))  # the batch sizes, which are those of the lengths
             return
         constant = self._constants.issuperset(inputs) and not may_draw(func) and func.overloadpacket not in ONLY_MEMORY
