@@ -23,7 +23,7 @@ from weft.torchapi.private import (
     uncompiled,
 )
 from weft.torchapi.watching import OperatorWatch
-from weft.transforms.graphs.backends.host_reads import REMEDY, REMEDY_OF_COPIES, HostReads, compiling_fault, refusal
+from weft.transforms.graphs.backends.host_reads import REMEDY, REMEDY_OF_COPIES, HostReads, Refusals, compiling_fault
 from weft.transforms.graphs.backends.operators import (
     COPY,
     ONLY_MEMORY,
@@ -62,28 +62,6 @@ class Inputs:
     num_donated: int = 0
     num_references: int = 0
     arguments: Sequence[weakref.ref[Tensor]] = ()
-
-
-class Refusals:
-    """The refusals of a run. The first one ends it, even if the function swallows it (`except Exception`).
-
-    Args:
-        call: the call in error messages, as the user writes it.
-    """
-
-    def __init__(self, call: str) -> None:
-        self.call = call
-        self.made: list[CaptureError] = []
-
-    def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
-        """The error for something that a replay cannot repeat."""
-        self.made.append(refusal(self.call, fault, instead, error))
-        return self.made[-1]
-
-    def raise_swallowed(self, error: BaseException | None) -> None:
-        """Raise the first refusal of a run that ended with `error`, unless that is the refusal, or an interrupt."""
-        if self.made and error is not self.made[0] and (error is None or isinstance(error, Exception)):
-            raise self.made[0] from error
 
 
 def _is_in(storages: Set[int], tensor: Tensor) -> bool:

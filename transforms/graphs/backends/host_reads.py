@@ -193,6 +193,28 @@ def refusal(call: str, fault: str, instead: str, error: BaseException | None = N
     return CaptureError(call, f"{fault}\n       at {_line_of(frames)}", remedy)
 
 
+class Refusals:
+    """The refusals of a run. The first one ends it, even if the function swallows it (`except Exception`).
+
+    Args:
+        call: the call in error messages, as the user writes it.
+    """
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        self.made: list[CaptureError] = []
+
+    def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
+        """The error for something that a replay cannot repeat."""
+        self.made.append(refusal(self.call, fault, instead, error))
+        return self.made[-1]
+
+    def raise_swallowed(self, error: BaseException | None) -> None:
+        """Raise the first refusal of a run that ended with `error`, unless that is the refusal, or an interrupt."""
+        if self.made and error is not self.made[0] and (error is None or isinstance(error, Exception)):
+            raise self.made[0] from error
+
+
 def user_line() -> str:
     """The file, line and text of the innermost frame outside torch and weft."""
     return _line_of(_running())
