@@ -97,8 +97,7 @@ class Changed:
 
 def changed_between(new: Key, old: Key, names: Iterable[str], donated: Sequence[str]) -> Changed:
     """Sort the fields in which two keys differ by kind."""
-    same = [_without_leaves(key) for key in (new, old)]
-    if same[0] != same[1]:
+    if any(one != other for one, other in zip(_besides_leaves(new), _besides_leaves(old), strict=True)):
         return Changed((), (), {}, True)
     moved: dict[str, None] = {}
     values: dict[str, Any] = {}
@@ -106,7 +105,7 @@ def changed_between(new: Key, old: Key, names: Iterable[str], donated: Sequence[
     for name, a, b in zip(names, new.leaves, old.leaves, strict=True):
         if a == b:
             continue
-        if isinstance(a, LeafKey) and isinstance(b, LeafKey) and attrs.evolve(a, address=b.address) == b:
+        if isinstance(a, LeafKey) and isinstance(b, LeafKey) and a.besides_address() == b.besides_address():
             moved[re.split(r"\W", name, maxsplit=1)[0]] = None
         elif not isinstance(b, LeafKey) and _is_number(a):
             values[name] = value_text(a)
@@ -117,9 +116,10 @@ def changed_between(new: Key, old: Key, names: Iterable[str], donated: Sequence[
     )
 
 
-def _without_leaves(key: Key) -> Key:
-    bare = [attrs.evolve(part, leaves=()) for part in (key.references, key.copied)]
-    return attrs.evolve(key, references=bare[0], copied=bare[1])
+def _besides_leaves(key: Key) -> tuple[Any, ...]:
+    """The parts of a key without those of its leaves."""
+    structures = [(part.structure, part.keys) for part in (key.references, key.copied)]
+    return key.ambient, key.mode, key.statics, key.descriptor, *structures
 
 
 def _is_number(key: Any) -> bool:

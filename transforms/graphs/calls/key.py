@@ -42,6 +42,10 @@ class LeafKey:
     attributes: tuple[tuple[str, Any], ...] = ()
     """The attributes that Python code has set on the tensor."""
 
+    def besides_address(self) -> tuple[Any, ...]:
+        """All properties but the address."""
+        return self.kind, self.shape, self.dtype, self.stride, self.device, self.flags, self.offset, self.attributes
+
 
 @attrs.frozen(cache_hash=True)
 class TreeKey:
