@@ -108,6 +108,13 @@ def is_harmless(func: Any) -> bool:
     return not suspect and not _written_arguments(func)
 
 
+@functools.cache
+def reads_shapes(func: Any) -> bool:
+    """Whether an operator reads the shape and the dtype of its tensor, and not its values."""
+    name = func._schema.name.removeprefix("aten::")
+    return func is _aten.bernoulli.p or name.endswith("_like") or name.startswith("new_")
+
+
 def storage_reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, float] | None:
     """For an operator that addresses a storage beyond the tensor it is passed (`as_strided`, `set_`): the storage, as
     `storage_id` gives it, and the number of bytes up to the last one addressed; infinite for `as_strided` by an offset,

@@ -31,6 +31,7 @@ from weft.transforms.graphs.backends.operators import (
     flat_tensors,
     is_sparse,
     map_tensors,
+    reads_shapes,
     sparse_parts,
     tensors_in,
     written,
@@ -117,7 +118,8 @@ class _Recorder(OperatorWatch):
         if (results or writes or checks) and repeated:
             if func.namespace != "aten":  # others may write to more than they declare
                 self.unwritten.written(inputs)
-            self.unwritten.check_read(inputs)
+            if not reads_shapes(func):
+                self.unwritten.check_read(inputs)
             taped, named = map_tensors(self._tape_argument, args), map_tensors(self._tape_argument, kwargs)
             self.tape.append(Operation(func, taped, named, tuple(computed), tuple(sparse), torch.is_grad_enabled()))
         return result
