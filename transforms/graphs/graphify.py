@@ -51,6 +51,11 @@ def graphify(
     Results are safe unless borrowed: a later call does not change them. Inside another capture or a torch.func
     transform, and where autograd would record, the function itself runs.
 
+    What the function reads from outside its arguments is compared at each call as far as that is cheap: tensors that
+    were given other memory, parameters of modules that were replaced, globals and nonlocals that name another object
+    lead to a new capture. A change inside an object (an attribute, an entry of a dict) is not seen, because Python code
+    runs at the capture only; `verify` finds it.
+
     `torch.cuda.is_current_stream_capturing()` is True during every capture, even without a GPU. So code that skips host
     reads inside CUDA graphs skips them in captures on a CPU too.
 
