@@ -139,7 +139,7 @@ MISTAKES = {
         donated_twice,
         DonatedError,
         "g(...)",
-        "a tensor of shape (3,) that was donated to g(state)",
+        "state, a tensor of shape (3,) that was donated to g(state)",
         USE_THE_NEW,
     ),
     "donation: a field of the old state": Mistake(

@@ -104,8 +104,7 @@ MISTAKES = {
         lambda: weft.graphify(collects([]))(X),
         CaptureError,
         "graphify(keep)",
-        "an argument, or a view of one, is kept and not returned (float32[3], float32[3]): in a cache, a global or "
-        "an attribute",
+        "an argument, or a view of one, is kept and not returned (float32[3]): in a cache, a global or an attribute",
         "keep a clone of it outside the function",
     ),
     "graphify: an array of numpy": Mistake(
