@@ -192,7 +192,7 @@ def test_a_donated_tensor_used_twice_names_who_took_it() -> None:
         seen = "a tensor of shape (5,) that was donated to count(state)"
         with refused(DonatedError, "count(state)", seen, USE_THE_NEW):
             count(params, old, batch)
-        with refused(DonatedError, "count(...)", seen, USE_THE_NEW):
+        with refused(DonatedError, "count(...)", f"state, {seen}", USE_THE_NEW):
             graphify(count)(params, old, batch)
         with refused(DonatedError, "pipeline(<1 stages>)(params, state, batch)", seen, USE_THE_NEW):
             pipeline([_as_stage(count)])((params,), (old,), batch)
