@@ -182,3 +182,17 @@ def test_tensors_made_inside_a_transform_have_no_storage_of_their_own(fn: Callab
 def test_a_host_read_inside_a_transform_is_refused() -> None:
     with pytest.raises(weft.errors.CaptureError, match=r"Tensor.item reads a tensor on the host"):
         graphify(lambda x: jvp(lambda x: x * x.sum().item(), (x,), (x,)))(X)
+    with pytest.raises(weft.errors.CaptureError, match=r"Tensor.item reads a tensor on the host"):
+        graphify(lambda x: jvp(lambda x: x * x.sum().item(), (x,), (x,)))(X)
+
+
+@pytest.mark.parametrize("name", ["dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "rrelu"])
+def test_noise_under_a_gradient_draws_what_eager_code_draws(name: str) -> None:
+    x = torch.rand(2, 3, 4)
+    gradient = grad(lambda x: getattr(torch.nn.functional, name)(x, training=True).sum())
+    g = graphify(gradient)
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        wanted = gradient(x)
+        torch.manual_seed(seed)
+        assert torch.equal(g(x), wanted)
