@@ -6,7 +6,9 @@ from typing import Any, NoReturn
 import attrs
 import torch
 
-EXACT = frozenset((bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+EXACT = frozenset(
+    (bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 """Values of one of these types are equal only if they are the same in every respect."""
 
 

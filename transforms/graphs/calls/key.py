@@ -156,7 +156,7 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
 
 
 PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice, type, torch.Generator),
+    *(bool, int, float, complex, str, bytes, type(None), type(...), enum.Enum, range, slice, type, torch.Generator),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 """Immutable types."""

@@ -165,7 +165,6 @@ def test_a_module_whose_tensor_is_replaced_and_put_back(name: str, tensor: str) 
 
 
 @pytest.mark.gpu
-@pytest.mark.xfail(strict=True, reason="the names of a module's tensors are compared on tapes alone")
 @pytest.mark.parametrize(("name", "tensor"), REPLACED)
 def test_a_module_on_a_gpu_whose_tensor_is_replaced_and_put_back(name: str, tensor: str) -> None:
     """torch: CudaGraphTreeTests.test_multi_dispatch_single_compile_builtin_module,
