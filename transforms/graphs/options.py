@@ -1,5 +1,6 @@
 """The options of `graphify`, checked against the function's signature."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypedDict
@@ -141,7 +142,9 @@ def _signatures_of(call: str, fn: Callable[..., Any]) -> tuple[inspect.Signature
     """The signature that names the arguments, and the function's own: those of a decorator with `functools.wraps` and
     the function that it wraps differ if it adds, drops or renames arguments."""
     try:
-        named, own = inspect.signature(fn), inspect.signature(fn, follow_wrapped=False)
+        own = named = inspect.signature(fn)
+        with contextlib.suppress(ValueError):  # an object with __get__, such as a graphified function, has none
+            own = inspect.signature(fn, follow_wrapped=False)
         variadic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.parameters.values())
         return (named if variadic else own), own
     except (ValueError, TypeError):
