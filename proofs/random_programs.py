@@ -8,6 +8,7 @@ were, what weft refused and how often, and the smallest case of each difference.
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         call = "weft.proofs.random_programs --device cuda"
         raise DeviceError(call, "this machine has no CUDA device", "--device cpu")
     torch.set_num_threads(1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS raises under deterministic algorithms
     found = run(given.programs, given.device, given.seed, given.minutes)
     for difference in found.differences:
         print(f"\nseed {difference.seed}: {difference.violation}\n{difference.program}")

@@ -64,21 +64,23 @@ class _World:
 
 @attrs.frozen
 class _Outcome:
-    """The result of a call, or its error; its arguments after the call, without donated ones; and all from before."""
+    """The result of a call, or its error; copies of its arguments after the call, without donated ones; copies of all
+    arguments before and after it; and the storages in which they lie."""
 
     result: Any
     arguments: list[Any]
     before: list[Any]
     after: list[Any]
+    storages: set[int]
 
 
 def graph_is_eager_on_tensor_programs(program: TensorProgram, device: str = "cpu", tally: Tally | None = None) -> None:
     """L24: a graph of any program gives its results, call by call, by bits; or weft refuses it, and nothing changed.
 
-    Equal are: the results' values, dtypes and shapes; their strides, as `weft.clone` gives them, if they are not lent;
-    whether they require grad; the arguments and closed-over tensors after the call; and the states of the random
-    generators. Results share memory with none that the function's results do not share it with. Where the function
-    raises, the graph raises too. At the end several threads make the calls at once, if the program says so.
+    Equal are: the results' values, dtypes and shapes; their strides, as `weft.clone` gives them; whether they require
+    grad, but those that are arguments; the arguments and closed-over tensors after the call; and the states of the
+    random generators. Results share memory with none that the function's results do not share it with. Where the
+    function raises, the graph raises too. At the end several threads make the calls at once, if the program says so.
 
     Args:
         tally: counts what there was to compare.
@@ -107,19 +109,20 @@ def hazards_are_right_or_refused(hazard: Hazard, device: str = "cpu") -> None:
 
 def _compare_calls(eager: _World, graph: _World, device: str, tally: Tally) -> None:
     program, donated = eager.program, len(eager.program.donated)
-    kept: list[tuple[Any, Any]] = []
+    kept: list[tuple[Tensor, Tensor]] = []
     states: tuple[Any, Any] = (None, None)
     for call in range(program.calls):
         tally.calls += 1
         results = _compare_call(eager, graph, call, states, device, tally)
         if results is None:
             return
-        if not program.borrow:
-            kept.append((results[1], clone(results[1])))
+        if not program.borrow:  # where the function itself ran, a result may be what it reads from outside
+            outside = {storage_id(x) for x in _tensors(graph.closed_over())}
+            kept += [(x, x.clone()) for x in _tensors(results[1])[donated:] if storage_id(x) not in outside]
         if program.chained:
-            states = results[0][0], results[1][0]
+            states = _in_layout(results[0][0], results[1][0]), results[1][0]
     for result, copy in kept:
-        assert_equal(f"{_LAW}: a result after later calls", *(x[donated:] if donated else x for x in (result, copy)))
+        assert_equal(f"{_LAW}: a result after later calls", result, copy)
     if program.threads:
         _compare_threads(eager, graph)
 
@@ -149,9 +152,10 @@ def _compare_call(
         text = f"{where}: it raises {_first_line(seen.result)}, where the function does not"
         raise LawViolation(text) from seen.result
     assert_equal(f"{where}: result", seen.result, expected.result)
-    if not program.borrow:
-        assert_equal(f"{where}: strides", _strides(seen.result, program), _strides(clone(expected.result), program))
-    assert_equal(f"{where}: requires grad", _requiring(seen), _requiring(expected))
+    strides, own, copied = (_strides(x, program) for x in (seen.result, expected.result, clone(expected.result)))
+    if strides != own:  # which a result has that is lent, or that the function itself returned
+        assert_equal(f"{where}: strides", strides, copied)
+    assert_equal(f"{where}: requires grad", _requiring(seen, expected), _requiring(expected, expected))
     if program.draws:
         assert_equal(f"{where}: random generator", _random_states(device), drawn)
     assert_equal(f"{where}: argument", seen.arguments, expected.arguments)
@@ -174,7 +178,7 @@ def _outcome(world: _World, call: int, state: Any) -> _Outcome:
     except Exception as error:
         result = error
     after = _readable(arguments)
-    return _Outcome(result, after[donated:], before, after)
+    return _Outcome(result, after[donated:], before, after, {storage_id(x) for x in _tensors(arguments)})
 
 
 def _readable(arguments: Sequence[Any]) -> list[Any]:
@@ -188,19 +192,31 @@ def _copied(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, Tensor) else None if isinstance(x, nn.Module) else x
 
 
+def _in_layout(state: Any, like: Any) -> Any:
+    """A next state with the strides that it has in the storage of the old one."""
+    if not isinstance(state, Tensor) or state.stride() == like.stride():
+        return state
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(state)
+
+
 def _strides(result: Any, program: TensorProgram) -> list[Any]:
     """The strides of the results; a next state has those of the old one, whose storage it takes."""
-    tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-    return [x.stride() for x in tensors[len(program.donated) :]]
+    return [x.stride() for x in _tensors(result)[len(program.donated) :]]
 
 
-def _requiring(outcome: _Outcome) -> list[bool]:
-    return [x.requires_grad for x in tree_leaves(outcome.result) if isinstance(x, Tensor)]
+def _requiring(outcome: _Outcome, expected: _Outcome) -> list[bool]:
+    """Whether the results require grad, but those that the function took from its arguments: a graph copies them."""
+    pairs = zip(_tensors(outcome.result), _tensors(expected.result), strict=True)
+    return [x.requires_grad for x, own in pairs if storage_id(own) not in expected.storages]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def _shared(result: Any, program: TensorProgram) -> set[tuple[str, str]]:
     """The results that share memory, by their index, without next states, which lie in the memory of the old ones."""
-    results = [*enumerate(x for x in tree_leaves(result) if isinstance(x, Tensor))][len(program.donated) :]
+    results = [*enumerate(_tensors(result))][len(program.donated) :]
     names = [(f"result {i}", storage_id(x)) for i, x in results if x.numel()]
     return {(a, b) for i, (a, one) in enumerate(names) for b, other in names[:i] if one == other}
 

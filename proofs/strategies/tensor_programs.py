@@ -26,6 +26,8 @@ ALIASES = (
     "torch.nn.Parameter({base}, requires_grad=False)",
     "{base}.diagonal()",
     "{base}.as_strided((2, 2), (1, 1))",
+    "torch.nn.Parameter({base}.clone())",
+    "{base}.clone().requires_grad_()",
 )
 """The ways to make an argument from one of the first two tensors, which other arguments may share."""
 
@@ -248,7 +250,8 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     made = draw(
         st.lists(st.tuples(st.sampled_from(ALIASES), st.sampled_from(range(len(bases)))), min_size=1, max_size=3)
     )
-    donated, borrow = draw(st.integers(0, 5)) == 5, draw(st.integers(0, 7)) == 7
+    donated, way = draw(st.integers(0, 5)) == 5, draw(st.integers(0, 7))
+    borrow, alone = way == 7, way != 6  # or other arguments may be views of the donated one
     calls = draw(st.integers(2, max_calls))
     some = st.sampled_from(draw(st.lists(st.sampled_from([*SURROUNDINGS]), min_size=1, max_size=2)))
     surroundings = [draw(some) for _ in range(calls)]
@@ -260,7 +263,7 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     generator = draw(st.sampled_from(_GENERATORS))
     threads = draw(st.sampled_from((0, 0, 0, 2)))
     head = _definitions(surroundings, device) + _HELD + _GENERATOR + _LAYER
-    texts = _arguments(bases, made, donated)
+    texts = _arguments(bases, made, copied=donated and alone)
     names = [f"x{i}" for i in range(len(texts))]
     body = _body(head + _making(bases, texts), names, donated, statements)
     outputs = _outputs(body, names, returned, donated)
@@ -291,14 +294,14 @@ def _draws(text: str) -> bool:
     return any(part in text for part in ("rand", "dropout", "bernoulli", "normal_", "uniform_"))
 
 
-def _arguments(bases: Sequence[str], made: Sequence[tuple[str, int]], donated: bool) -> list[str]:
-    """The code of each tensor argument; one that cannot be made is the base itself."""
+def _arguments(bases: Sequence[str], made: Sequence[tuple[str, int]], copied: bool) -> list[str]:
+    """The code of each tensor argument; one that cannot be made is the base itself. The first one may be a copy."""
     example = {"torch": torch, "device": "cpu", "call": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         example |= {f"base{i}": eval(base, example) for i, base in enumerate(bases)}
         texts = [_possible(alias.format(base=f"base{base}"), f"base{base}", example) for alias, base in made]
-    return [f"{texts[0]}.clone()", *texts[1:]] if donated and not texts[0].endswith(".clone()") else texts
+    return [f"{texts[0]}.clone()", *texts[1:]] if copied and not texts[0].endswith(".clone()") else texts
 
 
 def _making(bases: Sequence[str], texts: Sequence[str]) -> str:
