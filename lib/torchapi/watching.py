@@ -28,6 +28,8 @@ class OperatorWatch:
     def __enter__(self) -> Self:
         _install()
         active = _active()
+        if _needs_each_operator() and not active:
+            _register_each()
         self._included = torch._C._IncludeDispatchKeyGuard(KEY)
         self._included.__enter__()
         _set_active((*active, self))
@@ -125,6 +127,58 @@ def _install() -> "tuple[torch.library.Library, ...]":
     _hide_from_watches("_make_subclass")
     _hide_from_watches("as_subclass")
     return (library,)
+
+
+class _Passing(OperatorWatch):
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor of a class that dispatches by itself, as the results of functional collectives are."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:  # type: ignore[override]
+        return torch.empty(1)
+
+
+@functools.cache
+def _needs_each_operator() -> bool:
+    """Whether torch finds a fallback written in Python for plain tensors alone, as torch 2.11 does."""
+    wrapper = torch.Tensor._make_wrapper_subclass(_Wrapper, (1,))
+    with torch._C._IncludeDispatchKeyGuard(KEY):
+        _set_active((_Passing(),))
+        try:
+            torch.ops.aten.sin.default(wrapper)
+        except RuntimeError:
+            return True
+        finally:
+            _set_active(())
+    return False
+
+
+_registered: dict[str, Any] = {}
+"""The operators that have the fallback as a kernel of their own, with the libraries that own these kernels."""
+
+
+def _register_each() -> None:
+    """Register the fallback for each operator that there is by now."""
+    names = torch._C._dispatch_get_all_op_names()
+    if len(names) == len(_registered):
+        return
+    for name in names:
+        if name not in _registered:
+            namespace, _, operator = name.partition("::")
+            library: Any = torch._C._dispatch_library("IMPL", namespace, "Fake")
+            _registered[name] = library
+            library.impl(operator, "Fake", functools.partial(_by_name, name), False)
+
+
+def _by_name(name: str, *args: Any, **kwargs: Any) -> Any:
+    namespace, _, rest = name.partition("::")
+    operator, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), operator)
+    return _to_innermost(getattr(packet, overload or "default"), *args, **kwargs)
 
 
 def _hide_from_watches(name: str) -> None:
