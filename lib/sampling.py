@@ -145,7 +145,9 @@ class SamplingParams:
         if left < 1:
             ends = f", those that end a request by min_tokens={self.min_tokens}" if self.min_tokens else ""
             seen = f"all {vocab_size if allowed is None else 'allowed'} tokens barred{ends}"
-            return seen, "leave one that can be drawn; min_tokens bars those that end a request"
+            if self.min_tokens:
+                return seen, "leave one that can be drawn; min_tokens bars those that end a request"
+            return seen, "allow one that is not in bad_token_ids"
         return None
 
 

@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 _RULES: dict[str, Rule] = {
     "path": (str | Path, "the folder of a checkpoint, such as weft.stages.DEMO"),
-    "dtype": (lambda dtype: dtype is None or dtype in (*DTYPES, *DTYPES.values()), f"one of {', '.join(DTYPES)}"),
+    "dtype": (lambda dtype: dtype is None or _is_dtype(dtype), f"one of {', '.join(DTYPES)}"),
     "stage": (lambda stage: stage is None or _is_stage(stage), "(index, num_stages), the stages numbered from 0"),
     "token_ids": (
         lambda ids: isinstance(ids, list | tuple) and all(hasattr(token, "__index__") for token in ids),
@@ -127,6 +127,10 @@ class Model:
         return self.params.table(repr(self))._repr_html_()
 
 
+def _is_dtype(value: Any) -> bool:
+    return value in DTYPES if isinstance(value, str) else value in DTYPES.values()
+
+
 def _is_stage(value: Any) -> bool:
     index, num_stages = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
     return is_int(num_stages) and is_int(index, 0, num_stages - 1)
@@ -179,6 +183,16 @@ def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | N
     return DTYPES[dtype] if isinstance(dtype, str) else dtype
 
 
+def pick_stage(stage: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
+    """The index of a stage and the number of stages; None: the only one.
+
+    Raises:
+        ProgramError: there is no such stage.
+    """
+    check_values(call, _RULES, {"stage": stage}, ProgramError)
+    return (0, 1) if stage is None else stage
+
+
 @names_arguments(**LOAD)
 def load(
     path: str | Path,
@@ -215,8 +229,7 @@ def load(
     given = str(path) if isinstance(path, Path) else path
     call = f"weft.load({given!r:.300}, device={device!r}, dtype={dtype!r})"
     check_values(call, _RULES, {"path": path})
-    check_values(call, _RULES, {"stage": stage}, ProgramError)
-    index, num_stages = (0, 1) if stage is None else stage
+    index, num_stages = pick_stage(stage, call=call)
     where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
     folder = Path(path)
     config = config_in_folder(folder, call, strict=strict)

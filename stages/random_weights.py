@@ -22,7 +22,7 @@ from weft.stages.checkpoint import (
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import Field, adaptable
 from weft.stages.layout import StageLayout, split_model
-from weft.stages.model import Model, pick_device, pick_dtype
+from weft.stages.model import Model, pick_device, pick_dtype, pick_stage
 from weft.stages.params import DecoderParams
 
 _AT_ONCE = 2**28
@@ -123,11 +123,12 @@ def random_model(
 
     Raises:
         DeviceError: a device that this machine does not have, or whose memory is too small.
+        ProgramError: a stage that is not one of its numbers.
         RequestError: a dtype that no decoder runs in.
     """
     call = f"random_model(config, seed={seed}, device={device!r}, dtype={dtype!r})"
     where, kind = pick_device(device, call=call), pick_dtype(dtype or config.dtype, call=call)
-    index, num_stages = stage or (0, 1)
+    index, num_stages = pick_stage(stage, call=call)
     layout = split_model(config, num_stages)[index]
     params = random_params(config, layout, seed=seed, device=where, dtype=kind)
     origin = Origin(f"random {name} {seed}", digest_params(params))

@@ -103,7 +103,7 @@ COUNT_OR_NONE: Rule = (lambda value: value is None or is_int(value, 1), "a whole
 def check_values(
     call: object, rules: Mapping[str, Rule], values: Mapping[str, Any], error: type[WeftError] = RequestError
 ) -> None:
-    """Raise `error` for the first value that breaks the rule of its name.
+    """Raise `error` for the first value that breaks the rule of its name; one that the rule cannot compare breaks it.
 
     Args:
         call: the call as the user wrote it: a text, or an object whose text it is.
@@ -122,17 +122,24 @@ def check_values(
         if isinstance(rule, type | UnionType):
             holds, seen = isinstance(value, rule), f"{name} is {kind_of(value)}"
         else:
-            holds, seen = bool(rule(value)), ""
+            holds, seen = _holds(rule, value), ""
         if not holds:
             raise error(f"{call}", seen or _with_value(name, value), instead)
+
+
+def _holds(rule: Callable[[Any], object], value: Any) -> bool:
+    try:
+        return bool(rule(value))
+    except (TypeError, ValueError):  # a text where a number is compared, or an array
+        return False
 
 
 def _with_value(name: str, value: Any) -> str:
     """An argument with its value, for an error; with the shape and dtype of a tensor, which may be large."""
     if isinstance(value, type):
         return f"{name}={value.__name__}, the class"
-    is_tensor = hasattr(value, "shape") and hasattr(value, "dtype")
-    return f"{name} {list(value.shape)}, {value.dtype}" if is_tensor else f"{name}={value!r:.200}"
+    is_tensor = bool(getattr(value, "shape", ())) and hasattr(value, "dtype")
+    return f"{name} of shape {list(value.shape)}, {value.dtype}" if is_tensor else f"{name}={value!r:.200}"
 
 
 def kind_of(value: object) -> str:

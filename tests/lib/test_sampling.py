@@ -97,7 +97,7 @@ def test_the_text_of_a_refusal() -> None:
 
 
 def test_allowed_and_bad_must_leave_a_token() -> None:
-    with pytest.raises(RequestError, match="saw: all allowed tokens barred"):
+    with pytest.raises(RequestError, match="saw: all allowed tokens barred\n  instead: allow one that is not in bad_"):
         SamplingParams(allowed_token_ids=[1, 2], bad_token_ids=[2, 1, 5])
     SamplingParams(allowed_token_ids=[1, 2], bad_token_ids=[2, 5])
     with pytest.raises(RequestError, match="saw: all 3 tokens barred"):

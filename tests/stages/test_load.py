@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from refusal import BELONG, refused
@@ -196,7 +197,7 @@ def test_devices_and_dtypes_that_do_not_exist() -> None:
     call = f"weft.load({str(DEMO)!r}, device='gpu', dtype=None)"
     with refused(DeviceError, call, "device 'gpu', which torch does not know", "'cpu', 'cuda' or 'cuda:N'"):
         weft.load(DEMO, device="gpu")
-    for dtype in ("float64", "int8", torch.int8, "f32"):
+    for dtype in ("float64", "int8", torch.int8, "f32", np.dtype("float32")):
         call = f"weft.load({str(DEMO)!r}, device='cpu', dtype={dtype!r})"
         with refused(RequestError, call, f"dtype={dtype!r}", "one of float32, bfloat16, float16"):
             weft.load(DEMO, device="cpu", dtype=dtype)

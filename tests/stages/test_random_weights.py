@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from saved_models import SMALL, assert_same, whole
 
-from weft.errors import DeviceError
+from weft.errors import DeviceError, ProgramError
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layer_fields import layer_fields
 from weft.stages.layout import split_layers
@@ -82,3 +82,9 @@ def test_a_random_models_stage_holds_what_the_whole_model_holds() -> None:
     assert torch.equal(model.params.layers[-1].down_proj, last.params.layers[-1].down_proj)
     assert len(last.params.layers) == len(last.layout.layers) < config.num_layers
     assert (model.path.name, random_model(config, seed=3, device="cpu", name="own").path.name) == ("model", "own")
+
+
+@pytest.mark.parametrize("stage", [(2, 2), (-1, 2), 1])
+def test_a_random_model_has_no_stage_beyond_its_number(stage: Any) -> None:
+    with pytest.raises(ProgramError, match=r"saw: stage=.*\n  instead: \(index, num_stages\)"):
+        random_model(parse_config(PRESETS["tiny"], source="tiny"), seed=3, device="cpu", stage=stage)

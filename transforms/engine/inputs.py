@@ -104,10 +104,11 @@ class EmbedsPrompt(Summarized):
         """
         ids, config = self.ids, model.config
         shape, places = [len(ids), config.hidden_size], [3, len(ids)]
+        embedded = ", some of which are EMBEDDED (-2)" if EMBEDDED in ids else ""
         rules: dict[str, Rule] = {
             "inputs_embeds": (
                 lambda x: EMBEDDED not in ids if x is None else (list(x.shape), x.dtype) == (shape, model.dtype),
-                f"a row for each of the prompt's tokens, some of which are EMBEDDED (-2): {shape}, {model.dtype}",
+                f"a row for each of the prompt's {len(ids)} tokens{embedded}: {shape}, {model.dtype}",
             ),
             "positions": (
                 lambda x: x is None or (list(x.shape), x.dtype) == (places, torch.int64),
@@ -277,10 +278,9 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
     """
     vocab = model.config.vocab_size
     most = min(num_logprobs, vocab)
-    own: Rule = (
-        lambda wanted: (wanted or 0) <= most,
-        f"at most {most}: Engine(..., num_logprobs=...) sets it, up to the {vocab} tokens of the model",
-    )
+    wanted = max(params.logprobs or 0, params.prompt_logprobs or 0)
+    remedy = f"Engine(..., num_logprobs={wanted})" if wanted <= vocab else f"at most {vocab}, the tokens of the model"
+    own: Rule = (lambda count: (count or 0) <= most), remedy
     no_tokenizer = "stop_token_ids=[...]: the checkpoint has no tokenizer"
     stop: Rule = (lambda texts: not texts or model.tokenizer is not None), no_tokenizer
     rules = {"logprobs": own, "prompt_logprobs": own, "stop": stop}

@@ -95,14 +95,15 @@ class Weights:
         if isinstance(given, DecoderParams):
             here, given = _tensors(self.model.params), _tensors(given)
             wrong, instead = here.keys() ^ given.keys(), f"parameters of the structure of {self.model!r}"
+            where = "which either the model or the given parameters lack"
         else:
             here = places(self.model.params, self.model.config, self.model.layout)
             (whole,) = split_layers(self.model.config.num_layers, 1)
             wrong = given.keys() - here.keys() - tensor_shapes(self.model.config, whole).keys()
             instead = f"names as {next(iter(here))!r}, of the model's own architecture"
+            where = "which the model does not have"
         if wrong:
-            seen = f"{list_some(sorted(map(str, wrong)))}, which the model or the given parameters do not have"
-            raise RequestError(call, seen, instead)
+            raise RequestError(call, f"{list_some(sorted(map(str, wrong)))}, {where}", instead)
         new = {name: x for name, x in given.items() if name in here}
         check_values(call, {name: _like(here[name]) for name in new}, new)
         return [(here[name], x.detach()) for name, x in new.items()]

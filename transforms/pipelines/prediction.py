@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from weft.arguments.checks import COUNT, Rule, check_values
 from weft.display.durations import duration
 from weft.display.quantities import byte_size, counted
 from weft.effects import Program
@@ -28,6 +29,13 @@ NOTE = (
     "slower, and much slower if one of these bounds it."
 )
 
+_MACHINE_RULES: dict[str, Rule] = {
+    "bandwidth": (lambda value: 0 < value < math.inf, "a finite number > 0, in bytes per second, as in 4.8e12"),
+    "link": (lambda value: value > 0, "a number > 0, in bytes per second; infinite: transfers take the latency alone"),
+    "latency": (lambda value: 0 <= value < math.inf, "a finite number >= 0, in seconds"),
+    "capacity": COUNT,
+}
+
 
 @attrs.frozen(kw_only=True)
 class Machine:
@@ -40,7 +48,7 @@ class Machine:
         capacity: messages that an edge holds.
 
     Raises:
-        CostError: a bandwidth that is not a finite number greater than 0.
+        CostError: a bandwidth that is not a finite number greater than 0, or another number that no machine has.
     """
 
     bandwidth: float = 4.8e12
@@ -49,9 +57,8 @@ class Machine:
     capacity: int = 2
 
     def __attrs_post_init__(self) -> None:
-        if not 0 < self.bandwidth < math.inf:
-            call, seen = f"Machine(bandwidth={self.bandwidth!r})", f"{self.bandwidth!r} bytes per second"
-            raise CostError(call, seen, "a finite number > 0, in bytes per second, as in 4.8e12")
+        for name, value in attrs.asdict(self).items():
+            check_values(f"Machine({name}={value!r})", _MACHINE_RULES, {name: value}, CostError)
 
 
 @attrs.frozen
@@ -174,6 +181,14 @@ class Prediction:
         yield f"a transfer takes {cost}; an edge holds {counted(machine.capacity, 'message')}"
 
 
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("num_stages", "requests"), COUNT),
+    **dict.fromkeys(("context", "cohorts"), (int | None, "a whole number, or None")),
+    "steps": (int, "a whole number"),
+    "machine": (Machine | None, "Machine(bandwidth=4.8e12), or None"),
+}
+
+
 def predict_decode(
     config: ModelConfig,
     num_stages: int,
@@ -210,6 +225,8 @@ def predict_decode(
           3            4   1.12 us  10,699,765      2%
           4            3   1.33 us   9,012,257      2%
     """
+    numbers = {"num_stages": num_stages, "requests": requests, "context": context, "cohorts": cohorts, "steps": steps}
+    check_values("predict_decode(config, num_stages, ...)", _RULES, numbers | {"machine": machine}, ProgramError)
     split_layers(config.num_layers, num_stages)  # refuses what would take long to try
     positions, tried = config.max_position_embeddings, 1 if cohorts is None else cohorts
     context = min(_CONTEXT, positions // 2) if context is None else context
@@ -221,9 +238,9 @@ def predict_decode(
         seen = f"{tried} cohorts for {requests} requests"
         raise ProgramError(f"{call}cohorts={tried})", seen, f"from 1 to {requests}")
     load = DecodeLoad(config, num_stages, context, machine or Machine())
-    numbers = {*range(1, min(2 * num_stages, requests) + 1), tried}
+    all_tried = {*range(1, min(2 * num_stages, requests) + 1), tried}
     capacity = load.machine.capacity
-    plan = plan_cohorts(load.costs, requests, num_stages, cohorts=numbers, capacity=capacity)
+    plan = plan_cohorts(load.costs, requests, num_stages, cohorts=all_tried, capacity=capacity)
     chosen = next((row for row in plan.rows if row.cohorts == cohorts), plan.best)
     most = _MOST_JOBS // chosen.cohorts
     if not 1 <= steps <= most:

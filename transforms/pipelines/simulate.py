@@ -56,7 +56,7 @@ class Costs:
     Traceback (most recent call last):
         ...
     weft.errors.CostError: Costs(stages=(0.001, -0.001), …)
-      saw: stage 1=-0.001
+      saw: stages[1]=-0.001
       instead: a finite number >= 0
     """
 
@@ -72,7 +72,7 @@ class Costs:
         for name, value in attrs.asdict(self, recurse=False).items():
             check_values(f"Costs({name}={value!r}, …)", _COST_RULES, {name: value}, CostError)
         if not callable(self.stages):
-            each = {f"stage {stage}": value for stage, value in enumerate(self.stages)}
+            each = {f"stages[{stage}]": value for stage, value in enumerate(self.stages)}
             check_values(f"Costs(stages={self.stages!r}, …)", dict.fromkeys(each, _COST), each, CostError)
 
     def seconds(self, effect: Effect) -> float:
@@ -92,8 +92,9 @@ class Costs:
 
     def bytes_of(self, effect: Send | Broadcast) -> float:
         """The bytes of the message that an effect sends."""
-        size, mb = self.message_bytes if isinstance(effect, Send) else self.output_bytes, effect.microbatch
-        return _valid(f"costs of '{effect}'", f"bytes({mb})", size(mb)) if callable(size) else size
+        name, mb = "message_bytes" if isinstance(effect, Send) else "output_bytes", effect.microbatch
+        size: float | Callable[[int], float] = getattr(self, name)
+        return _valid(f"costs of '{effect}'", f"{name}({mb})", size(mb)) if callable(size) else size
 
 
 def _valid(call: str, name: str, value: float) -> float:

@@ -13,6 +13,7 @@ RULES: dict[str, Rule] = {
     "most": COUNT_OR_NONE,
     "name": (str | None, "a name, or None"),
     "weight": (lambda x: list(x.shape) == [2], "[2]"),
+    "least": (lambda x: x >= 0, "a number >= 0"),
     "of": (lambda x: not isinstance(x, type), "an instance"),
 }
 
@@ -25,7 +26,9 @@ RULES: dict[str, Rule] = {
         ("count", None, "count=None"),
         ("most", -1, "most=-1"),
         ("name", 3, "name is an int"),
-        ("weight", torch.zeros(3, 1), "weight [3, 1], torch.float32"),
+        ("weight", torch.zeros(3, 1), "weight of shape [3, 1], torch.float32"),
+        ("weight", torch.tensor(0.5), "weight=tensor(0.5000)"),
+        ("least", "a text", "least='a text'"),
         ("of", RequestError, "of=RequestError, the class"),
         ("count", "x" * 500, f"count={'x' * 500!r:.200}"),
     ],

@@ -131,13 +131,13 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "another width": (
         {"inputs_embeds": torch.zeros(12, 4)},
-        "inputs_embeds [12, 4], torch.float32",
-        "a row for each of the prompt's tokens, some of which are EMBEDDED (-2): [12, 8], torch.float32",
+        "inputs_embeds of shape [12, 4], torch.float32",
+        "a row for each of the prompt's 12 tokens, some of which are EMBEDDED (-2): [12, 8], torch.float32",
     ),
-    "another dtype": ({"inputs_embeds": embeds().half()}, "inputs_embeds [12, 8], torch.float16", "a row"),
+    "another dtype": ({"inputs_embeds": embeds().half()}, "inputs_embeds of shape [12, 8], torch.float16", "a row"),
     "two rows": (
         {"positions": POSITIONS[:2]},
-        "positions [2, 12], torch.int64",
+        "positions of shape [2, 12], torch.int64",
         "[3, 12], torch.int64: get_rope_index(...)[0][:, 0]",
     ),
     "before the start": ({"positions": POSITIONS - 1}, "the least position=-1", "positions from 0 to 2147483647"),
@@ -167,7 +167,7 @@ def test_what_a_model_or_a_request_cannot_have() -> None:
     engine = Engine(small_model(), LIMITS, graph="none", num_logprobs=1)
     with pytest.raises(
         RequestError,
-        match=r"saw: positions \[3, 12\], (.|\n)*<Model Qwen3ForCausalLM.*> has no mRoPE",
+        match=r"saw: positions of shape \[3, 12\], (.|\n)*<Model Qwen3ForCausalLM.*> has no mRoPE",
     ):
         engine.add(image(), max_tokens=2)
     asked = SamplingParams(temperature=0.0, prompt_logprobs=1)
@@ -180,3 +180,11 @@ def test_what_a_model_or_a_request_cannot_have() -> None:
     with pytest.raises(RequestError, match="inputs_embeds is a list"):
         EmbedsPrompt(inputs_embeds=[[1.0]])  # type: ignore[arg-type]
     assert len(served(engine, image(positions=None))[0]) == 6
+
+
+@pytest.mark.parametrize(("wanted", "instead"), [(5, r"Engine\(\.\.\., num_logprobs=5\)"), (999, "at most [0-9]+")])
+def test_too_many_logprobs_are_refused_with_what_to_write(wanted: int, instead: str) -> None:
+    engine = Engine(small_model(), LIMITS, graph="none", num_logprobs=1)
+    for params in (SamplingParams(logprobs=wanted), SamplingParams(prompt_logprobs=wanted)):
+        with pytest.raises(RequestError, match=f"saw: .*logprobs={wanted}\n  instead: {instead}"):
+            engine.add([1], params, max_tokens=1)

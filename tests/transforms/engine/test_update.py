@@ -201,10 +201,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a number": (3, "params=3"),
     "a list in the place of a tensor": ({"model.norm.weight": [1.0]}, "params={'model.norm.weight': [1.0]}"),
     "a name of another architecture": ({"transformer.wte.weight": torch.ones(1)}, "transformer.wte.weight, which the"),
-    "another shape": ({"model.norm.weight": torch.ones(3)}, "model.norm.weight [3], torch.float32"),
-    "integers": ({"model.norm.weight": torch.ones(8, dtype=torch.int8)}, "model.norm.weight [8], torch.int8"),
+    "another shape": ({"model.norm.weight": torch.ones(3)}, "model.norm.weight of shape [3], torch.float32"),
+    "integers": ({"model.norm.weight": torch.ones(8, dtype=torch.int8)}, "model.norm.weight of shape [8], torch.int8"),
     "FP8 without its scales": (
-        {"model.norm.weight": torch.ones(8).to(torch.float8_e4m3fn)}, "model.norm.weight [8], torch.float8_e4m3fn"
+        {"model.norm.weight": torch.ones(8).to(torch.float8_e4m3fn)},
+        "model.norm.weight of shape [8], torch.float8_e4m3fn",
     ),
 }  # fmt: skip
 

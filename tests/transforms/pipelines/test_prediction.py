@@ -25,6 +25,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "more cohorts than requests": ({"requests": 2, "cohorts": 3}, ProgramError, "cohorts=3)\n  saw: 3 cohorts for 2"),
     "no cohort": ({"cohorts": 0}, ProgramError, "cohorts=0)\n  saw: 0 cohorts for 128 requests"),
     "more context than positions": ({"context": 512}, RequestError, "context=512)\n  saw: 512 tokens before"),
+    "no request": ({"requests": 0}, ProgramError, "saw: requests=0\n  instead: a whole number >= 1"),
+    "a text": ({"context": "long"}, ProgramError, "saw: context is a str\n  instead: a whole number, or None"),
     "no step": ({"steps": 0}, ProgramError, "steps=0)\n  saw: 0 steps of each"),
 }
 
@@ -40,3 +42,10 @@ def test_a_bandwidth_is_a_finite_number() -> None:
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(CostError, match="a finite number > 0"):
             Machine(bandwidth=wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"bandwidth": "fast"}, {"link": 0}, {"latency": -1e-6}, {"capacity": 0}])
+def test_a_machine_that_there_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    (argument,) = wrong
+    with pytest.raises(CostError, match=rf"Machine\({argument}=.*\)\n  saw: {argument}="):
+        Machine(**wrong)

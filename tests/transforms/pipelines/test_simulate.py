@@ -293,7 +293,7 @@ def test_an_edge_that_holds_nothing_is_refused(capacity: Any) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "stage": ({"stages": [1.0, float("nan")]}, "stage 1=nan"),
+    "stage": ({"stages": [1.0, float("nan")]}, "stages[1]=nan"),
     "advance": ({"stages": [], "advance": -1.0}, "advance=-1.0"),
     "latency": ({"stages": [], "latency": float("inf")}, "latency=inf"),
     "one number": ({"stages": 1e-3}, "stages=0.001"),
@@ -313,7 +313,7 @@ def test_a_cost_that_cannot_be_is_refused(name: str) -> None:
 MISSING: dict[str, tuple[Costs, str]] = {
     "no stage": (Costs([1.0]), "no cost of 'stage 1'"),
     "function": (Costs(lambda stage, mb: -1.0), "stages(0, 0)=-1.0"),
-    "bytes": (Costs([1, 1], message_bytes=lambda mb: -8), "bytes(0)=-8"),
+    "bytes": (Costs([1, 1], message_bytes=lambda mb: -8), "message_bytes(0)=-8"),
 }
 
 

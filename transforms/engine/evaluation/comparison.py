@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.arguments.checks import COUNT, check_values
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.display.quantities import error_size
@@ -144,6 +145,7 @@ def trace_run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_toke
     >>> list(compare_runs(graphs, eager).faults())
     []
     """
+    check_values(f"trace_run(model, way, prompts, {max_tokens!r})", {"max_tokens": COUNT}, {"max_tokens": max_tokens})
     limits = Limits(len(prompts), sum(map(len, prompts)))
     runner = make_runner(model, limits, num_stages=way.num_stages, mode=way.mode, keep_logits=True)
     state = make_state(model, runner.layouts, [len(ids) + max_tokens for ids in prompts])
@@ -212,7 +214,7 @@ def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
         trace.way,
         reference.way,
         steps,
-        tokens=all(same),
+        tokens=all(same) and len(trace.steps) == len(reference.steps),
         tables=all(bool((a.tables == b.tables[:1]).all()) for a, b in pairs),
         sizes={name: float(torch.stack([(a - b).abs().max() for a, b in own]).max()) for name, own in values.items()},
         bitwise=all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for own in values.values() for a, b in own),

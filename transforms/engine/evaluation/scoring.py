@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from weft.arguments.checks import Rule, check_values
 from weft.arguments.json_text import parse_json
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
@@ -21,6 +22,11 @@ _FORMS = 'one JSON object per line, of texts that are not empty: {"text": "..."}
 _ROUNDING = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 """Bits per token by which modes may differ: batches are padded to other shapes, whose products round differently."""
 
+_TASK_RULES: dict[str, Rule] = {
+    "text": (lambda text: isinstance(text, str) and text, "a string that is not empty"),
+    "answer": (lambda own: own is None or (isinstance(own, str) and own), "a string that is not empty, or None"),
+}
+
 
 @attrs.frozen
 class Task:
@@ -30,11 +36,17 @@ class Task:
         text: the text, or the prompt.
         answer: None for a text; else the completion of as many tokens is right if it is the answer.
         name: its name in errors.
+
+    Raises:
+        RequestError: a text or an answer that is not a string, or is empty.
     """
 
     text: str
     answer: str | None = None
     name: str = "a task"
+
+    def __attrs_post_init__(self) -> None:
+        check_values("Task(...)", _TASK_RULES, {"text": self.text, "answer": self.answer})
 
 
 @attrs.frozen

@@ -24,6 +24,14 @@ def test_three_stages_compute_what_one_does() -> None:
         compare_runs(trace_run(model, EAGER, PROMPTS[::-1], 1), eager)
 
 
+def test_a_longer_run_has_other_tokens() -> None:
+    model = load(DEMO, "cpu", "float32")
+    long, short = (trace_run(model, EAGER, PROMPTS, steps) for steps in (3, 2))
+    assert [*compare_runs(long, short).faults()] == ["the tokens differ in step 2, the last that was compared"]
+    with pytest.raises(RequestError, match="saw: max_tokens=0"):
+        trace_run(model, EAGER, PROMPTS, 0)
+
+
 def test_a_nan_holds_nowhere() -> None:
     none = {"logits": 0.0, "KV pages": 0.0}
     same = RunComparison(BOTH, PIPELINED, 1, tokens=True, tables=True, sizes=none, bitwise=True)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,9 @@ def test_tasks_of_a_file_are_scored_again_to_the_same_bits(tmp_path: Path) -> No
 def test_a_question_longer_than_the_engines_limit_is_named() -> None:
     with pytest.raises(RequestError, match=r"(?s)score\(engine, tasks\).*the last one has 33 tokens.*at most 32"):
         score(engine(32), [Task("a"), Task("a" * 30, "abc", name="the last one")])
+
+
+@pytest.mark.parametrize("wrong", [{"text": ""}, {"text": 5}, {"text": "a", "answer": ""}])
+def test_a_task_without_text_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="instead: a string that is not empty"):
+        Task(**wrong)
