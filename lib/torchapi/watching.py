@@ -138,7 +138,9 @@ class _Wrapper(torch.Tensor):
     """A tensor of a class that dispatches by itself, as the results of functional collectives are."""
 
     @classmethod
-    def __torch_dispatch__(cls, *_: Any) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         return torch.empty(1)
 
 
