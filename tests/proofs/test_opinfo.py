@@ -11,6 +11,7 @@ import pytest
 import torch
 from refusal import refused
 
+import weft.proofs
 from weft.errors import DeviceError, MissingPackageError
 from weft.proofs.opinfo import outcome
 from weft.proofs.opinfo.__main__ import settings_of
@@ -224,6 +225,18 @@ def test_a_record_counts_and_lists(tmp_path: Path) -> None:
     assert page.startswith("# Torch's operator database: 4 samples, 1 differ, 0 crash\n")
     assert "| differs | cos | jvp | int64 | 1 | 4 | replay: [0]: 1\\|2 against 3 |" in page
     assert all(f"- **{kind}**: " in page for kind in KINDS)
+
+
+def test_the_stored_record_has_no_fault() -> None:
+    folder = Path(weft.proofs.__path__[0]) / "results"
+    stored = json.loads((folder / "opinfo-cpu.json").read_text(encoding="utf-8"))
+    assert stored["faults"] == []
+    assert stored["tasks"]["done"] == stored["tasks"]["of"] > 2000
+    assert {*stored["torch"]} <= {cause.reason for cause in CAUSES}
+    assert {*stored["counts"]} == {*TRANSFORMS}
+    counts = [count for dtypes in stored["counts"].values() for kinds in dtypes.values() for count in kinds.values()]
+    page = (folder / "opinfo-cpu.md").read_text(encoding="utf-8")
+    assert page.startswith(f"# Torch's operator database: {sum(counts):,} samples, 0 differ, 0 crash\n")
 
 
 def test_the_order_of_tasks_depends_on_the_seed_alone(database: tuple[Any, ...]) -> None:

@@ -55,3 +55,15 @@ def test_memory_that_the_function_asks_for_may_stay_unwritten() -> None:
         rest, filled, more = g(x)
         assert (rest.shape, more.shape) == ((3,), (2,))
         assert torch.equal(filled, x)
+
+
+def test_an_operator_that_reads_a_shape_reads_no_memory() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.func.jvp(lambda x: functional.dropout2d(x, 0.5), (x,), (x,))
+
+    g, x = graphify(fn), torch.ones(4, 8, 2, 2)
+    for _ in range(2):
+        torch.manual_seed(0)
+        expected = fn(x)
+        torch.manual_seed(0)
+        assert_equal(LAW, g(x), expected)
