@@ -15,7 +15,7 @@ FAULTS = ("differs", "crash")
 """The kinds of outcome that are faults."""
 _LISTED = ("refused", "inline", "torch")
 _LONGEST = 200
-"""The most characters of a cell of the page. The JSON file has every detail whole."""
+"""The most characters of a detail on the page. The JSON file has it whole."""
 
 
 @attrs.define
@@ -108,10 +108,11 @@ class Record:
         for outcome in sorted(self.faults, key=_order):
             grouped[outcome.kind, outcome.operator, outcome.transform].append(outcome)
         rows = [
-            (*key, ", ".join(sorted({o.dtype for o in found})), len(found), found[0].sample, found[0].detail)
+            (*key, ", ".join(sorted({o.dtype for o in found})), len(found), found[0].sample, found[0].detail[:_LONGEST])
             for key, found in grouped.items()
         ]
-        yield from _table(("kind", "operator", "transform", "dtypes", "samples", "first", "detail of the first"), rows)
+        header = ("kind", "operator", "transform", "dtypes", "samples", "first", "detail of the first")
+        yield from _table(header, rows) if rows else ("None.",)
         yield ""
 
     def _listed_rows(self, kind: str) -> Iterator[Sequence[Any]]:
