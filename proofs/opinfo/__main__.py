@@ -1,7 +1,7 @@
 """Run torch's operator database through `graphify`, compare each result with eager bit for bit, and write a record.
 
-`python -m weft.proofs.opinfo --out FOLDER` takes half an hour of two cores with all samples, and five minutes with `--samples 10`.
-It exits with 1 if a result differs or an error is not eager's.
+`python -m weft.proofs.opinfo --out FOLDER` takes half an hour of two cores with all samples, and five minutes with
+`--samples 10`. It exits with 1 if a result differs or an error is not eager's.
 """
 
 import argparse
