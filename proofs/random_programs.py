@@ -128,6 +128,8 @@ def _check_batch(found: Run, seed: int) -> None:
     except LawViolation as error:
         found.differences.append(Difference(seed, str(error), repr(failing[-1])))
     except hypothesis.errors.Flaky as error:
+        if not failing:  # the device or the strategy failed, and not a law
+            raise
         smallest = min(failing, key=lambda program: len(program.code))
         found.differences.append(Difference(seed, f"not always: {error}", repr(smallest)))
 

@@ -101,6 +101,7 @@ class Prepared:
         buffers: the buffers for the copied leaves.
         aliases: aliases of both, for the next run; each run has its own.
         arguments: weak references to the arguments of all runs so far.
+        returned: weak references to the tensors that the last run returned.
         axes: the axes of the buffers that are padded.
         num_donated: the number of donated leaves, which come first, and which `run` may write.
         restored: a context that restores the donated tensors and the random generators on exit.
@@ -114,6 +115,7 @@ class Prepared:
     buffers: tuple[Any, ...]
     aliases: list[Any]
     arguments: list[weakref.ref[Tensor]]
+    returned: list[weakref.ref[Tensor]]
     axes: tuple[Axes | None, ...]
     num_donated: int
     restored: Callable[[Audit], AbstractContextManager[None]]
@@ -137,6 +139,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
     likes = (*call.reference_leaves, *call.copied_leaves)
     state = SavedTensors(saved)
     aliases, arguments = _aliases(originals, likes, grad), list[weakref.ref[Tensor]]()
+    returned = list[weakref.ref[Tensor]]()
 
     def run() -> Outputs:
         state.changed = True
@@ -147,6 +150,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         containers = containers_in(references | copied)
         with torch.set_grad_enabled(grad):
             result = invoke(graphable.fn, graphable.roles, {**call.statics, **references, **copied}, call.keywords)
+        returned[:] = [weakref.ref(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
         if (changed := changed_container(containers)) is not None:
             seen = f"it changes its argument {changed} in place, which a replay does not do to the caller's"
             raise CaptureError(f"graphify({graphable.name})", seen, "return a new one with the new values")
@@ -170,6 +174,7 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         buffers=buffers,
         aliases=aliases,
         arguments=arguments,
+        returned=returned,
         axes=axes,
         num_donated=call.num_donated,
         restored=restored,
@@ -217,7 +222,6 @@ def capture(
     with backend.allocating():
         prepared = prepare(graphable, call, descriptor, input_buffers)
     split_at = graphable.split_at if mode == "piecewise" else frozenset()
-    audit = audit_of(graphable, prepared, backend.device)
     watches: list[OperatorWatch] = []
 
     def watched() -> Outputs:
@@ -226,12 +230,15 @@ def capture(
         with watches[0]:
             return prepared.run()
 
-    with ONE_AT_A_TIME, prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
-        recording = backend.capture(prepared.run if watch is None else watched, audit, split_at)
-        prepared.aliases.clear()
-        external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
-        refuse_opaque(audit.call, recording.outputs, call)
-        audit.refuse_leaks(recording.outputs.leaves)
+    with ONE_AT_A_TIME:
+        audit = audit_of(graphable, prepared, backend.device)  # no other capture has set the generators that it saves
+        with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
+            recording = backend.capture(prepared.run if watch is None else watched, audit, split_at)
+            prepared.aliases.clear()
+            audit.note_returned(prepared.returned)
+            external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
+            refuse_opaque(audit.call, recording.outputs, call)
+            audit.refuse_leaks(recording.outputs.leaves)
     if not _autograd_records(external):
         refuse_requiring_grad(audit.call, recording.outputs, call, prepared.buffers)
     if split_at and recording.num_pieces == 1:

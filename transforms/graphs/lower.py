@@ -127,12 +127,14 @@ def lower(
     prepared = prepare(graphable, call, decision.descriptor, InputBufferPool())
     names = prepared.names()
     writer = writer_of(prepared, graphable.split_at if decision.mode == "piecewise" else frozenset())
-    audit = audit_of(graphable, prepared, device)
-    with prepared.restored(audit):
-        with signal_capture(), audit.random.private_draws(), writer, audit:
-            outputs = prepared.run()
-        result = tree_unflatten(list(outputs.leaves), outputs.structure)
-        values = [_result_text(x, i, writer, names) for x, i in zip(outputs.leaves, outputs.references, strict=True)]
+    with ONE_AT_A_TIME:
+        audit = audit_of(graphable, prepared, device)
+        with prepared.restored(audit):
+            with signal_capture(), audit.random.private_draws(), writer, audit:
+                outputs = prepared.run()
+            result = tree_unflatten(list(outputs.leaves), outputs.structure)
+            pairs = zip(outputs.leaves, outputs.references, strict=True)
+            values = [_result_text(leaf, reference, writer, names) for leaf, reference in pairs]
     paths = [path for path, _ in leaves_with_names(result)]
     descriptor = "" if decision.descriptor is None else f" for '{decision.descriptor}'"
     title = f"{graphable.name}({', '.join((*call.references, *call.copied))}), {decision.mode}{descriptor}"

@@ -1,7 +1,9 @@
 """Graphs keep alive what they read, and nothing else."""
 
 import gc
+import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import weft
 from weft import graphify
 from weft.errors import CaptureError
+from weft.transforms.graphs import capture, lower
 
 
 class Scaled:
@@ -102,3 +105,31 @@ def test_a_lent_state_outlives_the_next_call_of_a_microbatched_step() -> None:
         seen = state.item()
         transformed(None, torch.ones(()), torch.ones(4))
         assert state.item() == seen
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_tensor_from_outside_that_is_only_returned_may_change_its_memory(device: str) -> None:
+    held = torch.ones(3, device=device)
+    g = graphify(lambda x: (x + 1, held))
+    g(torch.ones(3, device=device))
+    held.data = held.data * 5
+    for _ in range(2):
+        assert g(torch.ones(3, device=device))[1].tolist() == [5, 5, 5]
+
+
+def test_a_capture_saves_generators_when_no_other_capture_has_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[bool] = []
+
+    def noted(*args: Any) -> Any:
+        free = threading.Thread(target=lambda: alone.append(not capture.ONE_AT_A_TIME.acquire(blocking=False)))
+        free.start()
+        free.join()
+        return audit_of(*args)
+
+    audit_of = capture.audit_of
+    for module in (capture, lower):
+        monkeypatch.setattr(module, "audit_of", noted)
+    g = graphify(lambda x: x + torch.rand(x.shape))
+    g(torch.ones(2))
+    g.lower(torch.ones(3))
+    assert alone == [True, True]

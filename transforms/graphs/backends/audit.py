@@ -199,6 +199,13 @@ class Audit(OperatorWatch):
             with WithoutFunctionModes():
                 self._gradients.append((tensor, tensor.grad))
 
+    def note_returned(self, returned: Sequence[weakref.ref[Tensor]]) -> None:
+        """Note tensors from outside that the function returned, perhaps without an operator."""
+        known = self.own | self._buffers | self.by_reference
+        for reference in returned:
+            if (tensor := reference()) is not None and (storage := storage_id(tensor)) not in known:
+                self.external.setdefault(storage, tensor)
+
     def restore_gradients(self) -> None:
         """Undo what a refused `backward()` has done to tensors from outside."""
         for tensor, gradient in self._gradients:
