@@ -187,7 +187,7 @@ def pick_stage(stage: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
     """The index of a stage and the number of stages; None: the only one.
 
     Raises:
-        ProgramError: there is no such stage.
+        ProgramError: the model has no stage of this index.
     """
     check_values(call, _RULES, {"stage": stage}, ProgramError)
     return (0, 1) if stage is None else stage
@@ -220,7 +220,7 @@ def load(
             config.json says.
         ConfigError: config.json has a field that weft does not support.
         DeviceError: this machine has no such device.
-        ProgramError: there is no such stage.
+        ProgramError: the model has no stage of this index.
         RequestError: not a path, or a dtype that no decoder runs in.
 
     >>> load(DEMO, "cpu").config.architecture

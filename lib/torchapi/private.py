@@ -7,8 +7,7 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, TypeVar
 
 import torch
@@ -250,116 +249,6 @@ def is_capturing() -> Callable[[], bool]:
     return check
 
 
-_SIGNALLED: ContextVar[bool] = ContextVar("weft.capture_signalled", default=False)
-
-
-@functools.cache
-def _hear_the_signal() -> None:
-    """Make `torch.cuda.is_current_stream_capturing` report `signal_capture` too, under each of its names."""
-    graphs: Any = torch.cuda.graphs
-    asked: Callable[[], bool] = graphs._cuda_isCurrentStreamCapturing
-    graphs._cuda_isCurrentStreamCapturing = lambda: _SIGNALLED.get() or asked()
-
-
-@contextlib.contextmanager
-def signal_capture() -> Iterator[None]:
-    """A context in which `torch.cuda.is_current_stream_capturing()` is True, in this thread alone.
-
-    Code that reads tensors on the host calls it, so as not to do so in a CUDA graph (transformers' masks, torch's
-    SyncBatchNorm: https://github.com/pytorch/pytorch/issues/78549), and CUDA itself returns True during a capture.
-    `torch.compiler.is_compiling()` would claim too much, and in all threads: optimizers, collectives and mixtures of
-    experts then compute in other ways.
-    """
-    _hear_the_signal()
-    token = _SIGNALLED.set(True)
-    try:
-        yield
-    finally:
-        _SIGNALLED.reset(token)
-
-
-_HEARS_SCRIPTS: ContextVar[Callable[[str], None] | None] = ContextVar("weft.hears_scripts", default=None)
-_READ_BY_SCRIPTS = ("prim::tolist", "prim::Print", "aten::format", "aten::str")
-
-
-@functools.cache
-def _hear_scripts() -> None:
-    """Make calls of TorchScript's functions and methods tell `hearing_scripts` of reads that reach no operator."""
-
-    def hearing(kind: Any) -> Callable[..., Any]:
-        call: Callable[..., Any] = kind.__call__
-
-        @functools.wraps(call)
-        def heard(self: Any, *args: Any, **kwargs: Any) -> Any:
-            tell = _HEARS_SCRIPTS.get()
-            if tell is not None and (read := _read_by(self)) is not None:
-                tell(read)
-            return call(self, *args, **kwargs)
-
-        return heard
-
-    for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
-        setattr(kind, "__call__", hearing(kind))  # noqa: B010
-
-
-def _read_by(script: Any) -> str | None:
-    """The first node of a TorchScript function that reads a tensor on the host without an operator; None if none
-    does."""
-    graph = script.inlined_graph  # a copy, which owns the nodes
-    for kind in _READ_BY_SCRIPTS:
-        for node in graph.findAllNodes(kind, True):
-            if any(isinstance(value.type(), torch._C.TensorType) for value in node.inputs()):
-                return kind
-    return None
-
-
-@contextlib.contextmanager
-def hearing_scripts(tell: Callable[[str], None]) -> Iterator[None]:
-    """A context in which `tell` is called before a TorchScript function runs, in this thread, that reads a tensor on
-    the host without an operator, with the name of what reads it."""
-    _hear_scripts()
-    token = _HEARS_SCRIPTS.set(tell)
-    try:
-        yield
-    finally:
-        _HEARS_SCRIPTS.reset(token)
-
-
-_STANDS_FOR_DEFAULT: ContextVar[torch.Generator | None] = ContextVar("weft.default_generator", default=None)
-
-
-@functools.cache
-def _divert_default_generator() -> None:
-    """Make torch's functions for the CPU's default generator use the one that stands for it, if there is one."""
-
-    def diverting(name: str, method: str) -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(torch.random, name)
-
-        @functools.wraps(function)
-        def divert(*args: Any, **kwargs: Any) -> Any:
-            generator = _STANDS_FOR_DEFAULT.get()
-            return function(*args, **kwargs) if generator is None else getattr(generator, method)(*args, **kwargs)
-
-        return divert
-
-    for name in ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state"):
-        diverted = diverting(name, name.replace("rng_", ""))
-        setattr(torch.random, name, diverted)
-        setattr(torch, name, diverted)
-
-
-@contextlib.contextmanager
-def default_generator_is(generator: torch.Generator) -> Iterator[None]:
-    """A context in which `torch.manual_seed`, `torch.get_rng_state` and their like, called in this thread, use
-    `generator` in place of the CPU's default generator."""
-    _divert_default_generator()
-    token = _STANDS_FOR_DEFAULT.set(generator)
-    try:
-        yield
-    finally:
-        _STANDS_FOR_DEFAULT.reset(token)
-
-
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy a tensor to `device` without making the host wait.
 
@@ -459,8 +348,7 @@ def generator_bytes(generator: torch.Generator) -> bytes:
 
 def generator_id(generator: torch.Generator) -> int:
     """A number that identifies a generator as long as it lives; each operator gets another object for it."""
-    found: int = getattr(generator, "_cdata")  # noqa: B009
-    return found
+    return int(_address_of(generator))
 
 
 def children_of(spec: Any) -> list[Any]:
@@ -501,7 +389,7 @@ def changes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(map(_version_of, tensors))
 
 
-_version_of = operator.attrgetter("_version")
+_version_of, _address_of = operator.attrgetter("_version"), operator.attrgetter("_cdata")
 
 
 def storage_id(tensor: torch.Tensor) -> int:

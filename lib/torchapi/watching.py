@@ -120,13 +120,14 @@ def _tensors_only(func: Any) -> tuple[int, ...]:
 
 
 @functools.cache
-def _install() -> "tuple[torch.library.Library, ...]":
-    """Register the fallback of the key, once; it is called only inside a watch."""
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(_to_innermost, "Fake")
+def _install() -> Any:
+    """Register the fallback of the key, once; it is called only inside a watch. The registration lives as long as what
+    this returns."""
+    registration: Any = torch._C._dispatch_library("IMPL", "_", "Fake")
+    registration.fallback("Fake", _to_innermost, False)
     _hide_from_watches("_make_subclass")
     _hide_from_watches("as_subclass")
-    return (library,)
+    return registration
 
 
 class _Passing(OperatorWatch):
@@ -160,7 +161,7 @@ def _needs_each_operator() -> bool:
 
 
 _registered: dict[str, Any] = {}
-"""The operators that have the fallback as a kernel of their own, with the libraries that own these kernels."""
+"""The operators that have the fallback as a kernel of their own, with their registrations."""
 
 
 def _register_each() -> None:
@@ -171,9 +172,9 @@ def _register_each() -> None:
     for name in names:
         if name not in _registered:
             namespace, _, operator = name.partition("::")
-            library: Any = torch._C._dispatch_library("IMPL", namespace, "Fake")
-            _registered[name] = library
-            library.impl(operator, "Fake", functools.partial(_by_name, name), False)
+            registration: Any = torch._C._dispatch_library("IMPL", namespace, "Fake")
+            _registered[name] = registration
+            registration.impl(operator, "Fake", functools.partial(_by_name, name), False)
 
 
 def _by_name(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from weft.trees import tree_leaves
 
 _LAW = "L24 graph is eager"
 REFUSALS: tuple[type[Exception], ...] = (WeftError, vars(torch.linalg)["LinAlgError"])
-"""What a call of a graph may raise: an operator's error, which the function would handle, ends a replay."""
+"""The errors that a call of a graph may raise: one of an operator, which the function would handle, ends a replay."""
 
 
 @attrs.define

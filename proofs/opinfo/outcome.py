@@ -36,7 +36,7 @@ _LOST = re.compile(r"CUDA error(?!.*captur)|device-side assert|illegal memory ac
 
 @attrs.frozen
 class Outcome:
-    """What became of a case.
+    """The outcome of a case.
 
     Args:
         kind: a key of `KINDS`.

@@ -178,7 +178,7 @@ class Engine:
             The last output of each.
 
         Raises:
-            RequestError: there is no such request, or it has ended.
+            RequestError: the engine has no request of this name, or it has ended.
         """
         names = self._outputs.names(f"engine.abort({id!r})", id)
         if self._assert_equal is not None:

@@ -42,7 +42,7 @@ _MAX_SIGNATURES = 4096
 
 @attrs.frozen(eq=False, weakref_slot=True)
 class Plan:
-    """How a graph answers the calls of one signature.
+    """The way in which a graph answers the calls of one signature.
 
     Args:
         graph: the graph.

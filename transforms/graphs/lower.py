@@ -11,7 +11,10 @@ from torch import Tensor
 
 from weft.errors import CacheMissError, CaptureError
 from weft.ops.register import triton_version
-from weft.torchapi.private import signal_capture, storage_id
+from weft.torchapi.patches import signal_capture
+from weft.torchapi.private import (
+    storage_id,
+)
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.operators import tensors_in
 from weft.transforms.graphs.cache import Cache

@@ -33,7 +33,7 @@ from transformers import (
 from transformers.cache_utils import StaticLayer
 
 from weft.proofs.laws import assert_equal
-from weft.torchapi.private import signal_capture
+from weft.torchapi.patches import signal_capture
 from weft.transforms.graphs.graphify import graphify
 
 PLACES = [("sdpa", "cpu"), ("eager", "cpu"), pytest.param("sdpa", "cuda", marks=pytest.mark.gpu)]

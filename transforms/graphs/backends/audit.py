@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
+from weft.torchapi.patches import hearing_scripts, signal_capture
 from weft.torchapi.private import (
     WithoutFunctionModes,
     compiled_caller,
-    hearing_scripts,
-    signal_capture,
     storage_id,
     uncompiled,
 )
@@ -28,6 +27,7 @@ from weft.transforms.graphs.backends.operators import (
     COPY,
     ONLY_MEMORY,
     PINS,
+    consults_switches,
     data_dependence,
     flat_tensors,
     is_collective,
@@ -40,8 +40,6 @@ from weft.transforms.graphs.backends.operators import (
 from weft.transforms.graphs.backends.randomness import Randomness, may_draw
 from weft.transforms.graphs.calls.results import Outputs
 from weft.trees import tree_leaves
-
-_CONSULT_SWITCHES = ("convolution", "cudnn", "scaled_dot_product", "batch_norm", "native_multi_head", "encoder", "rnn")
 
 
 @attrs.frozen(eq=False)
@@ -331,7 +329,7 @@ class Audit(OperatorWatch):
 
     def consults_switches(self) -> bool:
         """Whether the function called operators that consult `weft.torchapi.private.backend_switches`."""
-        return self._host_reads.calls_attention or any(map(_consults_switches, self.called))
+        return self._host_reads.calls_attention or any(map(consults_switches, self.called))
 
     def refuse_leaks(self, outputs: Any, forbidden: Set[int] | None = None) -> None:
         """Raise CaptureError if a tensor that the function made is alive outside its outputs: a replay would overwrite
@@ -372,11 +370,6 @@ class Audit(OperatorWatch):
                 name = self._name(storage)
                 fault = f"{name} is on the CPU, in a call with tensors on a GPU, so that its value would be frozen"
                 raise self.refuse(fault, f"move {name} to the device before the call")
-
-
-@functools.cache
-def _consults_switches(operator: str) -> bool:
-    return any(part in operator for part in _CONSULT_SWITCHES)
 
 
 def _dense_bytes(buffer: Tensor) -> int:

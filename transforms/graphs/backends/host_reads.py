@@ -15,6 +15,7 @@ from weft.errors import CaptureError
 from weft.torchapi.private import (
     READ_BY_PICKLE,
     FunctionMode,
+    in_pickle,
     innermost_storage_id,
     is_higher_order,
     off_fast_path,
@@ -104,7 +105,7 @@ class HostReads(FunctionMode):
             instead = "pass the gradients as a separate argument, {name: p.grad for name, p in ...}"
             fault = ".grad of a tensor from outside is not an argument, so a replay does not read it again"
             raise self.refuse(fault, instead)
-        if attribute is READ_BY_PICKLE and _is_pickled():
+        if attribute is READ_BY_PICKLE and in_pickle():
             raise self.refuse("pickle (torch.save) reads a tensor on the host", "x.clone(), or save it outside")
         return value
 
@@ -174,15 +175,6 @@ def _is_list_of_tensors(index: Any) -> bool:
     """Whether a part of an index is a list that holds tensors (torch takes a top-level list of tensors as a tuple)."""
     parts = index if isinstance(index, tuple | list) else ()
     return any(_any_tensor(part) for part in parts if isinstance(part, list | tuple))
-
-
-def _is_pickled() -> bool:
-    """Whether a tensor's `__reduce_ex__` is running, called by anything but `copy`, which keeps the storage."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "__reduce_ex__":
-        frame = frame.f_back
-    caller = frame.f_back if frame is not None else None
-    return caller is not None and caller.f_globals.get("__name__") != "copy"
 
 
 def refusal(call: str, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:

@@ -16,6 +16,7 @@ TRANSFERS = {"weft::send", "weft::recv"}
 _aten = torch.ops.aten
 ONLY_MEMORY = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.resize_}
 """Operators that only allocate or resize memory, which a replay need not repeat."""
+_CONSULT_SWITCHES = ("convolution", "cudnn", "scaled_dot_product", "batch_norm", "native_multi_head", "encoder", "rnn")
 _STRIDED = {_aten.as_strided, _aten.as_strided_copy, _aten.as_strided_scatter}
 _SPARSE_OF_DATA = {
     *(_aten._to_sparse, _aten._to_sparse_csr, _aten._to_sparse_csc, _aten._to_sparse_bsr, _aten._to_sparse_bsc),
@@ -113,6 +114,12 @@ def reads_shapes(func: Any) -> bool:
     """Whether an operator reads the shape and the dtype of its tensor, and not its values."""
     name = func._schema.name.removeprefix("aten::")
     return func is _aten.bernoulli.p or name.endswith("_like") or name.startswith("new_")
+
+
+@functools.cache
+def consults_switches(operator: str) -> bool:
+    """Whether an operator of this name chooses its kernel by `weft.torchapi.private.backend_switches`."""
+    return any(part in operator for part in _CONSULT_SWITCHES)
 
 
 def storage_reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, float] | None:

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 from weft.errors import CaptureError
-from weft.torchapi.private import default_generator_is, generator_bytes, generator_id, is_capturing
+from weft.torchapi.patches import default_generator_is
+from weft.torchapi.private import (
+    generator_bytes,
+    generator_id,
+    is_capturing,
+)
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.operators import tensors_in
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
+from weft.torchapi.patches import signal_capture
 from weft.torchapi.private import (
     BelowAutograd,
     WithoutAutocast,
     WithoutFunctionModes,
     set_grad_mode,
-    signal_capture,
     storage_id,
     unowned,
 )

@@ -67,7 +67,7 @@ class CallLayout:
 
 
 _NAMES = {"Tensor": Tensor, "value_key": value_key, "vars": vars}
-"""What generated code uses."""
+"""The names that generated code uses."""
 
 
 @attrs.define
