@@ -226,3 +226,19 @@ def test_donates_upon_donates_donates_both() -> None:
     for dead in (a, b):
         with pytest.raises(DonatedError):
             g(dead, torch.zeros(2))
+
+
+def test_a_next_state_without_grad_in_the_storage_of_one_with_it() -> None:
+    def step(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = state + 1
+        return state, state
+
+    g = graphify(step, donate_argnames="state")
+    with torch.no_grad():
+        for _ in range(3):
+            seen = g(torch.ones(2, requires_grad=True).clone())
+            assert [(x.requires_grad, x.tolist()) for x in seen] == [(False, [2, 2])] * 2
+        with torch.enable_grad():
+            given = torch.ones(2, requires_grad=True) * 1
+        seen = g(given)
+        assert [(x.requires_grad, x.tolist()) for x in seen] == [(False, [2, 2])] * 2

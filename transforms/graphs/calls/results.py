@@ -40,12 +40,14 @@ class Outputs:
         leaves: the recording's own output leaves, which a replay overwrites; `...` where `references` has an index.
         references: for each leaf that is one of the caller's own tensors, its index among them; None for the others.
         required_grad: for each leaf, whether it required grad when the function returned it.
+        detached: for each leaf, whether it is the caller's own tensor, which requires grad, with a value that does not.
     """
 
     structure: TreeSpec
     leaves: tuple[Any, ...]
     references: tuple[int | None, ...]
     required_grad: tuple[bool, ...]
+    detached: tuple[bool, ...]
 
 
 def _same_view(a: Any, b: Any) -> bool:
@@ -121,7 +123,9 @@ def make_outputs(result: Any, donated: Sequence[Any], references: Sequence[Any])
             owners[i] = None
     # The caller's own tensors are not held here, or a graph would keep every state alive that it ever ran on.
     own = [leaf if owner is None else ... for leaf, owner in zip(written, owners, strict=True)]
-    return Outputs(structure, tuple(own), tuple(owners), tuple(required_grad))
+    pairs = zip(owners, required_grad, strict=True)
+    detached = [owner is not None and references[owner].requires_grad and not required for owner, required in pairs]
+    return Outputs(structure, tuple(own), tuple(owners), tuple(required_grad), tuple(detached))
 
 
 def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, buffers: Sequence[Any]) -> None:
@@ -308,7 +312,7 @@ def hand_over(outputs: Outputs, buffers: Sequence[Any], borrow: bool) -> Handove
     expressions, names = [], {}
     for i, (leaf, reference) in enumerate(zip(outputs.leaves, outputs.references, strict=True)):
         if reference is not None:
-            expressions.append(f"references[{reference}]")
+            expressions.append(f"references[{reference}]{'.detach()' * outputs.detached[i]}")
         elif isinstance(leaf, Tensor):
             expressions.append(f"outputs[{len(tensors)}]")
             tensors.append(leaf)
