@@ -242,3 +242,14 @@ def test_a_next_state_without_grad_in_the_storage_of_one_with_it() -> None:
             given = torch.ones(2, requires_grad=True) * 1
         seen = g(given)
         assert [(x.requires_grad, x.tolist()) for x in seen] == [(False, [2, 2])] * 2
+
+
+def test_a_state_of_inference_mode_is_refused_outside_of_it() -> None:
+    g = graphify(lambda state, x: (state + x, x * 2), donate_argnames="state")
+    with torch.inference_mode():
+        state, _ = g(torch.zeros(2), torch.ones(2))
+        state, _ = g(torch.zeros(2), torch.ones(2))
+    with pytest.raises(DonatedError, match="state, which is donated, was made in inference mode"):
+        g(state, torch.ones(2))
+    state, _ = g(state.clone(), torch.ones(2))
+    assert state.tolist() == [2, 2]

@@ -368,13 +368,20 @@ def check_call(call: Call, roles: Roles, name: str) -> None:
 
     Raises:
         CaptureError: an argument holds something other than tensors and plain values, or a static one holds a tensor.
-        DonatedError: a donated argument shares its storage with another.
+        DonatedError: a donated argument shares its storage with another, or cannot be written here.
     """
     check_plain(call.new_leaves(), f"{name}(...)", call.new_names)
     check_tensors(call.new_leaves(), f"{name}(...)", call.new_names)
     check_statics(call.statics, f"{name}(...)")
     if call.known is None:
         refuse_shared(call, name)
+    if torch.is_inference_mode_enabled():
+        return
+    for index, leaf in enumerate(call.reference_leaves[: call.num_donated]):
+        if isinstance(leaf, Tensor) and leaf.is_inference():
+            path = call.leaf_names()[index]
+            seen = f"{path}, which is donated, was made in inference mode, outside of which nothing can write to it"
+            raise DonatedError(f"{name}(...)", seen, "torch.inference_mode() around all calls, or pass a clone of it")
 
 
 def key_of(call: Call, mode: str, descriptor: Any, signature: Key | None = None) -> Key:

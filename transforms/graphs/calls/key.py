@@ -33,8 +33,8 @@ class LeafKey:
     stride: tuple[int, ...]
     device: Any
     flags: tuple[bool, ...]
-    """Whether the tensor is a lazy conjugate, a lazy negative, requires grad, is a leaf of autograd, and is quantized,
-    in this order."""
+    """Whether the tensor is a lazy conjugate, a lazy negative, requires grad, is a leaf of autograd, is quantized, and,
+    if it is captured by reference, was made in inference mode, in this order."""
     address: int | None
     """The data pointer, for arguments captured by reference; None for copied ones."""
     offset: int = 0
@@ -127,9 +127,10 @@ def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> An
     if not isinstance(leaf, Tensor):
         return value_key(leaf)
     kind, dtype, device = type(leaf), leaf.dtype, leaf.device
-    flags = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_leaf, leaf.is_quantized)
+    flags: tuple[bool, ...] = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_leaf, leaf.is_quantized)
     set_on = tuple((name, value_key(x)) for name, x in vars(leaf).items() if not name.startswith(OF_OTHERS))
     if by_reference:
+        flags = (*flags, leaf.is_inference())
         return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr(), 0, set_on)
     if shape is not None:
         return LeafKey(kind, shape, dtype, (), device, flags, None, 0, set_on)
