@@ -5,9 +5,10 @@ process test of each kind. `pytest --all` takes a quarter of an hour: all exampl
 tests marked `slow`. `pytest --nightly` adds the long proofs by z3, marked `nightly`; `.ci/nightly` runs it.
 """
 
+import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -34,6 +35,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_of(n): a short run takes every n-th of the test's parameters")
     config.addinivalue_line("markers", "slow: runs with --all and --nightly only")
     config.addinivalue_line("markers", "nightly: runs with --nightly only")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what was imported to no collection of garbage: many tests make one, and each would look through torch."""
+    gc.disable()
+    collected = yield
+    gc.enable()
+    gc.freeze()
+    return collected
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -127,11 +127,14 @@ def measure(
     for _ in range(repeats):
         asked = prompts(workload.num_requests)
         gc.collect()
-        gc.freeze()  # a collection that walks torch, triton and the model takes 0.1 s, in the middle of a step
+        frozen = gc.get_freeze_count() > 0  # by the caller, whose objects stay so
+        if not frozen:
+            gc.freeze()  # a collection that walks torch, triton and the model takes 0.1 s, in the middle of a step
         try:
             served = serve(engine, asked, workload.temperature, workload.output_len, progress)
         finally:
-            gc.unfreeze()
+            if not frozen:
+                gc.unfreeze()
         memory = [graph.memory_analysis() for graph in engine.graphs]
         own = attrs.evolve(
             started,
