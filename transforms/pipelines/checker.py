@@ -16,7 +16,7 @@ import functools
 import hashlib
 import platform
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import attrs
@@ -340,18 +340,23 @@ class CheckedPrograms:
     Args:
         programs: of all ranks.
         buffers: results that a stage holds before it overwrites the oldest; None: it overwrites none.
-        sources: the digest of each stage's source, and of `advance`'s (`source_digest`).
+        read_sources: returns the digest of each stage's source, and of `advance`'s (`source_digest`).
         spans: for each rank the effects `start:stop` that this run performs; earlier runs have performed those before,
             and later runs perform those after. None: all effects.
     """
 
     programs: tuple[Program, ...]
     buffers: int | None = None
-    sources: tuple[str, ...] = ()
+    read_sources: Callable[[], tuple[str, ...]] = tuple
     spans: tuple[tuple[int, int], ...] | None = None
 
     def __attrs_post_init__(self) -> None:
         check(self.programs, buffers=self.buffers)
+
+    @functools.cached_property
+    def sources(self) -> tuple[str, ...]:
+        """The digests, which take a while to read, and which nothing compares in one process."""
+        return self.read_sources()
 
     @functools.cached_property
     def text(self) -> str:

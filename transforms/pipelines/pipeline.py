@@ -5,6 +5,7 @@ effects in order, and the worker gives every send and receive to the transport's
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -92,6 +93,12 @@ def _with_own_results(stages: Sequence[Stage]) -> Iterator[Stage]:
         yield own
 
 
+def _sources(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, ...]:
+    """What ranks compare of the functions."""
+    digests = (source_digest(f"stage {index}", stage) for index, stage in enumerate(stages))
+    return *digests, "advance: none" if advance is None else source_digest("advance", advance)
+
+
 class Pipelined:
     """A step over stages, made by `pipeline`. `print` it to read its programs."""
 
@@ -112,10 +119,7 @@ class Pipelined:
         self._returns = advance is not None or len(self._ranks) < len(self.stages)
         # A stage that lends its results overwrites them when it runs again, so each needs a fence.
         self._buffers = 1 if any(map(lends, self.stages)) else None
-        self._sources = (
-            *(source_digest(f"stage {index}", stage) for index, stage in enumerate(self.stages)),
-            "advance: none" if advance is None else source_digest("advance", advance),
-        )
+        self._read_sources = functools.cache(functools.partial(_sources, self.stages, advance))
         self._checked_by_key: dict[Any, CheckedPrograms] = {}
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
@@ -138,7 +142,7 @@ class Pipelined:
             advances = self._advance is not None
             made = make_programs(len(self.stages), jobs, schema=self._schema, advances=advances, buffers=self._buffers)
             programs = tuple(attrs.evolve(program, classes=tuple(classes)) for program in made)
-            checked = self._checked_by_key[key] = CheckedPrograms(programs, self._buffers, self._sources, spans)
+            checked = self._checked_by_key[key] = CheckedPrograms(programs, self._buffers, self._read_sources, spans)
         return checked
 
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
