@@ -6,7 +6,7 @@ background also has its own text colour, so that both themes can be read.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -45,6 +45,19 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     title: str = ""
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]], title: str = "") -> "Table":
+        """A table of rows, each of which maps the names of the columns to what is shown; nothing is shown for None.
+
+        >>> print(Table.of([{"name": "a", "size": 8}, {"name": "b", "size": None}]))
+        name  size
+        a        8
+        b
+        """
+        lines = [*rows]
+        cells = (tuple("" if value is None else str(value) for value in line.values()) for line in lines)
+        return cls(tuple(lines[0]), tuple(cells), title)
 
     @property
     def right(self) -> tuple[bool, ...]:

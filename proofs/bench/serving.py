@@ -26,10 +26,11 @@ from weft.sampling import SamplingParams
 from weft.stages.presets import PRESETS
 from weft.transforms.cli.bench import start_engine, workload_of
 from weft.transforms.cli.models import open_model
-from weft.transforms.cli.options import MODES, WORKLOADS, Bench
+from weft.transforms.cli.options import WORKLOADS, Bench
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.serving import measure
+from weft.transforms.graphs.ladder import MODES
 
 _PROMPTS, _MORE = 64, 64
 _MAX_NUM_TOKENS = 2048
@@ -77,11 +78,11 @@ class Plan:
 
 def run(here: Here, options: Bench, plan: Plan) -> list[dict[str, Any]]:
     """Run, and return this process's rows; the first rank prints them as they come."""
-    model, rows, said = open_model(options, here, progress=here.first), list[dict[str, Any]](), dict[str, Said]()
+    model, rows, said = open_model(options, here), list[dict[str, Any]](), dict[str, Said]()
     checked = [(length, plan.check + _MORE) for length in plan.input_lens() if plan.check]
     longest = max((*(plan.lengths[name] for name in plan.workloads), *checked), key=sum)
     for mode in dict.fromkeys((*(["none"] if plan.check else []), *plan.modes)):
-        engine, started = start_engine(here, plan.options(options, mode, *longest), here.first, model)
+        engine, started = start_engine(here, plan.options(options, mode, *longest), model)
         for name in plan.workloads if mode in plan.modes else ():
             wanted = plan.options(options, mode, *plan.lengths[name])
             for index, row in enumerate(measure(engine, workload_of(wanted), started, repeats=plan.repeats)):
@@ -173,13 +174,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = Bench(preset=given.preset, pp=given.pp, transport=given.transport)
     lengths = {name: (max(1, a // given.scale), max(1, b // given.scale)) for name, (a, b) in WORKLOADS.items()}
     plan = Plan(given.modes, given.workloads, given.requests, lengths, given.repeats, given.check)
-    rows = in_ranks(run, options, options, plan) or []
+    rows = in_ranks(run, options, options, plan)
     compared_rows = [row for row in rows if "equal" in row]
     for row in compared_rows:
         seen = f"{row['equal']} of {row['prompts']} greedy completions are those of {row['against']}"
         tokens = f"{row['same']:,} of {row['tokens']:,} tokens before they differ"
         print(f"{row['mode']}, prompts of {row['input_len']}: {seen}; {tokens}")
-    if given.out is not None and rows:  # only torchrun's first rank has them
+    if given.out is not None:
         source = {"preset": given.preset, "stages": given.pp or 1, "transport": given.transport}
         record = {
             **source,

@@ -1,41 +1,38 @@
 """`weft bench`: serve many requests at once, and time the tokens when the host reads them."""
 
 import platform
-import sys
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from rich.text import Text
 
 from weft import __version__
 from weft.arguments.json_text import write_json
 from weft.display.quantities import counted
+from weft.display.tables import Table
 from weft.stages.model import Model
 from weft.transforms.cli import evaluate
-from weft.transforms.cli.models import check_models, open_drafts, open_model, read_config
+from weft.transforms.cli.models import make_engine, open_model, read_config
 from weft.transforms.cli.options import Bench
-from weft.transforms.cli.printing import check_file, console, show_tables, table, write_file
+from weft.transforms.cli.printing import check_file, heading, show, write_file
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.serving import RankFigures, Workload, measure, start
-from weft.transforms.engine.options import EngineLimits
 
 
 def run(options: Bench) -> int:
     """Measure, or evaluate with `--eval`, and print the report; the exit code is 1 if evaluated modes differ."""
     _check(options)
     check_file(options, "--out", options.out)
-    make, shows = (bench, show) if options.eval is None else (evaluate.evaluate, evaluate.show)
-    report = make(options, progress=sys.stderr.isatty())
-    if report is None:
-        return 0  # the first rank prints
+    make, parts = (bench, tables) if options.eval is None else (evaluate.evaluate, evaluate.tables)
+    report = make(options)
     text = write_json(report, indent=2)
-    if options.out is not None:
-        write_file(options, "--out", options.out, text + "\n")
+    write_file(options, "--out", options.out, text + "\n")
     if options.json:
         print(text)
     else:
-        shows(report)
+        show(parts(report))
     return 0 if report.get("agree", True) else 1
 
 
@@ -56,51 +53,33 @@ def _check(options: Bench) -> None:
         options.refuse(f"--max-num-tokens {tokens}", seen, instead)
 
 
-def bench(options: Bench, *, progress: bool) -> dict[str, Any] | None:
-    """The report; None on a rank of torchrun that is not the first.
+def bench(options: Bench) -> dict[str, Any]:
+    """The report: the options, the environment, and the figures. Times are in seconds, except for `ttft`, `tpot` and
+    `itl`, which are in milliseconds.
 
     Raises:
         RequestError: requests longer than the model has positions for.
     """
-    config, (input_len, output_len) = read_config(options.model, options.preset), options.lengths
-    check_models(options, config)
+    config, (input_len, output_len) = read_config(options), options.lengths
     total, most = input_len + output_len, config.max_position_embeddings
     if total > most:
         flags = f"--input-len {input_len} --output-len {output_len}"
         options.refuse(flags, f"requests of {total} tokens", f"at most {most} together, the model's limit")
-    found = in_ranks(_bench, options, options, progress)
-    return None if found is None else as_report(options, found)
+    return as_report(options, in_ranks(_bench, options, options))
 
 
-def _bench(here: Here, options: Bench, progress: bool) -> dict[str, Any]:
+def _bench(here: Here, options: Bench) -> dict[str, Any]:
     """This process's part: start, warm up, and serve."""
-    shows = progress and here.first
-    engine, started = start_engine(here, options, shows)
-    (found,) = measure(engine, workload_of(options), started, progress=shows)
+    engine, started = start_engine(here, options)
+    (found,) = measure(engine, workload_of(options), started, progress=here.progress)
     return found
 
 
-def start_engine(here: Here, options: Bench, progress: bool, opened: Model | None = None) -> tuple[Engine, RankFigures]:
+def start_engine(here: Here, options: Bench, opened: Model | None = None) -> tuple[Engine, RankFigures]:
     """An engine with all its graphs captured, and how long each part took; of a model that may be `opened` before."""
-    limits = EngineLimits(
-        max_num_reqs=options.max_num_seqs,
-        max_num_tokens=options.tokens_per_step,
-        max_model_len=sum(options.lengths),
-    )
-
-    def make(model: Model) -> Engine:
-        return Engine(
-            model,
-            limits,
-            pipeline=here.num_stages,
-            graph=options.graphs[0],
-            transport=here.transport,
-            run_ahead=options.run_ahead,
-            seed=options.seed,
-            speculation=open_drafts(options, here),
-        )
-
-    return start(lambda: opened or open_model(options, here, progress=progress), make)
+    graph, length = options.graphs[0], sum(options.lengths)
+    make = partial(make_engine, options, here, graph=graph, max_model_len=length)
+    return start(lambda: opened or open_model(options, here), make)
 
 
 def workload_of(options: Bench) -> Workload:
@@ -118,27 +97,27 @@ def workload_of(options: Bench) -> Workload:
 def as_report(options: Bench, found: dict[str, Any]) -> dict[str, Any]:
     """The JSON report: the options, the environment, and the figures. Times are in seconds, except for `ttft`, `tpot`
     and `itl`, which are in milliseconds."""
-    own = "model preset dummy dtype num_prompts max_num_seqs temperature seed run_ahead speculate draft stages"
-    wanted = {name: getattr(options, name) for name in (*own.split(), "transport", "device")}
+    names = "num_prompts max_num_seqs temperature seed run_ahead speculate draft stages transport device"
+    wanted = {name: getattr(options, name) for name in ("model", "preset", "dummy", "dtype", *names.split())}
     wanted |= dict(zip(("input_len", "output_len"), options.lengths, strict=True))
     wanted |= {"max_num_tokens": options.tokens_per_step, "graph": options.graphs[0]}
     device = found["ranks"][0]["device"]
+    on_gpu = device.startswith("cuda")
     environment = {
         "weft": __version__,
         "torch": str(torch.__version__),
-        "cuda": torch.version.cuda if device.startswith("cuda") else None,
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine(),
+        "cuda": torch.version.cuda if on_gpu else None,
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine(),
         "python": platform.python_version(),
     }
     return {"wanted": wanted, "environment": environment, **found}
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the report as tables."""
-    out, asked = console(), report["wanted"]
+def tables(report: dict[str, Any]) -> Iterator[Any]:
+    """The report, to be read."""
+    asked, graphs = report["wanted"], report["graphs"]
     stages = counted(max(len(report["ranks"]), asked["stages"] or 1), "stage")
-    title = f"{asked['model'] or asked['preset']}, {stages}, graphs: {asked['graph']}"
-    out.print(Text(title, style="bold"), soft_wrap=True)
+    yield heading(f"{asked['model'] or asked['preset']}, {stages}, graphs: {asked['graph']}")
     throughput = {
         "requests": report["num_requests"],
         "in": asked["input_len"],
@@ -160,25 +139,22 @@ def show(report: dict[str, Any]) -> None:
     shares = {"whole graphs": "full", "pieces": "piecewise", "eager": "none"}
     steps = {
         "steps": report["num_steps"],
-        **{name: f"{report['graphs']['shares'][mode]:.1%}" for name, mode in shares.items()},
-        "padding": f"{report['graphs']['padding']:.1%}",
+        **{name: f"{graphs['shares'][mode]:.1%}" for name, mode in shares.items()},
+        "padding": f"{graphs['padding']:.1%}",
         "late captures": report["captures"],
     }
-    shown = [table("", [throughput]), table("milliseconds", latency), table("steps", [steps])]
+    shown = {"": [throughput], "milliseconds": latency, "steps": [steps]}
     if asked["speculate"] is not None:
-        drafts = {
-            "by": asked["draft"] or "prompt lookup",
-            "a step": asked["speculate"],
-            "verified": f"{report['drafted']:,}",
-            "right": f"{report['accepted']:,}",
-            "share": f"{report['accepted'] / max(report['drafted'], 1):.1%}",
-        }
-        shown.append(table("drafts", [drafts]))
-    ranks = [_rank_row(rank, started) for rank, started in enumerate(report["ranks"])]
-    show_tables(out, *shown, table("seconds of the start", ranks))
+        share = report["accepted"] / max(report["drafted"], 1)
+        drafts = {"by": asked["draft"] or "prompt lookup", "a step": asked["speculate"]}
+        drafts |= {name: f"{report[count]:,}" for name, count in (("verified", "drafted"), ("right", "accepted"))}
+        shown["drafts"] = [{**drafts, "share": f"{share:.1%}"}]
+    shown["seconds of the start"] = [_started(rank, started) for rank, started in enumerate(report["ranks"])]
+    for title, rows in shown.items():
+        yield from (Table.of(rows, title), "")
 
 
-def _rank_row(rank: int, started: dict[str, Any]) -> dict[str, Any]:
+def _started(rank: int, started: dict[str, Any]) -> dict[str, Any]:
     parts = {"load": "load", "engine": "engine", "capture": "capture", "until the\nfirst token": "first_token"}
     row = {
         "rank": rank,

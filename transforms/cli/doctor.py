@@ -3,17 +3,20 @@
 import json
 import os
 import platform
+import re
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
 from weft import __version__
+from weft.display.tables import Table
 from weft.ops.backends import backends
 from weft.transforms.cli.options import Doctor
-from weft.transforms.cli.printing import console, show_tables, table
+from weft.transforms.cli.printing import show
 from weft.transforms.graphs.backends import make_backend
 
 _PACKAGES = ("triton", "numpy", "safetensors", "tokenizers", "hypothesis", "transformers")
@@ -26,7 +29,7 @@ def run(options: Doctor) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        show(report)
+        show(tables(report))
     return 0
 
 
@@ -39,30 +42,23 @@ def examine() -> dict[str, Any]:
     """
     devices = [*_devices()]
     names = [device["device"] for device in devices]
+    installed = {package: next(iter(metadata.distributions(name=package)), None) for package in _PACKAGES}
     own = {"weft": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     return {
-        "versions": own | {"CUDA": torch.version.cuda} | {package: _installed(package) for package in _PACKAGES},
+        "versions": own | {"CUDA": torch.version.cuda} | {name: d and d.version for name, d in installed.items()},
         "devices": devices,
-        "graph_backends": list(_graph_backends(names)),
+        "graph_backends": [*_graph_backends(names)],
         "ops": [{"device": name, **attrs.asdict(row)} for name in names for row in backends(name)],
     }
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _devices() -> Iterator[dict[str, Any]]:
-    names = "device", "name", "memory", "capability", "threads"
-    vectors, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    yield dict(zip(names, ("cpu", _cpu_name(), _cpu_memory(), vectors, threads), strict=True))
+    cpu = {"device": "cpu", "name": _cpu_name(), "memory": _cpu_memory()}
+    yield {**cpu, "capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
-        facts = f"cuda:{index}", gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}", None
-        yield dict(zip(names, facts, strict=True))
+        about = {"device": f"cuda:{index}", "name": gpu.name, "memory": gpu.total_memory}
+        yield {**about, "capability": f"{gpu.major}.{gpu.minor}", "threads": None}
 
 
 def _cpu_memory() -> int | None:
@@ -74,11 +70,10 @@ def _cpu_memory() -> int | None:
 
 def _cpu_name() -> str:
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        named = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+        named = None
+    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
 def _graph_backends(devices: list[str]) -> Iterator[dict[str, Any]]:
@@ -97,20 +92,20 @@ def no_cuda() -> str:
     return f"torch is built for CUDA {torch.version.cuda}, but finds no device or no driver"
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the report as tables."""
+def tables(report: dict[str, Any]) -> Iterator[Any]:
+    """The report, to be read."""
     versions = [
         {"package": name, "version": version or ("none" if name == "CUDA" else "not installed")}
         for name, version in report["versions"].items()
     ]
-    devices = []
-    for device in report["devices"]:
-        memory = "unknown" if device["memory"] is None else f"{device['memory'] / 2**30:.1f} GiB"
-        devices.append(device | {"memory": memory, "threads": device["threads"] or ""})
+    devices = [
+        device | {"memory": "unknown" if device["memory"] is None else f"{device['memory'] / 2**30:.1f} GiB"}
+        for device in report["devices"]
+    ]
     graphs = []
     for found in report["graph_backends"]:
         chosen = found["backend"] if found["device"] else f"{found['backend']}: not used"
         graphs.append({"device": found["device"] or "none", "back end": chosen, "why": found["reason"]})
     ops = [{("why" if name == "reason" else name): value for name, value in op.items()} for op in report["ops"]]
-    titled = {"versions": versions, "devices": devices, "graphs": graphs, "ops": ops}
-    show_tables(console(), *(table(title, rows) for title, rows in titled.items()))
+    for title, rows in {"versions": versions, "devices": devices, "graphs": graphs, "ops": ops}.items():
+        yield from (Table.of(rows, title), "")

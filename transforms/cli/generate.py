@@ -1,7 +1,7 @@
 """`weft generate`: complete prompts with a checkpoint."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import attrs
 from rich.text import Text
@@ -10,13 +10,13 @@ from weft.arguments.json_text import write_json
 from weft.display.quantities import counted
 from weft.stages.adapters import load_adapter
 from weft.stages.model import Model, load
-from weft.transforms.cli.models import check_models, open_drafts, read_config
+from weft.transforms.cli.models import open_drafts, read_config
 from weft.transforms.cli.options import Generate
-from weft.transforms.cli.printing import console, printable
+from weft.transforms.cli.printing import printable, show
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.generate import Completion, generate
 
-Completed = tuple[list[str], list[Completion]]
+Completed = list[tuple[str, Completion]]
 """The prompts, as text or in the form that `--prompt-ids` takes, and their completions."""
 
 
@@ -24,25 +24,21 @@ def run(options: Generate) -> int:
     """Complete the prompts and print the completions; the exit code is 1 if one of them ended with an error."""
     if not options.prompt:
         options.refuse("", "no prompt", "give at least one --prompt TEXT or --prompt-ids 1,2,3")
-    check_models(options, read_config(options.model))
-    completed = in_ranks(_complete, options, options, sys.stderr.isatty())
-    if completed is None:
-        return 0  # the first rank prints
-    prompts, completions = completed
+    read_config(options)
+    completed = in_ranks(_complete, options, options)
     if options.json:
-        print("\n".join(write_json(attrs.asdict(completion)) for completion in completions))
+        print("\n".join(write_json(attrs.asdict(completion)) for _, completion in completed))
     else:
-        _show(prompts, completions)
-    failed = [completion.error for completion in completions if completion.error is not None]
+        show(_shown(completed))
+    failed = [completion.error for _, completion in completed if completion.error is not None]
     for error in failed:
         print(f"error: {printable(str(error))}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _complete(here: Here, options: Generate, progress: bool) -> Completed:
+def _complete(here: Here, options: Generate) -> Completed:
     """This process's part of the work."""
-    shows = progress and here.first
-    model = load(options.model, here.device, options.dtype, stage=here.stage, progress=shows)
+    model = load(options.model, here.device, options.dtype, stage=here.stage, progress=here.progress)
     completions = generate(
         model,
         options.prompt,
@@ -54,9 +50,9 @@ def _complete(here: Here, options: Generate, progress: bool) -> Completed:
         adapter=None if options.adapter is None else load_adapter(model, options.adapter),
         speculation=open_drafts(options, here),
         transport=here.transport,
-        progress=shows,
+        progress=here.progress,
     )
-    return [_as_text(model, prompt) for prompt in options.prompt], completions
+    return [(_as_text(model, prompt), one) for prompt, one in zip(options.prompt, completions, strict=True)]
 
 
 def _as_text(model: Model, prompt: str | list[int]) -> str:
@@ -65,12 +61,11 @@ def _as_text(model: Model, prompt: str | list[int]) -> str:
     return ",".join(map(str, prompt)) if model.tokenizer is None else str(model.decode(prompt))
 
 
-def _show(prompts: Sequence[str], completions: Sequence[Completion]) -> None:
+def _shown(completed: Completed) -> Iterator[Text]:
     """Each completion after its prompt; without a tokenizer as ids, in the form that `--prompt-ids` takes."""
-    out = console()
-    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+    for number, (prompt, completion) in enumerate(completed, 1):
         ids = ",".join(map(str, completion.token_ids))
         new = f",{ids}" if completion.text is None else completion.text
-        title = f"[{index + 1} of {len(prompts)}] {counted(len(completion.token_ids), 'token')}"
-        out.print(Text(f"{title}, {completion.finish_reason}", style="dim"), soft_wrap=True)
-        out.print(Text.assemble((printable(prompt), "bold"), printable(new)), end="\n\n", soft_wrap=True)
+        title = f"[{number} of {len(completed)}] {counted(len(completion.token_ids), 'token')}"
+        yield Text(f"{title}, {completion.finish_reason}", style="dim")
+        yield Text.assemble((printable(prompt), "bold"), printable(new), "\n", no_wrap=True, overflow="ignore")

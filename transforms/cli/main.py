@@ -10,30 +10,26 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
 from weft import __version__
 from weft.errors import CheckpointError, ConfigError, ConfigWarning, WeftError
-from weft.transforms.cli.options import GENERAL, GROUPS, MODEL, Bench, Demo, Doctor, Generate, Options, Plan, flag_of
+from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Options, Plan, flag_of, flagged
 from weft.transforms.cli.printing import printable
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 """The codes by which a shell reports a process that SIGINT, or SIGPIPE, ended."""
 
-_SAME = (
-    "cohorts", "context", "device", "dtype", "graph", "max_num_tokens", "max_tokens", "run_ahead", "seed", "steps",
-    "temperature",
-)  # fmt: skip
-_FLAGS = {name: flag_of(name) for name in _SAME} | {
+_RENAMED = {
     "backend": "--transport",
     "max_num_reqs": "--max-num-seqs",
     "num_tokens": "--speculate",
     "pipeline": "--pp",
 }
-"""The flags that set arguments of the Python functions, by the names of the arguments."""
+"""The flags that set arguments of Python functions which have other names."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,9 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal shows what it can
     try:
         try:
-            options = parse(words)
-            with _short_warnings():
-                return run_command(options)
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                if os.environ.get("RANK", "0") != "0":  # under torchrun only the first rank warns
+                    warnings.simplefilter("ignore", ConfigWarning)
+                return run_command(parse(words))
         finally:
             sys.stdout.flush()
     except WeftError as error:
@@ -65,8 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        _drop_stdout()
+        with contextlib.suppress(OSError, ValueError):  # else the interpreter flushes at exit, and complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning as one line, without its line of code."""
+    print(f"warning: {printable(str(message))}", file=sys.stderr)
 
 
 def run_command(options: Options) -> int:
@@ -78,40 +82,20 @@ def run_command(options: Options) -> int:
 def in_flags(error: WeftError, words: Sequence[str]) -> str:
     """The text of an error in the words of the command line: a Python argument becomes its flag. A Python call becomes
     the command as written, or, if it shows one argument alone, the flag of that one."""
+    flags = {field.name: flag_of(field.name) for field in flagged(_COMMANDS.get(words[0], Options))} | _RENAMED
     call, only = error.call, re.fullmatch(r"[^='\"]*[( ](\w+)=([^=]*)\)", error.call)
-    if only and only[1] in _FLAGS:
-        call = f"weft {words[0]} {_FLAGS[only[1]]} {only[2]}"
+    if only and only[1] in flags:
+        call = f"weft {words[0]} {flags[only[1]]} {only[2]}"
     elif not call.startswith((f"weft {words[0]} ", "--")):
         call = f"weft {shlex.join(words)}"
     seen, instead = error.seen, error.instead
     if not isinstance(error, ConfigError | CheckpointError):  # whose names are those of files' fields
-        names = re.compile(rf"\b({'|'.join(_FLAGS)})=")
-        seen, instead = (names.sub(lambda found: f"{_FLAGS[found[1]]} ", text) for text in (seen, instead))
+        names = re.compile(rf"\b({'|'.join(flags)})=")
+        seen, instead = (names.sub(lambda found: f"{flags[found[1]]} ", text) for text in (seen, instead))
     return str(WeftError(call, seen, instead))
 
 
-@contextlib.contextmanager
-def _short_warnings() -> Iterator[None]:
-    """Within, a warning is one line on stderr, without its line of code. Under torchrun only the first rank warns about
-    a configuration."""
-
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        print(f"warning: {printable(str(message))}", file=sys.stderr)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        if os.environ.get("RANK", "0") != "0":
-            warnings.simplefilter("ignore", ConfigWarning)
-        yield
-
-
-def _drop_stdout() -> None:
-    """Discard what is still buffered: the interpreter would flush it at exit, and complain."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-_COMMANDS: tuple[type[Options], ...] = (Demo, Doctor, Generate, Bench, Plan)
+_COMMANDS: dict[str, type[Options]] = {own.command: own for own in (Demo, Doctor, Generate, Bench, Plan)}
 
 
 def parse(words: Sequence[str]) -> Options:
@@ -122,50 +106,43 @@ def parse(words: Sequence[str]) -> Options:
         RequestError: flags that contradict each other.
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2).
     """
-    namespace, strange = build_parser().parse_known_args(words)
-    given = vars(namespace)
-    own, parser = given.pop("own"), given.pop("parser")
+    given, strange = build_parser().parse_known_args(words)
+    parser, own = given.parser, _COMMANDS[given.parser.prog.split()[-1]]
     if strange:
         flags = [word.strip(".,;]") for word in parser.format_help().split() if word.startswith("--")]
         near = difflib.get_close_matches(strange[0].partition("=")[0], flags, n=1)
-        remedy = f"{near[0]}, or see {parser.prog} --help" if near else f"see {parser.prog} --help"
+        remedy = ", or ".join((*near, f"see {parser.prog} --help"))
         parser.error(f"unrecognized arguments: {' '.join(strange)} (instead: {remedy})")
-    options: Options = own(**given, given=frozenset(given))
+    del given.parser
+    options = own(**vars(given), given=frozenset(vars(given)))
     options.check()
     return options
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; it sets `own` and `parser`, the class and the parser of the command."""
+    """The parser of all commands; it sets `parser`, that of the command."""
     parser = argparse.ArgumentParser(prog="weft", description="Model steps as pure functions on PyTorch.")
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for own in _COMMANDS:
-        told: dict[str, Any] = {"help": own.summary, "description": own.__doc__}
-        usage = f"weft {own.command} {own.usage}"
-        made = commands.add_parser(own.command, usage=usage, allow_abbrev=False, **told)
-        made.set_defaults(own=own, parser=made)
+    for name, own in _COMMANDS.items():
+        told: dict[str, Any] = {"help": own.summary, "description": own.__doc__, "usage": f"weft {name} {own.usage}"}
+        made = commands.add_parser(name, allow_abbrev=False, **told)
+        made.set_defaults(parser=made)
         _add_flags(made, own)
     return parser
 
 
 def _add_flags(parser: argparse.ArgumentParser, own: type[Options]) -> None:
     """Add the flags of a command. Only flags that are given reach the parser's result."""
-    fields = [field for field in attrs.fields(own) if field.metadata]
-    for group, description in GROUPS.items():
-        target: Any = parser
-        members = [field for field in fields if field.metadata["group"] == group]
-        if members and group == MODEL:
-            target = parser.add_mutually_exclusive_group(required=True)
-        elif members and group != GENERAL:
-            target = parser.add_argument_group(group, description)
-        for field in members:
-            told = {**field.metadata["kind"], "help": field.metadata["help"]}
-            if field.default is attrs.NOTHING:
-                told["required"] = True
-            elif type(field.default) in (int, float, str) and "default" not in told["help"]:
-                told["help"] += f" (default {field.default})"
-            if field.metadata["needs"]:
-                told["help"] += f"; needs {flag_of(field.metadata['needs'])}"
-            for flag, keywords in {flag_of(field.name): told, **field.metadata["also"]}.items():
-                target.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, **keywords)
+    groups: dict[str, Any] = {"options": parser}
+    for field in flagged(own):
+        name, help = field.metadata["group"], field.metadata["help"]
+        if name == "model" and name not in groups:
+            groups[name] = parser.add_mutually_exclusive_group(required=True)
+        elif name not in groups:
+            groups[name] = parser.add_argument_group(name)
+        if type(field.default) in (int, float, str) and "default" not in help:
+            help += f" (default {field.default})"
+        told = {"help": help, "required": field.default is attrs.NOTHING, **field.metadata["kind"]}
+        for flag, keywords in {flag_of(field.name): told, **field.metadata["also"]}.items():
+            groups[name].add_argument(flag, dest=field.name, default=argparse.SUPPRESS, **keywords)

@@ -6,19 +6,15 @@ Importing it imports neither torch, rich nor numpy.
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import attrs
 
-from weft.errors import RequestError
-
-MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
-"""The values of `--graph`: `weft.transforms.graphs.ladder.MODES`, without its import of torch."""
-
-DTYPES = ("float32", "bfloat16", "float16")
-"""The values of `--dtype`: the names in `weft.stages.model.DTYPES`, without its import of torch."""
+from weft.errors import ProgramError, RequestError
+from weft.transforms.graphs.ladder import MODES
 
 PRESETS = ("tiny", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b-fp8", "llama-3.1-8b")
 """The values of `--preset`: the names in `weft.stages.presets`, without its import of torch."""
@@ -26,55 +22,44 @@ PRESETS = ("tiny", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b-fp8", "llama-3.1-8b"
 WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
 """The values of `--workload`: tokens of each prompt and of each completion."""
 
-TRANSPORTS = ("local", "threads", "gloo", "nccl", "peer")
-"""The values of `--transport`."""
+GROUPS = "model", "options", "prompts", "sampling", "what is measured", "the load", "the machine", "how it runs"
+"""The groups of options in the order of `--help`; exactly one option of the group `model` is given."""
 
-MODEL, GENERAL, PROMPTS, SAMPLING = "model", "options", "prompts", "sampling"
-MEASURED, LOAD, MACHINE, HOW = "what is measured", "the load", "the machine", "how it runs"
-GROUPS = {
-    MODEL: None,  # exactly one of its options is given
-    GENERAL: None,
-    PROMPTS: "at least one; both flags may be repeated, in any order",
-    **dict.fromkeys((SAMPLING, MEASURED, LOAD, MACHINE, HOW)),
+NEEDS = {"draft": "speculate", "input_len": "output_len", "output_len": "input_len"}
+"""Options that count for nothing without another one."""
+
+IDLE = {
+    "eval": ("workload", "input_len", "output_len", "num_prompts", "temperature", "seed", "speculate", "draft"),
+    "input_len": ("workload",),
+    "output_len": ("workload",),
 }
-"""The groups of options in the order of `--help`, and what is said of them."""
+"""For an option, those that count for nothing next to it."""
 
 Kind = Mapping[str, Any]
 """The kind of an option's value: keywords of `argparse.ArgumentParser.add_argument`."""
 
 
-def whole(metavar: str, least: int = 1, most: int = 10**9) -> Kind:
-    """A whole number within limits.
+def value(metavar: str, convert: Callable[[str], Any], allowed: Callable[[Any], bool], instead: str) -> Kind:
+    """A value that is converted from text; `instead` names those that are allowed.
 
-    >>> whole("N")["type"]("12")
-    12
-    """
-
-    def parse(text: str) -> int:
-        if not re.fullmatch("[+-]?[0-9]{1,20}", text) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r:.60}: write a whole number from {least} to {most}")
-        return int(text)
-
-    return {"metavar": metavar, "type": parse}
-
-
-def number(metavar: str, allowed: Callable[[float], bool], instead: str) -> Kind:
-    """A number; `instead` names those that are allowed.
-
-    >>> number("X", lambda value: value > 0, "a number greater than 0")["type"]("2.5")
+    >>> value("X", float, lambda x: x > 0, "a number > 0")["type"]("2.5")
     2.5
     """
 
-    def parse(text: str) -> float:
+    def parse(text: str) -> Any:
         try:
-            value = float(text)
+            if allowed(found := convert(text)):
+                return found
         except ValueError:
-            value = math.nan
-        if not allowed(value):
-            raise argparse.ArgumentTypeError(f"{text!r:.60}: write {instead}")
-        return value
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r:.60}: write {instead}")
 
     return {"metavar": metavar, "type": parse}
+
+
+def whole(metavar: str, least: int = 1, most: int = 10**9) -> Kind:
+    """A whole number within limits."""
+    return value(metavar, int, lambda n: least <= n <= most, f"a whole number from {least} to {most}")
 
 
 def _text(text: str) -> str:
@@ -97,51 +82,45 @@ def _ids(text: str) -> list[int]:
 
 
 def _splits(text: str) -> tuple[int, ...]:
-    """Numbers of stages from `1,2,3`."""
-    if not re.fullmatch(r"0*[1-9][0-9]{0,5}(,0*[1-9][0-9]{0,5})*", text):
-        raise argparse.ArgumentTypeError(f"{text!r:.60}: write a whole number >= 1, or several, as in 1,2,3")
-    return tuple(int(part) for part in text.split(","))
+    return tuple(map(int, text.split(",")))
 
 
-DIR, FILE = {"metavar": "DIR"}, {"metavar": "FILE"}
+DIR, FILE, DEVICE = ({"metavar": name} for name in ("DIR", "FILE", "D"))
 SWITCH = {"action": "store_true"}
 TEXT = {"metavar": "TEXT", "type": _text, "action": "append"}
-IDS = {"metavar": "1,2,3", "type": _ids, "action": "append", "help": "token ids"}
-COUNT = whole("N", 1, 2**20)
-TEMPERATURE = number("T", lambda value: 0 <= value <= 1e38, "a finite number >= 0; 0 is greedy")
-SEED = whole("S", -(2**63), 2**63 - 1)
-SECONDS = number("S", lambda value: 0 < value <= 1e6, "a number of seconds, greater than 0 and at most 1e6, as in 30")
-BANDWIDTH = number("GB/s", lambda value: 0 < value < math.inf, "a finite number > 0, in GB/s")
-LINK = number("GB/s", lambda value: value > 0, "a number > 0, in GB/s")
-LATENCY = number("US", lambda value: 0 <= value < math.inf, "a finite number >= 0, in microseconds")
-
-_FOLDER = "a checkpoint folder in Hugging Face's format"
-_STAGES = "pipeline stages, one process each (default 1; under torchrun, all)"
-_DEVICE = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
-_JSON = "print one JSON object"
+IDS = {"metavar": "1,2,3", "type": _ids, "action": "append", "help": "token ids; may be repeated, too"}
+COUNT, SEED = whole("N", 1, 2**20), whole("S", -(2**63), 2**63 - 1)
+SPLITS = value("N", _splits, lambda own: 1 <= min(own) <= max(own) < 10**6, "a whole number >= 1, or several: 1,2,3")
+TEMPERATURE = value("T", float, lambda x: 0 <= x <= 1e38, "a finite number >= 0; 0 is greedy")
+SECONDS = value("S", float, lambda x: 0 < x <= 1e6, "a number of seconds, greater than 0 and at most 1e6, as in 30")
+BANDWIDTH = value("GB/s", float, lambda x: 0 < x < math.inf, "a finite number > 0, in GB/s")
+LINK = value("GB/s", float, lambda x: x > 0, "a number > 0, in GB/s")
+LATENCY = value("US", float, lambda x: 0 <= x < math.inf, "a finite number >= 0, in microseconds")
+DTYPES = "float32", "bfloat16", "float16"  # of weft.stages.model, without its import of torch
+TRANSPORTS = "local", "threads", "gloo", "nccl", "peer"
 
 
 def option(
-    group: str,
-    help: str,
-    kind: Kind,
-    default: Any = None,
-    *,
-    needs: str = "",
-    without: str = "",
-    also: Mapping[str, Kind] = {},
+    group: str, help: str, kind: Kind | Iterable[str], default: Any = None, *, also: Mapping[str, Kind] = {}
 ) -> Any:
     """A field that is set by the flag of its name, `--max-tokens` for `max_tokens`.
 
     Args:
-        help: ends with the default in `--help`, unless it speaks of it, and with what the option needs.
+        help: ends with the default in `--help`, unless it speaks of it.
+        kind: or the values to choose from.
         default: `attrs.NOTHING`: the flag is required.
-        needs: an option without which this one counts for nothing.
-        without: options, with spaces between them, next to which this one counts for nothing.
         also: other flags that set it, and their keywords.
     """
-    about = {"group": group, "help": help, "kind": kind, "needs": needs, "without": without, "also": also}
-    return attrs.field(default=default, metadata=about)
+    kind = kind if isinstance(kind, Mapping) else {"choices": kind}
+    return attrs.field(default=default, metadata={"group": group, "help": help, "kind": kind, "also": also})
+
+
+_model, _general, _prompts, _sampling, _measured, _load, _machine, _how = (partial(option, group) for group in GROUPS)
+
+
+def flag_of(name: str) -> str:
+    """The flag that sets an option."""
+    return f"--{name.replace('_', '-')}"
 
 
 @attrs.frozen(kw_only=True)
@@ -168,10 +147,10 @@ class Options:
 
     @contextmanager
     def about(self, flag: str) -> Iterator[None]:
-        """Within, a RequestError is about a flag as written."""
+        """Within, an error about a request or a program is about a flag as written."""
         try:
             yield
-        except RequestError as error:
+        except (RequestError, ProgramError) as error:
             self.refuse(flag, error.seen, error.instead)
 
     def check(self) -> None:
@@ -181,52 +160,37 @@ class Options:
             RequestError: about the first of them.
         """
         fields = attrs.fields_dict(type(self))
-        for field in (fields[name] for name in fields if name in self.given):
-            flag, needs = flag_of(field.name), field.metadata["needs"]
-            written = f"{flag} {getattr(self, field.name)}"
-            if others := [flag_of(name) for name in field.metadata["without"].split() if name in self.given]:
-                both = " and ".join(others)
+        for name in filter(self.given.__contains__, fields):
+            flag, needed = flag_of(name), NEEDS.get(name, name)
+            written = f"{flag} {getattr(self, name)}"
+            others = [flag_of(other) for other, idle in IDLE.items() if other in self.given and name in idle]
+            if both := " and ".join(others):
                 self.refuse(written, f"{both}, with which {flag} counts for nothing", f"leave out {flag}, or {both}")
-            if needs and needs not in self.given:
-                pair = (f"{flag_of(name)} {fields[name].metadata['kind']['metavar']}" for name in (field.name, needs))
-                self.refuse(written, f"no {flag_of(needs)}", " ".join(pair))
+            if needed not in self.given:
+                pair = (f"{flag_of(one)} {fields[one].metadata['kind']['metavar']}" for one in (name, needed))
+                self.refuse(written, f"no {flag_of(needed)}", " ".join(pair))
 
 
-def flag_of(name: str) -> str:
-    """The flag that sets an option."""
-    return f"--{name.replace('_', '-')}"
+def flagged(own: type[Options]) -> list["attrs.Attribute[Any]"]:
+    """The fields of a command that flags set, in the order of `--help`."""
+    fields = [field for field in attrs.fields(own) if field.metadata]
+    return sorted(fields, key=lambda field: GROUPS.index(field.metadata["group"]))
+
+
+_STAGES = "pipeline stages, one process each (default 1; under torchrun, all)"
+_FOLDER = "a checkpoint folder in Hugging Face's format"
+_DEVICE = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
 
 
 @attrs.frozen(kw_only=True)
-class RunOptions(Options):
-    """The options of a command that runs a model: the drafts, and the place of the stages."""
+class ModelOptions(Options):
+    """The options of a command that reads the configuration of a model."""
 
-    pp: int | tuple[int, ...] | None = option(HOW, _STAGES, whole("N"))
-    speculate: int | None = option(
-        HOW,
-        "draft K tokens per step by prompt lookup, or with --draft, and verify them; the tokens stay the same",
-        whole("K", 1, 1024),
-        without="eval",
-    )
-    draft: str | None = option(
-        HOW, "a checkpoint with the same vocabulary that drafts", DIR, needs="speculate", without="eval"
-    )
-    transport: str | None = option(
-        HOW,
-        "carries messages between stages (default: nccl between GPUs, gloo between processes on the CPU; local "
-        "runs all stages in this process)",
-        {"choices": TRANSPORTS},
-    )
-    timeout: float = option(
-        HOW,
-        "seconds that a stage may keep another one waiting before both stop (default 30); loading is not counted",
-        SECONDS,
-        30.0,
-    )
-    device: str | None = option(HOW, _DEVICE, {"metavar": "D"})
-    dtype: str | None = option(
-        HOW, "dtype of the weights and the KV cache (default: the checkpoint's)", {"choices": DTYPES}
-    )
+    model: str | None = _model(_FOLDER, DIR)
+    preset: str | None = _model("the dimensions of a known model", PRESETS)
+    pp: int | tuple[int, ...] | None = _how(_STAGES, whole("N"))
+    json: bool = _general("print one JSON object", SWITCH, False)
+    draft: str | None = None
 
     @property
     def splits(self) -> tuple[int | None, ...]:
@@ -240,14 +204,32 @@ class RunOptions(Options):
 
 
 @attrs.frozen(kw_only=True)
+class RunOptions(ModelOptions):
+    """The options of a command that runs a model: the drafts, and the place of the stages."""
+
+    speculate: int | None = _how(
+        "draft and verify K tokens per step, by prompt lookup or --draft; the tokens stay the same", whole("K", 1, 1024)
+    )
+    draft: str | None = _how("a checkpoint with the same vocabulary that drafts; needs --speculate", DIR)
+    transport: str | None = _how(
+        "carries messages between stages (default: nccl on GPUs, else gloo; local: all in this process)", TRANSPORTS
+    )
+    timeout: float = _how(
+        "seconds that a stage may keep another one waiting before both stop; loading is not counted", SECONDS, 30
+    )
+    device: str | None = _how(_DEVICE, DEVICE)
+    dtype: str | None = _how("dtype of the weights and the KV cache (default: the checkpoint's)", DTYPES)
+
+
+@attrs.frozen(kw_only=True)
 class Demo(Options):
     """Generate from three prompts with the checkpoint that weft ships: eagerly, graphified, pipelined over 2 stages,
     and both. Compare tokens, logits and state after every step, and exit with 1 if they differ."""
 
     command, summary = "demo", "see that graphs and pipelines change no result"
 
-    device: str | None = option(GENERAL, _DEVICE, {"metavar": "D"})
-    max_tokens: int = option(GENERAL, "tokens to generate per prompt", whole("N"), 64)
+    device: str | None = _general(_DEVICE, DEVICE)
+    max_tokens: int = _general("tokens to generate per prompt", whole("N"), 64)
 
 
 @attrs.frozen(kw_only=True)
@@ -256,7 +238,7 @@ class Doctor(Options):
 
     command, summary = "doctor", "show versions, devices and back ends"
 
-    json: bool = option(GENERAL, _JSON, SWITCH, False)
+    json: bool = _general("print one JSON object", SWITCH, False)
 
 
 @attrs.frozen(kw_only=True)
@@ -266,14 +248,15 @@ class Generate(RunOptions):
     command, usage = "generate", "--model DIR --prompt TEXT [options]"
     summary = "complete prompts with a checkpoint"
 
-    model: str = option(GENERAL, _FOLDER, DIR, attrs.NOTHING)
-    prompt: Sequence[str | list[int]] = option(PROMPTS, "a text", TEXT, (), also={"--prompt-ids": IDS})
-    max_tokens: int = option(SAMPLING, "tokens to generate per prompt", whole("N"), 64)
-    temperature: float = option(SAMPLING, "0, the default, is greedy", TEMPERATURE, 0.0)
-    seed: int | None = option(SAMPLING, "seed of all random choices (default: a fresh one)", SEED)
-    adapter: str | None = option(SAMPLING, "a LoRA adapter, as PEFT saves it", DIR)
-    graph: str = option(HOW, "graph mode", {"choices": MODES}, "full")
-    json: bool = option(GENERAL, "print one JSON object per completion, one per line", SWITCH, False)
+    model: str = _general(_FOLDER, DIR, attrs.NOTHING)
+    preset: None = None
+    prompt: Sequence[str | list[int]] = _prompts("a text; may be repeated", TEXT, (), also={"--prompt-ids": IDS})
+    max_tokens: int = _sampling("tokens to generate per prompt", whole("N"), 64)
+    temperature: float = _sampling("0, the default, is greedy", TEMPERATURE, 0)
+    seed: int | None = _sampling("seed of all random choices (default: a fresh one)", SEED)
+    adapter: str | None = _sampling("a LoRA adapter, as PEFT saves it", DIR)
+    graph: str = _how("graph mode", MODES, "full")
+    json: bool = _general("print one JSON object per completion, one per line", SWITCH, False)
 
 
 @attrs.frozen(kw_only=True)
@@ -284,48 +267,32 @@ class Bench(RunOptions):
     command, usage = "bench", "(--model DIR | --preset NAME) [options]"
     summary = "measure serving, or score a file of tasks"
 
-    model: str | None = option(MODEL, _FOLDER, DIR)
-    preset: str | None = option(MODEL, "the dimensions of a known model", {"choices": PRESETS})
-    load_format: str | None = option(
-        GENERAL,
-        "auto loads the folder's weights, dummy draws random ones (default: auto; with --preset dummy)",
-        {"choices": ("auto", "dummy")},
+    load_format: str | None = _general(
+        "dummy: random weights; auto: the folder's (default: auto; with --preset dummy)", ("auto", "dummy")
     )
-    json: bool = option(GENERAL, _JSON, SWITCH, False)
-    out: str | None = option(GENERAL, "write the JSON object to a file, too", FILE)
-    workload: str = option(
-        MEASURED,
+    out: str | None = _general("write the JSON object to a file, too", FILE)
+    workload: str = _measured(
         f"tokens in and out: {', '.join(f'{name} {a} and {b}' for name, (a, b) in WORKLOADS.items())}",
-        {"choices": WORKLOADS},
+        tuple(WORKLOADS),
         "decode",
-        without="eval input_len output_len",
     )
-    input_len: int | None = option(MEASURED, "tokens of each prompt", COUNT, needs="output_len", without="eval")
-    output_len: int | None = option(MEASURED, "tokens of each completion", COUNT, needs="input_len", without="eval")
-    num_prompts: int = option(MEASURED, "requests", COUNT, 128, without="eval")
-    temperature: float = option(MEASURED, "0 is greedy", TEMPERATURE, 1.0, without="eval")
-    seed: int = option(MEASURED, "seed of random weights, prompts and samples", SEED, 0, without="eval")
-    eval: str | None = option(
-        MEASURED,
+    input_len: int | None = _measured("tokens of each prompt; needs --output-len", COUNT)
+    output_len: int | None = _measured("tokens of each completion; needs --input-len", COUNT)
+    num_prompts: int = _measured("requests", COUNT, 128)
+    temperature: float = _measured("0 is greedy", TEMPERATURE, 1)
+    seed: int = _measured("seed of random weights, prompts and samples", SEED, 0)
+    eval: str | None = _measured(
         'score each line of a file instead: {"text": ...} by its perplexity, {"prompt": ..., "answer": ...} by whether '
         "the greedy completion is the answer",
         FILE,
     )
-    max_num_seqs: int = option(HOW, "requests that run at once", COUNT, 128)
-    max_num_tokens: int | None = option(
-        HOW,
-        "tokens per step (default 2048; with --eval that of --max-num-seqs, so that mode full replays prompts too)",
-        whole("N", 1, 2**17),
+    max_num_seqs: int = _how("requests that run at once", COUNT, 128)
+    max_num_tokens: int | None = _how(
+        "tokens per step (default 2048; with --eval as --max-num-seqs: mode full replays prompts)", whole("N", 1, 2**17)
     )
-    pp: int | tuple[int, ...] | None = option(
-        HOW, f"{_STAGES}; with --eval several too: 1,2,3", {"metavar": "N", "type": _splits}
-    )
-    graph: str | None = option(
-        HOW,
-        "graph mode (default full_and_piecewise; with --eval all of them, one by one)",
-        {"choices": (*MODES, "all")},
-    )
-    run_ahead: int = option(HOW, "steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)
+    pp: int | tuple[int, ...] | None = _how(f"{_STAGES}; with --eval several too: 1,2,3", SPLITS)
+    graph: str | None = _how("graph mode (default full_and_piecewise; with --eval all, one by one)", (*MODES, "all"))
+    run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)
 
     @property
     def dummy(self) -> bool:
@@ -353,31 +320,22 @@ class Bench(RunOptions):
 
 
 @attrs.frozen(kw_only=True)
-class Plan(Options):
-    """Predict a decode loop over pipeline stages from config.json alone: tokens/s and what bounds them, the split of
-    the layers, the number of cohorts, the timeline and the programs. Costs are bytes over bandwidth."""
+class Plan(ModelOptions):
+    """Predict a decode loop over pipeline stages from config.json alone, without weights: tokens/s and what bounds
+    them, the split of the layers, the number of cohorts, the timeline, the programs. Costs are bytes over bandwidth."""
 
     command, usage = "plan", "(--model DIR | --preset NAME) --pp N [options]"
     summary = "predict a pipeline from a config.json"
 
-    model: str | None = option(MODEL, "a folder with a config.json; weights are not needed", DIR)
-    preset: str | None = option(MODEL, "the dimensions of a known model", {"choices": PRESETS})
-    pp: int = option(GENERAL, "pipeline stages", whole("N"), attrs.NOTHING)
-    json: bool = option(GENERAL, _JSON, SWITCH, False)
-    svg: str | None = option(GENERAL, "write a picture of the timeline, too", FILE)
-    requests: int = option(LOAD, "requests that decode together", whole("R"), 128)
-    context: int | None = option(
-        LOAD,
-        "tokens before the one that is generated (default 1024, or half of the model's positions)",
-        whole("T", 0),
+    pp: int = _general("pipeline stages", whole("N"), attrs.NOTHING)
+    svg: str | None = _general("write a picture of the timeline, too", FILE)
+    requests: int = _load("requests that decode together", whole("R"), 128)
+    context: int | None = _load(
+        "tokens before the one that is generated (default 1024, or half of the model's positions)", whole("T", 0)
     )
-    cohorts: int | None = option(
-        LOAD, "groups of requests that take turns (default: the number that is fastest)", whole("C", 1, 1000)
-    )
-    steps: int = option(LOAD, "steps of each cohort in the timeline", whole("K"), 2)
-    bandwidth: float = option(
-        MACHINE, "memory bandwidth of a device (default 4800, an H200's data sheet)", BANDWIDTH, 4800.0
-    )
-    link: float = option(MACHINE, "bandwidth between two ranks (default: no limit)", LINK, math.inf)
-    latency: float = option(MACHINE, "microseconds of a transfer, whatever its size", LATENCY, 0)
-    capacity: int = option(MACHINE, "messages that an edge holds", whole("M"), 2)
+    cohorts: int | None = _load("groups of requests that take turns (default: the fastest number)", whole("C", 1, 1000))
+    steps: int = _load("steps of each cohort in the timeline", whole("K"), 2)
+    bandwidth: float = _machine("memory bandwidth of a device (default 4800, an H200's data sheet)", BANDWIDTH, 4800)
+    link: float = _machine("bandwidth between two ranks (default: no limit)", LINK, math.inf)
+    latency: float = _machine("microseconds of a transfer, whatever its size", LATENCY, 0)
+    capacity: int = _machine("messages that an edge holds", whole("M"), 2)

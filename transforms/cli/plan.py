@@ -1,17 +1,19 @@
 """`weft plan`: predict a decode loop over pipeline stages, from a config.json and a memory bandwidth alone."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
+from rich.console import Console
 from rich.text import Text
 
 from weft.arguments.json_text import write_json
 from weft.display.durations import duration
 from weft.display.quantities import counted
 from weft.effects import listing
-from weft.transforms.cli.models import check_stages, read_config
+from weft.transforms.cli.models import read_config
 from weft.transforms.cli.options import Plan
-from weft.transforms.cli.printing import check_file, console, table, write_file
+from weft.transforms.cli.printing import check_file, heading, show, write_file
 from weft.transforms.pipelines.drawing import LEAST_WIDTH
 from weft.transforms.pipelines.prediction import NOTE, Machine, Prediction, predict_decode
 
@@ -19,8 +21,7 @@ from weft.transforms.pipelines.prediction import NOTE, Machine, Prediction, pred
 def run(options: Plan) -> int:
     """Predict, and print the prediction; the exit code is 0."""
     check_file(options, "--svg", options.svg)
-    config = read_config(options.model, options.preset)
-    check_stages(options, config, options.pp)
+    config = read_config(options)
     machine = Machine(
         bandwidth=options.bandwidth * 1e9,
         link=options.link * 1e9,
@@ -34,7 +35,7 @@ def run(options: Plan) -> int:
     if options.json:
         print(write_json(as_report(options, plan), indent=2))
     else:
-        show(options, plan)
+        show(sections(options, plan))
     return 0
 
 
@@ -64,28 +65,20 @@ def as_report(options: Plan, plan: Prediction) -> dict[str, Any]:
     }
 
 
-def show(options: Plan, plan: Prediction) -> None:
-    """Print the answer, then how it comes about."""
-    out, size = console(), plan.chosen.size
-    stages: list[dict[str, Any]] = [{"stage": index} for index in range(options.pp)]
-    for name, split in plan.splits.items():
-        for row, own in zip(stages, split, strict=True):
-            row |= {f"{name}:\nlayers": own["stop"] - own["start"], f"{name}:\ntime": duration(own["seconds"])}
+def sections(options: Plan, plan: Prediction) -> Iterator[Any]:
+    """The answer, then how it comes about."""
     slowest, even = (max(stage["seconds"] for stage in split) for split in plan.splits.values())
     steps = f"{counted(options.steps, 'step')} of each of {counted(plan.chosen.cohorts, 'cohort')}"
-    sections: dict[str, tuple[Any, ...]] = {
-        "prediction": (*plan.answer(), "", NOTE),
+    parts_of: dict[str, tuple[Any, ...]] = {
+        "prediction": (*plan.answer(), "", Text(NOTE)),
         "assumptions": (*plan.assumptions(),),
-        f"split of the layers, for a cohort of {size}": (
-            table("", stages),
+        f"split of the layers, for a cohort of {plan.chosen.size}": (
+            plan.stages(),
             f"slowest stage: {duration(slowest)} balanced, {duration(even)} even ({even / slowest - 1:.1%} slower)",
         ),
         "numbers of cohorts, once the pipeline is full (each in its own best split)": (plan.cohorts,),
-        f"timeline of {steps}, from an empty pipeline": (plan.timeline.as_text(max(out.width, LEAST_WIDTH)),),
+        f"timeline of {steps}, from an empty pipeline": (plan.timeline.as_text(max(Console().width, LEAST_WIDTH)),),
         "programs of this timeline, by rank": (listing(plan.programs),),
     }
-    for title, parts in sections.items():
-        out.print(Text(title, style="bold"))
-        for part in parts:
-            out.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str) and part != NOTE)
-        out.print()
+    for title, parts in parts_of.items():
+        yield from (heading(title), *parts, "")

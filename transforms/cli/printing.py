@@ -1,15 +1,11 @@
-"""Tables and files that commands print and write. It imports neither torch, numpy nor rich."""
+"""Texts, tables and files that commands print and write. It imports neither torch, numpy nor rich."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from weft.display.tables import Table
 from weft.transforms.cli.options import Options
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def printable(text: str) -> str:
@@ -30,36 +26,31 @@ def check_file(options: Options, flag: str, file: str | None) -> None:
         options.refuse(f"{flag} {file}", f"there is no folder {folder!r:.300}", instead)
 
 
-def write_file(options: Options, flag: str, file: str, text: str) -> None:
-    """Write a text to the file that a flag names.
+def write_file(options: Options, flag: str, file: str | None, text: str) -> None:
+    """Write a text to the file that a flag names, if it is given.
 
     Raises:
         RequestError: the file cannot be written.
     """
     try:
-        Path(file).write_text(text, encoding="utf-8")
+        if file is not None:
+            Path(file).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        options.refuse(
-            f"{flag} {file}", f"{reason}: {file:.300}", "a file that can be written, in a folder that exists"
-        )
+        seen = f"{getattr(error, 'strerror', error)}: {file:.300}"
+        options.refuse(f"{flag} {file}", seen, "a file that can be written, in a folder that exists")
 
 
-def console() -> "Console":
-    """The terminal, or the pipe, that tables are printed to."""
+def show(parts: Iterable[Any]) -> None:
+    """Print texts, tables and other things that rich prints. A plain text is neither wrapped nor cut."""
     from rich.console import Console
 
-    return Console(highlight=False)
+    out = Console(highlight=False)
+    for part in parts:
+        out.print(part, markup=False, emoji=False, crop=False, soft_wrap=isinstance(part, str))
 
 
-def show_tables(out: "Console", *tables: Table) -> None:
-    """Print tables, each before an empty line."""
-    for one in tables:
-        out.print(one)
-        out.print()
+def heading(text: str) -> Any:
+    """A bold line, which is neither wrapped nor cut."""
+    from rich.text import Text
 
-
-def table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
-    """A table of rows; each maps the names of the columns, the same in every row, to what is shown."""
-    lines = [*rows]
-    return Table(tuple(lines[0]), tuple(tuple(map(str, line.values())) for line in lines), title)
+    return Text(text, style="bold", no_wrap=True, overflow="ignore")

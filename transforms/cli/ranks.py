@@ -1,6 +1,7 @@
 """The processes that run a command's stages: this one, ranks that it starts, or the ranks of torchrun."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, TypeVarTuple, cast
@@ -20,8 +21,6 @@ from weft.transforms.pipelines.transports.threads import Threads
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-_IN_PROCESS = ("local", "threads")
 
 
 @attrs.frozen(eq=False)
@@ -45,10 +44,15 @@ class Here:
         """Whether this process prints."""
         return self.stage is None or self.stage[0] == 0
 
+    @property
+    def progress(self) -> bool:
+        """Whether it shows progress bars: only in a terminal."""
+        return self.first and sys.stderr.isatty()
 
-def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T | None:
-    """Call `fn(here, *args)` in every process of the pipeline, and return the first one's result; None on a rank of
-    torchrun that is not the first.
+
+def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T:
+    """Call `fn(here, *args)` in every process of the pipeline, and return the first one's result. The other ranks of
+    torchrun end here, as only the first one prints.
 
     Args:
         fn: a function of a module (it is pickled by name).
@@ -56,15 +60,16 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
     Raises:
         RequestError: `--pp` is not torchrun's number of processes; a transport that needs several stages, or does not
             serve the device; or fewer GPUs than stages.
+        SystemExit: with 0, on a rank of torchrun that is not the first.
         Whatever `fn` raises.
     """
     world, transport = world_size(), options.transport
-    stages, flag = options.stages or world, f"--transport {transport}"
-    within, torchrun = transport in _IN_PROCESS, f"torchrun with {world} processes"
+    stages, flag, within = options.stages or world, f"--transport {transport}", transport in ("local", "threads")
     if "RANK" in os.environ and not (size := os.environ.get("WORLD_SIZE", "1")).isdecimal():
         options.refuse("", f"RANK is set, and WORLD_SIZE={size!r}", "unset both")
     if world > 1 and stages != world:
-        options.refuse(f"--pp {stages}", f"--pp {stages} under {torchrun}", f"--pp {world}, or leave it out")
+        seen = f"--pp {stages} under torchrun with {world} processes"
+        options.refuse(f"--pp {stages}", seen, f"--pp {world}, or leave it out")
     if world > 1 and within:
         seen = f"{world} processes of torchrun, and a transport within one process"
         options.refuse(flag, seen, "no torchrun, or no --transport")
@@ -77,7 +82,7 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
     _check_device(options, stages if world == 1 else 1)
     if world > 1:
         result = _as_rank(fn, options, *args)
-        return result if os.environ["RANK"] == "0" else None
+        return result if os.environ["RANK"] == "0" else sys.exit()
     return cast(T, launch(_as_rank, stages, fn, options, *args, timeout=options.timeout)[0])
 
 

@@ -9,6 +9,7 @@ import attrs
 from weft.arguments.checks import COUNT, Rule, check_values
 from weft.display.durations import duration
 from weft.display.quantities import byte_size, counted
+from weft.display.tables import Table, text, titled
 from weft.effects import Program
 from weft.errors import CostError, ProgramError, RequestError
 from weft.stages.config import ModelConfig
@@ -143,6 +144,18 @@ class Prediction:
         return "\n".join((*self.answer(), "", *self.assumptions()))
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        pictures = (picture._repr_html_() for picture in (self.stages(), self.cohorts, self.timeline))
+        return titled(text(", ".join(self.answer())), *pictures)
+
+    def stages(self) -> Table:
+        """A table with one row per stage: its layers and its seconds, in the best split and in that by their number."""
+        rows: list[dict[str, Any]] = [{"stage": index} for index in range(self.load.num_stages)]
+        for name, split in self.splits.items():
+            for row, own in zip(rows, split, strict=True):
+                row |= {f"{name}: layers": own["stop"] - own["start"], f"{name}: time": duration(own["seconds"])}
+        return Table.of(rows)
 
     def answer(self) -> Iterator[str]:
         """The lines of the answer: the throughput, a step's time, what bounds it, and each rank's idle share."""

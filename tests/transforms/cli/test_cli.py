@@ -16,11 +16,11 @@ import weft
 from weft.errors import ConfigError, RequestError
 from weft.stages.model import DEMO, DTYPES as MODEL_DTYPES
 from weft.transforms.cli.main import in_flags
-from weft.transforms.cli.options import MODES, Generate, RunOptions
+from weft.transforms.cli.options import Generate, RunOptions
 from weft.transforms.cli.printing import printable
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.generate import Completion
-from weft.transforms.graphs.ladder import MODES as LADDER_MODES
+from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.threads import Threads
 
@@ -222,7 +222,7 @@ def test_a_torch_for_cuda_without_a_driver() -> None:
 def test_help_needs_no_torch_and_names_every_choice(run: Weft) -> None:
     code, out, _ = run("generate", "--help")
     assert code == 0
-    assert "{" + ",".join(LADDER_MODES) + "}" in out
+    assert "{" + ",".join(MODES) + "}" in out
     assert "{" + ",".join(MODEL_DTYPES) + "}" in out
     look = "import sys; from weft.transforms.cli.main import build_parser; build_parser(); "
     look += "sys.exit(bool({'torch', 'rich', 'numpy'} & {*sys.modules}))"
@@ -351,7 +351,12 @@ def test_an_option_says_how_long_a_stage_may_keep_others_waiting(transport: str)
 @pytest.mark.parametrize("command", ["generate", "bench"])
 def test_the_time_out_is_an_option(run: Weft, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     places: list[RunOptions] = []
-    monkeypatch.setattr(f"weft.transforms.cli.{command}.in_ranks", lambda fn, place, *_: places.append(place))
+
+    def note(fn: object, place: RunOptions, *_: object) -> None:
+        places.append(place)
+        sys.exit(0)
+
+    monkeypatch.setattr(f"weft.transforms.cli.{command}.in_ranks", note)
     argv = generate("--prompt", "A") if command == "generate" else ("bench", "--preset", "tiny")
     assert run(*argv, "--timeout", "7.5")[0] == 0
     assert run(*argv)[0] == 0

@@ -15,13 +15,15 @@ from cli_calls import Weft, assert_refused
 from weft.stages.model import DEMO, load
 from weft.stages.presets import PRESETS
 from weft.transforms.cli import evaluate
-from weft.transforms.cli.bench import as_report, show, start_engine
+from weft.transforms.cli.bench import as_report, start_engine, tables
 from weft.transforms.cli.main import main
-from weft.transforms.cli.options import MODES, PRESETS as NAMES, WORKLOADS, Bench
+from weft.transforms.cli.options import PRESETS as NAMES, WORKLOADS, Bench
+from weft.transforms.cli.printing import show
 from weft.transforms.cli.ranks import Here
 from weft.transforms.engine.evaluation.scoring import Score
 from weft.transforms.engine.evaluation.serving import RankFigures, Served, figures, serve
 from weft.transforms.engine.stats import Stats
+from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.transports.local import Local
 
 HELD_OUT = Path(__file__).parent / "held_out.jsonl"
@@ -79,7 +81,7 @@ def options(graph: str, pp: int) -> Bench:
 @pytest.mark.parametrize("pp", [1, 2])
 def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:
     asked = options(graph, pp)
-    engine, _ = start_engine(Here(Local(), pp, "cpu"), asked, False)
+    engine, _ = start_engine(Here(Local(), pp, "cpu"), asked)
     before = [one.cache_info() for one in engine.graphs]
     found = figures(serve(engine, [[i, 1, 2, 3, 4, 5] for i in range(7)], asked.temperature, 5), 6, [])
     assert len(engine.graphs) == pp
@@ -113,7 +115,7 @@ def test_the_start_of_gpus_fits_a_terminal_with_its_headers(
     before = Stats(**NOTHING)
     rank = RankFigures("cuda:7", 102.34, 11.23, 126.1, 1.0, 528.25, 162, 4700 * 2**20, 137 * 2**30)
     found = figures(Served([[1.0]], before, attrs.evolve(before, modes={"full": 1})), 10, [rank])
-    show(as_report(options("full", 1), found))
+    show(tables(as_report(options("full", 1), found)))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     shown = [line.split() for line in lines]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
+from typing import Any
 
 import attrs
 import torch
@@ -11,6 +12,7 @@ from weft.arguments.checks import COUNT, check_values
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.display.quantities import error_size
+from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
 from weft.outputs import Output
 from weft.stages.model import Model
@@ -66,8 +68,8 @@ class TracedStep:
 
 
 @attrs.frozen(eq=False)
-class RunTrace:
-    """The results of a run, step by step.
+class RunTrace(Tabled):
+    """The results of a run, step by step. It prints as a table of one row.
 
     Args:
         way: the number of stages, and the graph mode.
@@ -90,10 +92,19 @@ class RunTrace:
         steady = [s for s in self.steps if s.descriptor.is_uniform and met[s.descriptor] is not s]
         return sum(s.descriptor.num_reqs for s in steady) / sum(s.seconds for s in steady) if steady else None
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The way, its tokens per second, and its calls, in words."""
+        rate = self.tokens_per_second
+        return {"way": self.way.name, "tokens/s": None if rate is None else f"{rate:,.0f}", **self.calls}
+
+    def table(self) -> Table:
+        return Table.of([self.row])
+
 
 @attrs.frozen
-class RunComparison:
-    """The differences of two runs, over all steps.
+class RunComparison(Tabled):
+    """The differences of two runs, over all steps. It prints as a table of one row.
 
     Args:
         way, against: those of the two runs.
@@ -116,6 +127,22 @@ class RunComparison:
     def allowed(self) -> float:
         """The difference that logits and KV pages may have: none where both ways compute in the same shapes."""
         return 0.0 if self.way.num_stages == self.against.num_stages else TOLERANCE
+
+    @property
+    def row(self) -> dict[str, str]:
+        """The ways, what is equal, the largest differences and those allowed, and the verdict, in words."""
+        same = {"tokens": self.tokens, "tables": self.tables}
+        return {
+            "way": self.way.name,
+            "against": self.against.name,
+            **{name: "equal" if equal else "DIFFER" for name, equal in same.items()},
+            **{name: error_size(size) for name, size in self.sizes.items()},
+            "allowed": error_size(self.allowed),
+            "verdict": "BROKEN" if [*self.faults()] else "holds",
+        }
+
+    def table(self) -> Table:
+        return Table.of([self.row])
 
     def faults(self) -> Iterator[str]:
         """The differences that are not allowed, in words."""
