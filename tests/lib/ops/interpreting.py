@@ -1,5 +1,7 @@
-"""Kernels in triton's interpreter, in another process: triton reads its flag where kernels are defined."""
+"""Kernels in triton's interpreter, in other processes: triton reads its flag where kernels are defined."""
 
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -9,26 +11,54 @@ from typing import Any
 import pytest
 import torch
 
+_SERVER = """
+import interpreted, json, os, signal, sys
+for request in map(json.loads, sys.stdin):
+    if (child := os.fork()) == 0:
+        signal.alarm(request["seconds"])
+        written = os.open(request["written"], os.O_WRONLY)
+        os.dup2(written, 1)
+        os.dup2(written, 2)
+        sys.argv = ["-c", *request["arguments"]]
+        exec(compile(request["code"], "<interpreted>", "exec"), {"__name__": "__main__"})
+        sys.exit()  # which leaves the loop in the child
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
 
 def drawn(count: int, every: int, runs_all: bool) -> range:
     """The indices that this run has of `count` parameters marked `one_of(every)`."""
     return range(0, count, 1 if runs_all else every)
 
 
-def run_interpreted(code: str, *arguments: object, timeout: float | None = None) -> str:
-    """Run code in a new process, and return its output. It may import the modules in this folder."""
-    pytest.importorskip("triton")
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """A process that has imported torch and triton, and forks for each request. It ends when its input does."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-c", f"import interpreted\n{code}", *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert not done.returncode, done.stderr
-    return done.stdout
+    return subprocess.Popen(
+        [sys.executable, "-c", _SERVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def run_interpreted(code: str, folder: Path, *arguments: object, seconds: int = 300) -> str:
+    """Run code in a process of its own, and return its output. It may import the modules in this folder."""
+    pytest.importorskip("triton")
+    written, server = folder / "written.txt", _server()
+    written.touch()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    request = {"code": code, "arguments": [*map(str, arguments)], "written": str(written), "seconds": seconds}
+    server.stdin.write(f"{json.dumps(request)}\n")
+    server.stdin.flush()
+    ended = server.stdout.readline().strip()
+    assert ended == "0", f"exit code {ended}: {written.read_text()}"
+    return written.read_text()
 
 
 def interpret(code: str, given: Any, folder: Path) -> Any:
     """Run code that reads values from the file `sys.argv[1]` and saves results to `sys.argv[2]`, and return these."""
     torch.save(given, folder / "in.pt")
-    run_interpreted(code, folder / "in.pt", folder / "out.pt")
+    run_interpreted(code, folder, folder / "in.pt", folder / "out.pt")
     return torch.load(folder / "out.pt", weights_only=False)

@@ -104,8 +104,8 @@ def check_padded(device: str, launches: list[int]) -> None:
             assert torch.equal(seen, one)
 
 
-def test_graphify_with_the_kernel_interpreted() -> None:
-    assert run_interpreted(_GRAPHIFIED) == "done\n"
+def test_graphify_with_the_kernel_interpreted(tmp_path: Path) -> None:
+    assert run_interpreted(_GRAPHIFIED, tmp_path) == "done\n"
 
 
 # On a GPU

@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,5 +134,5 @@ print("right")
 @pytest.mark.one_of(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 @pytest.mark.parametrize("script", [_INTERPRETED, _PACKED], ids=["bulk", "packed"])
-def test_the_kernels_of_symmetric_memory_interpreted(script: str) -> None:
-    assert run_interpreted(script, random.Random(0).randrange(99), timeout=120).strip() == "right"
+def test_the_kernels_of_symmetric_memory_interpreted(script: str, tmp_path: Path) -> None:
+    assert run_interpreted(script, tmp_path, random.Random(0).randrange(99), seconds=120).strip() == "right"
