@@ -277,30 +277,29 @@ def test_the_face_has_nothing_else() -> None:
         _ = weft.graphfy
 
 
-def loaded_by(code: str) -> set[str]:
-    """The top-level modules that a Python process has loaded after it ran the code."""
-    code += "; import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+def loaded_by(*uses: str) -> list[set[str]]:
+    """The top-level modules that a Python process has loaded after each line of code."""
+    says = "print('loaded:', *{name.partition('.')[0] for name in sys.modules})"
+    code = "\n".join(f"{use}; import sys; {says}" for use in uses)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return set(done.stdout.splitlines()[-1].split())
+    return [set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("loaded:")]
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "import weft; [getattr(weft, name) for name in weft.__all__]",
-        "import weft.transforms, weft.transforms.engine, weft.stages, weft.effects",
-        "import torch, weft; f = weft.graphify(lambda x: x + 1); f(torch.ones(2)); f(torch.ones(2))",
-        "import weft; print(weft.pipeline([lambda p, s, b, x: (s, b)]))",
-    ],
-    ids=["every name", "every face", "a graph", "a pipeline"],
+USES = (
+    "import weft; [getattr(weft, name) for name in weft.__all__]",
+    "import weft.transforms, weft.transforms.engine, weft.stages, weft.effects",
+    "import torch; f = weft.graphify(lambda x: x + 1); f(torch.ones(2)); f(torch.ones(2))",
+    "print(weft.pipeline([lambda p, s, b, x: (s, b)]))",
 )
-def test_no_optional_package_is_imported_before_it_is_used(use: str) -> None:
-    loaded = loaded_by(use)
-    assert "weft" in loaded
-    assert loaded & OPTIONAL == set()
+
+
+def test_no_optional_package_is_imported_before_it_is_used() -> None:
+    for use, loaded in zip(USES, loaded_by(*USES), strict=True):
+        assert "weft" in loaded
+        assert loaded & OPTIONAL == set(), use
 
 
 def test_importing_weft_imports_nothing_else() -> None:
     # So that it costs what the first use of a name costs, which is the import of torch.
-    alone, more = loaded_by("import ast, importlib, lazy_loader, types, typing"), loaded_by("import weft")
+    alone, more = loaded_by("import ast, importlib, lazy_loader, types, typing", "import weft")
     assert more - alone == {"weft"}

@@ -269,6 +269,8 @@ try:
     weft.proofs.laws
 except ImportError as error:
     print(type(error).__name__, error)
+del sys.modules["hypothesis"]
+weft.proofs.engine_machine
 """
 
 

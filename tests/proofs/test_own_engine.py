@@ -1,8 +1,6 @@
 """`engine_machine` on models of a user's own: it finds planted bugs and wrong oracles, and needs no oracle."""
 
 import functools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +168,3 @@ def test_a_small_vocabulary_needs_requests_of_its_own() -> None:
     with pytest.raises(CheckError, match="a model of 10 tokens, 9 of which do not end a request"):
         engine_machine(model)
     run(engine_machine(model, prompts=[[1, 2], [1]], sampling=[weft.SamplingParams()], graph="none"))
-
-
-def test_hypothesis_is_imported_with_the_first_use() -> None:
-    code = "import sys, weft.proofs; assert 'hypothesis' not in sys.modules; weft.proofs.engine_machine"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -63,8 +63,16 @@ def test_gpu():
 """
 
 
+OPTIONS = ("-p", "weft.proofs.plugin", "-p", "no:cacheprovider")
+
+
 def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
-    return pytester.runpytest_subprocess("-p", "weft.proofs.plugin", "-p", "no:cacheprovider", *options)
+    return pytester.runpytest_subprocess(*OPTIONS, *options)
+
+
+def run_here(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
+    """In this process, which has imported torch. A profile would stay loaded; modules of weft would be imported twice."""
+    return pytester.runpytest_inprocess(*OPTIONS, *options)
 
 
 @pytest.fixture(autouse=True)
@@ -97,17 +105,20 @@ def test_the_code_of_a_counterexample_stands_apart(pytester: pytest.Pytester) ->
     assert "search.py" not in done.stdout.str()  # the traceback ends in the user's own code
 
 
+SEEN = {"ci": "100 True True True", "gpu": "50 True True True", "explore": "1000 False True False"}
+
+
 @pytest.mark.parametrize(
-    ("name", "seen"), [("ci", "100 True True True"), ("gpu", "50 True True True"), ("explore", "1000 False True False")]
+    ("way", "name"),
+    [*(("option", name) for name in SEEN), ("variable", "gpu"), ("configuration", "explore"), ("configuration", "ci")],
 )
-@pytest.mark.parametrize("way", ["option", "variable", "configuration"])
-def test_profiles(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, seen: str, way: str) -> None:
+def test_profiles(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, way: str, name: str) -> None:
     if way == "variable":
         monkeypatch.setenv("WEFT_HYPOTHESIS_PROFILE", name)
     pytester.makeini("[pytest]\nweft_profile = ci" if way != "configuration" else f"[pytest]\nweft_profile = {name}")
     pytester.makepyfile(PROFILE)
     done = run(pytester, "-s", *([f"--weft-profile={name}"] if way == "option" else []))
-    done.stdout.fnmatch_lines([f"*profile: {seen}*"])
+    done.stdout.fnmatch_lines([f"*profile: {SEEN[name]}*"])
 
 
 def test_no_profile_leaves_hypothesis_alone(pytester: pytest.Pytester) -> None:
@@ -133,8 +144,8 @@ def test_without_hypothesis(pytester: pytest.Pytester, monkeypatch: pytest.Monke
 def test_what_needs_a_gpu(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(DEVICES)
     counts = {"passed": 1, "skipped": 2} if not torch.cuda.is_available() else {"passed": 2, "failed": 1}
-    run(pytester, "--strict-markers").assert_outcomes(**counts)
-    run(pytester, "-m", "not gpu").assert_outcomes(passed=1, deselected=2)
+    run_here(pytester, "--strict-markers").assert_outcomes(**counts)
+    run_here(pytester, "-m", "not gpu").assert_outcomes(passed=1, deselected=2)
 
 
 def test_it_imports_neither_torch_nor_hypothesis(pytester: pytest.Pytester) -> None:
