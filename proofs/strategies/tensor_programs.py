@@ -240,7 +240,7 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     closed-over tensor may change between calls.
 
     >>> from hypothesis import find
-    >>> program = find(tensor_programs(), lambda program: "torch.func.vmap" in program.code)
+    >>> program = find(tensor_programs(), lambda program: True)
     >>> program.calls, program.run()["f"]  # doctest: +ELLIPSIS
     (2, <function f at 0x...>)
     """

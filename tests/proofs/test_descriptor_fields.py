@@ -8,7 +8,7 @@ from unittest import mock
 
 import attrs
 import pytest
-from hypothesis import find, settings
+from hypothesis import Phase, find, settings
 from hypothesis.errors import NoSuchExample
 
 pytest.importorskip("z3")
@@ -20,7 +20,7 @@ from weft.proofs.strategies import descriptors, limits
 from weft.transforms.graphs.dispatch import excess
 from weft.transforms.graphs.ladder import make_ladder
 
-QUICK = settings(max_examples=100, database=None)
+QUICK = settings(max_examples=100, database=None, phases=[Phase.generate])
 
 
 def unspoken(cls: type) -> list[str]:
