@@ -22,13 +22,16 @@ from weft.transforms.pipelines.schedule import Job, make_programs, streaming
 PROOFS: dict[str, Callable[[], Iterator[Verdict]]] = {
     "loops": lambda: schedule_proof.prove_loops(3, 8, 3),
     "jobs, 1 stage": lambda: schedule_proof.prove_jobs(1, 3, (None, 1, 2)),
-    "jobs, 2 stages": lambda: schedule_proof.prove_jobs(2, 4, (None, 1)),
+    "jobs, 2 stages": lambda: schedule_proof.prove_jobs(2, 3, (None, 1)),
+    "4 jobs, 2 stages": lambda: schedule_proof.prove_jobs(2, 4, (None, 1)),
     "jobs, 4 stages": lambda: schedule_proof.prove_jobs(4, 3, (None, 1, 2)),
     "requests": lambda: schedule_proof.prove_requests(3, 4),
 }
 
 
-@pytest.mark.parametrize("name", PROOFS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("4") else ()) for name in PROOFS]
+)
 def test_it_is_proved(name: str) -> None:
     verdicts = list(PROOFS[name]())
     assert verdicts

@@ -173,6 +173,7 @@ MUST_HAPPEN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_all_of_it_does_happen() -> None:
     """A state machine whose requests do not meet proves nothing."""
     machine, reached = counting_machine("none", 1)

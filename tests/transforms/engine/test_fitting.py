@@ -67,12 +67,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "full": {"graph": "full"},
     "full_and_piecewise": {"graph": "full_and_piecewise"},
     "adapters": {"graph": "full", "adapters": small_adapters()},
-    "drafts": {"graph": "full", "speculation": Speculation(2, model=long_model())},
     "two stages": {"graph": "full", "pipeline": 2},
+    "drafts": {"graph": "full", "speculation": Speculation(2, model=long_model())},
     "threads": {"graph": "full_and_piecewise", "pipeline": 3, "transport": Threads()},
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_pages_and_graphs_fit(way: str, memory: Callable[[int], Memory]) -> None:
     """Memory holds fewer pages than could be used: the graphs, once captured, fit beside them, and less than two pages

@@ -146,6 +146,7 @@ def test_the_end_is_the_generation_configs(pair: Pair, end: str | None, tmp_path
     assert_equal_to_theirs(complete(weft.load(tmp_path, "cpu"), pair.case.prompts(), max_tokens=6), expected)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("budget", "pipeline", "mode"),
     [(4, 1, "full"), (4, 2, "full"), (7, 3, "none"), (16, 2, "full_decode_only"), (17, 1, "full")],

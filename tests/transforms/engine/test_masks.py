@@ -123,8 +123,14 @@ WRONG: dict[str, tuple[Any, int, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize(
+    ("case", "pipeline"),
+    [
+        pytest.param(case, pipeline, marks=[] if place % 2 + 1 == pipeline else pytest.mark.slow)
+        for place, case in enumerate(WRONG)
+        for pipeline in (1, 2)
+    ],
+)
 def test_a_mask_that_fails_ends_its_request_alone(model: Model, theirs: Any, case: str, pipeline: int) -> None:
     mask, count, seen = WRONG[case]
     engine = Engine(model, LIMITS, pipeline=pipeline, graph="full")
