@@ -26,13 +26,14 @@ class Law:
         number: as in `L1`.
         name: what must hold.
         check: `(data, device)`: draws a case and raises LawViolation if it breaks the law.
-        weight: how many times as many cases as those of other laws a run of all laws checks.
+        weight: how many times as many cases as those of other laws a run of all laws checks. Below 1 where a case is a
+            long run: of an engine, or of a training step.
     """
 
     number: str
     name: str
     check: Callable[[st.DataObject, str], None]
-    weight: int = 1
+    weight: float = 1
 
     def __str__(self) -> str:
         return f"{self.number} {self.name}"
@@ -260,32 +261,33 @@ LAWS = (
         "broken programs are refused",
         _on_programs(laws.broken_programs_are_refused, strategies.broken_programs()),
     ),
-    Law("L11", "stages agree, and requests are served as if alone", _served()),
-    Law("L11", "requests with adapters are served as if alone", _served(adapters=True)),
+    Law("L11", "stages agree, and requests are served as if alone", _served(), weight=0.5),
+    Law("L11", "requests with adapters are served as if alone", _served(adapters=True), weight=0.5),
     Law(
         "L11",
         "requests with embeddings and positions are served as if alone",
         _served(embeds=True, drafts=st.one_of(st.none(), lookups())),
+        weight=0.5,
     ),
-    Law("L11", "hosts agree", _scheduled),
+    Law("L11", "hosts agree", _scheduled, weight=0.5),
     Law("L11", "what differs is refused with the first message", _on_conversations),
-    Law("L11", "an engine serves each completion as alone", _engine(masks=False)),
-    Law("L11", "completions with masks are served as if alone", _engine(masks=True)),
-    Law("L11", "faults end their own request, and nothing forbidden is said", _faulty),
-    Law("L12", "speculation changes nothing, by prompt lookup", _drafted(lookups())),
-    Law("L12", "speculation changes nothing, by a draft model", _drafted(models())),
+    Law("L11", "an engine serves each completion as alone", _engine(masks=False), weight=0.5),
+    Law("L11", "completions with masks are served as if alone", _engine(masks=True), weight=0.5),
+    Law("L11", "faults end their own request, and nothing forbidden is said", _faulty, weight=0.5),
+    Law("L12", "speculation changes nothing, by prompt lookup", _drafted(lookups()), weight=0.5),
+    Law("L12", "speculation changes nothing, by a draft model", _drafted(models()), weight=0.5),
     Law("L13", "micro-batches are one", _microbatched),
     Law("L14", "memory is estimated", _estimated),
     Law("L15", "functions of graphs are functions", _with_func(laws.functions_of_graphs_are_functions)),
     Law("L15", "graphs of functions are functions", _with_func(laws.graphs_of_functions_are_functions)),
     Law("L15", "derivatives are of the models' steps", _derived),
-    Law("L15", "graphs of the steps' gradients are gradients", _learned),
+    Law("L15", "graphs of the steps' gradients are gradients", _learned, weight=0.5),
     Law("L16", "seed and position fix the sample", _sampled),
     Law("L17", "order is free", _reordered),
     Law("L18", "requests are served in turn, and end", _in_turn),
-    Law("L19", "run-ahead is none", _on_run_ahead),
+    Law("L19", "run-ahead is none", _on_run_ahead, weight=0.5),
     Law("L23", "pages are of the parameters that there are", _changed),
-    Law("L23", "changed parameters compute all that follows", _changed_engine),
+    Law("L23", "changed parameters compute all that follows", _changed_engine, weight=0.5),
     Law("L24", "graph is eager, on random programs of tensors", _on_tensor_programs, weight=5),
     Law("L24", "hazards are right or refused", _on_hazards, weight=3),
 )

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -49,8 +50,18 @@ def test_without_the_bug_the_law_holds_on_the_stored_case(mutant: Mutant) -> Non
     assert replay(mutant.law, ROWS[str(mutant.law), mutant.name]["choices"]) is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+LONGEST = 60
+"""The cases of a search that `--all` waits for; `--nightly` makes the longer ones too."""
+
+
+def _searched(mutant: Mutant) -> Any:
+    """A mutant, marked by the number of cases that the recorded search drew."""
+    row = ROWS.get((str(mutant.law), mutant.name))
+    is_long = row is not None and row["examples"] > LONGEST
+    return pytest.param(mutant, marks=pytest.mark.nightly if is_long else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("mutant", map(_searched, MUTANTS), ids=str)
 def test_the_law_catches_its_mutant_on_a_drawn_case(mutant: Mutant) -> None:
     with mutant.plant():
         caught = catch(mutant.law, max_examples=1000)  # some are caught by one example in a hundred
