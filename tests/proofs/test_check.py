@@ -29,7 +29,7 @@ from weft.trees import axes, descriptor_field, pytree
 ROWS = tensors(st.integers(1, 3), 2)
 BATCHES = ROWS.map(lambda x: Rows(BatchDescriptor(len(x), len(x)), x))
 LADDER = [BatchDescriptor(8, 8), BatchDescriptor(4, 4)]
-EXAMPLES = 12
+EXAMPLES = 8
 
 
 @pytree

@@ -71,7 +71,7 @@ def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
 
 
 def run_here(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
-    """In this process, which has imported torch. A profile would stay loaded; modules of weft would be imported twice."""
+    """In this process, where a profile would stay loaded, and modules of weft would be imported twice."""
     return pytester.runpytest_inprocess(*OPTIONS, *options)
 
 

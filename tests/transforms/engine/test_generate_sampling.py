@@ -64,15 +64,21 @@ MIXED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def mixed_alone(demo: Model) -> list[weft.Completion]:
+    return [complete(demo, params, [prompt])[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"graph": "full"}, {"graph": "piecewise"}, {"pipeline": 2}, {"pipeline": 3, "graph": "full_and_piecewise"}],
     ids=str,
 )
-def test_a_request_says_the_same_alone_in_company_and_in_every_way(demo: Model, options: dict[str, Any]) -> None:
+def test_a_request_says_the_same_alone_in_company_and_in_every_way(
+    demo: Model, mixed_alone: list[weft.Completion], options: dict[str, Any]
+) -> None:
     together = complete(demo, MIXED, **options)
-    for index, (prompt, params) in enumerate(zip(PROMPTS, MIXED, strict=True)):
-        [alone] = complete(demo, params, [prompt])
+    for index, alone in enumerate(mixed_alone):
         assert together[index].token_ids == alone.token_ids
         assert together[index].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
         assert together[index].finish_reason == alone.finish_reason
@@ -147,15 +153,26 @@ def test_logprobs_of_the_prompt_are_those_of_transformers(demo: Model, theirs: A
             assert sorted(likeliest.values(), reverse=True) == pytest.approx(values.tolist(), abs=1e-4)
 
 
+SEVERAL = SamplingParams(temperature=1.0, seed=5, n=5, prompt_logprobs=0, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def several_alone(demo: Model) -> list[weft.Completion]:
+    """The five completions of the first prompt, and one of the second, each by a call of its own."""
+    one = [attrs.evolve(SEVERAL, n=1, seed=seed) for seed in sample_seeds(5, 5)]
+    made = [complete(demo, params, PROMPTS[:1]) for params in one] + [complete(demo, MIXED[0], PROMPTS[1:2])]
+    return [completion for [completion] in made]
+
+
 @pytest.mark.parametrize("options", [{}, {"pipeline": 3}, {"graph": "full_and_piecewise", "pipeline": 2}], ids=str)
-def test_completions_of_one_prompt_each_have_a_seed_of_their_own(demo: Model, options: dict[str, Any]) -> None:
+def test_completions_of_one_prompt_each_have_a_seed_of_their_own(
+    demo: Model, several_alone: list[weft.Completion], options: dict[str, Any]
+) -> None:
     """Two prompts, five completions of the first: each is what it is alone, with its seed."""
-    params = SamplingParams(temperature=1.0, seed=5, n=5, prompt_logprobs=0, logprobs=1)
-    *several, last = complete(demo, [params, MIXED[0]], PROMPTS[:2], **options)
-    assert last.token_ids == complete(demo, MIXED[0], PROMPTS[1:2])[0].token_ids
+    *several, last = complete(demo, [SEVERAL, MIXED[0]], PROMPTS[:2], **options)
+    assert last.token_ids == several_alone[-1].token_ids
     assert len({tuple(c.token_ids) for c in several}) == 5
-    for completion, seed in zip(several, sample_seeds(5, 5), strict=True):
-        [alone] = complete(demo, attrs.evolve(params, n=1, seed=seed), PROMPTS[:1])
+    for completion, alone in zip(several, several_alone[:-1], strict=True):
         assert completion.token_ids == alone.token_ids
         assert completion.text == alone.text
         assert completion.prompt_logprobs == pytest.approx(alone.prompt_logprobs, abs=1e-4)
