@@ -25,9 +25,8 @@ from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
 from weft.stages.presets import PRESETS
 from weft.transforms.cli.bench import start_engine, workload_of
-from weft.transforms.cli.models import open_model
 from weft.transforms.cli.options import WORKLOADS, Bench
-from weft.transforms.cli.ranks import Here, in_ranks
+from weft.transforms.cli.ranks import Here, in_ranks, open_model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.serving import measure
 from weft.transforms.graphs.ladder import MODES

@@ -24,9 +24,8 @@ import torch
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
 from weft.stages.presets import PRESETS
-from weft.transforms.cli.models import open_model
 from weft.transforms.cli.options import Bench
-from weft.transforms.cli.ranks import Here
+from weft.transforms.cli.ranks import Here, open_model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.pipelines.transports.local import Local

@@ -10,10 +10,9 @@ from weft.arguments.json_text import write_json
 from weft.display.quantities import counted
 from weft.stages.adapters import load_adapter
 from weft.stages.model import Model, load
-from weft.transforms.cli.models import open_drafts, read_config
 from weft.transforms.cli.options import Generate
 from weft.transforms.cli.printing import printable, show
-from weft.transforms.cli.ranks import Here, in_ranks
+from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, read_config
 from weft.transforms.engine.generate import Completion, generate
 
 Completed = list[tuple[str, Completion]]

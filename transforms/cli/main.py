@@ -23,12 +23,7 @@ from weft.transforms.cli.printing import printable
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 """The codes by which a shell reports a process that SIGINT, or SIGPIPE, ended."""
 
-_RENAMED = {
-    "backend": "--transport",
-    "max_num_reqs": "--max-num-seqs",
-    "num_tokens": "--speculate",
-    "pipeline": "--pp",
-}
+_RENAMED = {"backend": "--transport", "max_num_reqs": "--max-num-seqs", "num_tokens": "--speculate", "pipeline": "--pp"}
 """The flags that set arguments of Python functions which have other names."""
 
 

@@ -21,6 +21,7 @@ PRESETS = ("tiny", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b-fp8", "llama-3.1-8b"
 
 WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
 """The values of `--workload`: tokens of each prompt and of each completion."""
+_SIZES = ", ".join(f"{name} {prompt} and {completion}" for name, (prompt, completion) in WORKLOADS.items())
 
 GROUPS = "model", "options", "prompts", "sampling", "what is measured", "the load", "the machine", "how it runs"
 """The groups of options in the order of `--help`; exactly one option of the group `model` is given."""
@@ -211,12 +212,8 @@ class RunOptions(ModelOptions):
         "draft and verify K tokens per step, by prompt lookup or --draft; the tokens stay the same", whole("K", 1, 1024)
     )
     draft: str | None = _how("a checkpoint with the same vocabulary that drafts; needs --speculate", DIR)
-    transport: str | None = _how(
-        "carries messages between stages (default: nccl on GPUs, else gloo; local: all in this process)", TRANSPORTS
-    )
-    timeout: float = _how(
-        "seconds that a stage may keep another one waiting before both stop; loading is not counted", SECONDS, 30
-    )
+    transport: str | None = _how("between stages (default: nccl on GPUs, else gloo; local: one process)", TRANSPORTS)
+    timeout: float = _how("seconds that a stage may keep another waiting before both stop, after loading", SECONDS, 30)
     device: str | None = _how(_DEVICE, DEVICE)
     dtype: str | None = _how("dtype of the weights and the KV cache (default: the checkpoint's)", DTYPES)
 
@@ -267,15 +264,9 @@ class Bench(RunOptions):
     command, usage = "bench", "(--model DIR | --preset NAME) [options]"
     summary = "measure serving, or score a file of tasks"
 
-    load_format: str | None = _general(
-        "dummy: random weights; auto: the folder's (default: auto; with --preset dummy)", ("auto", "dummy")
-    )
+    load_format: str | None = _general("dummy: random weights (default: auto; with --preset dummy)", ("auto", "dummy"))
     out: str | None = _general("write the JSON object to a file, too", FILE)
-    workload: str = _measured(
-        f"tokens in and out: {', '.join(f'{name} {a} and {b}' for name, (a, b) in WORKLOADS.items())}",
-        tuple(WORKLOADS),
-        "decode",
-    )
+    workload: str = _measured(f"tokens in and out: {_SIZES}", tuple(WORKLOADS), "decode")
     input_len: int | None = _measured("tokens of each prompt; needs --output-len", COUNT)
     output_len: int | None = _measured("tokens of each completion; needs --input-len", COUNT)
     num_prompts: int = _measured("requests", COUNT, 128)
@@ -330,9 +321,7 @@ class Plan(ModelOptions):
     pp: int = _general("pipeline stages", whole("N"), attrs.NOTHING)
     svg: str | None = _general("write a picture of the timeline, too", FILE)
     requests: int = _load("requests that decode together", whole("R"), 128)
-    context: int | None = _load(
-        "tokens before the one that is generated (default 1024, or half of the model's positions)", whole("T", 0)
-    )
+    context: int | None = _load("tokens before the new one (default 1024, or half of the positions)", whole("T", 0))
     cohorts: int | None = _load("groups of requests that take turns (default: the fastest number)", whole("C", 1, 1000))
     steps: int = _load("steps of each cohort in the timeline", whole("K"), 2)
     bandwidth: float = _machine("memory bandwidth of a device (default 4800, an H200's data sheet)", BANDWIDTH, 4800)

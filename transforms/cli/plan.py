@@ -11,9 +11,9 @@ from weft.arguments.json_text import write_json
 from weft.display.durations import duration
 from weft.display.quantities import counted
 from weft.effects import listing
-from weft.transforms.cli.models import read_config
 from weft.transforms.cli.options import Plan
 from weft.transforms.cli.printing import check_file, heading, show, write_file
+from weft.transforms.cli.ranks import read_config
 from weft.transforms.pipelines.drawing import LEAST_WIDTH
 from weft.transforms.pipelines.prediction import NOTE, Machine, Prediction, predict_decode
 

@@ -14,7 +14,7 @@ from cli_calls import Weft, assert_refused
 
 from weft.stages.model import DEMO, load
 from weft.stages.presets import PRESETS
-from weft.transforms.cli import evaluate
+from weft.transforms.cli import bench
 from weft.transforms.cli.bench import as_report, start_engine, tables
 from weft.transforms.cli.main import main
 from weft.transforms.cli.options import PRESETS as NAMES, WORKLOADS, Bench
@@ -246,13 +246,13 @@ def _cut(score: Score) -> Score:
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [_worse, _other_answer, _nan, _cut])
 def test_a_mode_that_scores_otherwise_is_found(run: Weft, monkeypatch: pytest.MonkeyPatch, damage: Plant) -> None:
-    score = evaluate._score
+    score = bench._score
 
     def planted(here: Any, options: Any, model: Any, graph: str, *rest: Any) -> Score:
         found = score(here, options, model, "none", *rest)
         return damage(found) if graph == "full" else found
 
-    monkeypatch.setattr(evaluate, "_score", planted)
+    monkeypatch.setattr(bench, "_score", planted)
     code, found = scored(run, "--max-num-tokens", "512")
     assert (code, found["agree"]) == (1, False)
     assert [row["graph"] for row in found["scores"] if not row["agrees"]] == ["full"]
