@@ -185,7 +185,7 @@ def evaluate(options: Bench) -> dict[str, Any]:
     for split in splits:
         read_config(split)
     scores = [one for split in splits for one in in_ranks(score_modes, split, split, tasks)]
-    labels = [{"graph": graph, "stages": s.stages or world_size()} for s in splits for graph in options.graphs]
+    labels = [{"graph": graph, "stages": s.stages or world_size(s)} for s in splits for graph in options.graphs]
     first = scores[0]
     compared = [{"difference": one.difference(first), "agrees": one.agrees(first)} for one in scores]
     return {

@@ -137,7 +137,7 @@ def _add_flags(parser: argparse.ArgumentParser, own: type[Options]) -> None:
         elif name not in groups:
             groups[name] = parser.add_argument_group(name)
         if type(field.default) in (int, float, str) and "default" not in help:
-            help += f" (default {field.default})"
+            help += f" (default {str(field.default).removesuffix('.0')})"
         told = {"help": help, "required": field.default is attrs.NOTHING, **field.metadata["kind"]}
         for flag, keywords in {flag_of(field.name): told, **field.metadata["also"]}.items():
             groups[name].add_argument(flag, dest=field.name, default=argparse.SUPPRESS, **keywords)

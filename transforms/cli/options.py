@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 import attrs
 
-from weft.errors import ProgramError, RequestError
+from weft.errors import RequestError, WeftError
 from weft.transforms.graphs.ladder import MODES
 
 PRESETS = ("tiny", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b-fp8", "llama-3.1-8b")
@@ -147,11 +147,11 @@ class Options:
         raise RequestError(f"weft {self.command} {flag:.300}".strip(), seen, instead)
 
     @contextmanager
-    def about(self, flag: str) -> Iterator[None]:
-        """Within, an error about a request or a program is about a flag as written."""
+    def about(self, flag: str, kind: type[WeftError] = RequestError) -> Iterator[None]:
+        """Within, an error of a kind is about a flag as written."""
         try:
             yield
-        except (RequestError, ProgramError) as error:
+        except kind as error:
             self.refuse(flag, error.seen, error.instead)
 
     def check(self) -> None:
@@ -213,7 +213,7 @@ class RunOptions(ModelOptions):
     )
     draft: str | None = _how("a checkpoint with the same vocabulary that drafts; needs --speculate", DIR)
     transport: str | None = _how("between stages (default: nccl on GPUs, else gloo; local: one process)", TRANSPORTS)
-    timeout: float = _how("seconds that a stage may keep another waiting before both stop, after loading", SECONDS, 30)
+    timeout: float = _how("seconds that a stage may keep another waiting before both stop, once loaded", SECONDS, 30.0)
     device: str | None = _how(_DEVICE, DEVICE)
     dtype: str | None = _how("dtype of the weights and the KV cache (default: the checkpoint's)", DTYPES)
 
@@ -249,7 +249,7 @@ class Generate(RunOptions):
     preset: None = None
     prompt: Sequence[str | list[int]] = _prompts("a text; may be repeated", TEXT, (), also={"--prompt-ids": IDS})
     max_tokens: int = _sampling("tokens to generate per prompt", whole("N"), 64)
-    temperature: float = _sampling("0, the default, is greedy", TEMPERATURE, 0)
+    temperature: float = _sampling("0, the default, is greedy", TEMPERATURE, 0.0)
     seed: int | None = _sampling("seed of all random choices (default: a fresh one)", SEED)
     adapter: str | None = _sampling("a LoRA adapter, as PEFT saves it", DIR)
     graph: str = _how("graph mode", MODES, "full")
@@ -270,7 +270,7 @@ class Bench(RunOptions):
     input_len: int | None = _measured("tokens of each prompt; needs --output-len", COUNT)
     output_len: int | None = _measured("tokens of each completion; needs --input-len", COUNT)
     num_prompts: int = _measured("requests", COUNT, 128)
-    temperature: float = _measured("0 is greedy", TEMPERATURE, 1)
+    temperature: float = _measured("0 is greedy", TEMPERATURE, 1.0)
     seed: int = _measured("seed of random weights, prompts and samples", SEED, 0)
     eval: str | None = _measured(
         'score each line of a file instead: {"text": ...} by its perplexity, {"prompt": ..., "answer": ...} by whether '
@@ -324,7 +324,7 @@ class Plan(ModelOptions):
     context: int | None = _load("tokens before the new one (default 1024, or half of the positions)", whole("T", 0))
     cohorts: int | None = _load("groups of requests that take turns (default: the fastest number)", whole("C", 1, 1000))
     steps: int = _load("steps of each cohort in the timeline", whole("K"), 2)
-    bandwidth: float = _machine("memory bandwidth of a device (default 4800, an H200's data sheet)", BANDWIDTH, 4800)
+    bandwidth: float = _machine("memory bandwidth of a device (default 4800, an H200's data sheet)", BANDWIDTH, 4800.0)
     link: float = _machine("bandwidth between two ranks (default: no limit)", LINK, math.inf)
     latency: float = _machine("microseconds of a transfer, whatever its size", LATENCY, 0)
     capacity: int = _machine("messages that an edge holds", whole("M"), 2)

@@ -11,13 +11,13 @@ import attrs
 import torch
 
 from weft.display.quantities import counted
-from weft.errors import ConfigWarning
+from weft.errors import ConfigWarning, ProgramError
 from weft.stages.config import ModelConfig, config_in_folder, load_config, parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load, pick_device
 from weft.stages.presets import PRESETS
 from weft.stages.random_weights import random_model
-from weft.transforms.cli.options import Bench, ModelOptions, RunOptions
+from weft.transforms.cli.options import Bench, ModelOptions, Options, RunOptions
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.pipelines.transports import Transport
@@ -70,10 +70,8 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
         SystemExit: with 0, on a rank of torchrun that is not the first.
         Whatever `fn` raises.
     """
-    world, transport = world_size(), options.transport
+    world, transport = world_size(options), options.transport
     stages, flag, within = options.stages or world, f"--transport {transport}", transport in ("local", "threads")
-    if "RANK" in os.environ and not (size := os.environ.get("WORLD_SIZE", "1")).isdecimal():
-        options.refuse("", f"RANK is set, and WORLD_SIZE={size!r}", "unset both")
     if world > 1 and stages != world:
         seen = f"--pp {stages} under torchrun with {world} processes"
         options.refuse(f"--pp {stages}", seen, f"--pp {world}, or leave it out")
@@ -89,14 +87,18 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
     _check_device(options, stages if world == 1 else 1)
     if world > 1:
         result = _as_rank(fn, options, *args)
-        return result if os.environ["RANK"] == "0" else sys.exit()
+        if os.environ["RANK"] != "0":
+            sys.exit()
+        return result
     return cast(T, launch(_as_rank, stages, fn, options, *args, timeout=options.timeout)[0])
 
 
-def world_size() -> int:
+def world_size(options: Options) -> int:
     """The number of torchrun's processes; 1 without torchrun."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if "RANK" in os.environ and text.isdecimal() else 1
+    size = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+    if not size.isdecimal():
+        options.refuse("", f"RANK is set, and WORLD_SIZE={size!r}", "unset both")
+    return int(size)
 
 
 def _as_rank(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T:
@@ -143,8 +145,9 @@ def read_config(options: ModelOptions) -> ModelConfig:
         config = parse_config(PRESETS[str(options.preset)], source=f"preset {options.preset!r}")
     else:
         config = config_in_folder(Path(options.model), f"--model {options.model}")
-    count = options.stages or world_size()
-    with options.about(f"under torchrun with {count} processes" if options.stages is None else f"--pp {count}"):
+    count = options.stages or world_size(options)
+    written = f"under torchrun with {count} processes" if options.stages is None else f"--pp {count}"
+    with options.about(written, ProgramError):
         split_layers(config.num_layers, count)
     return config
 

@@ -21,6 +21,14 @@ def test_a_slower_memory_takes_as_many_times_longer() -> None:
     assert "memory bandwidth: 1 GB/s" in str(slow).splitlines()
 
 
+def test_a_notebook_shows_the_answer_the_splits_the_cohorts_and_the_timeline() -> None:
+    found = predict_decode(load_config(DEMO), 2, requests=12)
+    shown = found._repr_html_()
+    for part in (next(found.answer()), "balanced: layers", "of requests", "<svg "):
+        assert shown.count(part) == 1
+    assert found.stages().rows == (("0", "3", "0.442 us", "3", "0.442 us"), ("1", "3", "0.456 us", "3", "0.456 us"))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "more cohorts than requests": ({"requests": 2, "cohorts": 3}, ProgramError, "cohorts=3)\n  saw: 3 cohorts for 2"),
     "no cohort": ({"cohorts": 0}, ProgramError, "cohorts=0)\n  saw: 0 cohorts for 128 requests"),

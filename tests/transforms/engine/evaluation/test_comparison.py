@@ -18,6 +18,8 @@ def test_three_stages_compute_what_one_does() -> None:
     assert eager.calls == {"captures": 0, "replays": 0, "eager calls": 3}
     found = compare_runs(split, eager)
     assert (found.steps, found.tokens, found.tables) == (3, True, True)
+    assert str(found).splitlines()[1].split()[:4] == ["pipelined", "eager", "equal", "equal"]
+    assert str(eager).splitlines()[1].split()[2:] == ["0", "0", "3"]
     assert [*found.faults()] == []
     assert found.allowed > max(found.sizes.values()) > 0.0
     with pytest.raises(RequestError, match="instead: two runs from the same prompts"):
