@@ -138,6 +138,7 @@ import weft
 """
 
 
+@pytest.mark.slow
 def test_the_extra_brings_what_they_import() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     brought = requirements([*project["dependencies"], "weft[notebook]"])
