@@ -31,14 +31,13 @@ def run(options: Bench) -> int:
     """Measure, or evaluate with `--eval`, and print the report; the exit code is 1 if evaluated modes differ."""
     _check(options)
     check_file(options, "--out", options.out)
-    make, parts = (bench, tables) if options.eval is None else (evaluate, score_tables)
-    report = make(options)
+    report, parts = (bench if options.eval is None else evaluate)(options)
     text = write_json(report, indent=2)
     write_file(options, "--out", options.out, text + "\n")
     if options.json:
         print(text)
     else:
-        show(parts(report))
+        show(parts)
     return 0 if report.get("agree", True) else 1
 
 
@@ -59,9 +58,8 @@ def _check(options: Bench) -> None:
         options.refuse(f"--max-num-tokens {tokens}", seen, instead)
 
 
-def bench(options: Bench) -> dict[str, Any]:
-    """The report: the options, the environment, and the figures. Times are in seconds, except for `ttft`, `tpot` and
-    `itl`, which are in milliseconds.
+def bench(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
+    """The report of a serving, and its tables.
 
     Raises:
         RequestError: requests longer than the model has positions for.
@@ -71,7 +69,8 @@ def bench(options: Bench) -> dict[str, Any]:
     if total > most:
         flags = f"--input-len {input_len} --output-len {output_len}"
         options.refuse(flags, f"requests of {total} tokens", f"at most {most} together, the model's limit")
-    return as_report(options, in_ranks(_bench, options, options))
+    report = as_report(options, in_ranks(_bench, options, options))
+    return report, tables(report)
 
 
 def _bench(here: Here, options: Bench) -> dict[str, Any]:
@@ -173,8 +172,8 @@ def _started(rank: int, started: dict[str, Any]) -> dict[str, Any]:
     return row if peak is None else row | {"peak\nGiB": f"{peak / 2**30:.2f}"}
 
 
-def evaluate(options: Bench) -> dict[str, Any]:
-    """The report, with the scores mode by mode and split by split.
+def evaluate(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
+    """The report, with the scores mode by mode and split by split, and its table.
 
     Raises:
         RequestError: what `read_tasks` or `score` refuses.
@@ -188,7 +187,7 @@ def evaluate(options: Bench) -> dict[str, Any]:
     labels = [{"graph": graph, "stages": s.stages or world_size(s)} for s in splits for graph in options.graphs]
     first = scores[0]
     compared = [{"difference": one.difference(first), "agrees": one.agrees(first)} for one in scores]
-    return {
+    report = {
         "file": options.eval,
         "dtype": first.dtype,
         "texts": len(first.logprobs),
@@ -198,6 +197,7 @@ def evaluate(options: Bench) -> dict[str, Any]:
         "agree": all(one["agrees"] for one in compared),
         "scores": [a | one.figures | b for a, one, b in zip(labels, scores, compared, strict=True)],
     }
+    return report, score_table(report, scores)
 
 
 def score_modes(here: Here, options: Bench, tasks: Sequence[Task]) -> list[Score]:
@@ -219,17 +219,14 @@ def _score(here: Here, options: Bench, model: Model, graph: str, tasks: Sequence
         return score(engine, tasks)
 
 
-def score_tables(report: dict[str, Any]) -> Iterator[Any]:
-    """The report, to be read: the scores, and whether the modes agree."""
+def score_table(report: dict[str, Any], scores: Sequence[Score]) -> Iterator[Any]:
+    """The scores, and whether the modes agree."""
     counts = f"{report['tokens']} tokens, {report['bytes']} bytes, {report['questions']} questions"
     yield heading(f"{report['file']}: {counts}, {report['dtype']}")
-    numbers, rows = {"bits/byte": "bits_per_byte", "bits/tok": "bits_per_token", "ppl": "perplexity"}, []
-    for one in report["scores"]:
-        row = {"graph": one["graph"], "pp": one["stages"]}
-        row |= {name: "" if one[key] is None else f"{one[key]:.5f}" for name, key in numbers.items()}
-        row["right"] = "" if one["accuracy"] is None else f"{one['accuracy']:.1%}"
-        row["replay"] = f"{one['replayed']:.0%}"
-        rows.append(row | {"differs": f"{one['difference']:.1e}" if one["agrees"] else "DIFFERS"})
+    rows = []
+    for one, own in zip(report["scores"], scores, strict=True):
+        differs = f"{one['difference']:.1e}" if one["agrees"] else "DIFFERS"
+        rows.append({"graph": one["graph"], "pp": one["stages"], **own.row, "differs": differs})
     yield from (Table.of(rows), "")
     if len(rows) > 1:
         how = "score the same" if report["agree"] else "do NOT score the same"

@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         error; 2 for bad input, with the error on stderr; 130 after Ctrl-C; 141 if the reader of stdout is gone.
 
     Raises:
-        SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2).
+        SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2); and on the ranks of torchrun
+            that print nothing (0).
     """
     words = sys.argv[1:] if argv is None else [*argv]
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -67,7 +67,7 @@ class TracedStep:
     tables: Tensor
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class RunTrace(Tabled):
     """The results of a run, step by step. It prints as a table of one row.
 
@@ -99,10 +99,11 @@ class RunTrace(Tabled):
         return {"way": self.way.name, "tokens/s": None if rate is None else f"{rate:,.0f}", **self.calls}
 
     def table(self) -> Table:
+        """A table of one row."""
         return Table.of([self.row])
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class RunComparison(Tabled):
     """The differences of two runs, over all steps. It prints as a table of one row.
 
@@ -142,6 +143,7 @@ class RunComparison(Tabled):
         }
 
     def table(self) -> Table:
+        """A table of one row."""
         return Table.of([self.row])
 
     def faults(self) -> Iterator[str]:

@@ -10,6 +10,7 @@ import attrs
 
 from weft.arguments.checks import Rule, check_values
 from weft.arguments.json_text import parse_json
+from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
@@ -49,9 +50,19 @@ class Task:
         check_values("Task(...)", _TASK_RULES, {"text": self.text, "answer": self.answer})
 
 
-@attrs.frozen
-class Score:
-    """The score of a model on tasks.
+_COLUMNS = {
+    "bits_per_byte": ("bits/byte", ".5f"),
+    "bits_per_token": ("bits/tok", ".5f"),
+    "perplexity": ("ppl", ".5f"),
+    "accuracy": ("right", ".1%"),
+    "replayed": ("replay", ".0%"),
+}
+"""The column of each figure, and its format."""
+
+
+@attrs.frozen(repr=False)
+class Score(Tabled):
+    """The score of a model on tasks. It prints as a table of its figures.
 
     Args:
         num_bytes: bytes of the scored texts, without each text's first token, which nothing predicts.
@@ -93,6 +104,16 @@ class Score:
             "accuracy": sum(right) / len(right) if right else None,
             "replayed": self.replayed,
         }
+
+    @property
+    def row(self) -> dict[str, str | None]:
+        """The figures as text, by column."""
+        named = ((*_COLUMNS[name], figure) for name, figure in self.figures.items())
+        return {column: None if figure is None else format(figure, spec) for column, spec, figure in named}
+
+    def table(self) -> Table:
+        """A table of one row."""
+        return Table.of([self.row])
 
     def difference(self, other: "Score") -> float:
         """The largest difference of a token's logprob, in nats; infinite if one is NaN, or missing."""
