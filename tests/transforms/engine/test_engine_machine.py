@@ -155,7 +155,7 @@ def counting_machine(graph: str, stages: int) -> tuple[type[EngineMachine], Coun
 
 @pytest.mark.parametrize(("graph", "stages"), WAYS)
 def test_each_completion_is_what_it_is_alone(graph: str, stages: int, runs_all: bool) -> None:
-    examples = 2 if not runs_all else 40 if graph == "none" else 7
+    examples = 2 if not runs_all else 20 if graph == "none" else 5
     machine, reached = counting_machine(graph, stages)
     case = machine.TestCase
     case.settings = settings(max_examples=examples, stateful_step_count=8)
