@@ -48,6 +48,11 @@ def pytest_collection() -> Generator[None, object, object]:
     return collected
 
 
+def pytest_unconfigure() -> None:
+    """Let the end of the process collect everything: nanobind lists what is then left."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without `--all`, leave out slow tests, and let Hypothesis draw few examples for the others."""
     nightly, everything = config.getoption("nightly"), runs_everything(config)

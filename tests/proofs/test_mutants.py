@@ -61,7 +61,7 @@ def _searched(mutant: Mutant) -> Any:
     return pytest.param(mutant, marks=pytest.mark.nightly if is_long else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("mutant", map(_searched, MUTANTS), ids=str)
+@pytest.mark.parametrize("mutant", [_searched(mutant) for mutant in MUTANTS], ids=str)
 def test_the_law_catches_its_mutant_on_a_drawn_case(mutant: Mutant) -> None:
     with mutant.plant():
         caught = catch(mutant.law, max_examples=1000)  # some are caught by one example in a hundred

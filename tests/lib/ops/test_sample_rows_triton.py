@@ -226,6 +226,7 @@ def compiles(fn: Any, logits: str = "bf16", **constants: Any) -> bool:
     return bool(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"])
 
 
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernels_compile_where_there_is_no_gpu() -> None:
     """Compile the kernels too: the interpreter accepts a variable that changes its type in a loop."""
     pytest.importorskip("triton")
