@@ -49,6 +49,7 @@ class Run:
         device, seed: of the programs; each batch of programs has the next seed.
         tally: what there was to compare.
         differences: the programs that broke the law, made small.
+        device_failed: whether a program made the device fail, which ends the run.
         seconds: the time that it took.
     """
 
@@ -56,12 +57,18 @@ class Run:
     seed: int
     tally: Tally = attrs.field(factory=Tally)
     differences: list[Difference] = attrs.field(factory=list)
+    device_failed: bool = False
     seconds: float = 0.0
 
     @property
     def refused_share(self) -> float:
         """The share of programs that weft refused."""
         return self.tally.refused.total() / max(self.tally.programs, 1)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further program runs: there are enough differences, or the device failed."""
+        return self.device_failed or len(self.differences) >= _MOST_DIFFERENCES
 
     def __str__(self) -> str:
         own = self.tally
@@ -91,7 +98,7 @@ def run(num_programs: int, device: str = "cpu", seed: int = 0, minutes: float | 
     """
     found, start = Run(device, seed), time.monotonic()
     with tqdm(total=num_programs, unit="program") as bar:
-        while found.tally.programs < num_programs and len(found.differences) < _MOST_DIFFERENCES:
+        while found.tally.programs < num_programs and not found.ended:
             if minutes is not None and time.monotonic() - start > 60 * minutes:
                 break
             before = found.tally.programs
@@ -100,6 +107,10 @@ def run(num_programs: int, device: str = "cpu", seed: int = 0, minutes: float | 
             bar.set_postfix(differences=len(found.differences), refused=f"{found.refused_share:.1%}")
             seed, found.seconds = seed + 1, time.monotonic() - start
     return found
+
+
+class _DeviceFailed(BaseException):
+    """The device failed. It runs no program after that, so Hypothesis must not make this one small."""
 
 
 def _check_batch(found: Run, seed: int) -> None:
@@ -122,9 +133,15 @@ def _check_batch(found: Run, seed: int) -> None:
         except LawViolation:
             failing.append(program)
             raise
+        except torch.AcceleratorError as error:
+            failing.append(program)
+            raise _DeviceFailed(str(error).splitlines()[0]) from error
 
     try:
         check()
+    except _DeviceFailed as error:
+        found.differences.append(Difference(seed, f"the device failed, which ends the run: {error}", repr(failing[-1])))
+        found.device_failed = True
     except LawViolation as error:
         found.differences.append(Difference(seed, str(error), repr(failing[-1])))
     except hypothesis.errors.Flaky as error:

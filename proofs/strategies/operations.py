@@ -153,7 +153,7 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
     ),
     "random": (
         *_operations(
-            _real, "torch.rand_like({a})", "torch.nn.functional.dropout({a}, 0.5)", "{a}.sigmoid().bernoulli()"
+            _real, "torch.rand_like({a})", "torch.nn.functional.dropout({a}, 0.5)", "{a}.sigmoid().nan_to_num(0.5).bernoulli()"
         ),
         *_operations(_real, "torch.empty_like({a}).normal_()", "{a} + torch.randn({a}.shape, device=device)"),
         *_operations(_real, "{a} + torch.rand({a}.shape, generator=generator, device=device)"),
