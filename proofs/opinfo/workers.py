@@ -168,5 +168,7 @@ def _serve(end: Connection, settings: Settings) -> None:
                 database[task.index], settings.transforms, task.dtype, settings.device, settings.samples, settings.seed
             )
         except Exception as error:
-            found.append(Outcome("crash", task.operator, "any", task.dtype, -1, f"no samples: {error!r:.300}"))
+            fault = f"no samples: {error!r:.300}"
+            # The next task gets a process that no other one has run in.
+            found.append(Outcome("crash", task.operator, "any", task.dtype, -1, fault, device_lost=True))
         end.send(found)

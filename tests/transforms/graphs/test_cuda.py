@@ -318,6 +318,59 @@ def test_a_generator_of_the_gpu_is_not_seeded_inside() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
+def test_a_capture_that_cuda_refuses_leaves_the_generators_as_they_were() -> None:
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(2, device="cuda")
+
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        x = draw(x)
+        torch.cuda.current_stream().synchronize()
+        return x
+
+    graph, x = graphify(draw), torch.zeros(2, device="cuda")
+    torch.cuda.manual_seed(7)
+    expected = [draw(x) for _ in range(4)]
+    torch.cuda.manual_seed(7)
+    found = [graph(x)]
+    with pytest.raises(CaptureError, match="CUDA refused"):
+        graphify(wait)(x)
+    found += [draw(x), graph(x), draw(x)]
+    assert [y.tolist() for y in found] == [y.tolist() for y in expected]
+
+
+def test_random_numbers_of_the_cpu_are_refused_in_a_graph_of_the_gpu() -> None:
+    graph = graphify(lambda x: (x + 1, torch.rand(2)))
+    before = torch.get_rng_state()
+    with pytest.raises(CaptureError, match="draws random numbers on the CPU, in a call with tensors on a GPU"):
+        graph(torch.zeros(2, device="cuda"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_function_without_tensor_arguments_draws_on_the_gpu() -> None:
+    def draw() -> torch.Tensor:
+        return torch.rand(2, device="cuda") * 2
+
+    graph = graphify(draw)
+    torch.cuda.manual_seed(7)
+    expected = [draw().tolist() for _ in range(3)]
+    torch.cuda.manual_seed(7)
+    assert [graph().tolist() for _ in range(3)] == expected
+    assert graph.cache_info().replays == 3
+
+
+def test_a_result_without_memory() -> None:
+    graph = graphify(lambda x: (x + 1, torch._efficientzerotensor((2,), device="cuda")))
+    for value in (1.0, 2.0):
+        assert [y.tolist() for y in graph(torch.full((2,), value, device="cuda"))] == [[value + 1] * 2, [0.0, 0.0]]
+
+
+def test_a_number_on_the_gpu_that_torch_passes_on_is_refused() -> None:
+    ends = torch.ones(2, device="cuda")
+    graph = graphify(torch.vmap(lambda end: torch.linspace(torch.zeros((), device="cuda"), end, 3)))
+    with pytest.raises(CaptureError):
+        graph(ends)
+
+
 def test_a_capture_warms_up_on_the_state_as_it_was() -> None:
     """A state that counts, with one free row: a second run on the first one's state would go beyond it."""
 

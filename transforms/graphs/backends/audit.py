@@ -22,7 +22,13 @@ from weft.torchapi.private import (
     uncompiled,
 )
 from weft.torchapi.watching import OperatorWatch
-from weft.transforms.graphs.backends.host_reads import REMEDY, REMEDY_OF_COPIES, HostReads, Refusals, compiling_fault
+from weft.transforms.graphs.backends.host_reads import (
+    REMEDY,
+    REMEDY_OF_COPIES,
+    HostReads,
+    Refusals,
+    compiling_fault,
+)
 from weft.transforms.graphs.backends.operators import (
     COPY,
     ONLY_MEMORY,
@@ -116,7 +122,7 @@ class Audit(OperatorWatch):
         self._callers_own = {id(x): i for i, x in enumerate(inputs.leaves[: inputs.num_donated])}
         generators = [x for x in inputs.leaves if isinstance(x, torch.Generator)]
         # None of these knows the audit, which holds the caller's tensors: it goes as soon as the capture is done.
-        self.random = Randomness(refusals.refuse, _default_generators(on_device), generators)
+        self.random = Randomness(refusals.refuse, on_device, generators)
         self._host_reads = HostReads(
             refusals.refuse,
             lambda tensor: any(reference() is tensor for reference in arguments),
@@ -389,7 +395,3 @@ def _without_cached_casts() -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(before)
-
-
-def _default_generators(device: torch.device | None) -> list[torch.Generator]:
-    return [] if device is None else [torch.cuda.default_generators[device.index or 0]]

@@ -188,15 +188,15 @@ class CudaBackend:
     def release_output_memory(self, recording: CudaRecording, made: Set[int]) -> CudaRecording:
         """Replace the outputs by tensors that do not own their memory; the graph keeps its pool alive."""
         outputs: Outputs = recording.outputs
-        leaves = (
-            unowned(x) if _is_on(self.device, x) and not is_sparse(x) and storage_id(x) in made else x
-            for x in outputs.leaves
-        )
+        leaves = (unowned(x) if _has_memory_on(self.device, x) and storage_id(x) in made else x for x in outputs.leaves)
         return attrs.evolve(recording, outputs=attrs.evolve(outputs, leaves=tuple(leaves)))
 
 
-def _is_on(device: torch.device, x: Any) -> bool:
-    return isinstance(x, Tensor) and x.device == device and not x.is_quantized
+def _has_memory_on(device: torch.device, x: Any) -> bool:
+    """Whether `x` is a tensor with one address on the device, and all that torch can say of an alias of it."""
+    if not isinstance(x, Tensor) or x.device != device:
+        return False
+    return not (is_sparse(x) or x.is_quantized or x._is_zerotensor())
 
 
 @contextlib.contextmanager
@@ -254,12 +254,15 @@ class _Session(OperatorWatch):
                 self._graph.register_generator_state(generator)
         self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
-    def _end(self) -> None:
+    def _end_graph(self) -> None:
         with warnings.catch_warnings():
             # The graph is empty if two split operators follow each other, and torch warns of empty graphs:
             # https://github.com/pytorch/pytorch/pull/88754
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             self._graph.capture_end()
+
+    def _end(self) -> None:
+        self._end_graph()
         self.pieces.append(Piece(self._before, self._graph))
 
     def _run_last_piece(self) -> None:
@@ -279,4 +282,13 @@ class _Session(OperatorWatch):
                 self._graph.capture_end()
             except RuntimeError:
                 stop_allocating_to_pool(self.device, self.pool)
+                self._release_generators()
             raise
+
+    def _release_generators(self) -> None:
+        """End the capture of the generators' states, by a capture that is empty and does not fail: the failed one left
+        them so that no operator outside a capture can draw from them any more."""
+        self.pool = torch.cuda.graph_pool_handle()
+        with contextlib.suppress(RuntimeError):  # after an error that ends the use of the device
+            self._begin()
+            self._end_graph()

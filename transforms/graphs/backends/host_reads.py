@@ -25,6 +25,8 @@ from weft.transforms.graphs.backends.operators import tensors_in
 
 REMEDY_OF_COPIES = "copy it before the call, or after it: x.to(device)"
 REMEDY = "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
+_NUMBER_ON_A_GPU = "tensor._is_zerotensor() && tensor.dim() == 0"
+"""A part of torch's internal error when it should pass such a number to Python code."""
 _READS = {
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
     *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
@@ -202,7 +204,11 @@ class Refusals:
         return self.made[-1]
 
     def raise_swallowed(self, error: BaseException | None) -> None:
-        """Raise the first refusal of a run that ended with `error`, unless that is the refusal, or an interrupt."""
+        """Raise the first refusal of a run that ended with `error`, unless that is the refusal, or an interrupt. An
+        error of torch that comes from the audit itself is a refusal."""
+        if _NUMBER_ON_A_GPU in str(error):
+            fault = "torch passes a number on a GPU from one operator to the next, which Python code cannot receive"
+            raise self.refuse(fault, REMEDY) from error
         if self.made and error is not self.made[0] and (error is None or isinstance(error, Exception)):
             raise self.made[0] from error
 

@@ -3,7 +3,7 @@ does not seed again."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,19 +39,20 @@ class Randomness:
 
     Args:
         refuse: makes the error for a fault and its remedy.
-        default: the default generators of GPUs.
-        known: other generators, such as those among the arguments.
+        device: the GPU that replays the function, or None on the CPU.
+        known: the generators among the arguments.
     """
 
     def __init__(
-        self, refuse: Callable[..., CaptureError], default: Sequence[torch.Generator], known: Iterable[torch.Generator]
+        self, refuse: Callable[..., CaptureError], device: torch.device | None, known: Iterable[torch.Generator]
     ) -> None:
-        self.refuse = refuse
-        self._copy = torch.Generator()
-        self._copy.set_state(torch.default_generator.get_state())
+        self.refuse, self.device = refuse, device
+        default = _default_generators(device)
+        self.copy = torch.Generator()
+        self.copy.set_state(torch.default_generator.get_state())
         self._shared = {generator_id(generator) for generator in default}
         self._known: dict[int, _Known] = {}
-        self.add_known((self._copy, *default, *(g for g in known if not _is_default(g))))
+        self.add_known((self.copy, *default, *(g for g in known if not _is_default(g))))
         self._recording = self._rehearsed = False
 
     @property
@@ -64,11 +65,11 @@ class Randomness:
         """Context of a run, in which the copy stands for the CPU's default generator."""
         seed = torch.default_generator.initial_seed()
         try:
-            with default_generator_is(self._copy), _PrivateDraws(self._copy):
+            with default_generator_is(self.copy), _PrivateDraws(self):
                 yield
         finally:
             if torch.default_generator.initial_seed() != seed:  # a method of the default generator itself was called
-                torch.default_generator.set_state(self._known[generator_id(self._copy)].initial_state)
+                torch.default_generator.set_state(self._known[generator_id(self.copy)].initial_state)
                 raise self.refuse(_SEEDED, _SEED_OUTSIDE)
 
     def add_known(self, generators: Iterable[torch.Generator]) -> None:
@@ -167,18 +168,35 @@ class _Known:
         return moved or self.generator.initial_seed() != self._seed
 
 
-class _PrivateDraws(OperatorWatch):
-    """Makes operators draw from `generator` where they would draw from the CPU's default one."""
+def _default_generators(device: torch.device | None) -> list[torch.Generator]:
+    """The default generator of a GPU; those of all GPUs for a tape, whose function may make tensors there."""
+    if device is not None:
+        return [torch.cuda.default_generators[device.index or 0]]
+    return [*torch.cuda.default_generators] if torch.cuda.is_initialized() else []
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
+
+class _PrivateDraws(OperatorWatch):
+    """Makes operators draw from a copy where they would draw from the CPU's default generator. On a GPU it refuses
+    numbers that are drawn on the CPU: a replay would not draw them again."""
+
+    def __init__(self, random: Randomness) -> None:
+        self.random, self.generator = random, random.copy
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = kwargs.get("generator")
-        if not may_draw(func) or (given is not None and not _is_default(given)):
+        if not may_draw(func):
             return func(*args, **kwargs)
+        given = kwargs.get("generator")
         device = kwargs.get("device") or next((t.device for t in tensors_in(args, kwargs)), "cpu")
-        if torch.device(device).type != "cpu":
+        if torch.device(device if given is None else given.device).type != "cpu":
+            return func(*args, **kwargs)
+        if self.random.device is not None and func.namespace == "aten":
+            fault = (
+                f"{func} draws random numbers on the CPU, in a call with tensors on a GPU, so that they would be frozen"
+            )
+            raise self.random.refuse(
+                fault, f"draw them on the GPU (device={str(self.random.device)!r}), or pass them in"
+            )
+        if given is not None and not _is_default(given):
             return func(*args, **kwargs)
         if (drawing := _taking_generator(func)) is not None:
             return drawing(*args, **{**kwargs, "generator": self.generator})
