@@ -18,6 +18,9 @@ from weft.torchapi.operator_database import operator_database
 LONGEST = 1200.0
 """Seconds after which an operator counts as hung, and its process is ended."""
 
+NO_SAMPLES = -2
+"""The index of the sample in the outcome of an operator whose samples torch could not make."""
+
 _GRACE = 30.0
 """Seconds that the operators in work have when the time is over."""
 
@@ -83,11 +86,12 @@ class Worker:
         self.process.start()
         theirs.close()
         self.task: Task | None = None
+        self.given = 0
         self.since = 0.0
 
     def give(self, task: Task) -> None:
         """Start a task."""
-        self.task, self.since = task, time.monotonic()
+        self.task, self.since, self.given = task, time.monotonic(), self.given + 1
         self.end.send(task)
 
     def outcomes(self, ready: bool) -> list[Outcome] | None:
@@ -139,10 +143,16 @@ def run_all(settings: Settings, todo: Sequence[Task]) -> Iterator[list[Outcome]]
                 return
             ready = set(wait([worker.end for worker in busy], timeout=1.0))
             for worker in busy:
-                if (found := worker.outcomes(worker.end in ready)) is not None:
-                    if any(outcome.device_lost for outcome in found):
-                        worker.stop()
-                    yield found
+                task = worker.task
+                assert task is not None
+                if (found := worker.outcomes(worker.end in ready)) is None:
+                    continue
+                if any(outcome.device_lost or outcome.sample == NO_SAMPLES for outcome in found):
+                    worker.stop()
+                    if worker.given > 1 and found[-1].sample == NO_SAMPLES:  # an earlier operator may be the cause
+                        waiting.append(task)
+                        continue
+                yield found
     finally:
         for worker in workers:
             worker.stop()
@@ -168,7 +178,5 @@ def _serve(end: Connection, settings: Settings) -> None:
                 database[task.index], settings.transforms, task.dtype, settings.device, settings.samples, settings.seed
             )
         except Exception as error:
-            fault = f"no samples: {error!r:.300}"
-            # The next task gets a process that no other one has run in.
-            found.append(Outcome("crash", task.operator, "any", task.dtype, -1, fault, device_lost=True))
+            found.append(Outcome("raises", task.operator, "any", task.dtype, NO_SAMPLES, f"no samples: {error!r:.300}"))
         end.send(found)
