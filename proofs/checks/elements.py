@@ -99,7 +99,7 @@ def worst_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
     if has_no_numbers(a.dtype):
         return first_place(a, b, differ)
     wide = torch.complex128 if a.dtype.is_complex else torch.float64
-    amounts = (a[differ].to(wide) - b[differ].to(wide)).abs().nan_to_num(nan=torch.inf)
+    amounts = (a.to(wide)[differ] - b.to(wide)[differ]).abs().nan_to_num(nan=torch.inf)
     return _place(a, b, tuple(int(i) for i in differ.nonzero()[amounts.argmax()]))
 
 

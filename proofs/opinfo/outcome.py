@@ -90,8 +90,8 @@ def run(case: Case, device: str) -> Outcome:
         return _outcome(case, *_compare(case))
     except _Differs as found:
         when, difference, *values = found.args
-        for cause in causes_of(case, device) if values else ():
-            if cause.allows(case, *values):
+        for cause in causes_of(case, device):
+            if cause.allows(case, *values) if values else cause.elsewhere:
                 return _outcome(case, "torch", cause.reason)
         itself = "" if _repeats(case) else " (eager differs from itself)"
         return _outcome(case, "differs", f"{when}: {difference}{itself}")

@@ -178,5 +178,6 @@ def _serve(end: Connection, settings: Settings) -> None:
                 database[task.index], settings.transforms, task.dtype, settings.device, settings.samples, settings.seed
             )
         except Exception as error:
-            found.append(Outcome("raises", task.operator, "any", task.dtype, NO_SAMPLES, f"no samples: {error!r:.300}"))
+            fault = f"torch cannot make its samples on this device: {error!r:.300}"
+            found.append(Outcome("torch", task.operator, "any", task.dtype, NO_SAMPLES, fault))
         end.send(found)

@@ -365,10 +365,9 @@ def test_a_result_without_memory() -> None:
 
 
 def test_a_number_on_the_gpu_that_torch_passes_on_is_refused() -> None:
-    ends = torch.ones(2, device="cuda")
-    graph = graphify(torch.vmap(lambda end: torch.linspace(torch.zeros((), device="cuda"), end, 3)))
+    graph = graphify(torch.vmap(lambda start: torch.linspace(start, -3, 0, device="cuda")))
     with pytest.raises(CaptureError):
-        graph(ends)
+        graph(torch.ones(2, device="cuda"))
 
 
 def test_a_capture_warms_up_on_the_state_as_it_was() -> None:
