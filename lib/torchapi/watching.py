@@ -23,13 +23,16 @@ of the autograd engine."""
 
 class OperatorWatch:
     """A context in which each operator of this thread is passed to `operator`, which calls it and returns its result.
-    A subclass defines `operator`. Watches nest: what the inner one calls, the outer one sees."""
+    A subclass defines `operator`. Watches nest: what the inner one passes on, the outer one sees."""
+
+    _outer: "OperatorWatch | None" = None
 
     def __enter__(self) -> Self:
         _install()
         active = _active()
         if _needs_each_operator() and not active:
             _register_each()
+        self._outer = active[-1] if active else None
         self._included = torch._C._IncludeDispatchKeyGuard(KEY)
         self._included.__enter__()
         _set_active((*active, self))
@@ -38,10 +41,17 @@ class OperatorWatch:
     def __exit__(self, *error: Any) -> None:
         _set_active(_active()[:-1])
         self._included.__exit__(None, None, None)
+        self._outer = None  # which may hold this one
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator's overload (`func(*args, **kwargs)`), or do something else, and return the result."""
+        """Pass an operator's overload on (`pass_on`), or do something else, and return the result. No watch sees the
+        operators that it calls itself."""
         raise NotImplementedError
+
+    def pass_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `func(*args, **kwargs)` as the next outer watch does it, if there is one."""
+        outer = self._outer
+        return func(*args, **kwargs) if outer is None else outer.operator(func, args, kwargs)
 
 
 def _active() -> tuple[OperatorWatch, ...]:
@@ -83,16 +93,10 @@ def unwatched() -> Any:
 
 
 def _to_innermost(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pass an operator to the innermost watch; what that calls goes to the next one, or past all."""
-    active, args = _active(), _with_tensors(func, args)
-    if len(active) > 1:
-        _set_active(active[:-1])
-        try:
-            return active[-1].operator(func, args, kwargs)
-        finally:
-            _set_active(active)
+    """Pass an operator to the innermost watch."""
+    args = _with_tensors(func, args)
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-        return active[-1].operator(func, args, kwargs)
+        return _active()[-1].operator(func, args, kwargs)
 
 
 def _with_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -132,7 +136,7 @@ def _install() -> Any:
 
 class _Passing(OperatorWatch):
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
+        return self.pass_on(func, args, kwargs)
 
 
 class _Wrapper(torch.Tensor):

@@ -17,7 +17,7 @@ class Names(OperatorWatch):
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.names.append(func._schema.name)
-        return func(*args, **kwargs)
+        return self.pass_on(func, args, kwargs)
 
 
 def test_a_watch_sees_operators_and_nothing_outside() -> None:

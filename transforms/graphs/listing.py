@@ -129,7 +129,7 @@ class Writer(OperatorWatch):
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reads = tuple(self._value(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         text = ", ".join([*map(self._show, args), *(f"{k}={self._show(v)}" for k, v in kwargs.items())])
-        result = func(*args, **kwargs)
+        result = self.pass_on(func, args, kwargs)
         made = tuple(self._new(x, "") for x in tree_leaves(result) if isinstance(x, Tensor) and x not in self._values)
         name = func._schema.name
         overload = f".{func._overloadname}" if func._overloadname != "default" else ""

@@ -156,7 +156,7 @@ class _Zeros(OperatorWatch):
     """Makes weft's operators return zeros, because no kernel writes their results; zeros are valid as any index."""
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+        result = self.pass_on(func, args, kwargs)
         if func.namespace == "weft":
             inputs = {storage_id(x) for x in tensors_in(args, kwargs)}
             for output in tensors_in(result):

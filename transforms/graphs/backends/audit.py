@@ -219,7 +219,7 @@ class Audit(OperatorWatch):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return func(*args, **kwargs)
+            return self.pass_on(func, args, kwargs)
         except CaptureError:
             raise
         except Exception as error:

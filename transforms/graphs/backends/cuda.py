@@ -234,11 +234,11 @@ class _Session(OperatorWatch):
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.name not in self.split_at:
-            return func(*args, **kwargs)
+            return self.pass_on(func, args, kwargs)
         self._end()
         # A capture only records, so the piece must run before the operator can read its values.
         self._run_last_piece()
-        result = func(*args, **kwargs)
+        result = self.pass_on(func, args, kwargs)
         call = tree_map(lambda x: unowned(x) if isinstance(x, Tensor) else x, (args, kwargs))
         self._begin()
         # Allocated in the pool, so that a later piece may reuse the memory once the function has dropped the result.

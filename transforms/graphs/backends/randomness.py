@@ -184,11 +184,11 @@ class _PrivateDraws(OperatorWatch):
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not may_draw(func):
-            return func(*args, **kwargs)
+            return self.pass_on(func, args, kwargs)
         given = kwargs.get("generator")
         device = kwargs.get("device") or next((t.device for t in tensors_in(args, kwargs)), "cpu")
         if torch.device(device if given is None else given.device).type != "cpu":
-            return func(*args, **kwargs)
+            return self.pass_on(func, args, kwargs)
         if self.random.device is not None and func.namespace == "aten":
             fault = (
                 f"{func} draws random numbers on the CPU, in a call with tensors on a GPU, so that they would be frozen"
@@ -197,14 +197,14 @@ class _PrivateDraws(OperatorWatch):
                 fault, f"draw them on the GPU (device={str(self.random.device)!r}), or pass them in"
             )
         if given is not None and not _is_default(given):
-            return func(*args, **kwargs)
+            return self.pass_on(func, args, kwargs)
         if (drawing := _taking_generator(func)) is not None:
-            return drawing(*args, **{**kwargs, "generator": self.generator})
+            return self.pass_on(drawing, args, {**kwargs, "generator": self.generator})
         default = torch.default_generator
         before = default.get_state()
         default.set_state(self.generator.get_state())
         try:
-            return func(*args, **kwargs)
+            return self.pass_on(func, args, kwargs)
         finally:
             self.generator.set_state(default.get_state())
             default.set_state(before)

@@ -97,7 +97,7 @@ class _Recorder(OperatorWatch):
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_pieces += func._schema.name in self.split_at
         self.inference |= torch.is_inference_mode_enabled()
-        result = func(*args, **kwargs)
+        result = self.pass_on(func, args, kwargs)
         inputs = {storage_id(t) for t in flat_tensors(args, kwargs)}
         made = (result,) if isinstance(result, Tensor) else tensors_in(result)
         results = [(i, t) for i, t in enumerate(made) if _is_computed(t, inputs)]
