@@ -205,8 +205,10 @@ def _in_layout(state: Any, like: Any) -> Any:
 
 
 def _strides(result: Any, program: TensorProgram) -> list[Any]:
-    """The strides of the results; a next state has those of the old one, whose storage it takes."""
-    return [x.stride() for x in _tensors(result)[len(program.donated) :]]
+    """The strides of the results along axes on which there are several elements; a next state has those of the old one,
+    whose storage it takes."""
+    results = _tensors(result)[len(program.donated) :]
+    return [[step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1] for x in results]
 
 
 def _requiring(outcome: _Outcome, expected: _Outcome) -> list[bool]:
