@@ -24,22 +24,19 @@ from weft.ops.linear import fp8_linear, linear
 from weft.ops.lora import add_lora
 from weft.ops.norm import add_parts, add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from weft.ops.rotary import rotate_and_keep
-from weft.ops.sampling.sample import sample_rows
 from weft.outputs import IntermediateTensors, Output
-from weft.sampling_table import MAX_BIASED, SamplingTable
+from weft.sampling_table import MAX_BIASED
 from weft.stages.config import ModelConfig
+from weft.stages.head import finish, read_at, verify
 from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
 from weft.stages.rope import inverse_frequencies, mrope_positions, position_fault, rope_tables
-from weft.stages.verification import read_at, verify
 from weft.state import State, resolve
 
 DecoderStage = Callable[
     [DecoderParams, State, Batch, IntermediateTensors | None], tuple[State, IntermediateTensors | Output]
 ]
-_TOKENS_AT_ONCE = 256
-"""Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and vocab_size wide."""
 
 
 def decoder_stage(
@@ -275,49 +272,6 @@ def feed_forward(config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, 
     )  # fmt: skip
 
 
-def head(config: ModelConfig, params: DecoderParams, hidden: Tensor) -> Tensor:
-    """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer. Last stage only."""
-    assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
-    assert params.lm_head is not None
-    return F.linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head)
-
-
-def finish(
-    config: ModelConfig,
-    params: DecoderParams,
-    table: SamplingTable,
-    batch: Batch,
-    resolved: ResolvedBatch,
-    hidden: Tensor,
-    keep_logits: bool = False,
-    num_logprobs: int = 0,
-    where: Tensor | None = None,
-) -> Output:
-    """The last stage's output, from the last layer's hidden states [num_tokens, hidden_size].
-
-    Each request gets a token after its last one, or after each of those at `where` [num_reqs, n].
-    """
-    index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
-    logits = head(config, params, hidden[index])
-    ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
-    top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
-    prompt: tuple[Tensor | None, ...] = (None, None, None)
-    if batch.targets is not None:
-        assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
-        assert params.lm_head is not None
-        normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
-        prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs)
-    sampled = (ids, logprobs, logits.float() if keep_logits else None, *top)
-    if where is not None:
-        sampled = tuple(None if x is None else x.unflatten(0, where.shape) for x in sampled)
-    return Output(*sampled, *prompt)
-
-
-def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens at `where`, and the rows of their requests, both [num_reqs * n]."""
-    return where.flatten(), rows.repeat_interleave(where.shape[1])
-
-
 def empty_states(
     config: ModelConfig,
     layouts: Sequence[StageLayout],
@@ -353,39 +307,3 @@ def empty_states(
         )
 
     return tuple(map(one, layouts))
-
-
-def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens [num_reqs, count] int64, likeliest first, and their logprobs, float32.
-
-    They follow from the chosen tokens' logprobs, which hold the logarithm of the sum; so the logits are not summed
-    again.
-
-    Args:
-        logits: [num_reqs, vocab_size].
-        token_ids, logprobs: [num_reqs], as `sample` returned them; no chosen token has probability 0.
-        count: at most vocab_size.
-    """
-    best, ids = logits.topk(count, -1)
-    chosen = logits.gather(1, token_ids[:, None]).float()
-    return ids, best.float() - (chosen - logprobs[:, None])
-
-
-def prompt_logprobs(normed: Tensor, lm_head: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The logprobs [num_tokens] of `targets`, each the token after its position, and of the `count` likeliest there.
-
-    Args:
-        normed: [num_tokens, hidden_size], the last layer's hidden states, normalised.
-        lm_head: [vocab_size, hidden_size].
-        targets: [num_tokens] int64.
-
-    Returns:
-        [num_tokens] float32; [num_tokens, count] int64 and float32, likeliest first.
-    """
-    parts = []
-    for states, wanted in zip(normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
-        logprobs = F.linear(states, lm_head).float().log_softmax(-1)
-        best, ids = logprobs.topk(count, -1)
-        parts.append((logprobs.gather(1, wanted[:, None])[:, 0], ids, best))
-    own, ids, best = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return own, ids, best

@@ -1,7 +1,7 @@
 """Drafters, and a first stage that drafts: the drafts replace the batch's sentinels.
 
 A drafter is `(params, state, batch) -> batch`. It runs on the device, inside the step, as a part of its graph. The
-drafts do not change the tokens that are generated (`weft.stages.verification`), only the number of steps.
+drafts do not change the tokens that are generated (`weft.stages.head`), only the number of steps.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from weft.ops.sampling.ngram import find_drafts
 from weft.ops.sampling.sample import sample
 from weft.outputs import IntermediateTensors, Output
 from weft.stages.config import ModelConfig
-from weft.stages.decoder import embed, head, layers
+from weft.stages.decoder import embed, layers
+from weft.stages.head import head
 from weft.stages.params import DecoderParams
 from weft.stages.rope import inverse_frequencies, rope_tables
 from weft.state import State, resolve
@@ -95,7 +96,7 @@ def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
     """A draft model of the same vocabulary, which runs whole before the stage's own layers.
 
     It drafts one token after another, each with the request's temperature and noise: such drafts are right more often
-    than independent draws (Daliri et al., as in `weft.stages.verification`). Where its logits are NaN it drafts no
+    than independent draws (Daliri et al., as in `weft.stages.head`). Where its logits are NaN it drafts no
     more in this step. Then it reads the tokens that the stage reads: its cache, in the same pages, holds the same
     tokens.
 

@@ -13,12 +13,12 @@ from weft.outputs import Output
 from weft.proofs.mutants.mutant import Mutant, replace
 from weft.proofs.suite import find
 from weft.sampling_table import SamplingTable
-from weft.stages.verification import count_right
+from weft.stages.head import count_right
 from weft.state import State, _advance_verified
 from weft.transforms.engine.requests import HostState, RequestState
 from weft.transforms.engine.scheduler import _pages_needed
 
-_DECODER, _VERIFICATION, _STATE = "weft.stages.decoder", "weft.stages.verification", "weft.state"
+_HEAD, _STATE = "weft.stages.head", "weft.state"
 _DRAFTING, _SCHEDULER = "weft.stages.drafting", "weft.transforms.engine.scheduler"
 _REQUESTS = "weft.transforms.engine.requests"
 
@@ -80,9 +80,9 @@ def _penalised_too() -> Iterator[None]:
 _LOOKUP, _MODEL = find("L12", "lookup"), find("L12", "model")
 
 DRAFTS = (
-    Mutant("one more draft is accepted than is right", _LOOKUP, replace(_VERIFICATION, "count_right", _one_more)),
-    Mutant("drafts after a wrong one are accepted", _LOOKUP, replace(_VERIFICATION, "count_right", _any_right)),
-    Mutant("a request has the noise of one position", _LOOKUP, replace(_DECODER, "sample_rows", _noise_of_the_first)),
+    Mutant("one more draft is accepted than is right", _LOOKUP, replace(_HEAD, "count_right", _one_more)),
+    Mutant("drafts after a wrong one are accepted", _LOOKUP, replace(_HEAD, "count_right", _any_right)),
+    Mutant("a request has the noise of one position", _LOOKUP, replace(_HEAD, "sample_rows", _noise_of_the_first)),
     Mutant("wrong drafts stay in the context", _LOOKUP, replace(_STATE, "_advance_verified", _moved_by_all)),
     Mutant(
         "the first rank does not learn how many drafts were right",
@@ -91,5 +91,5 @@ DRAFTS = (
     ),
     Mutant("requests with penalties draft", _LOOKUP, _penalised_too),
     Mutant("drafts have no pages", _LOOKUP, replace(_SCHEDULER, "_pages_needed", _pages_of_one_token)),
-    Mutant("a model's drafts are not verified", _MODEL, replace(_VERIFICATION, "count_right", _all_right)),
+    Mutant("a model's drafts are not verified", _MODEL, replace(_HEAD, "count_right", _all_right)),
 )

@@ -27,7 +27,8 @@ from weft.transforms.pipelines.microbatch import join, split
 from weft.transforms.pipelines.worker import Link, Worker
 
 _GRAPHS = "weft.transforms.graphs.cache"
-_COMPARE, _DECODER, _STATE = "weft.proofs.laws.compare", "weft.stages.decoder", "weft.state"
+_COMPARE, _STATE = "weft.proofs.laws.compare", "weft.state"
+_DECODER, _HEAD = "weft.stages.decoder", "weft.stages.head"
 _PIPELINE, _MICROBATCH = "weft.transforms.pipelines.pipeline", "weft.transforms.pipelines.microbatch"
 
 
@@ -172,12 +173,12 @@ STEPS = (
         replace(_STATE, "_find_adapters", _adapters_of_neighbours),
     ),
     Mutant("micro-batches run backwards", find("L13"), replace(_MICROBATCH, "split", _split_backwards)),
-    Mutant("a seed of the host is baked into a graph", find("L16"), replace(_DECODER, "sample_rows", _baked_seed)),
-    Mutant("a seed goes with the place in the batch", find("L16"), replace(_DECODER, "sample_rows", _seed_of_place)),
+    Mutant("a seed of the host is baked into a graph", find("L16"), replace(_HEAD, "sample_rows", _baked_seed)),
+    Mutant("a seed goes with the place in the batch", find("L16"), replace(_HEAD, "sample_rows", _seed_of_place)),
     Mutant(
         "all requests have the first one's sampling parameters",
         find("L16"),
-        replace(_DECODER, "sample_rows", _rules_of_the_first),
+        replace(_HEAD, "sample_rows", _rules_of_the_first),
     ),
     Mutant("generated tokens are not counted", find("L16"), replace(_STATE, "count_tokens", _counts_nothing)),
     Mutant("tokens after a chunk are counted", find("L16"), replace(_STATE, "count_tokens", _counts_chunks)),

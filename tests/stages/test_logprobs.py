@@ -16,7 +16,7 @@ from weft.padding import pad, unpad
 from weft.proofs.laws import assert_equal
 from weft.sampling import SamplingParams
 from weft.stages import decoder as module
-from weft.stages.decoder import prompt_logprobs, top_logprobs
+from weft.stages.head import prompt_logprobs, top_logprobs
 from weft.stages.model import DEMO, Model
 from weft.state import advance
 from weft.transforms.engine.setup import Runner, make_runner, make_state

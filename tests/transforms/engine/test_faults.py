@@ -14,7 +14,7 @@ from weft.errors import LogitsError, RequestError
 from weft.proofs.laws.engine.completions import alone
 from weft.proofs.strategies.engines import VOCABULARY, small_model
 from weft.sampling import SamplingParams
-from weft.stages.decoder import head
+from weft.stages.head import head
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
@@ -149,7 +149,7 @@ def test_a_token_that_the_device_alone_knows_to_be_barred_is_not_said(
         logits = head(config, params, hidden)
         return torch.where(torch.arange(VOCABULARY) == 5, logits, -math.inf)
 
-    monkeypatch.setattr("weft.stages.decoder.head", bars_all_but_5)
+    monkeypatch.setattr("weft.stages.head.head", bars_all_but_5)
     engine = Engine(small_model(), SMALL, pipeline=pipeline, graph="none", run_ahead=2)
     engine.add([1, 2], attrs.evolve(GREEDY, bad_token_ids=[5]), max_tokens=3, id="odd")
     engine.add([3, 4], GREEDY, max_tokens=3, id="good")

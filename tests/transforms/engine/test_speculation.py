@@ -14,8 +14,8 @@ from weft.errors import RequestError
 from weft.ops.sampling.logits import pack_bits
 from weft.proofs.strategies.engines import small_model
 from weft.sampling import SamplingParams
+from weft.stages.head import read_at
 from weft.stages.model import Model
-from weft.stages.verification import read_at
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import CompletionState

@@ -1,0 +1,158 @@
+"""The head: the last stage's logits, the tokens drawn from them, their logprobs, and the drafts that they prove right.
+
+A step over `[last token, d_1 … d_k]` samples `t_0 … t_k`, each with the noise that a decode step draws at its position:
+the sampler's noise is a function of the request's seed and of that position alone. So `t_0` is the request's next
+token; and as long as `d_i` equals the token that was sampled in its place, `t_{i-1}`, the token `t_i` follows. The
+tokens are those of decoding one by one, drawn or greedy, whatever the drafts (Daliri et al., 2024, "Coupling without
+communication and drafter-invariant speculative decoding", arXiv 2408.07978). A rejection sampler (Leviathan et al.,
+2023, arXiv 2211.17192) keeps only their distribution.
+"""
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.batch import DRAFT, Batch, ResolvedBatch
+from weft.errors import RequestError
+from weft.ops.norm import rms_norm
+from weft.ops.sampling.sample import sample_rows
+from weft.outputs import Output
+from weft.sampling_table import SamplingTable
+from weft.stages.config import ModelConfig
+from weft.stages.params import DecoderParams
+from weft.state import State
+
+_TOKENS_AT_ONCE = 256
+"""Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and vocab_size wide."""
+
+
+def head(config: ModelConfig, params: DecoderParams, hidden: Tensor) -> Tensor:
+    """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer. Last stage only."""
+    assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
+    assert params.lm_head is not None
+    return F.linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.lm_head)
+
+
+def finish(
+    config: ModelConfig,
+    params: DecoderParams,
+    table: SamplingTable,
+    batch: Batch,
+    resolved: ResolvedBatch,
+    hidden: Tensor,
+    keep_logits: bool = False,
+    num_logprobs: int = 0,
+    where: Tensor | None = None,
+) -> Output:
+    """The last stage's output, from the last layer's hidden states [num_tokens, hidden_size].
+
+    Each request gets a token after its last one, or after each of those at `where` [num_reqs, n].
+    """
+    index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
+    logits = head(config, params, hidden[index])
+    ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
+    top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
+    prompt: tuple[Tensor | None, ...] = (None, None, None)
+    if batch.targets is not None:
+        assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
+        assert params.lm_head is not None
+        normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
+        prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs)
+    sampled = (ids, logprobs, logits.float() if keep_logits else None, *top)
+    if where is not None:
+        sampled = tuple(None if x is None else x.unflatten(0, where.shape) for x in sampled)
+    return Output(*sampled, *prompt)
+
+
+def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens at `where`, and the rows of their requests, both [num_reqs * n]."""
+    return where.flatten(), rows.repeat_interleave(where.shape[1])
+
+
+def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens [num_reqs, count] int64, likeliest first, and their logprobs, float32.
+
+    They follow from the chosen tokens' logprobs, which hold the logarithm of the sum; so the logits are not summed
+    again.
+
+    Args:
+        logits: [num_reqs, vocab_size].
+        token_ids, logprobs: [num_reqs], as `sample` returned them; no chosen token has probability 0.
+        count: at most vocab_size.
+    """
+    best, ids = logits.topk(count, -1)
+    chosen = logits.gather(1, token_ids[:, None]).float()
+    return ids, best.float() - (chosen - logprobs[:, None])
+
+
+def prompt_logprobs(normed: Tensor, lm_head: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The logprobs [num_tokens] of `targets`, each the token after its position, and of the `count` likeliest there.
+
+    Args:
+        normed: [num_tokens, hidden_size], the last layer's hidden states, normalised.
+        lm_head: [vocab_size, hidden_size].
+        targets: [num_tokens] int64.
+
+    Returns:
+        [num_tokens] float32; [num_tokens, count] int64 and float32, likeliest first.
+    """
+    parts = []
+    for states, wanted in zip(normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
+        logprobs = F.linear(states, lm_head).float().log_softmax(-1)
+        best, ids = logprobs.topk(count, -1)
+        parts.append((logprobs.gather(1, wanted[:, None])[:, 0], ids, best))
+    own, ids, best = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return own, ids, best
+
+
+def read_at(batch: Batch, num_drafts: int) -> Tensor:
+    """The tokens of a batch after which the step samples, [num_reqs, n] int64: all of a request that goes on, and the
+    last of a request that reads its prompt; the last token fills the row.
+
+    In a uniform class n is its query length. With a `token_mask` n is 1 and drafts are ignored: the tokens that a
+    grammar allows after a draft depend on the draft, which only the device knows.
+
+    Args:
+        num_drafts: the most drafts of a request.
+    """
+    count = batch.descriptor.query_len or num_drafts + 1
+    if batch.token_mask is not None:
+        count = 1
+    starts = batch.query_start_loc.to(torch.int64)
+    last = starts[1:, None] - 1
+    first = torch.where(batch.goes_on[:, None], starts[:-1, None], last)
+    ahead = torch.arange(count, device=starts.device)
+    return torch.minimum(first + ahead, last).clamp(min=0)
+
+
+def verify(state: State, batch: Batch, where: Tensor, out: Output) -> Output:
+    """The output with the number of its tokens that each request keeps.
+
+    Args:
+        state: the state before the step.
+        batch: the step's batch, with the drafts filled in; negative where there is no draft.
+        where: the result of `read_at`.
+        out: the output, with one sampled token for each of these tokens.
+
+    Raises:
+        RequestError: the state has no `drafting`.
+    """
+    if state.drafting is None:
+        seen, instead = "a state without `drafting`", "attrs.evolve(state, drafting=weft.state.Drafting.zeros(...))"
+        raise RequestError("a stage that verifies drafts", seen, instead)
+    again = where[:, 1:] == where[:, :-1]
+    drafts = torch.where(again, DRAFT, batch.input_ids[where[:, 1:]])
+    has_all = state.positions[batch.rows] >= state.drafting.limits[batch.rows] - 1
+    num_tokens = torch.where(has_all, 0, count_right(out.token_ids, drafts) + 1)
+    return attrs.evolve(out, num_tokens=num_tokens, num_drafts=(drafts >= 0).cumprod(1).sum(1))
+
+
+def count_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
+    """The number of drafts before the first that differs from the token sampled in its place: [num_reqs] int64.
+
+    Args:
+        token_ids: [num_reqs, k + 1], the tokens sampled after each token that was read.
+        drafts: [num_reqs, k].
+    """
+    return (drafts == token_ids[:, :-1]).cumprod(1).sum(1)
