@@ -5,7 +5,8 @@ others; `y` is `IntermediateTensors`, and on the last stage `Output`. The archit
 the biases, QK norms, routers or FP8 scales that a model lacks are None.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -18,25 +19,30 @@ from weft.errors import DescriptorError, ProgramError, WeftError
 from weft.ops.attention.paged import paged_attention, paged_attention_quantized
 from weft.ops.experts.products import run_experts
 from weft.ops.experts.routing import route
-from weft.ops.fp8 import BLOCK, Quantized
+from weft.ops.fp8 import BLOCK
 from weft.ops.gate import silu_mul, silu_mul_quantized
 from weft.ops.linear import fp8_linear, linear
 from weft.ops.lora import add_lora
 from weft.ops.norm import add_parts, add_rms_norm, add_rms_norm_quantized, rms_norm, rms_norm_quantized
 from weft.ops.rotary import rotate_and_keep
 from weft.outputs import IntermediateTensors, Output
-from weft.sampling_table import MAX_BIASED
 from weft.stages.config import ModelConfig
+from weft.stages.functions import (
+    OWN,
+    ChangeLogits,
+    DecoderStage,
+    Layer,
+    Normed,
+    StageFunctions,
+    Tables,
+    check_functions,
+)
 from weft.stages.head import finish, read_at, verify
 from weft.stages.layer_fields import row_starts
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
 from weft.stages.rope import inverse_frequencies, mrope_positions, position_fault, rope_tables
 from weft.state import State, resolve
-
-DecoderStage = Callable[
-    [DecoderParams, State, Batch, IntermediateTensors | None], tuple[State, IntermediateTensors | Output]
-]
 
 
 def decoder_stage(
@@ -46,6 +52,11 @@ def decoder_stage(
     keep_logits: bool = False,
     num_logprobs: int = 0,
     num_drafts: int = 0,
+    attention: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    feed_forward: Callable[..., Tensor] | None = None,
+    norm: Callable[..., tuple[Normed, Tensor]] | None = None,
+    logits: ChangeLogits | None = None,
+    layers: Mapping[int, Callable[[Layer], Layer]] | None = None,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -57,10 +68,16 @@ def decoder_stage(
         num_logprobs: also return the logprobs of this many of the likeliest tokens; 0: only the chosen token's.
         num_drafts: the most drafts of a request in a batch (`weft.stages.drafting`); if not 0, the state has a
             `drafting`, and every step verifies.
+        attention, feed_forward, norm, logits, layers: functions of your own, as in `StageFunctions`.
 
     Returns:
         A pure function that takes the storage of its state.
+
+    Raises:
+        ProgramError: one of the functions is not a function, or the model has no such layer.
     """
+    functions = StageFunctions(attention, feed_forward, norm, logits, layers or {})
+    check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
 
     _, attention_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
     section, name = config.rope.mrope_section, f"stage {layout.index} of {layout.num_stages}"
@@ -79,13 +96,13 @@ def decoder_stage(
             positions = mrope_positions(state, batch, resolved) if x is None else x.positions
         angles = resolved.positions if positions is None else positions
         tables = rope_tables(params.inv_freq, angles, attention_factor, hidden.dtype, section)
-        hidden, pages = layers(config, params, state.kv_pages, resolved, tables, hidden)
+        hidden, pages = run_layers(config, params, state.kv_pages, resolved, tables, hidden, functions, layout.start)
         if pages is not state.kv_pages:
             state = attrs.evolve(state, kv_pages=pages)
         if not layout.last:
             return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions)
         where = read_at(batch, num_drafts) if num_drafts else None
-        out = finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs, where)
+        out = finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs, where, logits)
         return state, out if where is None else verify(state, batch, where, out)
 
     stage.__name__ = stage.__qualname__ = name
@@ -135,13 +152,15 @@ def embed(params: DecoderParams, batch: ResolvedBatch, given: Tensor | None) -> 
     return torch.where((batch.input_ids == EMBEDDED)[:, None], given, known)
 
 
-def layers(
+def run_layers(
     config: ModelConfig,
     params: DecoderParams,
     kv_pages: Tensor,
     batch: ResolvedBatch,
-    tables: tuple[Tensor, Tensor],
+    tables: Tables,
     hidden: Tensor,
+    functions: StageFunctions = OWN,
+    start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The stage's decoder layers, one after the other; `kv_pages[i]` is written for layer i of the stage.
 
@@ -149,29 +168,49 @@ def layers(
         kv_pages: [layers of the stage, 2, num_pages, page_size, num_kv_heads, head_dim].
         tables: the rotary cosines and sines, each [num_tokens, head_dim / 2].
         hidden: [num_tokens, hidden_size].
+        functions: those of one's own.
+        start: the index of the stage's first layer in the model.
 
     Returns:
         [num_tokens, hidden_size]; and the pages: `kv_pages` itself if they were written in place (`rotate_and_keep`).
     """
-    eps, added, written, in_place = config.rms_norm_eps, None, [], True
+
+    def whole(layer: LayerParams, own: Tensor, batch: ResolvedBatch, tables: Tables, hidden: Tensor) -> Any:
+        added, hidden, pages = _run_layer(config, functions, layer, own, batch, tables, None, hidden)
+        return add_parts(added, hidden), pages
+
+    added, written, in_place = None, list[Tensor](), True
     for index, layer in enumerate(params.layers):
-        x, hidden = norm(layer.input_layernorm, eps, added, hidden, quantized=layer.qkv_scale is not None)
-        own = kv_pages[index]
-        added, pages = attention(config, layer, own, batch, tables, x)
+        own, change = kv_pages[index], functions.layers.get(start + index)
+        if change is None:
+            added, hidden, pages = _run_layer(config, functions, layer, own, batch, tables, added, hidden)
+        else:
+            hidden = hidden if added is None else add_parts(added, hidden)
+            added, (hidden, pages) = None, change(whole)(layer, own, batch, tables, hidden)
         in_place = in_place and pages is own
         written.append(pages)
-        x, hidden = norm(layer.post_attention_layernorm, eps, added, hidden, quantized=layer.gate_up_scale is not None)
-        added = feed_forward(config, layer, batch, x)
     hidden = hidden if added is None else add_parts(added, hidden)
     return hidden, kv_pages if in_place else torch.stack(written)
 
 
-@attrs.frozen(eq=False)
-class Normed:
-    """The result of a norm: [num_tokens, hidden_size], and the same in FP8 if the next weights are in FP8."""
-
-    plain: Tensor
-    quantized: Quantized | None = None
+def _run_layer(
+    config: ModelConfig,
+    functions: StageFunctions,
+    layer: LayerParams,
+    kv_pages: Tensor,
+    batch: ResolvedBatch,
+    tables: Tables,
+    added: Tensor | None,
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer, which first adds the last block's result, if there is one: its own last block's result, which is not
+    added yet, the hidden states, and the pages."""
+    normalize, eps = functions.norm or norm, config.rms_norm_eps
+    x, hidden = normalize(layer.input_layernorm, eps, added, hidden, quantized=layer.qkv_scale is not None)
+    added, pages = (functions.attention or attention)(config, layer, kv_pages, batch, tables, x)
+    quantized = layer.gate_up_scale is not None
+    x, hidden = normalize(layer.post_attention_layernorm, eps, added, hidden, quantized=quantized)
+    return (functions.feed_forward or feed_forward)(config, layer, batch, x), hidden, pages
 
 
 def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, quantized: bool) -> tuple[Normed, Tensor]:
@@ -206,7 +245,7 @@ def attention(
     layer: LayerParams,
     kv_pages: Tensor,
     batch: ResolvedBatch,
-    tables: tuple[Tensor, Tensor],
+    tables: Tables,
     x: Normed,
 ) -> tuple[Tensor, Tensor]:
     """Grouped-query attention of one layer over the pages of each request, causal; writes this step's keys and values.
@@ -270,40 +309,3 @@ def feed_forward(config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, 
         x.plain if x.quantized is None else x.quantized, layer.gate_up_proj, layer.down_proj, weights, experts,
         gate_up_scale=layer.gate_up_scale, down_scale=layer.down_scale, dtype=dtype,
     )  # fmt: skip
-
-
-def empty_states(
-    config: ModelConfig,
-    layouts: Sequence[StageLayout],
-    *,
-    max_num_reqs: int,
-    num_pages: int,
-    max_pages: int,
-    page_size: int,
-    max_biased: int = MAX_BIASED,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> tuple[State, ...]:
-    """A state without requests for each stage, with pages for the layers that the stage owns. Only the last stage's
-    sampling table is as wide as the vocabulary.
-
-    Args:
-        max_num_reqs, num_pages, max_pages, page_size, max_biased, dtype, device: as `State.zeros` takes them.
-    """
-
-    def one(layout: StageLayout) -> State:
-        return State.zeros(
-            num_layers=len(layout.layers),
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_num_reqs=max_num_reqs,
-            num_pages=num_pages,
-            max_pages=max_pages,
-            page_size=page_size,
-            vocab_size=config.vocab_size if layout.last else 0,
-            max_biased=max_biased,
-            dtype=dtype,
-            device=device,
-        )
-
-    return tuple(map(one, layouts))

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import DRAFT, LAST_TOKEN, SCRATCH_ROW, Batch
+from weft.batch import DRAFT, LAST_TOKEN, SCRATCH_ROW, Batch, ResolvedBatch
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.errors import DerivativeError
@@ -20,7 +20,8 @@ from weft.ops.sampling.ngram import find_drafts
 from weft.ops.sampling.sample import sample
 from weft.outputs import IntermediateTensors, Output
 from weft.stages.config import ModelConfig
-from weft.stages.decoder import embed, layers
+from weft.stages.decoder import embed, run_layers
+from weft.stages.functions import OWN, StageFunctions
 from weft.stages.head import head
 from weft.stages.params import DecoderParams
 from weft.stages.rope import inverse_frequencies, rope_tables
@@ -92,7 +93,7 @@ def ngram_drafter(num_drafts: int, shortest: int, longest: int) -> Drafter:
     return look_up
 
 
-def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
+def model_drafter(num_drafts: int, config: ModelConfig, functions: StageFunctions = OWN) -> Drafter:
     """A draft model of the same vocabulary, which runs whole before the stage's own layers.
 
     It drafts one token after another, each with the request's temperature and noise: such drafts are right more often
@@ -103,11 +104,12 @@ def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
     Args:
         num_drafts: the most drafts of a request in a batch.
         config: the draft model's; its params are the drafter's.
+        functions: the draft model's, of one's own.
     """
     _, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
 
-    def read(params: DecoderParams, state: State, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The last layer's hidden states and the positions of the batch's tokens; writes their keys and values."""
+    def read(params: DecoderParams, state: State, batch: Batch) -> tuple[Tensor, ResolvedBatch]:
+        """The last layer's hidden states, and the batch resolved; writes the tokens' keys and values."""
         assert state.drafting is not None, "a stage that verifies has a state with drafting"
         assert state.drafting.kv_pages is not None, "it drafts with a model"
         resolved = resolve(state, attrs.evolve(batch, descriptor=attrs.evolve(batch.descriptor, num_active_loras=0)))
@@ -117,11 +119,11 @@ def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
         section = config.rope.mrope_section
         places = resolved.positions if section is None else resolved.positions[:, None].expand(-1, 3)
         tables = rope_tables(params.inv_freq, places, factor, hidden.dtype, section)
-        hidden, pages = layers(config, params, state.drafting.kv_pages, resolved, tables, hidden)
+        hidden, pages = run_layers(config, params, state.drafting.kv_pages, resolved, tables, hidden, functions)
         if pages is not state.drafting.kv_pages:
             seen, instead = "a stage that drafts with a model", "the same without speculation, which samples the same"
             raise DerivativeError("a derivative, or a transform of torch.func", seen, instead)
-        return hidden, resolved.positions
+        return hidden, resolved
 
     def draft(params: DecoderParams, state: State, batch: Batch) -> Batch:
         count, rows = (batch.descriptor.query_len or num_drafts + 1) - 1, batch.rows
@@ -129,8 +131,11 @@ def model_drafter(num_drafts: int, config: ModelConfig) -> Drafter:
         single, drafts, logprobs = _last_tokens(batch), list[Tensor](), list[Tensor]()
         for ahead in range(count):
             at = attrs.evolve(state, positions=state.positions + ahead)
-            hidden, positions = read(params, at, single)
-            drawn, logprob = sample(head(config, params, hidden), temperature, seeds, positions)
+            hidden, resolved = read(params, at, single)
+            logits = head(config, params, hidden)
+            if functions.logits is not None:
+                logits = functions.logits(logits, rows, resolved)
+            drawn, logprob = sample(logits, temperature, seeds, resolved.positions)
             drafts.append(drawn)
             logprobs.append(logprob)
             single = attrs.evolve(single, input_ids=drawn)

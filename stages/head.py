@@ -8,18 +8,22 @@ communication and drafter-invariant speculative decoding", arXiv 2408.07978). A 
 2023, arXiv 2211.17192) keeps only their distribution.
 """
 
+import functools
+from collections.abc import Callable
+
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.batch import DRAFT, Batch, ResolvedBatch
+from weft.batch import DRAFT, Batch, ResolvedBatch, find_owners
 from weft.errors import RequestError
 from weft.ops.norm import rms_norm
 from weft.ops.sampling.sample import sample_rows
 from weft.outputs import Output
 from weft.sampling_table import SamplingTable
 from weft.stages.config import ModelConfig
+from weft.stages.functions import ChangeLogits
 from weft.stages.params import DecoderParams
 from weft.state import State
 
@@ -44,6 +48,7 @@ def finish(
     keep_logits: bool = False,
     num_logprobs: int = 0,
     where: Tensor | None = None,
+    change: ChangeLogits | None = None,
 ) -> Output:
     """The last stage's output, from the last layer's hidden states [num_tokens, hidden_size].
 
@@ -51,6 +56,8 @@ def finish(
     """
     index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
     logits = head(config, params, hidden[index])
+    if change is not None:
+        logits = change(logits, rows, resolved)
     ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
     top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
     prompt: tuple[Tensor | None, ...] = (None, None, None)
@@ -58,11 +65,18 @@ def finish(
         assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
         assert params.lm_head is not None
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
-        prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs)
+        changed = None if change is None else functools.partial(_changed, change, resolved)
+        prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs, changed)
     sampled = (ids, logprobs, logits.float() if keep_logits else None, *top)
     if where is not None:
         sampled = tuple(None if x is None else x.unflatten(0, where.shape) for x in sampled)
     return Output(*sampled, *prompt)
+
+
+def _changed(change: ChangeLogits, batch: ResolvedBatch, logits: Tensor, start: int) -> Tensor:
+    """The changed logits of the batch's tokens from `start` on."""
+    owners, _ = find_owners(batch.query_start_loc, len(batch.input_ids))
+    return change(logits, batch.rows[owners[start : start + len(logits)]], batch)
 
 
 def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,20 +100,30 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int
     return ids, best.float() - (chosen - logprobs[:, None])
 
 
-def prompt_logprobs(normed: Tensor, lm_head: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def prompt_logprobs(
+    normed: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    count: int,
+    changed: Callable[[Tensor, int], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The logprobs [num_tokens] of `targets`, each the token after its position, and of the `count` likeliest there.
 
     Args:
         normed: [num_tokens, hidden_size], the last layer's hidden states, normalised.
         lm_head: [vocab_size, hidden_size].
         targets: [num_tokens] int64.
+        changed: `(logits, start)`: a change of the logits of the tokens from `start` on.
 
     Returns:
         [num_tokens] float32; [num_tokens, count] int64 and float32, likeliest first.
     """
-    parts = []
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for states, wanted in zip(normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
-        logprobs = F.linear(states, lm_head).float().log_softmax(-1)
+        logits = F.linear(states, lm_head)
+        if changed is not None:
+            logits = changed(logits, sum(len(own) for own, _, _ in parts))
+        logprobs = logits.float().log_softmax(-1)
         best, ids = logprobs.topk(count, -1)
         parts.append((logprobs.gather(1, wanted[:, None])[:, 0], ids, best))
     own, ids, best = (torch.cat(columns) for columns in zip(*parts, strict=True))

@@ -1,4 +1,5 @@
-"""`StageLayout`: the layers that a stage owns; and the splits of a model: `split_layers`, `balance`, `split_model`."""
+"""`StageLayout`: the layers that a stage owns; the splits of a model: `split_layers`, `balance`, `split_model`; and the
+empty states of its stages."""
 
 import functools
 import math
@@ -6,11 +7,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import attrs
+import torch
 
 from weft.arguments.checks import Rule, check_values
 from weft.errors import CostError, ProgramError
+from weft.sampling_table import MAX_BIASED
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import layer_fields
+from weft.state import State
 
 _RULES: dict[str, Rule] = {"layer_costs": (Sequence, "a list of the cost of each layer: [1.0] * 30")}
 _COST: Rule = (lambda cost: 0 <= cost < math.inf, "a finite number >= 0")
@@ -258,3 +262,40 @@ def split_model(config: ModelConfig, num_stages: int) -> tuple[StageLayout, ...]
     layers = [weights.read(_REQUESTS) + kv for weights in layer_weights(config)]
     last = config.vocab_size * (config.hidden_size * config.dtype.itemsize + _REQUESTS * _BYTES_PER_LOGIT)
     return balance(layers, num_stages, last=last)
+
+
+def empty_states(
+    config: ModelConfig,
+    layouts: Sequence[StageLayout],
+    *,
+    max_num_reqs: int,
+    num_pages: int,
+    max_pages: int,
+    page_size: int,
+    max_biased: int = MAX_BIASED,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[State, ...]:
+    """A state without requests for each stage, with pages for the layers that the stage owns. Only the last stage's
+    sampling table is as wide as the vocabulary.
+
+    Args:
+        max_num_reqs, num_pages, max_pages, page_size, max_biased, dtype, device: as `State.zeros` takes them.
+    """
+
+    def one(layout: StageLayout) -> State:
+        return State.zeros(
+            num_layers=len(layout.layers),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_num_reqs=max_num_reqs,
+            num_pages=num_pages,
+            max_pages=max_pages,
+            page_size=page_size,
+            vocab_size=config.vocab_size if layout.last else 0,
+            max_biased=max_biased,
+            dtype=dtype,
+            device=device,
+        )
+
+    return tuple(map(one, layouts))

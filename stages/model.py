@@ -1,7 +1,7 @@
 """`Model`: a checkpoint in Hugging Face's format, loaded as a value."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +10,26 @@ from typing import Any, cast
 import attrs
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, is_int, kind_of, names_arguments
 from weft.arguments.equivalents import LOAD
 from weft.errors import CheckpointError, DeviceError, ProgramError, RequestError, WeftError
 from weft.stages.checkpoint import Origin, checked_device, digest_files, digest_params, read_params, weight_files
 from weft.stages.config import ModelConfig, config_in_folder
+from weft.stages.decoder import decoder_stage
+from weft.stages.functions import (
+    OWN,
+    ChangeLogits,
+    DecoderStage,
+    Layer,
+    Normed,
+    StageFunctions,
+    Transform,
+    check_functions,
+    name_of,
+    transformed,
+)  # fmt: skip
 from weft.stages.layout import StageLayout, split_layers, split_model
 from weft.stages.params import DecoderParams, num_bytes
 
@@ -32,6 +46,8 @@ _RULES: dict[str, Rule] = {
     ),
 }
 
+_TRANSFORM: Rule = (lambda f: f is None or callable(f), "a function of a stage, which returns a stage")
+
 DEMO = Path(__file__).parent / "demo"
 """The folder of the checkpoint that weft ships."""
 
@@ -47,6 +63,8 @@ class Model:
         path: the folder that it came from.
         layout: the part of the model that this is: all of it, or one stage.
         origin: digests of the checkpoint that it was loaded from; None if it was not loaded.
+        functions: functions of one's own in its stages (`with_stages`).
+        transforms: those of its stages, the innermost first.
     """
 
     config: ModelConfig
@@ -55,6 +73,8 @@ class Model:
     path: Path
     layout: StageLayout = attrs.field(kw_only=True)
     origin: Origin | None = attrs.field(default=None, kw_only=True)
+    functions: StageFunctions = attrs.field(default=OWN, kw_only=True)
+    transforms: tuple[Transform, ...] = attrs.field(default=(), kw_only=True)
 
     @layout.default
     def _whole(self) -> StageLayout:
@@ -86,7 +106,78 @@ class Model:
     def facts(self) -> dict[str, str]:
         """The facts about the model on which the ranks of a pipeline must agree: its configuration, and `weights`."""
         fields = attrs.asdict(self.config, recurse=False)
-        return {**{f"config.{name}": str(own) for name, own in fields.items()}, "weights": self.weights}
+        stages = ", ".join((f"{self.functions}", *map(name_of, self.transforms)))
+        return {
+            **{f"config.{name}": str(own) for name, own in fields.items()},
+            "weights": self.weights,
+            "stages": stages,
+        }
+
+    def with_stages(
+        self,
+        transform: Transform | None = None,
+        *,
+        attention: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        feed_forward: Callable[..., Tensor] | None = None,
+        norm: Callable[..., tuple[Normed, Tensor]] | None = None,
+        logits: ChangeLogits | None = None,
+        layers: Mapping[int, Callable[[Layer], Layer]] | None = None,
+    ) -> "Model":
+        """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the laws. Parameters are
+        shared.
+
+        Each function is pure, of tensors, as `graphify` takes it. Functions replace the model's; changes of the same
+        layer, and transforms, follow those that the model has.
+
+        Args:
+            transform: `f(stage) -> stage`, where a stage is `(params, state, batch, x) -> (state, y)` as
+                `decoder_stage` returns it. It is applied to each stage of any split.
+            attention, feed_forward, norm, logits: in the place of the decoder's (`weft.stages.StageFunctions`).
+            layers: for the index of a layer, `f(layer) -> layer`, where a layer is
+                `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`.
+
+        Raises:
+            ProgramError: one of them is not a function, or the model has no such layer.
+
+        >>> def doubled(layer):
+        ...     def run(params, kv_pages, batch, tables, hidden):
+        ...         hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
+        ...         return 2 * hidden, kv_pages
+        ...     return run
+        >>> model = load(DEMO, "cpu")
+        >>> steered = model.with_stages(layers={1: doubled}, logits=lambda logits, rows, batch: logits / 2)
+        """
+        call = "model.with_stages(...)"
+        check_values(call, {"transform": _TRANSFORM}, {"transform": transform}, ProgramError)
+        given: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, "norm": norm, "logits": logits}
+        new = StageFunctions(**given, layers={} if layers is None else layers)
+        check_functions(call, new, self.config.num_layers)
+        merged = {index: _after(self.functions.layers.get(index), change) for index, change in new.layers.items()}
+        functions = attrs.evolve(
+            self.functions,
+            layers={**self.functions.layers, **merged},
+            **{name: f for name, f in given.items() if f is not None},
+        )
+        more = () if transform is None else (transform,)
+        return attrs.evolve(self, functions=functions, transforms=(*self.transforms, *more))
+
+    def stage(
+        self, layout: StageLayout, *, keep_logits: bool = False, num_logprobs: int = 0, num_drafts: int = 0
+    ) -> DecoderStage:
+        """The stage of these layers, as a pure function that takes the storage of its state.
+
+        Args:
+            layout, keep_logits, num_logprobs, num_drafts: as `decoder_stage` takes them.
+
+        Raises:
+            ProgramError: at a call, a transformed stage returns something else than a stage does.
+        """
+        own = {f.name: getattr(self.functions, f.name) for f in attrs.fields(StageFunctions)}
+        options: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs, "num_drafts": num_drafts}
+        stage = decoder_stage(self.config, layout, **options, **own)
+        for transform in self.transforms:
+            stage = transformed(stage, transform, layout)
+        return stage
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds.
@@ -125,6 +216,11 @@ class Model:
 
     def _repr_html_(self) -> str:
         return self.params.table(repr(self))._repr_html_()
+
+
+def _after(first: Callable[[Layer], Layer] | None, second: Callable[[Layer], Layer]) -> Callable[[Layer], Layer]:
+    """A change of a layer after another one."""
+    return second if first is None else lambda layer: second(first(layer))
 
 
 def _is_dtype(value: Any) -> bool:

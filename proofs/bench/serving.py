@@ -23,7 +23,7 @@ import torch
 
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
-from weft.stages.presets import PRESETS
+from weft.stages.random_weights import PRESETS
 from weft.transforms.cli.bench import start_engine, workload_of
 from weft.transforms.cli.options import WORKLOADS, Bench
 from weft.transforms.cli.ranks import Here, in_ranks, open_model

@@ -23,7 +23,7 @@ import torch
 
 from weft.proofs.environment import environment
 from weft.sampling import SamplingParams
-from weft.stages.presets import PRESETS
+from weft.stages.random_weights import PRESETS
 from weft.transforms.cli.options import Bench
 from weft.transforms.cli.ranks import Here, open_model
 from weft.transforms.engine.engine import Engine

@@ -14,8 +14,8 @@ from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages import architectures
 from weft.stages.config import ModelConfig, parse_config
-from weft.stages.decoder import decoder_stage, empty_states
-from weft.stages.layout import StageLayout, split_layers
+from weft.stages.decoder import decoder_stage
+from weft.stages.layout import StageLayout, empty_states, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State, admit

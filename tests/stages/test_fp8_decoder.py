@@ -15,8 +15,7 @@ from weft.stages import decoder
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layout import split_model
 from weft.stages.model import Model
-from weft.stages.presets import PRESETS
-from weft.stages.random_weights import random_params
+from weft.stages.random_weights import PRESETS, random_params
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 

@@ -41,8 +41,7 @@ from weft.stages.config import parse_config
 from weft.stages.drafting import model_drafter
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
-from weft.stages.presets import PRESETS
-from weft.stages.random_weights import random_adapter, random_params
+from weft.stages.random_weights import PRESETS, random_adapter, random_params
 from weft.state import Drafting
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.setup import make_runner, make_state

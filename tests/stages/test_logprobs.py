@@ -15,7 +15,7 @@ from weft.outputs import Output
 from weft.padding import pad, unpad
 from weft.proofs.laws import assert_equal
 from weft.sampling import SamplingParams
-from weft.stages import decoder as module
+from weft.stages import head as module
 from weft.stages.head import prompt_logprobs, top_logprobs
 from weft.stages.model import DEMO, Model
 from weft.state import advance

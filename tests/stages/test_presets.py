@@ -7,7 +7,7 @@ import pytest
 from weft.stages.checkpoint import tensor_shapes
 from weft.stages.config import parse_config
 from weft.stages.layout import split_layers
-from weft.stages.presets import PRESETS
+from weft.stages.random_weights import PRESETS
 
 PARAMETERS = {
     "qwen3-0.6b": 596_049_920,

@@ -13,8 +13,7 @@ from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layer_fields import layer_fields
 from weft.stages.layout import split_layers
 from weft.stages.params import slice_params
-from weft.stages.presets import PRESETS
-from weft.stages.random_weights import random_model, random_params
+from weft.stages.random_weights import PRESETS, random_model, random_params
 from weft.stages.rope import inverse_frequencies
 from weft.trees import tree_leaves
 

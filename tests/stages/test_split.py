@@ -5,7 +5,7 @@ import pytest
 from weft.errors import ProgramError
 from weft.stages import DEMO, load, load_config, split_model
 from weft.stages.config import parse_config
-from weft.stages.presets import PRESETS
+from weft.stages.random_weights import PRESETS
 from weft.transforms import make_runner
 from weft.transforms.graphs.ladder import Limits
 

@@ -17,7 +17,7 @@ from weft.errors import RequestError, WeftError
 from weft.transforms.graphs.ladder import MODES
 
 PRESETS = ("tiny", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b-fp8", "llama-3.1-8b")
-"""The values of `--preset`: the names in `weft.stages.presets`, without its import of torch."""
+"""The values of `--preset`: the names in `weft.stages.random_weights`, without its import of torch."""
 
 WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
 """The values of `--workload`: tokens of each prompt and of each completion."""

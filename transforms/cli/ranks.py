@@ -15,8 +15,7 @@ from weft.errors import ConfigWarning, ProgramError
 from weft.stages.config import ModelConfig, config_in_folder, load_config, parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import Model, load, pick_device
-from weft.stages.presets import PRESETS
-from weft.stages.random_weights import random_model
+from weft.stages.random_weights import PRESETS, random_model
 from weft.transforms.cli.options import Bench, ModelOptions, Options, RunOptions
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation

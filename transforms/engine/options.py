@@ -12,6 +12,7 @@ from weft.arguments.equivalents import LIMITS
 from weft.stages.adapters import Adapter
 from weft.stages.config import ModelConfig
 from weft.stages.drafting import Drafter, drafted, model_drafter, ngram_drafter
+from weft.stages.functions import OWN
 from weft.stages.layout import StageLayout, split_model
 from weft.stages.model import Model
 from weft.state import Drafting, State
@@ -52,6 +53,7 @@ _DRAFT_RULES: dict[str, Rule] = {
     "ngram": (lambda value: value is None or _is_range(value), "the fewest tokens and the most, as in ngram=(1, 3)"),
     "model": (Model | ModelConfig | None, "model = weft.load(folder)"),
     "beside model, ngram": (lambda value: value is None, "ngram=..., or model=...: one way to draft"),
+    "model.transforms": (lambda value: not value, "a draft model without transformed stages; functions are its own"),
 }
 
 
@@ -87,6 +89,7 @@ class Speculation:
         values = attrs.asdict(self, recurse=False)
         if self.model is not None:
             values["beside model, ngram"] = self.ngram
+            values["model.transforms"] = getattr(self.model, "transforms", ())
         check_values(call, _DRAFT_RULES, values)
 
     @property
@@ -98,7 +101,8 @@ class Speculation:
     def drafter(self) -> Drafter:
         """The function that makes the drafts."""
         if self.config is not None:
-            return model_drafter(self.num_tokens, self.config)
+            functions = self.model.functions if isinstance(self.model, Model) else OWN
+            return model_drafter(self.num_tokens, self.config, functions)
         return ngram_drafter(self.num_tokens, *(self.ngram or _NGRAM))
 
     @property

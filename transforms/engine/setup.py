@@ -17,8 +17,8 @@ from weft.outputs import IntermediateTensors, Output
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter, check_slot, stage_params, write_slot
 from weft.stages.checkpoint import digest_params, list_some, places, tensor_shapes
-from weft.stages.decoder import DecoderStage, decoder_stage, empty_states
-from weft.stages.layout import StageLayout, split_layers, split_model
+from weft.stages.functions import DecoderStage
+from weft.stages.layout import StageLayout, empty_states, split_layers, split_model
 from weft.stages.model import Model
 from weft.stages.params import DecoderParams, num_bytes
 from weft.state import State, admit, advance
@@ -234,7 +234,7 @@ def make_executor(
     drafts = 0 if speculation is None else speculation.num_tokens
     extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits, "num_drafts": drafts}
     every = split_model(model.config, num_stages)
-    stages: list[Any] = [decoder_stage(model.config, layout, **extras) for layout in every]
+    stages: list[Any] = [model.stage(layout, **extras) for layout in every]
     params: tuple[Any, ...] = tuple(own for _, own in weights.stages)
     state = make_states(model, layouts, limits)
     if speculation is not None:
@@ -335,7 +335,7 @@ def make_runner(
     every = split_model(model.config, num_stages)
     layouts = tuple(every[rank] for rank in transport.ranks(num_stages))
     extras: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs}
-    stages = tuple(decoder_stage(model.config, layout, **extras) for layout in every)
+    stages = tuple(model.stage(layout, **extras) for layout in every)
     params = stage_params(model, layouts)
     if len(layouts) < num_stages:
         for subject, value in {**model.facts, "limits": f"{limits}", "mode": mode, **extras}.items():

@@ -1,0 +1,124 @@
+"""Functions of one's own in the stages of a decoder (`StageFunctions`), and stages made from its stages
+(`transformed`)."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from weft.arguments.checks import Rule, check_values, is_int, kind_of
+from weft.batch import Batch, ResolvedBatch
+from weft.donation import donates
+from weft.errors import ProgramError
+from weft.ops.fp8 import Quantized
+from weft.outputs import IntermediateTensors, Output
+from weft.stages.layout import StageLayout
+from weft.stages.params import DecoderParams, LayerParams
+from weft.state import State
+from weft.trees import tree_structure
+
+DecoderStage = Callable[
+    [DecoderParams, State, Batch, IntermediateTensors | None], tuple[State, IntermediateTensors | Output]
+]
+Transform = Callable[[DecoderStage], DecoderStage]
+Tables = tuple[Tensor, Tensor]
+Layer = Callable[[LayerParams, Tensor, ResolvedBatch, Tables, Tensor], tuple[Tensor, Tensor]]
+"""A decoder layer: `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`, with the shapes of `layers`, but
+that `kv_pages` are the layer's own."""
+ChangeLogits = Callable[[Tensor, Tensor, ResolvedBatch], Tensor]
+"""`(logits [n, vocab_size], rows [n], batch) -> logits`: a function on the logits of some rows."""
+
+
+@attrs.frozen(eq=False)
+class Normed:
+    """The result of a norm: [num_tokens, hidden_size], and the same in FP8 if the next weights are in FP8."""
+
+    plain: Tensor
+    quantized: Quantized | None = None
+
+
+@attrs.frozen
+class StageFunctions:
+    """The functions of one's own in a decoder's stages; None: the decoder's. Each is pure, runs in every graph of the
+    step, and has the signature of the function in `weft.stages.decoder` whose name it has.
+
+    Args:
+        attention: `(config, layer, kv_pages, batch, tables, x) -> (added, kv_pages)`, as `attention`.
+        feed_forward: `(config, layer, batch, x) -> added`, as `feed_forward`.
+        norm: `(weight, eps, added, hidden, *, quantized) -> (normed, hidden)`, as `norm`, for the norms inside layers.
+        logits: `(logits, rows, batch) -> logits`, before biases, masks and penalties: `logits` [n, vocab_size], and
+            `rows` [n] int64, the row of the state that each belongs to. Logprobs are those of its result.
+        layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a `Layer`.
+    """
+
+    attention: Callable[..., tuple[Tensor, Tensor]] | None = None
+    feed_forward: Callable[..., Tensor] | None = None
+    norm: Callable[..., tuple[Normed, Tensor]] | None = None
+    logits: ChangeLogits | None = None
+    layers: Mapping[int, Callable[[Layer], Layer]] = attrs.field(factory=dict)
+
+    def __str__(self) -> str:
+        named = {f.name: getattr(self, f.name) for f in attrs.fields(StageFunctions) if f.name != "layers"}
+        named |= {f"layer {index}": change for index, change in sorted(self.layers.items())}
+        return ", ".join(f"{name}={name_of(f)}" for name, f in named.items() if f is not None) or "the decoder's own"
+
+
+OWN = StageFunctions()
+"""The decoder's own functions alone."""
+
+
+def name_of(f: Any) -> str:
+    """A function's module and name, to be the same in all processes."""
+    return f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', type(f).__qualname__)}"
+
+
+def check_functions(call: str, functions: StageFunctions, num_layers: int) -> None:
+    """Raise ProgramError for what is not a function, and for layers that the model does not have."""
+    given = attrs.asdict(functions, recurse=False)
+    changes = given.pop("layers")
+    rules: dict[str, Rule] = {name: (lambda f: f is None or callable(f), "a function, or None") for name in given}
+    rules["layers"] = (
+        lambda found: (
+            isinstance(found, Mapping)
+            and all(is_int(index, 0, num_layers - 1) and callable(f) for index, f in found.items())
+        ),
+        f"a dict from a layer's index, 0 to {num_layers - 1}, to a function of a layer: layers={{0: f}}",
+    )
+    check_values(call, rules, {**given, "layers": changes}, ProgramError)
+
+
+def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) -> DecoderStage:
+    """A transformed stage, which takes the storage of its state, and whose results are checked.
+
+    Raises:
+        ProgramError: the transform returns no function; or, at a call, that returns something else than a stage does.
+    """
+    call, inner = f"{name_of(transform)}({stage.__name__})", transform(stage)
+    check_values(
+        call,
+        {"its result": (callable, "a stage: a function (params, state, batch, x)")},
+        {"its result": inner},
+        ProgramError,
+    )
+
+    @donates("state")
+    def run(
+        params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
+    ) -> tuple[State, IntermediateTensors | Output]:
+        before, result = tree_structure(state), inner(params, state, batch, x)
+        kind, seen = Output if layout.last else IntermediateTensors, f"it returned {_kinds(result)}"
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], kind):
+            if tree_structure(result[0]) == before:
+                return result
+            seen = "it returned a state of another structure than the given one"
+        raise ProgramError(f"{call}(params, state, batch, x)", seen, f"(state, {kind.__name__}), as the stage does")
+
+    run.__name__ = run.__qualname__ = f"{stage.__name__}, {getattr(transform, '__name__', 'transformed')}"
+    return run
+
+
+def _kinds(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"({', '.join(kind_of(x) for x in result)})"
+    return kind_of(result)
