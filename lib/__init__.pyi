@@ -13,9 +13,9 @@ from .stages.model import Model as Model, load as load
 from .state import State as State, admit as admit, advance as advance
 from .transforms.engine.engine import Engine as Engine
 from .transforms.engine.generate import Completion as Completion, generate as generate
-from .transforms.engine.inputs import EmbedsPrompt as EmbedsPrompt
 from .transforms.engine.options import EngineLimits as EngineLimits, Speculation as Speculation
 from .transforms.engine.outputs import RequestOutput as RequestOutput
+from .transforms.engine.prompts import EmbedsPrompt as EmbedsPrompt
 from .transforms.graphs.calls.borrowing import check_borrowed as check_borrowed
 from .transforms.graphs.dispatch import Decision as Decision, dispatch as dispatch, dispatch_table as dispatch_table
 from .transforms.graphs.graphified import clear_caches as clear_caches

@@ -251,6 +251,7 @@ class ResolvedBatch(Summarized):
         last_index: [num_reqs] int64, the index of each request's last token.
         adapters: [num_tokens] int32, the slot of each token's adapter; -1: no adapter. None if the batch has none.
         active_adapters: [num_active_loras] int32, the distinct slots in `adapters`, then -1.
+        extras: [num_reqs, ...] by name: each request's own inputs for stages that take some; the defaults for padding.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -264,3 +265,9 @@ class ResolvedBatch(Summarized):
     last_index: Tensor
     adapters: Tensor | None = None
     active_adapters: Tensor | None = None
+    extras: dict[str, Tensor] = attrs.field(factory=dict)
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """[num_tokens, ...]: for each token the value of its request, from `values` [num_reqs, ...]."""
+        owners, _ = find_owners(self.query_start_loc, len(self.input_ids))
+        return values[owners]

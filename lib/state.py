@@ -1,6 +1,6 @@
 """`State`: everything on the device that changes from step to step; and the pure functions that read and advance it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import attrs
@@ -98,6 +98,8 @@ class State(Summarized):
             prompt to their positions, in a model with mRoPE; transformers' `rope_deltas`.
         sampling: max_num_reqs + 1 rows; as wide as the vocabulary only on the stage that samples.
         drafting: the part that speculation needs; None: the steps do not draft.
+        extras: [max_num_reqs + 1, ...] by name: the inputs of its own that each request has for a stage that takes
+            some; the last row holds the defaults.
     """
 
     kv_pages: Tensor
@@ -108,6 +110,7 @@ class State(Summarized):
     mrope_position_deltas: Tensor
     sampling: SamplingTable
     drafting: Drafting | None = None
+    extras: dict[str, Tensor] = attrs.field(factory=dict)
     _taken_by: str = attrs.field(default="", init=False, repr=False, metadata={"weft.static": True})
 
     @classmethod
@@ -123,10 +126,12 @@ class State(Summarized):
         page_size: int = 16,
         vocab_size: int = 0,
         max_biased: int = MAX_BIASED,
+        extras: Mapping[str, Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A state without requests: `num_pages` pages in all, at most `max_pages` for each request.
+        """A state without requests: `num_pages` pages in all, at most `max_pages` for each request. `extras` has the
+        defaults of the inputs that each request has of its own.
 
         A stage that samples passes its `vocab_size` and `max_biased`, the most tokens in a request's `logit_bias`. A
         row of its sampling table takes 2.25 bytes for each token of the vocabulary.
@@ -140,6 +145,7 @@ class State(Summarized):
             torch.full((rows,), -1, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
             SamplingTable.zeros(rows, vocab_size, max_biased, device),
+            extras={name: x.to(device).repeat(rows, *[1] * x.dim()) for name, x in (extras or {}).items()},
         )
 
 
@@ -156,6 +162,7 @@ def admit(
     adapters: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
     mrope_position_deltas: Sequence[int] | None = None,
+    extras: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> State:
     """Start requests in rows of the state: their pages, sampling parameters, and first positions.
 
@@ -173,6 +180,7 @@ def admit(
             Only a state with `drafting` keeps them.
         mrope_position_deltas: in a model with mRoPE, the delta of each request whose prompt has positions of its own
             (`weft.stages.rope.mrope_position_delta`); None: 0.
+        extras: each request's own values for some of the state's `extras`; None: the defaults.
 
     Raises:
         RequestError: lengths that differ; a row twice, or not of the state; a page that is not of the state, or more
@@ -185,7 +193,8 @@ def admit(
     room = [state.block_table.shape[1] * state.kv_pages.shape[3]] * count
     most = room if limits is None else list(limits)
     deltas = [0] * count if mrope_position_deltas is None else list(mrope_position_deltas)
-    _check_admission(state, rows, pages, (sampling, prompts, said, starts, slots, most, deltas))
+    own_extras = [{}] * count if extras is None else list(extras)
+    _check_admission(state, rows, pages, (sampling, prompts, said, starts, slots, most, deltas, own_extras))
     write_rows(state.sampling, rows, sampling, prompts, said)
     device = state.positions.device
     table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
@@ -200,6 +209,11 @@ def admit(
     state.mrope_position_deltas[index] = own_deltas
     if state.drafting is not None:
         state.drafting.admit(index, [[*a, *b] for a, b in zip(prompts, said, strict=True)], most)
+    for name, values in state.extras.items():
+        values[index] = values[-1].clone()
+        if given := [place for place, own in enumerate(own_extras) if name in own]:
+            stacked = torch.stack([own_extras[place][name] for place in given]).to(values.dtype)
+            values[index[given]] = to_device(stacked, device)
     return state
 
 
@@ -283,7 +297,7 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
     adapters, active = _find_adapters(state, batch)
     return ResolvedBatch(
         batch.descriptor, batch.rows, ids, positions, batch.query_start_loc, seq_lens, block_table, slots, last_index,
-        adapters, active,
+        adapters, active, {name: values[batch.rows] for name, values in state.extras.items()},
     )  # fmt: skip
 
 

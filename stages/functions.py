@@ -50,6 +50,8 @@ class StageFunctions:
         logits: `(logits, rows, batch) -> logits`, before biases, masks and penalties: `logits` [n, vocab_size], and
             `rows` [n] int64, the row of the state that each belongs to. Logprobs are those of its result.
         layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a `Layer`.
+        extras: the default value, by name, of each input that a request has of its own. The functions read the
+            requests' values in `batch.extras[name]` [num_reqs, ...], and `batch.per_token(...)` of it.
     """
 
     attention: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -57,11 +59,14 @@ class StageFunctions:
     norm: Callable[..., tuple[Normed, Tensor]] | None = None
     logits: ChangeLogits | None = None
     layers: Mapping[int, Callable[[Layer], Layer]] = attrs.field(factory=dict)
+    extras: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
-        named = {f.name: getattr(self, f.name) for f in attrs.fields(StageFunctions) if f.name != "layers"}
+        named = {name: getattr(self, name) for name in ("attention", "feed_forward", "norm", "logits")}
         named |= {f"layer {index}": change for index, change in sorted(self.layers.items())}
-        return ", ".join(f"{name}={name_of(f)}" for name, f in named.items() if f is not None) or "the decoder's own"
+        parts = [f"{name}={name_of(f)}" for name, f in named.items() if f is not None]
+        parts += [f"extra {name}: {list(x.shape)} {x.dtype}" for name, x in sorted(self.extras.items())]
+        return ", ".join(parts) or "the decoder's own"
 
 
 OWN = StageFunctions()
@@ -76,7 +81,7 @@ def name_of(f: Any) -> str:
 def check_functions(call: str, functions: StageFunctions, num_layers: int) -> None:
     """Raise ProgramError for what is not a function, and for layers that the model does not have."""
     given = attrs.asdict(functions, recurse=False)
-    changes = given.pop("layers")
+    changes, extras = given.pop("layers"), given.pop("extras")
     rules: dict[str, Rule] = {name: (lambda f: f is None or callable(f), "a function, or None") for name in given}
     rules["layers"] = (
         lambda found: (
@@ -85,7 +90,14 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
         ),
         f"a dict from a layer's index, 0 to {num_layers - 1}, to a function of a layer: layers={{0: f}}",
     )
-    check_values(call, rules, {**given, "layers": changes}, ProgramError)
+    rules["extras"] = (
+        lambda found: (
+            isinstance(found, Mapping)
+            and all(isinstance(name, str) and isinstance(x, Tensor) for name, x in found.items())
+        ),
+        "a dict of the default values, tensors for one request, by name: extras={'vector': torch.zeros(hidden_size)}",
+    )
+    check_values(call, rules, {**given, "layers": changes, "extras": extras}, ProgramError)
 
 
 def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) -> DecoderStage:

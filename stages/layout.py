@@ -3,11 +3,12 @@ empty states of its stages."""
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import attrs
 import torch
+from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values
 from weft.errors import CostError, ProgramError
@@ -273,6 +274,7 @@ def empty_states(
     max_pages: int,
     page_size: int,
     max_biased: int = MAX_BIASED,
+    extras: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[State, ...]:
@@ -280,7 +282,7 @@ def empty_states(
     sampling table is as wide as the vocabulary.
 
     Args:
-        max_num_reqs, num_pages, max_pages, page_size, max_biased, dtype, device: as `State.zeros` takes them.
+        max_num_reqs, num_pages, max_pages, page_size, max_biased, extras, dtype, device: as `State.zeros` takes them.
     """
 
     def one(layout: StageLayout) -> State:
@@ -294,6 +296,7 @@ def empty_states(
             page_size=page_size,
             vocab_size=config.vocab_size if layout.last else 0,
             max_biased=max_biased,
+            extras=extras,
             dtype=dtype,
             device=device,
         )

@@ -122,6 +122,7 @@ class Model:
         norm: Callable[..., tuple[Normed, Tensor]] | None = None,
         logits: ChangeLogits | None = None,
         layers: Mapping[int, Callable[[Layer], Layer]] | None = None,
+        extras: Mapping[str, Tensor] | None = None,
     ) -> "Model":
         """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the laws. Parameters are
         shared.
@@ -135,6 +136,8 @@ class Model:
             attention, feed_forward, norm, logits: in the place of the decoder's (`weft.stages.StageFunctions`).
             layers: for the index of a layer, `f(layer) -> layer`, where a layer is
                 `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`.
+            extras: the default values of inputs that each request has of its own, by name, which the functions find in
+                `batch.extras` [num_reqs, ...]. A request gives its values as `engine.add(..., extras={name: value})`.
 
         Raises:
             ProgramError: one of them is not a function, or the model has no such layer.
@@ -150,12 +153,13 @@ class Model:
         call = "model.with_stages(...)"
         check_values(call, {"transform": _TRANSFORM}, {"transform": transform}, ProgramError)
         given: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, "norm": norm, "logits": logits}
-        new = StageFunctions(**given, layers={} if layers is None else layers)
+        new = StageFunctions(**given, layers={} if layers is None else layers, extras={} if extras is None else extras)
         check_functions(call, new, self.config.num_layers)
         merged = {index: _after(self.functions.layers.get(index), change) for index, change in new.layers.items()}
         functions = attrs.evolve(
             self.functions,
             layers={**self.functions.layers, **merged},
+            extras={**self.functions.extras, **new.extras},
             **{name: f for name, f in given.items() if f is not None},
         )
         more = () if transform is None else (transform,)
@@ -172,7 +176,7 @@ class Model:
         Raises:
             ProgramError: at a call, a transformed stage returns something else than a stage does.
         """
-        own = {f.name: getattr(self.functions, f.name) for f in attrs.fields(StageFunctions)}
+        own = {f.name: getattr(self.functions, f.name) for f in attrs.fields(StageFunctions) if f.name != "extras"}
         options: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs, "num_drafts": num_drafts}
         stage = decoder_stage(self.config, layout, **options, **own)
         for transform in self.transforms:

@@ -23,7 +23,8 @@ from weft.transforms.engine import scheduler
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.inputs import RequestMask, compute_mask
 from weft.transforms.engine.pages import Pages, hash_page
-from weft.transforms.engine.requests import HostState, PromptExtras, Request, RequestState, end, preempt, salt
+from weft.transforms.engine.prompts import PromptContent
+from weft.transforms.engine.requests import HostState, Request, RequestState, end, preempt, salt
 from weft.transforms.engine.scheduler import observe
 from weft.transforms.engine.setup import Weights
 from weft.transforms.engine.step import Work, batch_positions
@@ -83,7 +84,7 @@ def _no_adapters(slots: Iterable[int]) -> int:
     return 0
 
 
-def _nothing_given(given: PromptExtras, start: int, stop: int) -> bytes:
+def _nothing_given(given: PromptContent, start: int, stop: int) -> bytes:
     return b""
 
 
@@ -259,7 +260,7 @@ SERVING = (
     Mutant(
         "a page is known without its embeddings and positions",
         _EMBEDDED,
-        partial(mock.patch.object, PromptExtras, "content", _nothing_given),
+        partial(mock.patch.object, PromptContent, "content", _nothing_given),
     ),
     Mutant(
         "generated tokens lack their mRoPE offset",

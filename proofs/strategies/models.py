@@ -19,8 +19,7 @@ from weft.stages.layout import StageLayout, empty_states, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State, admit
-from weft.transforms.engine.inputs import read_extras
-from weft.transforms.engine.requests import PromptExtras
+from weft.transforms.engine.prompts import PromptContent, read_content
 from weft.transforms.engine.step import batch_embeds, batch_positions
 from weft.trees import tree_map
 
@@ -122,7 +121,7 @@ class Scenario:
     seed: int
     loras: tuple[int, ...] = ()
     adapters: tuple[int, ...] = ()
-    given: tuple[PromptExtras, ...] = ()
+    given: tuple[PromptContent, ...] = ()
 
     def __repr__(self) -> str:
         steps = [[(m.row, m.prompt_tokens) for m in step] for step in self.moves]
@@ -257,5 +256,5 @@ def scenarios(
         draw(st.integers(0, 999)),
         tuple(draw(st.integers(0, 2)) for _ in moves) if loras else (),
         draw(slots(len(prompts))),
-        tuple(map(read_extras, own)),
+        tuple(map(read_content, own)),
     )

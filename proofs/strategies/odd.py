@@ -13,8 +13,8 @@ from weft.ops.sampling.logits import pack_bits
 from weft.proofs.strategies.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engines import VOCABULARY, small_adapters, small_model, small_speculation
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import EmbedsPrompt
 from weft.transforms.engine.options import EngineLimits
+from weft.transforms.engine.prompts import EmbedsPrompt
 
 ENDS = (3, 7)
 """The model's end-of-sequence tokens."""

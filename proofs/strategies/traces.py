@@ -18,8 +18,8 @@ from weft.stages.layout import StageLayout, empty_states, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State
-from weft.transforms.engine.inputs import EmbedsPrompt, read_extras
 from weft.transforms.engine.options import Speculation
+from weft.transforms.engine.prompts import EmbedsPrompt, read_content
 from weft.transforms.engine.requests import Budget, Request
 from weft.trees import tree_map
 
@@ -179,7 +179,7 @@ def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival
 
 def _with_image(config: ModelConfig, arrival: Arrival, image: int) -> st.SearchStrategy[Arrival]:
     def given(prompt: EmbedsPrompt) -> Arrival:
-        request = attrs.evolve(arrival.request, prompt=tuple(prompt.ids), given=read_extras(prompt))
+        request = attrs.evolve(arrival.request, prompt=tuple(prompt.ids), given=read_content(prompt))
         return attrs.evolve(arrival, request=request)
 
     return images(arrival.request.prompt, config.hidden_size, image).map(given)

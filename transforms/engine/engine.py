@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from weft.arguments.checks import names_arguments
 from weft.arguments.equivalents import ENGINE, for_add
@@ -15,9 +16,10 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.executor import Executor, FinishedWork, PendingResults, StepGuard, StepResult, capture_all
-from weft.transforms.engine.inputs import EmbedsPrompt, Mask, RequestBuilder
+from weft.transforms.engine.inputs import Mask, RequestBuilder
 from weft.transforms.engine.options import EngineLimits, ResolvedLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined
+from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.engine.requests import HostState, RequestState, check_free
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule
 from weft.transforms.engine.setup import Params, assert_same_engines, engine_ladder, make_executor, make_weights
@@ -125,6 +127,7 @@ class Engine:
         priority: int = 0,
         adapter: str | None = None,
         mask: Mask | None = None,
+        extras: Mapping[str, Tensor] | None = None,
     ) -> str:
         """Add a request; the next `step()`s return its tokens.
 
@@ -142,6 +145,8 @@ class Engine:
                 returns those that may be next (`weft.transforms.engine.inputs.Mask`); None: any token. Each token waits
                 until the one before has been read, so such a request does not run ahead, and has no drafts. If the
                 function raises or allows nothing, this request alone ends with an error.
+            extras: the request's own inputs for the model's stages, by name (`model.with_stages(..., extras=...)`);
+                names that it leaves out have the model's defaults.
 
         Returns:
             The id.
@@ -153,7 +158,7 @@ class Engine:
         self._guard.check("engine.add(...)")
         name = self._new_name() if id is None else id
         options: dict[str, Any] = {"max_tokens": max_tokens, "priority": priority, "adapter": adapter, "mask": mask}
-        requests = self._builder.build(self._num_added, name, prompt, sampling, **options)
+        requests = self._builder.build(self._num_added, name, prompt, sampling, **options, extras=extras)
         call = f"engine.add(prompt, {sampling!r}, max_tokens={max_tokens!r}, id={name!r})"
         check_free(call, [each.id for each in requests], self._outputs, self._host.requests)
         if self._assert_equal is not None:
@@ -200,6 +205,7 @@ class Engine:
         priority: int = 0,
         adapter: str | None = None,
         mask: Mask | None = None,
+        extras: Mapping[str, Tensor] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request as an async iterator. Any number of streams share one event loop and every step. A
         consumer that stops (`aclose()`, `break`, a cancelled task) aborts its request.
@@ -208,7 +214,7 @@ class Engine:
         must run in this process.
 
         Args:
-            prompt, sampling, max_tokens, id, priority, adapter, mask: as `add` takes them.
+            prompt, sampling, max_tokens, id, priority, adapter, mask, extras: as `add` takes them.
 
         Raises:
             RequestError: what `add` raises, when the first output is awaited.
@@ -224,9 +230,8 @@ class Engine:
         >>> asyncio.run(both())
         [3, 3]
         """
-        return self._streams.stream(
-            prompt, sampling, max_tokens=max_tokens, id=id, priority=priority, adapter=adapter, mask=mask
-        )
+        options: dict[str, Any] = {"priority": priority, "adapter": adapter, "mask": mask, "extras": extras}
+        return self._streams.stream(prompt, sampling, max_tokens=max_tokens, id=id, **options)
 
     @property
     def num_unfinished(self) -> int:

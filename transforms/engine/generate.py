@@ -1,11 +1,12 @@
 """`generate`: prompts in, completions out, with an engine of its own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import exp
 from typing import Any, Literal, overload
 
 import attrs
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from weft.arguments.checks import COUNT, Rule, check_values, is_number, names_arguments
@@ -16,9 +17,10 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import EmbedsPrompt, check_sampling, encode_prompt
+from weft.transforms.engine.inputs import check_sampling, encode_prompt
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput
+from weft.transforms.engine.prompts import EmbedsPrompt
 from weft.transforms.pipelines.transports import Transport
 
 _RULES: dict[str, Rule] = {
@@ -97,6 +99,7 @@ def generate(
     pipeline: int = ...,
     graph: str = ...,
     adapter: Adapter | Sequence[Adapter | None] | None = ...,
+    extras: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | None] | None = ...,
     speculation: Speculation | None = ...,
     transport: Transport | None = ...,
     progress: bool = ...,
@@ -114,6 +117,7 @@ def generate(
     pipeline: int = ...,
     graph: str = ...,
     adapter: Adapter | Sequence[Adapter | None] | None = ...,
+    extras: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | None] | None = ...,
     speculation: Speculation | None = ...,
     transport: Transport | None = ...,
     progress: bool = ...,
@@ -131,6 +135,7 @@ def generate(
     pipeline: int = 1,
     graph: str = "full",
     adapter: Adapter | Sequence[Adapter | None] | None = None,
+    extras: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | None] | None = None,
     speculation: Speculation | None = None,
     transport: Transport | None = None,
     progress: bool = False,
@@ -150,6 +155,8 @@ def generate(
         pipeline: the number of stages that the layers are split into.
         graph: one of `weft.transforms.MODES`.
         adapter: a LoRA from `weft.load_adapter`, for all prompts or one per prompt; None: the model alone.
+        extras: inputs of their own for the model's stages (`model.with_stages(..., extras=...)`), by name, for all
+            prompts or one dict per prompt; None: the model's defaults.
         speculation: how drafts are made, so that a step verifies several tokens; no token changes. None: no drafts.
         transport: where the stages run; None: in this process. Every rank makes the same call, and returns the same.
         progress: show a progress bar.
@@ -190,7 +197,8 @@ def generate(
             Adapter | None, len(encoded), "weft.load_adapter(model, folder), or a list of {} of them and None"
         ),
     }
-    check_values(call, rules, {"sampling": given, "adapter": adapter})
+    rules["extras"] = _each_rule(Mapping | None, len(encoded), "a dict of tensors by name, or a list of {} of them")
+    check_values(call, rules, {"sampling": given, "adapter": adapter, "extras": extras})
     params: list[SamplingParams] = _one_each(given, len(encoded))
     adapters: list[Adapter | None] = _one_each(adapter, len(encoded))
     for each in params:
@@ -210,8 +218,9 @@ def generate(
         adapters=named,
         speculation=speculation,
     )
-    for index, (ids, each, own) in enumerate(zip(encoded, params, adapters, strict=True)):
-        engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=names.get(id(own)))
+    inputs: list[Mapping[str, Tensor] | None] = _one_each(extras, len(encoded))
+    for index, (ids, each, own, more) in enumerate(zip(encoded, params, adapters, inputs, strict=True)):
+        engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=names.get(id(own)), extras=more)
     outputs = _shown(engine, max_tokens * sum(each.n for each in params), progress)
     if stream:
         return outputs

@@ -1,7 +1,6 @@
 """Inputs: users' prompts, sampling parameters and masks, checked, as requests."""
 
 import functools
-import hashlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,14 +13,13 @@ from torch import Tensor
 
 from weft.arguments.checks import COUNT, Rule, check_values, is_int
 from weft.batch import EMBEDDED
-from weft.display.summary import Summarized
 from weft.errors import RequestError
 from weft.ops.sampling.logits import pack_bits
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
-from weft.stages.rope import mrope_position_delta
-from weft.transforms.engine.requests import PromptExtras, Request, position_content, request_seed, sample_seeds
+from weft.transforms.engine.prompts import EmbedsPrompt, check_extras, read_content
+from weft.transforms.engine.requests import Request, request_seed, sample_seeds
 
 Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
 """A user's function that says, before each token of a request, which tokens are allowed: a grammar, a schema, a list of
@@ -33,14 +31,6 @@ and puts its bits into `step.Work.masks`; the work's batch has them as `Batch.to
 `weft.ops.sampling.logits.adjust`, or the sampling kernel, bars the other tokens."""
 _MAX_REPEATS = 16
 """A mask may return at most this many times `vocab_size` ids. More is an error, since the iterator may be endless."""
-_MAX_POSITION = 2**31
-"""Limit of a prompt's positions; those after the prompt, counted on from its largest one, are int64."""
-_PROMPT_RULES: dict[str, Rule] = {
-    "inputs_embeds": (Tensor | None, "inputs_embeds=torch.as_tensor(...)"),
-    "positions": (Tensor | None, "positions=torch.as_tensor(...)"),
-    "without token_ids, inputs_embeds": (Tensor, "EmbedsPrompt(token_ids, inputs_embeds), or embeddings alone"),
-}
-_PLACE: Rule = (lambda place: is_int(place, 0, _MAX_POSITION - 1), f"positions from 0 to {_MAX_POSITION - 1}")
 _NO_LOGPROBS: Rule = (lambda wanted: wanted is None), "SamplingParams() without prompt_logprobs: embeddings have none"
 _REQUEST_RULES: dict[str, Rule] = {
     "sampling": (SamplingParams, "weft.SamplingParams(...), or None"),
@@ -52,100 +42,6 @@ _REQUEST_RULES: dict[str, Rule] = {
     ),
     "max_tokens": COUNT,
 }
-
-
-@attrs.frozen(eq=False, repr=False)
-class EmbedsPrompt(Summarized):
-    """A prompt with embeddings in place of some tokens, such as those of an image, or of all tokens.
-
-    Args:
-        token_ids: one id per token; `weft.EMBEDDED` (-2) where the token's embedding is in `inputs_embeds`. None: that
-            is so for all tokens.
-        inputs_embeds: [n, hidden_size] in the model's dtype, on any device; rows of other tokens are not read.
-        positions: [3, n] int64, for a model with mRoPE: each token's place in time, height and width, from
-            transformers' `get_rope_index`. None: the positions of text.
-
-    >>> from weft.stages.model import DEMO, load
-    >>> from weft.transforms.engine.generate import generate
-    >>> model = load(DEMO, "cpu")
-    >>> ids = model.encode("The function returns")
-    >>> prompt = EmbedsPrompt([EMBEDDED, *ids[1:]], model.params.embed_tokens[ids])
-    >>> one, other = generate(model, [prompt, ids], max_tokens=4)
-    >>> one.token_ids == other.token_ids
-    True
-    """
-
-    token_ids: Sequence[int] | None = None
-    inputs_embeds: Tensor | None = None
-    positions: Tensor | None = None
-
-    def __attrs_post_init__(self) -> None:
-        values = {"inputs_embeds": self.inputs_embeds, "positions": self.positions}
-        if self.token_ids is None:
-            values["without token_ids, inputs_embeds"] = self.inputs_embeds
-        check_values("weft.EmbedsPrompt(...)", _PROMPT_RULES, values)
-
-    @property
-    def ids(self) -> list[int]:
-        """One token id, or EMBEDDED, per token."""
-        if self.token_ids is not None:
-            return list(self.token_ids)
-        assert self.inputs_embeds is not None, "checked where it was made"
-        return [EMBEDDED] * len(self.inputs_embeds)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def check(self, call: str, model: Model) -> None:
-        """Check the prompt against the model.
-
-        Raises:
-            RequestError: the parts do not fit the model or each other.
-        """
-        ids, config = self.ids, model.config
-        shape, places = [len(ids), config.hidden_size], [3, len(ids)]
-        embedded = ", some of which are EMBEDDED (-2)" if EMBEDDED in ids else ""
-        rules: dict[str, Rule] = {
-            "inputs_embeds": (
-                lambda x: EMBEDDED not in ids if x is None else (list(x.shape), x.dtype) == (shape, model.dtype),
-                f"a row for each of the prompt's {len(ids)} tokens{embedded}: {shape}, {model.dtype}",
-            ),
-            "positions": (
-                lambda x: x is None or (list(x.shape), x.dtype) == (places, torch.int64),
-                f"{places}, torch.int64: get_rope_index(...)[0][:, 0]",
-            ),
-        }
-        if config.rope.mrope_section is None:
-            rules["positions"] = (
-                (lambda x: x is None),
-                f"leave them out: {model!r} has no mRoPE",
-            )
-        check_values(call, rules, {"inputs_embeds": self.inputs_embeds, "positions": self.positions})
-        if self.positions is not None:
-            least, most = self.positions.aminmax()
-            ends = {"the least position": int(least), "the greatest position": int(most)}
-            check_values(call, dict.fromkeys(ends, _PLACE), ends)
-
-
-def read_extras(prompt: EmbedsPrompt) -> PromptExtras:
-    """A prompt's embeddings and positions, and their digests. Copies both, so that the user may change them later, and
-    reads both on the host."""
-    embeds, positions, ids = prompt.inputs_embeds, prompt.positions, prompt.ids
-    embeds = None if embeds is None or EMBEDDED not in ids else embeds.detach().clone()
-    positions = None if positions is None else positions.cpu().clone()
-    texts = [b""] * len(ids)
-    if embeds is not None:
-        rows = embeds.cpu().contiguous().view(torch.uint8).numpy()
-        texts = [_digest(row) if token == EMBEDDED else b"" for row, token in zip(rows, ids, strict=True)]
-    if positions is not None:
-        places = (position_content(index, own) for index, own in enumerate(positions.T.tolist()))
-        texts = [text + place for text, place in zip(texts, places, strict=True)]
-    delta = 0 if positions is None else mrope_position_delta(positions)
-    return PromptExtras(embeds, positions, delta, tuple(texts))
-
-
-def _digest(row: Any) -> bytes:
-    return hashlib.blake2b(row.tobytes(), digest_size=16).hexdigest().encode()
 
 
 @attrs.frozen
@@ -201,6 +97,7 @@ class RequestBuilder:
         priority: int,
         adapter: str | None,
         mask: Any,
+        extras: Any,
     ) -> list[Request]:
         """Build request number `index` from the arguments of `Engine.add`: one request per completion.
 
@@ -221,11 +118,13 @@ class RequestBuilder:
             # The step that admits the request does this on the rank that samples, where it is too late to refuse it.
             write_rows(self._scratch, [0], [params], [()], [()])
         most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
-        slot, extras = -1 if adapter is None else self.slots[adapter], None
+        slot, content = -1 if adapter is None else self.slots[adapter], None
         if isinstance(prompt, EmbedsPrompt):
             with blamed(call, "EmbedsPrompt(...) of dense tensors that can be read on the host"):
-                extras = read_extras(prompt)
-        first = Request(name, ids, most, params, priority, slot, extras, mask is not None)
+                content = read_content(prompt)
+        with blamed(call, "extras={name: a dense tensor that can be read on the host}"):
+            own = check_extras(call, self.model.functions.extras, extras)
+        first = Request(name, ids, most, params, priority, slot, content, mask is not None, own)
         seeds = enumerate(sample_seeds(params.seed or 0, params.n)[1:], 1)
         samplings = ((f"{name}[{index}]", attrs.evolve(params, seed=seed)) for index, seed in seeds)
         return [first, *(attrs.evolve(first, id=id, sampling=own) for id, own in samplings)]

@@ -141,7 +141,7 @@ def hash_page(before: bytes, token_ids: Sequence[int]) -> bytes:
     Args:
         before: the hash of the page before; for the first page, what all content depends on (adapter, parameters). It
             ends with what else this page depends on: embeddings and positions
-            (`weft.transforms.engine.requests.PromptExtras`).
+            (`weft.transforms.engine.prompts.PromptContent`).
     """
     text = b",".join(b"%d" % token for token in token_ids)
     return hashlib.blake2b(before + b"|" + text, digest_size=16).digest()

@@ -3,11 +3,10 @@
 import bisect
 import hashlib
 import operator
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from typing import TypeVar
 
 import attrs
-from torch import Tensor
 
 from weft.arguments.checks import COUNT, Rule, check_values
 from weft.errors import RequestError
@@ -15,6 +14,7 @@ from weft.ops.sampling.logits import PENALTIES
 from weft.sampling import SamplingParams
 from weft.sampling_table import features
 from weft.transforms.engine.pages import Pages, hash_page
+from weft.transforms.engine.prompts import PromptContent, RequestExtras
 
 T = TypeVar("T")
 _BUDGET_RULES: dict[str, Rule] = {
@@ -26,38 +26,6 @@ _BUDGET_RULES: dict[str, Rule] = {
 def tokens_rule(least: int) -> Rule:
     """The rule of a batch's tokens: one for each request of a cohort."""
     return (lambda most: most >= least), f"{least} or more, or fewer requests: a step may be of {least} requests"
-
-
-@attrs.frozen
-class PromptExtras:
-    """A prompt's embeddings and positions, which token ids do not tell. Equal when their contents are equal.
-
-    Args:
-        inputs_embeds, positions: as in `weft.EmbedsPrompt`; the positions are on the host.
-        delta: position minus index, for each token after the prompt.
-        contents: for each token of the prompt, what its keys and values depend on besides its id: the digest of its
-            embedding, and its positions where they differ from its index. Empty for a plain text token.
-    """
-
-    inputs_embeds: Tensor | None = attrs.field(eq=False, repr=False)
-    positions: Tensor | None = attrs.field(eq=False, repr=False)
-    delta: int
-    contents: tuple[bytes, ...] = attrs.field(repr=False)
-
-    def content(self, start: int, stop: int) -> bytes:
-        """What the keys and values of the request's tokens `start:stop` depend on besides their ids."""
-        texts = ((index, self._content_of(index)) for index in range(start, stop))
-        return b"".join(b";%d:%s" % (index - start, text) for index, text in texts if text)
-
-    def _content_of(self, index: int) -> bytes:
-        if index < len(self.contents):
-            return self.contents[index]
-        return position_content(index, [index + self.delta] * 3)
-
-
-def position_content(index: int, positions: Sequence[int]) -> bytes:
-    """A token's three positions as text; empty where each is the token's index, as for plain text."""
-    return b"" if list(positions) == [index] * 3 else b"@%d/%d/%d" % tuple(positions)
 
 
 @attrs.frozen
@@ -73,6 +41,7 @@ class Request:
         adapter: the slot of its LoRA adapter; -1: none.
         given: the prompt's embeddings and positions; None: the prompt is token ids alone.
         is_masked: whether its next token depends on a mask of all earlier ones, so that the host must have read them.
+        extras: the inputs of its own that the model's stages read; None: the model's defaults.
     """
 
     id: str
@@ -81,8 +50,9 @@ class Request:
     sampling: SamplingParams
     priority: int = 0
     adapter: int = -1
-    given: PromptExtras | None = None
+    given: PromptContent | None = None
     is_masked: bool = False
+    extras: RequestExtras | None = None
 
     def __attrs_post_init__(self) -> None:
         sizes = {"tokens of the prompt": len(self.prompt), "max_tokens": self.max_tokens}
@@ -93,6 +63,7 @@ class Request:
         contents = b"" if self.given is None else self.given.content(0, len(self.prompt))
         digest = hashlib.blake2b(repr(self.prompt).encode() + contents, digest_size=6).hexdigest()
         more = f", adapter {self.adapter}" * (self.adapter >= 0) + ", masked" * self.is_masked
+        more += "" if self.extras is None else f", extras {self.extras.digest.decode()}"
         return (
             f"{self.id!r}, a prompt of {len(self.prompt)} tokens ({digest}), max_tokens={self.max_tokens}, "
             f"priority={self.priority}{more}, {self.sampling!r}"
@@ -207,15 +178,15 @@ class RequestState:
         """The content hash of a page whose tokens, and the hashes before it, are known."""
         start, request = index * page_size, self.request
         tokens = self.tokens[start : start + page_size]
-        before = self.page_hashes[index - 1] if index else salt(request.adapter, self.version)
+        before = self.page_hashes[index - 1] if index else salt(request.adapter, self.version, request.extras)
         more = b"" if request.given is None else request.given.content(start, start + len(tokens))
         return hash_page(before + more, tokens)
 
 
-def salt(adapter: int, version: int) -> bytes:
+def salt(adapter: int, version: int, extras: RequestExtras | None = None) -> bytes:
     """The salt of every page's content hash: keys and values of equal tokens differ by the slot of the adapter that
-    computes them (-1: none) and by the version of the parameters."""
-    return b"version %d adapter %d" % (version, adapter)
+    computes them (-1: none), by the version of the parameters, and by the request's extras."""
+    return b"version %d adapter %d" % (version, adapter) + (b"" if extras is None else b" extras " + extras.digest)
 
 
 def sample_seeds(seed: int, n: int) -> list[int]:

@@ -12,10 +12,10 @@ import attrs
 from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
 from weft.transforms.engine.pages import Pages
+from weft.transforms.engine.prompts import PromptContent
 from weft.transforms.engine.requests import (
     Budget,
     HostState,
-    PromptExtras,
     Request,
     RequestState,
     check_free,
@@ -313,6 +313,7 @@ def _admit(host: HostState, req: RequestState, cohort: int, admissions: list[Adm
             request.adapter,
             req.max_len,
             0 if request.given is None else request.given.delta,
+            request.extras,
         )
     )
 
@@ -372,7 +373,7 @@ def _targets(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[tuple[int, 
     return tuple(targets)
 
 
-def _extras(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[PromptExtras | None, ...]:
+def _extras(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[PromptContent | None, ...]:
     extras = tuple([req.request.given if count else None for req, count in scheduled])
     return () if extras.count(None) == len(extras) else extras
 

@@ -205,6 +205,7 @@ def make_states(model: Model, layouts: Sequence[StageLayout], limits: ResolvedLi
         num_pages=limits.num_pages,
         max_pages=limits.budget.max_pages + spare,
         page_size=limits.page_size,
+        extras=model.functions.extras,
         dtype=model.dtype,
         device=model.device,
     )
@@ -357,6 +358,7 @@ def make_state(
     sampling: Sequence[SamplingParams] | None = None,
     prompts: Sequence[Sequence[int]] | None = None,
     mrope_position_deltas: Sequence[int] | None = None,
+    extras: Sequence[Mapping[str, Tensor]] | None = None,
 ) -> tuple[State, ...]:
     """Make each stage's state, with one admitted request per length, in rows 0, 1, ..., and enough pages for each
     request to grow to its length.
@@ -365,8 +367,8 @@ def make_state(
         model: the checkpoint.
         layouts: the stages' layers, as in `Runner.layouts`.
         lengths: the most tokens that each request will hold.
-        sampling, prompts, mrope_position_deltas: one per request, as `weft.state.admit` takes them. None: greedy;
-            empty prompts, so that penalties count none of their tokens; 0.
+        sampling, prompts, mrope_position_deltas, extras: one per request, as `weft.state.admit` takes them. None:
+            greedy; empty prompts, so that penalties count none of their tokens; 0; the model's defaults.
 
     Raises:
         RequestError: lengths that are not a list of integers >= 1.
@@ -384,10 +386,10 @@ def make_state(
         num_pages=ends[-1],
         max_pages=max(counts),
         page_size=PAGE_SIZE,
+        extras=model.functions.extras,
         dtype=model.dtype,
         device=model.device,
     )
     rows = range(len(lengths))
-    return tuple(
-        admit(empty, rows, pages, params, prompts, mrope_position_deltas=mrope_position_deltas) for empty in states
-    )
+    own: dict[str, Any] = {"mrope_position_deltas": mrope_position_deltas, "extras": extras}
+    return tuple(admit(empty, rows, pages, params, prompts, **own) for empty in states)

@@ -16,7 +16,7 @@ from weft.outputs import Output
 from weft.sampling import SamplingParams
 from weft.state import State, admit, advance, copy_pages, grow
 from weft.torchapi.private import to_device
-from weft.transforms.engine.requests import PromptExtras
+from weft.transforms.engine.prompts import PromptContent, RequestExtras
 from weft.transforms.pipelines.pipeline import Stage
 from weft.trees import pytree
 
@@ -36,6 +36,7 @@ class Admission:
         adapter: the slot of its LoRA adapter; -1: none.
         limit: the most tokens that it can have, its prompt included.
         mrope_position_delta: position minus index, for each token after the prompt.
+        extras: its own, by name; those that are not here are the model's defaults.
     """
 
     row: int
@@ -47,6 +48,7 @@ class Admission:
     adapter: int = -1
     limit: int = 0
     mrope_position_delta: int = 0
+    extras: RequestExtras | None = None
 
 
 @attrs.frozen
@@ -109,7 +111,7 @@ class Work:
     starts: tuple[int, ...] = ()
     num_active_loras: int = 0
     query_len: int = 1
-    given: tuple[PromptExtras | None, ...] = ()
+    given: tuple[PromptContent | None, ...] = ()
     masks: tuple[bytes | None, ...] = ()
 
     @property
@@ -190,7 +192,7 @@ class DeviceWork:
 
 
 def batch_embeds(
-    extras: Sequence[PromptExtras | None],
+    extras: Sequence[PromptContent | None],
     starts: Sequence[int],
     token_ids: Sequence[Sequence[int]],
     device: torch.device | str,
@@ -213,7 +215,7 @@ def batch_embeds(
 
 
 def batch_positions(
-    extras: Sequence[PromptExtras | None],
+    extras: Sequence[PromptContent | None],
     starts: Sequence[int],
     token_ids: Sequence[Sequence[int]],
     device: torch.device | str,
@@ -289,6 +291,7 @@ def apply_edits(state: State, edits: Edits) -> State:
             adapters=[a.adapter for a in admissions],
             limits=[a.limit for a in admissions],
             mrope_position_deltas=[a.mrope_position_delta for a in admissions],
+            extras=[{} if a.extras is None else a.extras.values for a in admissions],
         )
     if edits.growths:
         state = grow(state, [(g.row, g.start, g.pages) for g in edits.growths])

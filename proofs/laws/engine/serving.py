@@ -13,7 +13,8 @@ from weft.proofs.strategies.traces import Trace
 from weft.stages.layout import empty_states
 from weft.state import State, admit, advance
 from weft.transforms.engine.executor import FinishedWork, PipelineExecutor
-from weft.transforms.engine.requests import PromptExtras, Request
+from weft.transforms.engine.prompts import PromptContent
+from weft.transforms.engine.requests import Request
 from weft.transforms.engine.step import Work, advance_work, with_edits
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, lora_rungs, make_ladder
@@ -135,7 +136,7 @@ def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
     state: tuple[State, ...] = (
         admit(empty, [0], [range(most)], [sampling], [request.prompt], adapters=[request.adapter]),
     )
-    given = request.given or PromptExtras(None, None, 0, ())
+    given = request.given or PromptContent(None, None, 0, ())
     batch = Batch.ragged(
         [0], [request.prompt], inputs_embeds=given.inputs_embeds, positions=given.positions, num_active_loras=loras,
         device=device,

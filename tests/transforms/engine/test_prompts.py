@@ -15,8 +15,8 @@ from weft.proofs.strategies.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.inputs import EmbedsPrompt, read_extras
 from weft.transforms.engine.options import EngineLimits
+from weft.transforms.engine.prompts import EmbedsPrompt, read_content
 from weft.transforms.engine.requests import Request
 from weft.transforms.engine.scheduler import add, schedule
 from weft.transforms.pipelines.transports.threads import Threads
@@ -107,7 +107,7 @@ def test_embeddings_alone_and_their_copies(model: Model) -> None:
 def test_ranks_after_the_first_get_neither(model: Model) -> None:
     budget = LIMITS.resolve(model, 2, Threads()).budget
     host = Engine(model, LIMITS, pipeline=2)._host
-    given = read_extras(image())
+    given = read_content(image())
     asked = SamplingParams(temperature=0.0).for_request((), 0)
     _, (work,) = schedule(add(host, Request("a", tuple(IDS), 3, asked, given=given), budget), budget)
     first, later = work.place("cpu").batch, work.place("cpu", first=False).batch

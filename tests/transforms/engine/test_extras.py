@@ -1,0 +1,162 @@
+"""Inputs of its own that each request has for the model's stages: each request gets what it gets alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.batch import Batch, ResolvedBatch
+from weft.errors import RequestError
+from weft.sampling import SamplingParams
+from weft.stages.model import DEMO, Model, load
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.generate import generate
+from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.engine.setup import make_runner, make_state
+from weft.transforms.graphs.ladder import MODES, Limits
+
+PROMPT = "The function returns a list of"
+LAYER = 1
+WAYS: tuple[dict[str, Any], ...] = (
+    *({"graph": mode} for mode in MODES),
+    {"pipeline": 2},
+    {"pipeline": 3, "graph": "full_and_piecewise"},
+    {"speculation": Speculation(num_tokens=2)},
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load(DEMO, "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def steered(model: Model) -> Model:
+    """The model with a layer that adds each request's own vector, times its own strength."""
+
+    def steer(layer: Any) -> Any:
+        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+            hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
+            vectors = batch.extras["vector"] * batch.extras["strength"][:, None]
+            return hidden + batch.per_token(vectors), kv_pages
+
+        return run
+
+    zero = torch.zeros(model.config.hidden_size)
+    return model.with_stages(layers={LAYER: steer}, extras={"vector": zero, "strength": torch.tensor(1.0)})
+
+
+@pytest.fixture(scope="module")
+def vectors(model: Model) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    return [None, *(3 * torch.randn(model.config.hidden_size, generator=generator) for _ in range(3))]
+
+
+@pytest.fixture(scope="module")
+def alone(model: Model, vectors: list[Tensor | None]) -> list[list[int]]:
+    """The tokens of each vector, with that vector in the model itself."""
+
+    def plus(vector: Tensor) -> Any:
+        def change(layer: Any) -> Any:
+            def run(*args: Any) -> Any:
+                hidden, kv_pages = layer(*args)
+                return hidden + vector, kv_pages
+
+            return run
+
+        return change
+
+    models = [model if x is None else model.with_stages(layers={LAYER: plus(x)}) for x in vectors]
+    return [generate(own, [PROMPT], max_tokens=20, graph="none")[0].token_ids for own in models]
+
+
+def given(vectors: list[Tensor | None]) -> list[Mapping[str, Tensor] | None]:
+    return [None if x is None else {"vector": x} for x in vectors]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_each_request_has_its_own_vector(
+    steered: Model, vectors: list[Tensor | None], alone: list[list[int]], way: dict[str, Any]
+) -> None:
+    assert len({*map(tuple, alone)}) == len(alone)
+    found = generate(steered, [PROMPT] * 8, max_tokens=20, extras=given(vectors) * 2, **way)
+    assert [c.token_ids for c in found] == alone * 2
+
+
+def test_pages_of_other_extras_are_not_shared(
+    steered: Model, vectors: list[Tensor | None], alone: list[list[int]]
+) -> None:
+    """One after the other, so that each finds the pages of those before: those of its own vector, and no others."""
+    prompt = PROMPT * 4
+    engine, tokens = Engine(steered, graph="none"), []
+    for own in given(vectors) * 2:
+        before = engine.stats().prefix_tokens
+        engine.add(prompt, max_tokens=12, extras=own)
+        tokens.append([token for output in engine for token in output.token_ids])
+        found = engine.stats().prefix_tokens - before
+        assert (found > 0) == (len(tokens) > len(vectors))
+    assert tokens[:4] == tokens[4:]
+    expected = [generate(steered, [prompt], max_tokens=12, graph="none", extras=own)[0] for own in given(vectors)]
+    assert tokens[:4] == [c.token_ids for c in expected]
+
+
+def test_preempted_requests_keep_their_extras(
+    steered: Model, vectors: list[Tensor | None], alone: list[list[int]]
+) -> None:
+    limits = EngineLimits(max_num_reqs=4, max_num_tokens=64, num_pages=8, max_model_len=64)
+    engine = Engine(steered, limits)
+    names = [engine.add(PROMPT, max_tokens=20, extras=own) for own in given(vectors)]
+    found: dict[str, list[int]] = {name: [] for name in names}
+    for output in engine:
+        found[output.id] += output.token_ids
+    assert engine.stats().preempted > 0
+    assert [*found.values()] == alone
+
+
+def test_completions_of_one_request_share_its_extras(steered: Model, vectors: list[Tensor | None]) -> None:
+    params, own = SamplingParams(temperature=1.0, seed=3, n=3), {"vector": vectors[1], "strength": torch.tensor(0.5)}
+    together = generate(steered, [PROMPT], max_tokens=8, sampling=params, extras=own)
+    engine = Engine(steered, graph="none")
+    engine.add(PROMPT, params, max_tokens=8, extras=own)
+    found: dict[int, list[int]] = {}
+    for output in engine:
+        found.setdefault(output.index, []).extend(output.token_ids)
+    assert [c.token_ids for c in together] == [found[i] for i in range(3)]
+
+
+def test_a_runner_takes_them_too(steered: Model, vectors: list[Tensor | None], alone: list[list[int]]) -> None:
+    runner = make_runner(steered, Limits(4, 64))
+    ids = steered.encode(PROMPT)
+    own = [{} if x is None else {"vector": x} for x in vectors]
+    state = make_state(steered, runner.layouts, [64] * 4, extras=own)
+    state, out = runner.step(runner.params, state, Batch.ragged(range(4), [ids] * 4))
+    tokens = [out.token_ids.tolist()]
+    for _ in range(5):
+        state, out = runner.step(runner.params, state, Batch.decode(range(4)))
+        tokens.append(out.token_ids.tolist())
+    assert [*map(list, zip(*tokens, strict=True))] == [own[:6] for own in alone]
+
+
+WRONG = [
+    ({"other": torch.zeros(1)}, "a dict of the model's extras by name: 'vector', 'strength'"),
+    ({"vector": torch.zeros(3)}, r"a tensor \[64\]|for one request"),
+    ({"vector": [0.0]}, "for one request"),
+    ({"strength": torch.tensor(1, dtype=torch.int64)}, "torch.float32, for one request"),
+    (3, "a dict of"),
+]
+
+
+@pytest.mark.parametrize(("extras", "text"), WRONG)
+def test_wrong_extras_are_named_and_end_nothing(steered: Model, extras: Any, text: str) -> None:
+    engine = Engine(steered, graph="none")
+    engine.add(PROMPT, max_tokens=2, id="good")
+    with pytest.raises(RequestError, match=text):
+        engine.add(PROMPT, max_tokens=2, extras=extras)
+    assert sum(len(output.token_ids) for output in engine) == 2
+
+
+def test_a_model_without_extras_says_how_it_gets_some(model: Model) -> None:
+    with pytest.raises(RequestError, match=r"with_stages\(..., extras="):
+        generate(model, [PROMPT], max_tokens=1, extras={"vector": torch.zeros(2)})
