@@ -9,6 +9,14 @@ from weft.trees import axes, pytree
 
 @pytree
 @attrs.frozen(eq=False, repr=False)
+class PerToken(Summarized):
+    """A value for each token of a batch: `values` [num_tokens, ...]."""
+
+    values: Tensor = attrs.field(metadata=axes("num_tokens"))
+
+
+@pytree
+@attrs.frozen(eq=False, repr=False)
 class IntermediateTensors(Summarized):
     """The tensors that one stage sends to the next.
 
@@ -17,11 +25,13 @@ class IntermediateTensors(Summarized):
         input_ids: [num_tokens] int64, the batch's with the drafts filled in; None unless the step verifies drafts.
         positions: [num_tokens, 3] int64, each token's position in time, height and width; None unless the model has
             mRoPE. Tokens come first, as in every tensor between stages (`Batch.positions` is [3, num_tokens]).
+        captured: by name, what the stages so far have captured; 0 where none has yet.
     """
 
     hidden_states: Tensor = attrs.field(metadata=axes("num_tokens"))
     input_ids: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
     positions: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
+    captured: dict[str, PerToken] = attrs.field(factory=dict)
 
 
 @pytree
@@ -43,6 +53,7 @@ class Output(Summarized):
         num_tokens: [num_reqs] int64, the number of `token_ids` that the request keeps, from the first; 0 if it already
             has all its tokens. None unless the step verifies drafts.
         num_drafts: [num_reqs] int64, the number of drafts; `num_tokens - 1` of them were right.
+        captured: by name, what functions of one's own in the stages captured of each token (`weft.stages.sow`).
     """
 
     token_ids: Tensor = attrs.field(metadata=axes("num_reqs"))
@@ -55,3 +66,4 @@ class Output(Summarized):
     prompt_top_logprobs: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens"))
     num_tokens: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
     num_drafts: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs"))
+    captured: dict[str, PerToken] = attrs.field(factory=dict)

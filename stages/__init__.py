@@ -6,7 +6,7 @@ from weft.stages.adapters import Adapter, load_adapter, reserve_slots, with_adap
 from weft.stages.checkpoint import load_params
 from weft.stages.config import ModelConfig, load_config
 from weft.stages.decoder import decoder_stage
-from weft.stages.functions import StageFunctions
+from weft.stages.functions import StageFunctions, sow
 from weft.stages.layout import StageLayout, balance, split_layers, split_model
 from weft.stages.model import DEMO, Model, load
 from weft.stages.module import ModuleStage, from_module
@@ -36,6 +36,7 @@ __all__ = [
     "reserve_slots",
     "sample",
     "slice_params",
+    "sow",
     "split_layers",
     "split_model",
     "with_adapters",

@@ -36,6 +36,7 @@ from weft.stages.functions import (
     StageFunctions,
     Tables,
     check_functions,
+    sowing,
 )
 from weft.stages.head import finish, read_at, verify
 from weft.stages.layer_fields import row_starts
@@ -57,6 +58,7 @@ def decoder_stage(
     norm: Callable[..., tuple[Normed, Tensor]] | None = None,
     logits: ChangeLogits | None = None,
     layers: Mapping[int, Callable[[Layer], Layer]] | None = None,
+    captures: Mapping[str, Tensor] | None = None,
 ) -> DecoderStage:
     """The stage that owns `layout.layers` of the model.
 
@@ -69,6 +71,7 @@ def decoder_stage(
         num_drafts: the most drafts of a request in a batch (`weft.stages.drafting`); if not 0, the state has a
             `drafting`, and every step verifies.
         attention, feed_forward, norm, logits, layers: functions of your own, as in `StageFunctions`.
+        captures: the values that they capture of a token, as in `StageFunctions`.
 
     Returns:
         A pure function that takes the storage of its state.
@@ -76,7 +79,7 @@ def decoder_stage(
     Raises:
         ProgramError: one of the functions is not a function, or the model has no such layer.
     """
-    functions = StageFunctions(attention, feed_forward, norm, logits, layers or {})
+    functions = StageFunctions(attention, feed_forward, norm, logits, layers or {}, captures=captures or {})
     check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
 
     _, attention_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
@@ -96,13 +99,18 @@ def decoder_stage(
             positions = mrope_positions(state, batch, resolved) if x is None else x.positions
         angles = resolved.positions if positions is None else positions
         tables = rope_tables(params.inv_freq, angles, attention_factor, hidden.dtype, section)
-        hidden, pages = run_layers(config, params, state.kv_pages, resolved, tables, hidden, functions, layout.start)
+        with sowing(functions.captures, len(hidden)) as sown:
+            hidden, pages = run_layers(
+                config, params, state.kv_pages, resolved, tables, hidden, functions, layout.start
+            )
+        captured = sown.after(x, hidden.device)
         if pages is not state.kv_pages:
             state = attrs.evolve(state, kv_pages=pages)
         if not layout.last:
-            return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions)
+            return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions, captured)
         where = read_at(batch, num_drafts) if num_drafts else None
         out = finish(config, params, state.sampling, batch, resolved, hidden, keep_logits, num_logprobs, where, logits)
+        out = attrs.evolve(out, captured=captured) if captured else out
         return state, out if where is None else verify(state, batch, where, out)
 
     stage.__name__ = stage.__qualname__ = name

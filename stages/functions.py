@@ -1,10 +1,13 @@
 """Functions of one's own in the stages of a decoder (`StageFunctions`), and stages made from its stages
 (`transformed`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, is_int, kind_of
@@ -12,7 +15,7 @@ from weft.batch import Batch, ResolvedBatch
 from weft.donation import donates
 from weft.errors import ProgramError
 from weft.ops.fp8 import Quantized
-from weft.outputs import IntermediateTensors, Output
+from weft.outputs import IntermediateTensors, Output, PerToken
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams
 from weft.state import State
@@ -52,6 +55,7 @@ class StageFunctions:
         layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a `Layer`.
         extras: the default value, by name, of each input that a request has of its own. The functions read the
             requests' values in `batch.extras[name]` [num_reqs, ...], and `batch.per_token(...)` of it.
+        captures: for the name of each value that the functions capture of a token (`sow`), an example of one.
     """
 
     attention: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -60,12 +64,14 @@ class StageFunctions:
     logits: ChangeLogits | None = None
     layers: Mapping[int, Callable[[Layer], Layer]] = attrs.field(factory=dict)
     extras: Mapping[str, Tensor] = attrs.field(factory=dict)
+    captures: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
         named = {name: getattr(self, name) for name in ("attention", "feed_forward", "norm", "logits")}
         named |= {f"layer {index}": change for index, change in sorted(self.layers.items())}
         parts = [f"{name}={name_of(f)}" for name, f in named.items() if f is not None]
-        parts += [f"extra {name}: {list(x.shape)} {x.dtype}" for name, x in sorted(self.extras.items())]
+        for kind, tensors in (("extra", self.extras), ("captured", self.captures)):
+            parts += [f"{kind} {name}: {list(x.shape)} {x.dtype}" for name, x in sorted(tensors.items())]
         return ", ".join(parts) or "the decoder's own"
 
 
@@ -81,7 +87,7 @@ def name_of(f: Any) -> str:
 def check_functions(call: str, functions: StageFunctions, num_layers: int) -> None:
     """Raise ProgramError for what is not a function, and for layers that the model does not have."""
     given = attrs.asdict(functions, recurse=False)
-    changes, extras = given.pop("layers"), given.pop("extras")
+    others = {name: given.pop(name) for name in ("layers", "extras", "captures")}
     rules: dict[str, Rule] = {name: (lambda f: f is None or callable(f), "a function, or None") for name in given}
     rules["layers"] = (
         lambda found: (
@@ -90,14 +96,84 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
         ),
         f"a dict from a layer's index, 0 to {num_layers - 1}, to a function of a layer: layers={{0: f}}",
     )
-    rules["extras"] = (
-        lambda found: (
-            isinstance(found, Mapping)
-            and all(isinstance(name, str) and isinstance(x, Tensor) for name, x in found.items())
-        ),
-        "a dict of the default values, tensors for one request, by name: extras={'vector': torch.zeros(hidden_size)}",
-    )
-    check_values(call, rules, {**given, "layers": changes, "extras": extras}, ProgramError)
+    rules["extras"] = _are_tensors, "a dict of the default values by name: extras={'vector': torch.zeros(hidden_size)}"
+    rules["captures"] = _are_tensors, "a dict of examples by name: captures={'hidden': torch.zeros(hidden_size)}"
+    check_values(call, rules, {**given, **others}, ProgramError)
+
+
+def _are_tensors(found: Any) -> bool:
+    if not isinstance(found, Mapping):
+        return False
+    return all(isinstance(name, str) and isinstance(x, Tensor) for name, x in found.items())
+
+
+@attrs.define
+class Sown:
+    """What functions of one's own capture while a stage runs.
+
+    Args:
+        captures: an example of each value, by name.
+        num_tokens: of the batch, padding included.
+        values: what was captured, [num_tokens, ...] by name.
+    """
+
+    captures: Mapping[str, Tensor]
+    num_tokens: int
+    values: dict[str, Tensor] = attrs.field(factory=dict)
+
+    def add(self, name: str, value: Any) -> None:
+        """Add a value; one of the same name replaces it."""
+        call, example = f"weft.stages.sow({name!r}, value)", self.captures.get(name)
+        if example is None:
+            known = ", ".join(map(repr, self.captures)) or "none"
+            instead = f"model.with_stages(..., captures={{{name!r}: torch.zeros(...)}}), an example for one token"
+            raise ProgramError(call, f"a name that the stages do not declare; they declare {known}", instead)
+        shape = (self.num_tokens, *example.shape)
+        if not isinstance(value, Tensor) or value.shape != shape:
+            seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+            raise ProgramError(call, seen, f"a tensor {list(shape)}: {list(example.shape)} for each token of the batch")
+        self.values[name] = value.to(example.dtype)
+
+    def after(self, x: IntermediateTensors | None, device: torch.device) -> dict[str, PerToken]:
+        """What was captured so far: here, or in the stages before."""
+        found = {} if x is None else x.captured
+        for name, example in self.captures.items():
+            if name in self.values:
+                found = {**found, name: PerToken(self.values[name])}
+            elif name not in found:
+                found = {**found, name: PerToken(example.new_zeros(self.num_tokens, *example.shape, device=device))}
+        return found
+
+
+_SOWN: ContextVar[Sown | None] = ContextVar("weft.sown", default=None)
+
+
+def sow(name: str, value: Tensor) -> None:
+    """Capture a value of each token, from within a function of one's own in a stage: it comes back, per token, as
+    `captured[name]` of the stage's output, of `RequestOutput` and of `Completion`.
+
+    As `sow` of Flax does, it leaves the function's signature as it is, and does nothing where nobody collects.
+
+    Args:
+        name: one that `model.with_stages(..., captures={name: example})` declares.
+        value: [num_tokens, ...], of the example's shape for each token; cast to its dtype. If a name is sown twice in a
+            step, the last value counts.
+
+    Raises:
+        ProgramError: a name that is not declared, or a value of another shape.
+    """
+    if (own := _SOWN.get()) is not None:
+        own.add(name, value)
+
+
+@contextmanager
+def sowing(captures: Mapping[str, Tensor], num_tokens: int) -> Iterator[Sown]:
+    """A context that collects what is sown in it."""
+    token = _SOWN.set(own := Sown(captures, num_tokens))
+    try:
+        yield own
+    finally:
+        _SOWN.reset(token)
 
 
 def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) -> DecoderStage:

@@ -123,6 +123,7 @@ class Model:
         logits: ChangeLogits | None = None,
         layers: Mapping[int, Callable[[Layer], Layer]] | None = None,
         extras: Mapping[str, Tensor] | None = None,
+        captures: Mapping[str, Tensor] | None = None,
     ) -> "Model":
         """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the laws. Parameters are
         shared.
@@ -138,6 +139,9 @@ class Model:
                 `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`.
             extras: the default values of inputs that each request has of its own, by name, which the functions find in
                 `batch.extras` [num_reqs, ...]. A request gives its values as `engine.add(..., extras={name: value})`.
+            captures: for the name of each value that the functions capture of a token (`weft.stages.sow`), an example
+                of one, such as `{"hidden": torch.zeros(hidden_size)}`. Such a model's requests share no prefixes: what
+                is found in the cache is not computed, and so not captured.
 
         Raises:
             ProgramError: one of them is not a function, or the model has no such layer.
@@ -153,13 +157,14 @@ class Model:
         call = "model.with_stages(...)"
         check_values(call, {"transform": _TRANSFORM}, {"transform": transform}, ProgramError)
         given: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, "norm": norm, "logits": logits}
-        new = StageFunctions(**given, layers={} if layers is None else layers, extras={} if extras is None else extras)
+        new = StageFunctions(**given, layers=layers or {}, extras=extras or {}, captures=captures or {})
         check_functions(call, new, self.config.num_layers)
         merged = {index: _after(self.functions.layers.get(index), change) for index, change in new.layers.items()}
         functions = attrs.evolve(
             self.functions,
             layers={**self.functions.layers, **merged},
             extras={**self.functions.extras, **new.extras},
+            captures={**self.functions.captures, **new.captures},
             **{name: f for name, f in given.items() if f is not None},
         )
         more = () if transform is None else (transform,)

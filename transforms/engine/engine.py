@@ -320,8 +320,7 @@ class Engine:
         for work, result in pending.wait(self._check):
             if result is None or not work.feeds:
                 continue
-            if work.targets:
-                self._outputs.append_prompt_logprobs(work, result)
+            self._outputs.append_per_token(work, result)
             self._host, got = observe(self._host, work.job, result.token_ids, result.faults)
             self._counts.read(result)
             for row, req, count in got:

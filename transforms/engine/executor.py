@@ -222,6 +222,7 @@ class StepResult:
         prompt_logprobs, prompt_top_logprobs: for each token of the batch; empty if no request asked.
         num_drafts: the number of drafts that were verified.
         faults: for each row in which no token was drawn after those, the logprob that says so: NaN, or -inf.
+        captured: [num_tokens, ...] by name: what the stages captured of each token of the batch.
     """
 
     token_ids: list[list[int]]
@@ -231,6 +232,7 @@ class StepResult:
     prompt_top_logprobs: list[list[tuple[int, float]]]
     num_drafts: int = 0
     faults: dict[int, float] = attrs.field(factory=dict)
+    captured: dict[str, Tensor] = attrs.field(factory=dict)
 
     def error(self, row: int, id: str, num_tokens: int) -> WeftError:
         """The error of a request in whose row no token was drawn.
@@ -297,9 +299,13 @@ def _wait(event: torch.cuda.Event, check: Callable[[], None]) -> None:
             last_check = time.monotonic()
 
 
+_CAPTURED = "captured "
+
+
 def _tensors(out: Output) -> list[tuple[str, Tensor]]:
-    names = [field.name for field in attrs.fields(Output) if field.name != "logits"]
-    return [(name, value) for name in names if (value := getattr(out, name)) is not None]
+    names = [field.name for field in attrs.fields(Output) if field.name not in ("logits", "captured")]
+    own = [(name, value) for name in names if (value := getattr(out, name)) is not None]
+    return [*own, *((_CAPTURED + name, per_token.values) for name, per_token in out.captured.items())]
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -330,6 +336,7 @@ def _step_result(copied: dict[str, Tensor]) -> StepResult:
         _pairs(copied["prompt_top_ids"].tolist(), copied["prompt_top_logprobs"].tolist()) if prompt_top else [],
         int(copied["num_drafts"].sum()) if "num_drafts" in copied else 0,
         {row: logprobs[row][index] for row, index in faults.items()},
+        {name.removeprefix(_CAPTURED): x for name, x in copied.items() if name.startswith(_CAPTURED)},
     )
 
 

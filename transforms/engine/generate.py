@@ -55,6 +55,8 @@ class Completion:
         text_offsets: for each token, where its text begins in `text`; None if the checkpoint has no tokenizer. A token
             that ends inside a character has no text: its text is part of the next token's. Tokens from a stop text on
             begin at the end of `text`.
+        captured: [n, ...] by name: what the model's stages captured of each token that was read, those of the prompt
+            first, all but the last (`weft.stages.sow`).
     """
 
     text: str | None
@@ -66,6 +68,7 @@ class Completion:
     prompt_top_logprobs: list[dict[int, float]] | None = None
     error: WeftError | None = None
     text_offsets: list[int] | None = attrs.field(default=None, repr=False)
+    captured: dict[str, Tensor] = attrs.field(factory=dict, repr=False)
 
     def _repr_html_(self) -> str:
         what = f"{len(self.token_ids)} tokens, {self.finish_reason}; the bars: the model's probability of each"
@@ -250,6 +253,7 @@ def _completion(output: RequestOutput) -> Completion:
         state.prompt_top_logprobs if with_prompt else None,
         output.error,
         state.text_offsets if state.tokenizer is not None else None,
+        state.captured(),
     )
 
 

@@ -6,9 +6,13 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 import attrs
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
+from weft.batch import LAST_TOKEN
 from weft.errors import ProgramError, RequestError, WeftError
+from weft.transforms.engine.detokenizer import Detokenizer, special_ids
 from weft.transforms.engine.executor import StepResult
 from weft.transforms.engine.inputs import Mask, RequestMask, blame, compute_mask
 from weft.transforms.engine.requests import Request, find_open
@@ -16,68 +20,8 @@ from weft.transforms.engine.step import Work
 
 TopLogprobs = dict[int, float]
 
-_REPLACEMENT = "\ufffd"
-"""The character that a decoder writes for bytes that are not a character, or not yet."""
-_MAX_HELD = 8
-"""Tokens held back until a character is complete. A character has at most four bytes, so of more tokens than these all
-but the last three can be shown."""
 _POLL_SECONDS = 1e-4
 """Pause between two looks at the device while a stream waits."""
-
-
-# `tokenizers.decoders.DecodeStream` (0.23.3) does not replace this class: on 4,000 random sequences of a byte-fallback
-# tokenizer it raised in 610; and a token took 36 µs after 200 invalid bytes and 190 µs after 800, here 4 µs.
-@attrs.define(eq=False)
-class Detokenizer:
-    """Turns a completion's tokens into text, one at a time, without special tokens.
-
-    A token is decoded after those shown last, because its text depends on them (a space, a part of a word). A token
-    that ends inside a character waits for the next one. Bytes that can no longer become a character are shown as
-    U+FFFD. If the decoder would change text that was already shown, decoding starts anew from there.
-
-    Args:
-        tokenizer: None: tokens have no text.
-    """
-
-    tokenizer: Tokenizer | None
-    _before: list[int] = attrs.field(factory=list)
-    _held: list[int] = attrs.field(factory=list)
-
-    def add(self, token: int, *, special: bool = False) -> str:
-        """The text that this token completes; empty for a special token."""
-        if special:
-            return ""
-        self._held.append(token)
-        text = self._decode(self._before + self._held)
-        if not text.endswith(_REPLACEMENT):
-            return self._show(len(self._held))
-        return self._show(len(self._held) - 3) if len(self._held) > _MAX_HELD else ""
-
-    def end(self) -> str:
-        """The rest: an incomplete character is shown as U+FFFD."""
-        return self._show(len(self._held))
-
-    def _show(self, count: int) -> str:
-        shown = self._held[:count]
-        before, text = self._decode(self._before), self._decode(self._before + shown)
-        if not text.startswith(before):
-            new = self._decode(shown)
-        elif not (new := text[len(before) :]):
-            self._held = self._held[-_MAX_HELD:]
-            return ""  # such as the space that a decoder drops at the beginning: the next token's text depends on it
-        self._before, self._held = shown, self._held[count:]
-        return new
-
-    def _decode(self, token_ids: list[int]) -> str:
-        if self.tokenizer is None or not token_ids:
-            return ""
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-
-
-def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The special tokens of a tokenizer, which text does not show."""
-    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
-    return frozenset(token for token, how in added.items() if how.special)
 
 
 @attrs.define(eq=False)
@@ -93,6 +37,8 @@ class CompletionState:
         text_offsets: for each generated token, where its text begins in the text so far.
         text: the text to show: whole characters, without an end that may be the beginning of a stop text.
         reason: why it ended; empty: it has not.
+        chunks: what the stages captured, by name and token, in the pieces that came.
+        num_captured: their number of tokens.
     """
 
     request: Request
@@ -106,6 +52,8 @@ class CompletionState:
     text_offsets: list[int] = attrs.field(factory=list)
     text: str = ""
     reason: str = ""
+    chunks: list[dict[str, Tensor]] = attrs.field(factory=list, repr=False)
+    num_captured: int = 0
     _decoded: str = ""
     _stopped: bool = False
     _num_searched: int = 0  # leading characters without a stop text that ends the request
@@ -127,6 +75,27 @@ class CompletionState:
         self.text_offsets.append(len(self._decoded))
         self._decoded += self._detokenizer.add(token, special=token in self.special_ids)
         return self._update_text()
+
+    def append_captured(self, values: dict[str, Tensor], start: int | None) -> None:
+        """Append what was captured of some tokens, [n, ...] by name; what comes a second time is skipped.
+
+        Args:
+            start: the first token's index in the request; None: it is the next.
+        """
+        skipped = 0 if start is None else self.num_captured - start
+        own = {name: x[skipped:].clone() for name, x in values.items()}
+        count = max((len(x) for x in own.values()), default=0)
+        if count:
+            self.chunks.append(own)
+            self.num_captured += count
+
+    def captured(self, first_chunk: int = 0) -> dict[str, Tensor]:
+        """What was captured, [n, ...] by name, from a chunk on: of each token that was read, which is all but the
+        last."""
+        before = sum(len(next(iter(own.values()))) for own in self.chunks[:first_chunk])
+        left = max(len(self.request.prompt) + len(self.token_ids) - 1 - before, 0)
+        chunks = self.chunks[first_chunk:]
+        return {name: torch.cat([own[name] for own in chunks])[:left] for name in chunks[0]} if chunks else {}
 
     def append_prompt_logprobs(self, result: StepResult, first: int, start: int, count: int) -> None:
         """Append the logprobs of a chunk of the prompt; those computed a second time are skipped.
@@ -186,6 +155,8 @@ class RequestOutput:
         text: the new text; None where the checkpoint has no tokenizer.
         finish_reason: None: it goes on. `stop` (a token or a text that ends it), `length`, `abort`, or `error`.
         track: the whole completion so far: tokens, logprobs, text.
+        captured: [n, ...] by name: what the model's stages captured of the tokens that were read since the last output,
+            those of the prompt first (`weft.stages.sow`). The last token of a completion is not read.
         error: with the reason `error`, what went wrong with this request alone.
     """
 
@@ -196,12 +167,14 @@ class RequestOutput:
     finish_reason: str | None
     track: CompletionState = attrs.field(repr=False)
     error: WeftError | None = None
+    captured: dict[str, Tensor] = attrs.field(factory=dict, repr=False)
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Two consecutive outputs of one completion as one."""
     text = None if second.text is None else f"{first.text or ''}{second.text}"
-    return attrs.evolve(second, token_ids=[*first.token_ids, *second.token_ids], text=text)
+    captured = {name: torch.cat([x, second.captured[name]]) for name, x in first.captured.items()} or second.captured
+    return attrs.evolve(second, token_ids=[*first.token_ids, *second.token_ids], text=text, captured=captured)
 
 
 @attrs.define(eq=False)
@@ -219,13 +192,16 @@ class _OpenCompletion:
     state: CompletionState
     first_job: int
     _num_shown: int = 0
+    _num_chunks: int = 0
 
     def output(self, tokens: list[int], reason: str | None = None, error: WeftError | None = None) -> RequestOutput:
         """An output with these tokens and the text that is new."""
         state, start = self.state, self._num_shown
         self._num_shown = len(state.text)
         text = None if state.tokenizer is None else state.text[start:]
-        return RequestOutput(self.id, self.index, tokens, text, reason, state, error)
+        captured = state.captured(self._num_chunks) if len(state.chunks) > self._num_chunks else {}
+        self._num_chunks = len(state.chunks)
+        return RequestOutput(self.id, self.index, tokens, text, reason, state, error, captured)
 
 
 class OutputProcessor:
@@ -286,7 +262,14 @@ class OutputProcessor:
             failed[name] = error
             return None
 
-    def append_prompt_logprobs(self, work: Work, result: StepResult) -> None:
+    def append_per_token(self, work: Work, result: StepResult) -> None:
+        """Append what a step returned of each token: the logprobs of prompts, and what the stages captured."""
+        if work.targets:
+            self._append_prompt_logprobs(work, result)
+        if work.captures:
+            self._append_captured(work, result)
+
+    def _append_prompt_logprobs(self, work: Work, result: StepResult) -> None:
         """Append the logprobs of the prompts' tokens that a step computed."""
         first = 0
         for name, targets, start in zip(work.requests, work.targets, work.starts, strict=True):
@@ -295,6 +278,18 @@ class OutputProcessor:
             if own is not None and is_its and own.state.request.sampling.prompt_logprobs is not None:
                 own.state.append_prompt_logprobs(result, first, start, len(targets))
             first += len(targets)
+
+    def _append_captured(self, work: Work, result: StepResult) -> None:
+        """Append what a step captured of each request's tokens; of a decode, those that it keeps."""
+        first, num_rows = 0, len(work.rows)
+        chunks = work.token_ids or ((LAST_TOKEN,),) * num_rows
+        for row, (name, ids, start) in enumerate(zip(work.requests, chunks, work.starts, strict=True)):
+            own, goes_on = self._open.get(name), ids == (LAST_TOKEN,)
+            kept = len(ids) if work.token_ids else min(len(result.token_ids[row]), work.query_len)
+            if own is not None and work.job >= own.first_job:
+                values = {name: x[first : first + kept] for name, x in result.captured.items()}
+                own.state.append_captured(values, None if goes_on else start)
+            first += len(ids) if work.token_ids else work.query_len
 
     def append(self, name: str, result: StepResult, row: int, count: int, reason: str) -> RequestOutput:
         """Append the first `count` tokens of a row of a step to a completion; a stop text, or a token that cannot be

@@ -42,6 +42,7 @@ class Request:
         given: the prompt's embeddings and positions; None: the prompt is token ids alone.
         is_masked: whether its next token depends on a mask of all earlier ones, so that the host must have read them.
         extras: the inputs of its own that the model's stages read; None: the model's defaults.
+        is_captured: whether the stages capture something of each of its tokens, so that all of them are computed.
     """
 
     id: str
@@ -53,6 +54,7 @@ class Request:
     given: PromptContent | None = None
     is_masked: bool = False
     extras: RequestExtras | None = None
+    is_captured: bool = False
 
     def __attrs_post_init__(self) -> None:
         sizes = {"tokens of the prompt": len(self.prompt), "max_tokens": self.max_tokens}

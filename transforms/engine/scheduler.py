@@ -285,7 +285,7 @@ def _allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, 
 def _lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | None]:
     """The cached pages of a request's tokens to share, and the one after them to copy."""
     req.hash_pages(pages.page_size)
-    if req.request.sampling.prompt_logprobs is not None:  # its logprobs need every token of the prompt computed
+    if req.request.sampling.prompt_logprobs is not None or req.request.is_captured:  # of every token of the prompt
         return [], None
     shared = pages.lookup(req.page_hashes)
     if len(shared) * pages.page_size == req.length:
@@ -338,7 +338,8 @@ def _make_work(
         starts,
         count_adapters([req.request.adapter for req, _ in scheduled]),
         query_len,
-        () if uniform else _extras(scheduled),
+        () if uniform else _contents(scheduled),
+        captures=scheduled[0][0].request.is_captured,  # as of all requests of a model
     )
     unread, feeds = [], work.feeds
     for index, ((req, count), sampled) in enumerate(zip(scheduled, work.samples, strict=True)):
@@ -373,9 +374,9 @@ def _targets(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[tuple[int, 
     return tuple(targets)
 
 
-def _extras(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[PromptContent | None, ...]:
-    extras = tuple([req.request.given if count else None for req, count in scheduled])
-    return () if extras.count(None) == len(extras) else extras
+def _contents(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[PromptContent | None, ...]:
+    contents = tuple([req.request.given if count else None for req, count in scheduled])
+    return () if contents.count(None) == len(contents) else contents
 
 
 def _next_tokens(req: RequestState, count: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from weft.descriptor import BatchDescriptor
 from weft.display.tables import Table
 from weft.effects import Schema
 from weft.errors import ProgramError, RequestError
-from weft.outputs import IntermediateTensors, Output
+from weft.outputs import IntermediateTensors, Output, PerToken
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter, check_slot, stage_params, write_slot
 from weft.stages.checkpoint import digest_params, list_some, places, tensor_shapes
@@ -268,7 +268,9 @@ def _example(model: Model, drafts: int) -> IntermediateTensors:
     ids = torch.zeros(1, dtype=torch.int64, device=model.device)
     hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     has_mrope = model.config.rope.mrope_section is not None
-    return IntermediateTensors(hidden, ids if drafts else None, ids.new_zeros(1, 3) if has_mrope else None)
+    positions, captures = ids.new_zeros(1, 3) if has_mrope else None, model.functions.captures
+    captured = {name: PerToken(x.new_zeros(1, *x.shape, device=model.device)) for name, x in captures.items()}
+    return IntermediateTensors(hidden, ids if drafts else None, positions, captured)
 
 
 @attrs.frozen(eq=False, repr=False)

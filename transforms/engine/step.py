@@ -98,6 +98,7 @@ class Work:
         query_len: tokens per request of a uniform decode: the last one, and drafts.
         given: the prompt's embeddings and positions; empty if no prompt has them.
         masks: the bits of the tokens that may be sampled, None for any token; empty if no request has a mask.
+        captures: whether the stages capture something of its tokens.
     """
 
     job: int
@@ -113,11 +114,12 @@ class Work:
     query_len: int = 1
     given: tuple[PromptContent | None, ...] = ()
     masks: tuple[bytes | None, ...] = ()
+    captures: bool = False
 
     @property
     def feeds(self) -> bool:
-        """Whether the step returns tokens or logprobs."""
-        return any(self.samples) or bool(self.targets)
+        """Whether the step returns tokens, logprobs or what was captured."""
+        return any(self.samples) or bool(self.targets) or self.captures
 
     @property
     def num_tokens(self) -> int:
