@@ -47,7 +47,10 @@ class Summarized:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in attrs.fields(type(value)) if field.repr}
+    """The fields to show, without those that are optional and empty."""
+    shown = {field: getattr(value, field.name) for field in attrs.fields(type(value)) if field.repr}
+    optional = attrs.Factory(dict)
+    return {field.name: own for field, own in shown.items() if not (field.default == optional and own == {})}
 
 
 def _kind(tensor: Tensor) -> str:

@@ -75,13 +75,13 @@ def test_graphs_really_replay(
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """A list that grows by one entry whenever a stage's layers run as Python."""
     runs: list[None] = []
-    layers: Callable[..., Tensor] = decoder.layers
+    layers: Callable[..., Tensor] = decoder.run_layers
 
     def counting(*args: Any) -> Tensor:
         runs.append(None)
         return layers(*args)
 
-    monkeypatch.setattr(decoder, "layers", counting)
+    monkeypatch.setattr(decoder, "run_layers", counting)
     return runs
 
 
