@@ -49,7 +49,7 @@ class Summarized:
 def _fields(value: Any) -> dict[str, Any]:
     """The fields to show, without those that are optional and empty."""
     shown = {field: getattr(value, field.name) for field in attrs.fields(type(value)) if field.repr}
-    optional = attrs.Factory(dict)
+    optional: Any = attrs.Factory(dict)
     return {field.name: own for field, own in shown.items() if not (field.default == optional and own == {})}
 
 
