@@ -13,8 +13,9 @@ from weft.proofs import laws, strategies
 from weft.proofs.laws.engine.versions import HOW
 from weft.proofs.strategies.agreement import conversations
 from weft.proofs.strategies.drafts import Drafts, lookups, models
-from weft.proofs.strategies.engines import loads
+from weft.proofs.strategies.engines import loads, small_model
 from weft.proofs.strategies.odd import odd_loads
+from weft.proofs.strategies.own_stages import own_stages, request_extras
 from weft.transforms.graphs.ladder import MODES
 
 
@@ -202,6 +203,12 @@ def _engine(masks: bool) -> Callable[[st.DataObject, str], None]:
     return lambda data, device: laws.engine_serves_as_alone(data.draw(loads(masks=masks)))
 
 
+def _own_stages(data: st.DataObject, device: str) -> None:
+    load, model = data.draw(loads(adapters=False)), small_model()
+    stages = data.draw(own_stages(model.config.num_layers))
+    laws.own_stages_serve_as_alone(load, stages, [data.draw(request_extras(model)) for _ in load.calls], device)
+
+
 def _faulty(data: st.DataObject, device: str) -> None:
     laws.faults_end_their_own_request(data.draw(odd_loads()))
 
@@ -286,6 +293,7 @@ LAWS = (
     Law("L17", "order is free", _reordered),
     Law("L18", "requests are served in turn, and end", _in_turn),
     Law("L19", "run-ahead is none", _on_run_ahead, weight=0.5),
+    Law("L21", "own stages serve as alone", _own_stages),
     Law("L23", "pages are of the parameters that there are", _changed),
     Law("L23", "changed parameters compute all that follows", _changed_engine, weight=0.5),
     Law("L24", "graph is eager, on random programs of tensors", _on_tensor_programs, weight=5),

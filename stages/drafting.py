@@ -22,7 +22,7 @@ from weft.outputs import IntermediateTensors, Output
 from weft.stages.config import ModelConfig
 from weft.stages.decoder import embed, run_layers
 from weft.stages.functions import OWN, StageFunctions
-from weft.stages.head import head
+from weft.stages.head import changed_logits, head
 from weft.stages.params import DecoderParams
 from weft.stages.rope import inverse_frequencies, rope_tables
 from weft.state import State, resolve
@@ -134,7 +134,7 @@ def model_drafter(num_drafts: int, config: ModelConfig, functions: StageFunction
             hidden, resolved = read(params, at, single)
             logits = head(config, params, hidden)
             if functions.logits is not None:
-                logits = functions.logits(logits, rows, resolved)
+                logits = changed_logits(functions.logits, logits, resolved)
             drawn, logprob = sample(logits, temperature, seeds, resolved.positions)
             drafts.append(drawn)
             logprobs.append(logprob)

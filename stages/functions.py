@@ -29,8 +29,8 @@ Tables = tuple[Tensor, Tensor]
 Layer = Callable[[LayerParams, Tensor, ResolvedBatch, Tables, Tensor], tuple[Tensor, Tensor]]
 """A decoder layer: `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`, with the shapes of `layers`, but
 that `kv_pages` are the layer's own."""
-ChangeLogits = Callable[[Tensor, Tensor, ResolvedBatch], Tensor]
-"""`(logits [n, vocab_size], rows [n], batch) -> logits`: a function on the logits of some rows."""
+ChangeLogits = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
+"""`(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits, each with its request's extras."""
 
 
 @attrs.frozen(eq=False)
@@ -50,8 +50,9 @@ class StageFunctions:
         attention: `(config, layer, kv_pages, batch, tables, x) -> (added, kv_pages)`, as `attention`.
         feed_forward: `(config, layer, batch, x) -> added`, as `feed_forward`.
         norm: `(weight, eps, added, hidden, *, quantized) -> (normed, hidden)`, as `norm`, for the norms inside layers.
-        logits: `(logits, rows, batch) -> logits`, before biases, masks and penalties: `logits` [n, vocab_size], and
-            `rows` [n] int64, the row of the state that each belongs to. Logprobs are those of its result.
+        logits: `(logits, rows, extras) -> logits`, before biases, masks and penalties: `logits` [n, vocab_size],
+            `rows` [n] int64, the row of the state that each belongs to, and the extras of its request, [n, ...] by
+            name. Logprobs are those of its result.
         layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a `Layer`.
         extras: the default value, by name, of each input that a request has of its own. The functions read the
             requests' values in `batch.extras[name]` [num_reqs, ...], and `batch.per_token(...)` of it.

@@ -54,10 +54,11 @@ def finish(
 
     Each request gets a token after its last one, or after each of those at `where` [num_reqs, n].
     """
-    index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
+    requests = None if where is None else _requests_of(where)
+    index, rows = (resolved.last_index, batch.rows) if where is None else (where.flatten(), batch.rows[requests])
     logits = head(config, params, hidden[index])
     if change is not None:
-        logits = change(logits, rows, resolved)
+        logits = changed_logits(change, logits, resolved, requests)
     ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
     top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
     prompt: tuple[Tensor | None, ...] = (None, None, None)
@@ -65,7 +66,7 @@ def finish(
         assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
         assert params.lm_head is not None
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
-        changed = None if change is None else functools.partial(_changed, change, resolved)
+        changed = None if change is None else functools.partial(_changed_prompt, change, resolved)
         prompt = prompt_logprobs(normed, params.lm_head, batch.targets, num_logprobs, changed)
     sampled = (ids, logprobs, logits.float() if keep_logits else None, *top)
     if where is not None:
@@ -73,15 +74,29 @@ def finish(
     return Output(*sampled, *prompt)
 
 
-def _changed(change: ChangeLogits, batch: ResolvedBatch, logits: Tensor, start: int) -> Tensor:
+def changed_logits(
+    change: ChangeLogits, logits: Tensor, batch: ResolvedBatch, requests: Tensor | None = None
+) -> Tensor:
+    """The logits as a function of one's own changes them.
+
+    Args:
+        logits: [n, vocab_size].
+        requests: [n] int64, the place in the batch of the request that each belongs to; None: one of each, in order.
+    """
+    if requests is None:
+        return change(logits, batch.rows, batch.extras)
+    return change(logits, batch.rows[requests], {name: own[requests] for name, own in batch.extras.items()})
+
+
+def _changed_prompt(change: ChangeLogits, batch: ResolvedBatch, logits: Tensor, start: int) -> Tensor:
     """The changed logits of the batch's tokens from `start` on."""
     owners, _ = find_owners(batch.query_start_loc, len(batch.input_ids))
-    return change(logits, batch.rows[owners[start : start + len(logits)]], batch)
+    return changed_logits(change, logits, batch, owners[start : start + len(logits)])
 
 
-def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens at `where`, and the rows of their requests, both [num_reqs * n]."""
-    return where.flatten(), rows.repeat_interleave(where.shape[1])
+def _requests_of(where: Tensor) -> Tensor:
+    """The place in the batch of the request of each of the tokens at `where` [num_reqs, n]: [num_reqs * n]."""
+    return torch.arange(len(where), device=where.device).repeat_interleave(where.shape[1])
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:

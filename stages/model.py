@@ -152,7 +152,7 @@ class Model:
         ...         return 2 * hidden, kv_pages
         ...     return run
         >>> model = load(DEMO, "cpu")
-        >>> steered = model.with_stages(layers={1: doubled}, logits=lambda logits, rows, batch: logits / 2)
+        >>> steered = model.with_stages(layers={1: doubled}, logits=lambda logits, rows, extras: logits / 2)
         """
         call = "model.with_stages(...)"
         check_values(call, {"transform": _TRANSFORM}, {"transform": transform}, ProgramError)

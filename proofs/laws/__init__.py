@@ -17,6 +17,7 @@ from weft.proofs.laws.engine.agreement import differences_are_refused
 from weft.proofs.laws.engine.completions import engine_serves_as_alone, run_ahead_is_none
 from weft.proofs.laws.engine.fairness import served_in_turn
 from weft.proofs.laws.engine.faults import faults_end_their_own_request
+from weft.proofs.laws.engine.own_stages import own_stages_serve_as_alone
 from weft.proofs.laws.engine.pages import pages_are_of_the_parameters, pages_are_read_by_whom_they_were_written_for
 from weft.proofs.laws.engine.requests import WAYS, order_is_free, seed_and_position_fix_the_sample
 from weft.proofs.laws.engine.serving import hosts_agree, speculation_changes_nothing, stages_agree
@@ -84,6 +85,7 @@ __all__ = [
     "nothing_is_captured_after_start",
     "order_is_free",
     "own_classes_are_dispatched",
+    "own_stages_serve_as_alone",
     "ownership_is_kept",
     "padding_is_inert",
     "pages_are_of_the_parameters",

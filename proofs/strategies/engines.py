@@ -134,7 +134,7 @@ class Load:
 
 
 @st.composite
-def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES, masks: bool = False) -> Load:
+def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES, masks: bool = False, adapters: bool = True) -> Load:
     """Up to four prompts, some with the same beginning, with several completions or with adapters. The engine's rows,
     pages and tokens per step may be scarce, and it may draft.
 
@@ -142,11 +142,12 @@ def loads(draw: st.DrawFn, modes: tuple[str, ...] = MODES, masks: bool = False) 
         modes: the graph modes to draw from.
         masks: whether most prompts have a mask; then there are more prompts, at the same time, so that they share
         steps.
+        adapters: whether some loads have adapters.
     """
     page_size, rows = draw(st.sampled_from((2, 4))), draw(st.integers(3 if masks else 1, 5))
     stages = draw(st.integers(1, 3))
-    adapters = draw(st.sampled_from(((None,), (None,), (None, *small_adapters()))))
-    calls = tuple(draw(_calls(adapters, masks)) for _ in range(draw(st.integers(3 if masks else 1, 4))))
+    names = draw(st.sampled_from(((None,), (None,), (None, *small_adapters())) if adapters else ((None,),)))
+    calls = tuple(draw(_calls(names, masks)) for _ in range(draw(st.integers(3 if masks else 1, 4))))
     longest = max(len(call.prompt) + call.max_tokens for call in calls)
     pages = -(-longest // page_size)
     limits = EngineLimits(

@@ -123,7 +123,7 @@ def test_a_norm_of_ones_own_is_transformers_with_a_hook(model: Model, reference:
 
 def test_logits_of_ones_own(model: Model) -> None:
     """Logits of the opposite sign, and logprobs of the changed distribution, of the prompt too."""
-    own = model.with_stages(logits=lambda logits, rows, batch: -logits)
+    own = model.with_stages(logits=lambda logits, rows, extras: -logits)
     params = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=0)
     for way in ways():
         options = {"speculation": None, **way}

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
+from torch import Tensor
 
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.strategies.engines import Half, Load, small_adapters, small_model
@@ -52,10 +53,22 @@ def run_ahead_is_none(load: Load) -> None:
             raise LawViolation(f"L19 run-ahead is none: completion {key} is {seen}")
 
 
-def run(law: str, load: Load, engine: Engine, before: Callable[[int], None] = lambda step: None) -> Said:
-    """Add each call at its step, make the aborts, and run until all requests have ended; `before` is called before each
-    step."""
-    tracks: dict[tuple[int, int], CompletionState] = {}
+def run(
+    law: str,
+    load: Load,
+    engine: Engine,
+    before: Callable[[int], None] = lambda step: None,
+    extras: Sequence[Mapping[str, Tensor] | None] = (),
+    tracks: dict[tuple[int, int], CompletionState] | None = None,
+) -> Said:
+    """Add each call at its step, make the aborts, and run until all requests have ended.
+
+    Args:
+        before: called before each step.
+        extras: those of each call.
+        tracks: is filled with the completions.
+    """
+    tracks = {} if tracks is None else tracks
     last = max(call.step for call in load.calls)
     step = 0
     while step <= last or engine.num_unfinished:
@@ -72,6 +85,7 @@ def run(law: str, load: Load, engine: Engine, before: Callable[[int], None] = la
                     priority=call.priority,
                     adapter=call.adapter,
                     mask=call.mask,
+                    extras=extras[index] if extras else None,
                 )
             if call.aborted == step and engine.is_under_way(str(index)):
                 outputs += engine.abort(str(index))

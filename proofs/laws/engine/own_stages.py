@@ -1,0 +1,78 @@
+"""L21: an engine over stages of one's own gives each request what these stages give it alone."""
+
+import functools
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.proofs.checks.difference import ATOL, RTOL, LawViolation
+from weft.proofs.laws.engine.completions import check_nothing_is_left, run
+from weft.proofs.strategies.engines import Call, Load, small_model
+from weft.proofs.strategies.own_stages import Extras, OwnStages
+from weft.stages.model import Model
+from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.options import EngineLimits
+from weft.transforms.engine.outputs import CompletionState
+from weft.transforms.engine.requests import sample_seeds
+from weft.trees import tree_map
+
+_LAW = "L21 own stages serve as alone"
+
+
+def own_stages_serve_as_alone(
+    load: Load, stages: OwnStages, extras: Sequence[Extras | None], device: str = "cpu"
+) -> None:
+    """L21: with functions of one's own in its stages, in any batch, split and mode, an engine gives each completion the
+    tokens, and captures of each of its tokens the values, of an eager run by itself whose functions have the request's
+    extras as constants. An aborted one has the first of them.
+
+    Args:
+        extras: one entry for each call.
+    """
+    model = _on(device)
+    engine = load.engine(model=stages.apply(model))
+    tracks: dict[tuple[int, int], CompletionState] = {}
+    run(_LAW, load, engine, extras=extras, tracks=tracks)
+    check_nothing_is_left(engine)
+    for index, (call, own) in enumerate(zip(load.calls, extras, strict=True)):
+        for sample, seed in enumerate(sample_seeds(call.sampling.seed or 0, call.sampling.n)):
+            name, track = f"completion {sample} of call {index}", tracks[index, sample]
+            _compare(name, call, track, _alone(stages, model, call, own, seed))
+
+
+@functools.cache
+def _on(device: str) -> Model:
+    """The small model on a device."""
+    model = small_model()
+    return attrs.evolve(model, params=tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, model.params))
+
+
+def _alone(stages: OwnStages, model: Model, call: Call, own: Extras | None, seed: int) -> CompletionState:
+    """The completion of a request whose extras are constants of the functions."""
+    limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
+    engine = Engine(stages.apply(model, own or {}), limits, graph="none", run_ahead=0)
+    sampling = attrs.evolve(call.sampling, seed=seed, n=1, prompt_logprobs=None)
+    engine.add(call.prompt, sampling, max_tokens=call.max_tokens)
+    *_, output = engine
+    return output.track
+
+
+def _compare(name: str, call: Call, track: CompletionState, alone: CompletionState) -> None:
+    whole = track.reason != "abort" or call.aborted is None
+    tokens, expected = track.token_ids, alone.token_ids
+    if tokens != (expected if whole else expected[: len(tokens)]):
+        raise LawViolation(f"{_LAW}: {name} is {tokens}, and alone {expected}")
+    seen, wanted = track.captured(), alone.captured()
+    if whole and seen.keys() != wanted.keys():
+        raise LawViolation(f"{_LAW}: {name} captures {sorted(seen)}, and alone {sorted(wanted)}")
+    for key, values in seen.items():
+        own = wanted[key][: len(values)]
+        if len(values) != len(wanted[key]) and whole:
+            raise LawViolation(
+                f"{_LAW}: {name} captures {key} of {len(values)} tokens, and alone of {len(wanted[key])}"
+            )
+        if not torch.allclose(values[: len(own)], own, RTOL, ATOL):
+            token = int((values[: len(own)] - own).abs().sum(-1).argmax())
+            raise LawViolation(f"{_LAW}: {name} captures other values of {key} at token {token} than alone")
