@@ -35,6 +35,7 @@ from weft.stages.functions import (
     Normed,
     StageFunctions,
     Tables,
+    changed_layer,
     check_functions,
     sowing,
 )
@@ -194,7 +195,8 @@ def run_layers(
             added, hidden, pages = _run_layer(config, functions, layer, own, batch, tables, added, hidden)
         else:
             hidden = hidden if added is None else add_parts(added, hidden)
-            added, (hidden, pages) = None, change(whole)(layer, own, batch, tables, hidden)
+            given = layer, own, batch, tables, hidden
+            added, (hidden, pages) = None, changed_layer(start + index, change(whole), *given)
         in_place = in_place and pages is own
         written.append(pages)
     hidden = hidden if added is None else add_parts(added, hidden)

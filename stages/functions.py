@@ -102,6 +102,24 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     check_values(call, rules, {**given, **others}, ProgramError)
 
 
+def changed_layer(index: int, layer: Layer, *args: Any) -> tuple[Tensor, Tensor]:
+    """The result of a layer of one's own, checked.
+
+    Raises:
+        ProgramError: it is something else than a layer's.
+    """
+    hidden: Tensor = args[-1]
+    result: Any = layer(*args)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
+        if (result[0].shape, result[0].dtype) == (hidden.shape, hidden.dtype):
+            return result
+        seen = f"it returned hidden states {list(result[0].shape)}, {result[0].dtype}"
+    else:
+        seen = f"it returned {_kinds(result)}"
+    instead = f"(hidden, kv_pages), where hidden is {list(hidden.shape)}, {hidden.dtype}, as the given one"
+    raise ProgramError(f"layer {index} of with_stages(layers=...)", seen, instead)
+
+
 def _are_tensors(found: Any) -> bool:
     if not isinstance(found, Mapping):
         return False

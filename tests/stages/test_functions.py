@@ -12,6 +12,7 @@ from torch import Tensor
 from weft.batch import ResolvedBatch
 from weft.errors import ProgramError
 from weft.sampling import SamplingParams
+from weft.stages import StageFunctions
 from weft.stages.decoder import attention, feed_forward, norm
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.engine.engine import Engine
@@ -183,10 +184,14 @@ def test_a_transformed_stage_runs_in_every_way(model: Model) -> None:
 def test_an_engine_of_a_model_with_own_stages_says_what_it_has(model: Model) -> None:
     own = model.with_stages(layers={STEERED: plus(torch.zeros(model.config.hidden_size))})
     assert "layer 1=" in own.facts["stages"]
-    assert model.facts["stages"] == "the decoder's own"
+    assert model.facts["stages"] == f"{StageFunctions()}" == "the decoder's own"
     engine = Engine(own)
     engine.add(PROMPTS[0], max_tokens=3)
     assert sum(len(output.token_ids) for output in engine) == 3
+
+
+def said_by(model: Model) -> list[list[int]]:
+    return [c.token_ids for c in generate(model, PROMPTS, max_tokens=2)]
 
 
 WRONG: list[tuple[Callable[[Model], Any], str]] = [
@@ -194,15 +199,21 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
     (lambda model: model.with_stages(attention=3), "attention"),
     (lambda model: model.with_stages(layers=lambda layer: layer), "a dict from a layer's index"),
     (lambda model: model.with_stages(layers={99: lambda layer: layer}), "0 to"),
-    (lambda model: generate(model.with_stages(lambda stage: 3), PROMPTS, max_tokens=2), "a stage: a function"),
     (
-        lambda model: generate(model.with_stages(lambda stage: lambda *args: args[1]), PROMPTS, max_tokens=2),
+        lambda model: said_by(model.with_stages(layers={1: plus(torch.zeros(1, dtype=torch.float64))})),
+        "layer 1 of with_stages.*\n.*float64",
+    ),
+    (
+        lambda model: said_by(model.with_stages(layers={1: lambda layer: lambda *args: args[-1]})),
+        "layer 1 of with_stages",
+    ),
+    (lambda model: said_by(model.with_stages(lambda stage: 3)), "a stage: a function"),
+    (
+        lambda model: said_by(model.with_stages(lambda stage: lambda *args: args[1])),
         "it returned a State",
     ),
     (
-        lambda model: generate(
-            model.with_stages(lambda stage: lambda *args: (None, stage(*args)[1])), PROMPTS, max_tokens=2
-        ),
+        lambda model: said_by(model.with_stages(lambda stage: lambda *args: (None, stage(*args)[1]))),
         "a state of another structure",
     ),
 ]
