@@ -293,7 +293,7 @@ LAWS = (
     Law("L17", "order is free", _reordered),
     Law("L18", "requests are served in turn, and end", _in_turn),
     Law("L19", "run-ahead is none", _on_run_ahead, weight=0.5),
-    Law("L21", "own stages serve as alone", _own_stages),
+    Law("L21", "own stages serve as alone", _own_stages, weight=0.5),
     Law("L23", "pages are of the parameters that there are", _changed),
     Law("L23", "changed parameters compute all that follows", _changed_engine, weight=0.5),
     Law("L24", "graph is eager, on random programs of tensors", _on_tensor_programs, weight=5),
