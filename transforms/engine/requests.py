@@ -53,8 +53,8 @@ class Request:
     adapter: int = -1
     given: PromptContent | None = None
     is_masked: bool = False
-    extras: RequestExtras | None = None
-    is_captured: bool = False
+    extras: RequestExtras | None = attrs.field(default=None, repr=False)
+    is_captured: bool = attrs.field(default=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         sizes = {"tokens of the prompt": len(self.prompt), "max_tokens": self.max_tokens}
