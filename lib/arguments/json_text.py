@@ -158,7 +158,8 @@ class Fields:
 
 
 def write_json(value: Any, indent: int | None = None) -> str:
-    """The JSON text of a value: null for a number that is not finite, and `str` of what JSON has no form for.
+    """The JSON text of a value: lists for a tensor, null for a number that is not finite, and `str` of what JSON has no
+    form for.
 
     >>> write_json({"logprobs": [-0.5, float("nan")], "error": ValueError("no")})
     '{"logprobs": [-0.5, null], "error": "no"}'
@@ -171,4 +172,6 @@ def _finite(value: Any) -> Any:
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
+    if hasattr(value, "tolist"):
+        return _finite(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -102,10 +102,11 @@ def workload_of(options: Bench) -> Workload:
 def as_report(options: Bench, found: dict[str, Any]) -> dict[str, Any]:
     """The JSON report: the options, the environment, and the figures. Times are in seconds, except for `ttft`, `tpot`
     and `itl`, which are in milliseconds."""
-    names = "num_prompts max_num_seqs temperature seed run_ahead speculate draft stages transport device"
+    names = "num_prompts max_num_seqs temperature seed run_ahead speculate draft transport device"
     wanted = {name: getattr(options, name) for name in ("model", "preset", "dummy", "dtype", *names.split())}
     wanted |= dict(zip(("input_len", "output_len"), options.lengths, strict=True))
     wanted |= {"max_num_tokens": options.tokens_per_step, "graph": options.graphs[0]}
+    wanted |= {"stages": options.num_stages, "own_stages": options.stages}
     device = found["ranks"][0]["device"]
     on_gpu = device.startswith("cuda")
     environment = {
@@ -184,7 +185,7 @@ def evaluate(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
     for split in splits:
         read_config(split)
     scores = [one for split in splits for one in in_ranks(score_modes, split, split, tasks)]
-    labels = [{"graph": graph, "stages": s.stages or world_size(s)} for s in splits for graph in options.graphs]
+    labels = [{"graph": graph, "stages": s.num_stages or world_size(s)} for s in splits for graph in options.graphs]
     first = scores[0]
     compared = [{"difference": one.difference(first), "agrees": one.agrees(first)} for one in scores]
     report = {

@@ -9,10 +9,10 @@ from rich.text import Text
 from weft.arguments.json_text import write_json
 from weft.display.quantities import counted
 from weft.stages.adapters import load_adapter
-from weft.stages.model import Model, load
+from weft.stages.model import Model
 from weft.transforms.cli.options import Generate
 from weft.transforms.cli.printing import printable, show
-from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, read_config
+from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
 from weft.transforms.engine.generate import Completion, generate
 
 Completed = list[tuple[str, Completion]]
@@ -37,7 +37,7 @@ def run(options: Generate) -> int:
 
 def _complete(here: Here, options: Generate) -> Completed:
     """This process's part of the work."""
-    model = load(options.model, here.device, options.dtype, stage=here.stage, progress=here.progress)
+    model = open_model(options, here)
     completions = generate(
         model,
         options.prompt,

@@ -86,6 +86,9 @@ def _splits(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
+NAMED = value(
+    "MODULE:F", str, lambda own: re.fullmatch(r"[\w.]+:\w+", own) is not None, "module:function, as in steering:steered"
+)
 DIR, FILE, DEVICE = ({"metavar": name} for name in ("DIR", "FILE", "D"))
 SWITCH = {"action": "store_true"}
 TEXT = {"metavar": "TEXT", "type": _text, "action": "append"}
@@ -199,7 +202,7 @@ class ModelOptions(Options):
         return self.pp if isinstance(self.pp, tuple) else (self.pp,)
 
     @property
-    def stages(self) -> int | None:
+    def num_stages(self) -> int | None:
         """The number of stages."""
         return self.splits[0]
 
@@ -213,6 +216,7 @@ class RunOptions(ModelOptions):
     )
     draft: str | None = _how("a checkpoint with the same vocabulary that drafts; needs --speculate", DIR)
     transport: str | None = _how("between stages (default: nccl on GPUs, else gloo; local: one process)", TRANSPORTS)
+    stages: str | None = _how("stages of your own: a function that is given the model and returns it with them", NAMED)
     timeout: float = _how("seconds that a stage may keep another waiting before both stop, once loaded", SECONDS, 30.0)
     device: str | None = _how(_DEVICE, DEVICE)
     dtype: str | None = _how("dtype of the weights and the KV cache (default: the checkpoint's)", DTYPES)

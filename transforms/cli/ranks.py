@@ -1,7 +1,9 @@
 """The processes that run a command's stages, this one, ranks that it starts, or torchrun's; and what each opens."""
 
+import importlib
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 import attrs
 import torch
 
+from weft.arguments.checks import kind_of
 from weft.display.quantities import counted
 from weft.errors import ConfigWarning, ProgramError
 from weft.stages.config import ModelConfig, config_in_folder, load_config, parse_config
@@ -70,7 +73,7 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
         Whatever `fn` raises.
     """
     world, transport = world_size(options), options.transport
-    stages, flag, within = options.stages or world, f"--transport {transport}", transport in ("local", "threads")
+    stages, flag, within = options.num_stages or world, f"--transport {transport}", transport in ("local", "threads")
     if world > 1 and stages != world:
         seen = f"--pp {stages} under torchrun with {world} processes"
         options.refuse(f"--pp {stages}", seen, f"--pp {world}, or leave it out")
@@ -144,19 +147,41 @@ def read_config(options: ModelOptions) -> ModelConfig:
         config = parse_config(PRESETS[str(options.preset)], source=f"preset {options.preset!r}")
     else:
         config = config_in_folder(Path(options.model), f"--model {options.model}")
-    count = options.stages or world_size(options)
-    written = f"under torchrun with {count} processes" if options.stages is None else f"--pp {count}"
+    count = options.num_stages or world_size(options)
+    written = f"under torchrun with {count} processes" if options.num_stages is None else f"--pp {count}"
     with options.about(written, ProgramError):
         split_layers(config.num_layers, count)
     return config
 
 
-def open_model(options: Bench, here: Here) -> Model:
-    """The part of the model that runs in this process."""
-    if not options.dummy:
-        return load(str(options.model), here.device, options.dtype, stage=here.stage, progress=here.progress)
-    config, name = read_config(options), options.model or str(options.preset)
-    return random_model(config, seed=options.seed, device=here.device, dtype=options.dtype, stage=here.stage, name=name)
+def open_model(options: RunOptions, here: Here) -> Model:
+    """The part of the model that runs in this process, with the stages that `--stages` gives it."""
+    if isinstance(options, Bench) and options.dummy:
+        config, name = read_config(options), options.model or str(options.preset)
+        kind: dict[str, Any] = {"dtype": options.dtype, "stage": here.stage, "name": name}
+        return _with_stages(options, random_model(config, seed=options.seed, device=here.device, **kind))
+    model = load(str(options.model), here.device, options.dtype, stage=here.stage, progress=here.progress)
+    return _with_stages(options, model)
+
+
+def _with_stages(options: RunOptions, model: Model) -> Model:
+    """The model as the function that `--stages` names returns it."""
+    if options.stages is None:
+        return model
+    flag, (module, _, name) = f"--stages {options.stages}", options.stages.partition(":")
+    sys.path.insert(0, os.getcwd())  # as Python does for a script of one's own
+    try:
+        changed: Any = getattr(importlib.import_module(module), name)(model)
+    except Exception as error:
+        seen = traceback.format_exception_only(error)[-1].strip()
+        options.refuse(
+            flag, seen, "a function of a module in this folder, or of an installed one, that takes the model"
+        )
+    finally:
+        sys.path.remove(os.getcwd())
+    if not isinstance(changed, Model):
+        options.refuse(flag, f"it returned {kind_of(changed)}", "return model.with_stages(...)")
+    return changed
 
 
 def open_drafts(options: RunOptions, here: Here) -> Speculation | None:

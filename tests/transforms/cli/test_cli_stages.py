@@ -1,0 +1,98 @@
+"""`--stages`: stages of one's own in the commands that run a model, and what is said of a function that gives none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_calls import Weft, assert_refused
+
+from weft.stages import sow
+from weft.stages.model import DEMO, Model, load
+from weft.transforms.engine.generate import generate
+
+MODEL = ("--model", str(DEMO), "--device", "cpu", "--prompt", "A list is", "--max-tokens", "4", "--json")
+MODULE = """
+import torch
+from weft.stages import sow
+
+def negated(model):
+    zero = torch.zeros(model.config.vocab_size, dtype=model.dtype)
+    return model.with_stages(layers={1: sown}, captures={"top": torch.zeros(1, dtype=torch.int64)}, logits=minus)
+
+def minus(logits, rows, extras):
+    return -logits
+
+def sown(layer):
+    def run(params, kv_pages, batch, tables, hidden):
+        hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
+        sow("top", hidden.argmax(-1, keepdim=True))
+        return hidden, kv_pages
+    return run
+
+def three(model):
+    return 3
+
+def loud(model):
+    raise ValueError("not today")
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_stages_of_a_test.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+
+def expected() -> Model:
+    """The same stages, made here."""
+
+    def change(layer: Any) -> Any:
+        def run(*args: Any) -> Any:
+            hidden, kv_pages = layer(*args)
+            sow("top", hidden.argmax(-1, keepdim=True))
+            return hidden, kv_pages
+
+        return run
+
+    captures = {"top": torch.zeros(1, dtype=torch.int64)}
+    model = load(DEMO, "cpu")
+    return model.with_stages(layers={1: change}, captures=captures, logits=lambda logits, rows, extras: -logits)
+
+
+@pytest.mark.parametrize("more", [(), ("--pp", "2", "--transport", "local")])
+def test_generate_runs_them(run: Weft, more: tuple[str, ...]) -> None:
+    code, out, _ = run("generate", *MODEL, "--stages", "own_stages_of_a_test:negated", *more)
+    [completion] = generate(expected(), ["A list is"], max_tokens=4)
+    found = json.loads(out)
+    assert code == 0
+    assert found["token_ids"] == completion.token_ids
+    assert found["captured"] == {"top": completion.captured["top"].tolist()}
+
+
+@pytest.mark.slow
+def test_each_rank_imports_them(run: Weft) -> None:
+    code, out, _ = run("generate", *MODEL, "--stages", "own_stages_of_a_test:negated", "--pp", "2")
+    [completion] = generate(expected(), ["A list is"], max_tokens=4)
+    assert (code, json.loads(out)["token_ids"]) == (0, completion.token_ids)
+
+
+def test_bench_runs_them(run: Weft) -> None:
+    lengths = ("--input-len", "4", "--output-len", "4", "--num-prompts", "3")
+    own = ("--stages", "own_stages_of_a_test:negated")
+    code, out, _ = run("bench", "--preset", "tiny", "--device", "cpu", *lengths, *own, "--json")
+    assert (code, json.loads(out)["wanted"]["own_stages"]) == (0, own[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        ("own_stages_of_a_test:three", "it returned an int"),
+        ("own_stages_of_a_test:loud", "ValueError: not today"),
+        ("own_stages_of_a_test:none", "AttributeError"),
+        ("no_such_module_of_a_test:f", "ModuleNotFoundError"),
+    ],
+)
+def test_what_gives_no_stages_is_named(run: Weft, name: str, seen: str) -> None:
+    assert_refused(run("generate", *MODEL, "--stages", name), f"--stages {name}", seen)
