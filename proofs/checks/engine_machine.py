@@ -18,10 +18,11 @@ from weft.proofs.strategies.engines import Half
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter
 from weft.stages.model import Model
+from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.inputs import Mask
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
-from weft.transforms.engine.outputs import CompletionState, RequestOutput
+from weft.transforms.engine.outputs import RequestOutput
 
 LAW = "L11 an engine serves as alone"
 MAX_REQUESTS = 5

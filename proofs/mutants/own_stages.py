@@ -15,7 +15,7 @@ from weft.proofs.suite import find
 from weft.stages.functions import Sown
 from weft.state import State, admit, resolve
 from weft.transforms.engine import scheduler
-from weft.transforms.engine.outputs import CompletionState
+from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.prompts import RequestExtras
 from weft.transforms.engine.requests import salt
 

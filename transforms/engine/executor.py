@@ -336,7 +336,8 @@ def _step_result(copied: dict[str, Tensor]) -> StepResult:
         _pairs(copied["prompt_top_ids"].tolist(), copied["prompt_top_logprobs"].tolist()) if prompt_top else [],
         int(copied["num_drafts"].sum()) if "num_drafts" in copied else 0,
         {row: logprobs[row][index] for row, index in faults.items()},
-        {name.removeprefix(_CAPTURED): x for name, x in copied.items() if name.startswith(_CAPTURED)},
+        # Kept by users, out of pinned memory.
+        {name.removeprefix(_CAPTURED): x.clone() for name, x in copied.items() if name.startswith(_CAPTURED)},
     )
 
 

@@ -12,136 +12,14 @@ from torch import Tensor
 
 from weft.batch import LAST_TOKEN
 from weft.errors import ProgramError, RequestError, WeftError
-from weft.transforms.engine.detokenizer import Detokenizer, special_ids
+from weft.transforms.engine.completion import CompletionState, special_ids
 from weft.transforms.engine.executor import StepResult
 from weft.transforms.engine.inputs import Mask, RequestMask, blame, compute_mask
 from weft.transforms.engine.requests import Request, find_open
 from weft.transforms.engine.step import Work
 
-TopLogprobs = dict[int, float]
-
 _POLL_SECONDS = 1e-4
 """Pause between two looks at the device while a stream waits."""
-
-
-@attrs.define(eq=False)
-class CompletionState:
-    """A completion as it grows: tokens, logprobs, and text that never splits a character.
-
-    Args:
-        request: what the user asked for.
-        tokenizer: None: completions have no text.
-        special_ids: the tokens that text does not show.
-        token_ids, logprobs, top_logprobs: one entry for each generated token.
-        prompt_logprobs, prompt_top_logprobs: one entry for each token of the prompt but the first, as far as computed.
-        text_offsets: for each generated token, where its text begins in the text so far.
-        text: the text to show: whole characters, without an end that may be the beginning of a stop text.
-        reason: why it ended; empty: it has not.
-        chunks: what the stages captured, by name and token, in the pieces that came.
-        num_captured: their number of tokens.
-    """
-
-    request: Request
-    tokenizer: Tokenizer | None = attrs.field(repr=False)
-    special_ids: frozenset[int] = attrs.field(default=frozenset(), repr=False)
-    token_ids: list[int] = attrs.field(factory=list)
-    logprobs: list[float] = attrs.field(factory=list)
-    top_logprobs: list[TopLogprobs] = attrs.field(factory=list)
-    prompt_logprobs: list[float] = attrs.field(factory=list)
-    prompt_top_logprobs: list[TopLogprobs] = attrs.field(factory=list)
-    text_offsets: list[int] = attrs.field(factory=list)
-    text: str = ""
-    reason: str = ""
-    chunks: list[dict[str, Tensor]] = attrs.field(factory=list, repr=False)
-    num_captured: int = 0
-    _decoded: str = ""
-    _stopped: bool = False
-    _num_searched: int = 0  # leading characters without a stop text that ends the request
-    _detokenizer: Detokenizer = attrs.field(init=False, repr=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._detokenizer = Detokenizer(self.tokenizer)
-
-    def append(self, result: StepResult, row: int, index: int = 0) -> bool:
-        """Append token `index` of a row of a step; returns whether a stop text ends the request with it."""
-        token = result.token_ids[row][index]
-        self.token_ids.append(token)
-        self.logprobs.append(result.logprobs[row][index])
-        wanted = self.request.sampling.logprobs
-        if wanted is not None:
-            self.top_logprobs.append(dict(result.top_logprobs[row][index][:wanted]) if result.top_logprobs else {})
-        if self.tokenizer is None:
-            return False
-        self.text_offsets.append(len(self._decoded))
-        self._decoded += self._detokenizer.add(token, special=token in self.special_ids)
-        return self._update_text()
-
-    def append_captured(self, values: dict[str, Tensor], start: int | None) -> None:
-        """Append what was captured of some tokens, [n, ...] by name; what comes a second time is skipped.
-
-        Args:
-            start: the first token's index in the request; None: it is the next.
-        """
-        skipped = 0 if start is None else self.num_captured - start
-        own = {name: x[skipped:].clone() for name, x in values.items()}
-        count = max((len(x) for x in own.values()), default=0)
-        if count:
-            self.chunks.append(own)
-            self.num_captured += count
-
-    def captured(self, first_chunk: int = 0) -> dict[str, Tensor]:
-        """What was captured, [n, ...] by name, from a chunk on: of each token that was read, which is all but the
-        last."""
-        before = sum(len(next(iter(own.values()))) for own in self.chunks[:first_chunk])
-        left = max(len(self.request.prompt) + len(self.token_ids) - 1 - before, 0)
-        chunks = self.chunks[first_chunk:]
-        return {name: torch.cat([own[name] for own in chunks])[:left] for name in chunks[0]} if chunks else {}
-
-    def append_prompt_logprobs(self, result: StepResult, first: int, start: int, count: int) -> None:
-        """Append the logprobs of a chunk of the prompt; those computed a second time are skipped.
-
-        Args:
-            result: of the step that computed the chunk.
-            first: the chunk's first token in the step's batch.
-            start: the same token's index in the prompt.
-            count: tokens of the chunk; each has the logprob of the prompt token after it.
-        """
-        wanted = self.request.sampling.prompt_logprobs or 0
-        for offset in range(count):
-            if len(self.prompt_logprobs) == start + offset < len(self.request.prompt) - 1:
-                top = dict(result.prompt_top_logprobs[first + offset][:wanted]) if wanted else {}
-                self.prompt_logprobs.append(result.prompt_logprobs[first + offset])
-                self.prompt_top_logprobs.append(top)
-
-    def _update_text(self) -> bool:
-        """Search for stop texts; returns whether there is one."""
-        params = self.request.sampling
-        if not params.stop:
-            self.text = self._decoded
-            return False
-        stops = params.stop if len(self.token_ids) >= params.min_tokens else ()
-        starts = [self._decoded.find(stop, max(self._num_searched - len(stop) + 1, 0)) for stop in stops]
-        self._num_searched = len(self._decoded)
-        found = min((start for start in starts if start >= 0), default=None)
-        if found is not None:
-            self.text, self._stopped = self._decoded[:found], True
-            return True
-        held = max((_overlap(self._decoded, stop) for stop in params.stop), default=0)
-        self.text = self._decoded[: len(self._decoded) - held]
-        return False
-
-    def end(self, reason: str) -> None:
-        """End it: text that was held back is shown, an incomplete character as U+FFFD."""
-        self.reason = reason
-        if self.tokenizer is not None and not self._stopped:
-            whole = str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
-            self.text = whole if whole.startswith(self.text) else self._decoded + self._detokenizer.end()
-        self.text_offsets = [min(offset, len(self.text)) for offset in self.text_offsets]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest beginning of `stop` that `text` ends with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @attrs.frozen(eq=False)
@@ -193,14 +71,15 @@ class _OpenCompletion:
     first_job: int
     _num_shown: int = 0
     _num_chunks: int = 0
+    _num_captured: int = 0
 
     def output(self, tokens: list[int], reason: str | None = None, error: WeftError | None = None) -> RequestOutput:
         """An output with these tokens and the text that is new."""
         state, start = self.state, self._num_shown
         self._num_shown = len(state.text)
         text = None if state.tokenizer is None else state.text[start:]
-        captured = state.captured(self._num_chunks) if len(state.chunks) > self._num_chunks else {}
-        self._num_chunks = len(state.chunks)
+        captured = state.captured(self._num_chunks, self._num_captured)
+        self._num_chunks, self._num_captured = len(state.chunks), state.num_captured
         return RequestOutput(self.id, self.index, tokens, text, reason, state, error, captured)
 
 
@@ -281,15 +160,19 @@ class OutputProcessor:
 
     def _append_captured(self, work: Work, result: StepResult) -> None:
         """Append what a step captured of each request's tokens; of a decode, those that it keeps."""
-        first, num_rows = 0, len(work.rows)
-        chunks = work.token_ids or ((LAST_TOKEN,),) * num_rows
-        for row, (name, ids, start) in enumerate(zip(work.requests, chunks, work.starts, strict=True)):
-            own, goes_on = self._open.get(name), ids == (LAST_TOKEN,)
-            kept = len(ids) if work.token_ids else min(len(result.token_ids[row]), work.query_len)
-            if own is not None and work.job >= own.first_job:
-                values = {name: x[first : first + kept] for name, x in result.captured.items()}
-                own.state.append_captured(values, None if goes_on else start)
-            first += len(ids) if work.token_ids else work.query_len
+        decodes = not work.token_ids
+        counts = [work.query_len] * len(work.rows) if decodes else [*map(len, work.token_ids)]
+        rest = [len(next(iter(result.captured.values()))) - sum(counts)]
+        parts = {name: x.split([*counts, *rest]) for name, x in result.captured.items()}  # views of the step's tensor
+        for row, (name, start) in enumerate(zip(work.requests, work.starts, strict=True)):
+            own = self._open.get(name)
+            if own is None or work.job < own.first_job:
+                continue
+            values = {name: part[row] for name, part in parts.items()}
+            if decodes and (kept := len(result.token_ids[row])) < work.query_len:
+                values = {name: x[:kept] for name, x in values.items()}
+            goes_on = decodes or work.token_ids[row] == (LAST_TOKEN,)
+            own.state.append_captured(values, None if goes_on else start)
 
     def append(self, name: str, result: StepResult, row: int, count: int, reason: str) -> RequestOutput:
         """Append the first `count` tokens of a row of a step to a completion; a stop text, or a token that cannot be

@@ -9,10 +9,10 @@ from torch import Tensor
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.strategies.engines import Half, Load, small_adapters, small_model
 from weft.sampling import SamplingParams
+from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.inputs import Mask
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.outputs import CompletionState
 from weft.transforms.engine.requests import sample_seeds
 
 Said = Mapping[tuple[int, int], tuple[list[int], str]]

@@ -12,9 +12,9 @@ from weft.proofs.laws.engine.completions import check_nothing_is_left, run
 from weft.proofs.strategies.engines import Call, Load, small_model
 from weft.proofs.strategies.own_stages import Extras, OwnStages
 from weft.stages.model import Model
+from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.outputs import CompletionState
 from weft.transforms.engine.requests import sample_seeds
 from weft.trees import tree_map
 

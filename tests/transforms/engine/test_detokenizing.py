@@ -7,9 +7,8 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from weft.sampling import SamplingParams
-from weft.transforms.engine.detokenizer import Detokenizer, special_ids
+from weft.transforms.engine.completion import CompletionState, Detokenizer, special_ids
 from weft.transforms.engine.executor import StepResult
-from weft.transforms.engine.outputs import CompletionState
 from weft.transforms.engine.requests import Request
 
 TEXTS = ("สวัสดีครับ ผม", "👩‍👩‍👧‍👦👍🏽", "the thé naïve", " a  b\n", "☂")

@@ -15,9 +15,10 @@ from weft.proofs.laws.engine.completions import alone
 from weft.proofs.strategies.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
+from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
-from weft.transforms.engine.outputs import CompletionState, RequestOutput
+from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_leaves

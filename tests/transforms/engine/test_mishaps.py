@@ -11,9 +11,10 @@ from weft.errors import EngineError
 from weft.proofs.strategies.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO
+from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.outputs import CompletionState, RequestOutput
+from weft.transforms.engine.outputs import RequestOutput
 
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=16)
 

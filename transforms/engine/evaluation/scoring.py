@@ -14,8 +14,8 @@ from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
+from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.outputs import CompletionState
 
 _MAX_FILE = 2**26
 """The most characters of a task file."""
