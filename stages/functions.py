@@ -160,7 +160,8 @@ class Sown:
             if name in self.values:
                 found = {**found, name: PerToken(self.values[name])}
             elif name not in found:
-                found = {**found, name: PerToken(example.new_zeros(self.num_tokens, *example.shape, device=device))}
+                shape = self.num_tokens, *example.shape
+                found = {**found, name: PerToken(torch.zeros(shape, dtype=example.dtype, device=device))}
         return found
 
 

@@ -6,7 +6,6 @@ from unittest import mock
 
 import attrs
 import torch
-from torch import Tensor
 
 from weft.batch import Batch, ResolvedBatch
 from weft.outputs import PerToken
@@ -68,9 +67,9 @@ def _finds_it_anyway(pages: Any, req: Any) -> Any:
         return _LOOKUP(pages, req)
 
 
-def _again(self: CompletionState, values: dict[str, Tensor], start: int | None) -> None:
+def _again(self: CompletionState, values: Any, first: int, count: int, start: int | None) -> None:
     """What comes a second time, such as the tokens of a preempted request, is appended again."""
-    _APPEND(self, values, None)
+    _APPEND(self, values, first, count, None)
 
 
 _APPEND = CompletionState.append_captured

@@ -63,9 +63,9 @@ def small_adapters() -> dict[str, Adapter]:
 
 
 @functools.cache
-def small_speculation(drafts: Drafts) -> Speculation:
+def small_speculation(drafts: Drafts, device: torch.device | str = "cpu") -> Speculation:
     """Drafting options for that model."""
-    return drafts.speculation(small_model().config, 0, _STD)
+    return drafts.speculation(small_model().config, 0, _STD, device)
 
 
 @attrs.frozen
@@ -120,8 +120,9 @@ class Load:
 
     def engine(self, run_ahead: int | None = None, model: Model | None = None) -> Engine:
         """The engine, for `small_model()` or for another one."""
+        model = model or small_model()
         return Engine(
-            model or small_model(),
+            model,
             self.limits,
             pipeline=self.pipeline,
             graph=self.graph,
@@ -129,7 +130,7 @@ class Load:
             num_logprobs=1,
             seed=0,
             adapters=small_adapters() if any(call.adapter for call in self.calls) else None,
-            speculation=None if self.drafts is None else small_speculation(self.drafts),
+            speculation=None if self.drafts is None else small_speculation(self.drafts, model.device),
         )
 
 

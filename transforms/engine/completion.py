@@ -1,5 +1,7 @@
 """A completion as it grows: its tokens and what came with them (`CompletionState`), and their text (`Detokenizer`)."""
 
+from collections.abc import Mapping
+
 import attrs
 import torch
 from tokenizers import Tokenizer
@@ -12,6 +14,8 @@ TopLogprobs = dict[int, float]
 
 _REPLACEMENT = "\ufffd"
 """The character that a decoder writes for bytes that are not a character, or not yet."""
+_MAX_LENT = 64
+"""The steps whose tensors a completion keeps for its part of them, before it copies that part."""
 _MAX_HELD = 8
 """Tokens held back until a character is complete. A character has at most four bytes, so of more tokens than these all
 but the last three can be shown."""
@@ -85,8 +89,7 @@ class CompletionState:
         text_offsets: for each generated token, where its text begins in the text so far.
         text: the text to show: whole characters, without an end that may be the beginning of a stop text.
         reason: why it ended; empty: it has not.
-        chunks: what the stages captured, by name and token, in the pieces that came.
-        num_captured: their number of tokens.
+        num_captured: the number of tokens of which the stages' captures have come.
     """
 
     request: Request
@@ -100,8 +103,9 @@ class CompletionState:
     text_offsets: list[int] = attrs.field(factory=list)
     text: str = ""
     reason: str = ""
-    chunks: list[dict[str, Tensor]] = attrs.field(factory=list, repr=False)
     num_captured: int = 0
+    _captured: list[tuple[Mapping[str, Tensor], int, int]] = attrs.field(factory=list, repr=False)
+    _num_lent: int = 0  # of the last of these, which are parts of whole steps' tensors
     _decoded: str = ""
     _stopped: bool = False
     _num_searched: int = 0  # leading characters without a stop text that ends the request
@@ -124,35 +128,46 @@ class CompletionState:
         self._decoded += self._detokenizer.add(token, special=token in self.special_ids)
         return self._update_text()
 
-    def append_captured(self, values: dict[str, Tensor], start: int | None) -> None:
-        """Append what was captured of some tokens, [n, ...] by name; what comes a second time is skipped.
+    def append_captured(self, values: Mapping[str, Tensor], first: int, count: int, start: int | None) -> None:
+        """Append what was captured of `count` tokens; what comes a second time is skipped.
 
         Args:
-            start: the first token's index in the request; None: it is the next.
+            values: of all tokens of a step, by name.
+            first: the first token's place in the step.
+            start: its index in the request; None: it is the next.
         """
-        if start is not None and (skipped := self.num_captured - start):
-            values = {name: x[skipped:] for name, x in values.items()}
-        if count := max(map(len, values.values()), default=0):
-            self.chunks.append(values)
-            self.num_captured += count
+        skipped = 0 if start is None else self.num_captured - start
+        if count > skipped:
+            self._captured.append((values, first + skipped, first + count))
+            self.num_captured += count - skipped
+            self._num_lent += 1
+            if self._num_lent == _MAX_LENT:
+                self._own_captured()
 
-    def captured(self, first_chunk: int = 0, num_shown: int = 0) -> dict[str, Tensor]:
-        """What was captured of each token that was read, which is all but the last: [n, ...] by name.
+    def _own_captured(self) -> None:
+        """Copy what was captured out of the tensors of whole steps, which hold other requests' values too."""
+        kept = len(self._captured) - self._num_lent
+        lent = self._captured[kept:]
+        owned = {name: torch.cat([own[name][first:stop] for own, first, stop in lent]) for name in lent[0][0]}
+        self._captured[kept:] = [(owned, 0, sum(stop - first for _, first, stop in lent))]
+        self._num_lent = 0
 
-        Args:
-            first_chunk: leave out the chunks before this one.
-            num_shown: their number of tokens.
-        """
-        chunks = self.chunks[first_chunk:]
-        if not chunks:
-            return {}
-        found = chunks[0]
-        if len(chunks) > 1:
-            found = {name: torch.cat([own[name] for own in chunks]) for name in found}
-        most = len(self.request.prompt) + len(self.token_ids) - 1
-        if self.num_captured > most:  # of tokens after a stop
-            found = {name: x[: max(most - num_shown, 0)] for name, x in found.items()}
-        return found
+    def captured(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
+        """What was captured of those of the tokens `start:stop` that were read, which are all but the last: [n, ...] by
+        name."""
+        most = min(self.num_captured, len(self.request.prompt) + len(self.token_ids) - 1)
+        stop = most if stop is None else min(stop, most)
+        parts, place = list[tuple[Mapping[str, Tensor], int, int]](), 0
+        for own, first, last in self._captured:
+            begin, end = max(start - place, 0), min(stop - place, last - first)
+            if begin < end:
+                parts.append((own, first + begin, first + end))
+            place += last - first
+        names = self._captured[0][0] if self._captured else ()
+        empty = {name: self._captured[0][0][name][:0] for name in names}
+        if not parts:
+            return empty
+        return {name: torch.cat([own[name][first:last] for own, first, last in parts]) for name in names}
 
     def append_prompt_logprobs(self, result: StepResult, first: int, start: int, count: int) -> None:
         """Append the logprobs of a chunk of the prompt; those computed a second time are skipped.

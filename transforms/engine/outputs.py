@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 import attrs
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -33,8 +32,6 @@ class RequestOutput:
         text: the new text; None where the checkpoint has no tokenizer.
         finish_reason: None: it goes on. `stop` (a token or a text that ends it), `length`, `abort`, or `error`.
         track: the whole completion so far: tokens, logprobs, text.
-        captured: [n, ...] by name: what the model's stages captured of the tokens that were read since the last output,
-            those of the prompt first (`weft.stages.sow`). The last token of a completion is not read.
         error: with the reason `error`, what went wrong with this request alone.
     """
 
@@ -45,13 +42,19 @@ class RequestOutput:
     finish_reason: str | None
     track: CompletionState = attrs.field(repr=False)
     error: WeftError | None = None
-    captured: dict[str, Tensor] = attrs.field(factory=dict, repr=False)
+    _captured: tuple[int, int] = attrs.field(default=(0, 0), repr=False)
+
+    @property
+    def captured(self) -> dict[str, Tensor]:
+        """What the model's stages captured of the tokens that were read since the last output, those of the prompt
+        first: [n, ...] by name (`weft.stages.sow`). The last token of a completion is not read."""
+        return self.track.captured(*self._captured)
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Two consecutive outputs of one completion as one."""
     text = None if second.text is None else f"{first.text or ''}{second.text}"
-    captured = {name: torch.cat([x, second.captured[name]]) for name, x in first.captured.items()} or second.captured
+    captured = first._captured[0], second._captured[1]
     return attrs.evolve(second, token_ids=[*first.token_ids, *second.token_ids], text=text, captured=captured)
 
 
@@ -70,7 +73,6 @@ class _OpenCompletion:
     state: CompletionState
     first_job: int
     _num_shown: int = 0
-    _num_chunks: int = 0
     _num_captured: int = 0
 
     def output(self, tokens: list[int], reason: str | None = None, error: WeftError | None = None) -> RequestOutput:
@@ -78,8 +80,8 @@ class _OpenCompletion:
         state, start = self.state, self._num_shown
         self._num_shown = len(state.text)
         text = None if state.tokenizer is None else state.text[start:]
-        captured = state.captured(self._num_chunks, self._num_captured)
-        self._num_chunks, self._num_captured = len(state.chunks), state.num_captured
+        captured = self._num_captured, state.num_captured
+        self._num_captured = state.num_captured
         return RequestOutput(self.id, self.index, tokens, text, reason, state, error, captured)
 
 
@@ -160,19 +162,14 @@ class OutputProcessor:
 
     def _append_captured(self, work: Work, result: StepResult) -> None:
         """Append what a step captured of each request's tokens; of a decode, those that it keeps."""
-        decodes = not work.token_ids
-        counts = [work.query_len] * len(work.rows) if decodes else [*map(len, work.token_ids)]
-        rest = [len(next(iter(result.captured.values()))) - sum(counts)]
-        parts = {name: x.split([*counts, *rest]) for name, x in result.captured.items()}  # views of the step's tensor
-        for row, (name, start) in enumerate(zip(work.requests, work.starts, strict=True)):
-            own = self._open.get(name)
-            if own is None or work.job < own.first_job:
-                continue
-            values = {name: part[row] for name, part in parts.items()}
-            if decodes and (kept := len(result.token_ids[row])) < work.query_len:
-                values = {name: x[:kept] for name, x in values.items()}
-            goes_on = decodes or work.token_ids[row] == (LAST_TOKEN,)
-            own.state.append_captured(values, None if goes_on else start)
+        first, chunks = 0, work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
+        for row, (name, ids, start) in enumerate(zip(work.requests, chunks, work.starts, strict=True)):
+            count, own = len(ids) if work.token_ids else work.query_len, self._open.get(name)
+            if own is not None and work.job >= own.first_job:
+                kept = count if work.token_ids else min(count, len(result.token_ids[row]))
+                goes_on = ids == (LAST_TOKEN,)
+                own.state.append_captured(result.captured, first, kept, None if goes_on else start)
+            first += count
 
     def append(self, name: str, result: StepResult, row: int, count: int, reason: str) -> RequestOutput:
         """Append the first `count` tokens of a row of a step to a completion; a stop text, or a token that cannot be

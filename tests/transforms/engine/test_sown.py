@@ -80,8 +80,12 @@ def test_captured_values_are_those_of_transformers(watched: Model, reference: An
         check(reference, watched, prompt, completion)
 
 
-def test_outputs_have_each_value_once(watched: Model, reference: Any) -> None:
+@pytest.mark.parametrize("most_lent", [1, 3, 64])
+def test_outputs_have_each_value_once(
+    watched: Model, reference: Any, most_lent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks of prompts, preemption, equal prompts one after the other; outputs, put together, are the completion's."""
+    monkeypatch.setattr("weft.transforms.engine.completion._MAX_LENT", most_lent)
     limits = EngineLimits(max_num_reqs=3, max_num_tokens=5, num_pages=6, max_model_len=64)
     engine = Engine(watched, limits)
     parts: dict[str, list[Tensor]] = {}
@@ -89,7 +93,7 @@ def test_outputs_have_each_value_once(watched: Model, reference: Any) -> None:
     prompts = [*PROMPTS, PROMPTS[0]]
     names = [engine.add(prompt, max_tokens=24, id=str(i)) for i, prompt in enumerate(prompts)]
     for output in engine:
-        if output.captured:
+        if output.token_ids or output.captured:
             parts.setdefault(output.id, []).append(output.captured["layer 2"])
         last[output.id] = output
     assert engine.stats().preempted > 0
