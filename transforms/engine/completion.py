@@ -14,7 +14,7 @@ TopLogprobs = dict[int, float]
 
 _REPLACEMENT = "\ufffd"
 """The character that a decoder writes for bytes that are not a character, or not yet."""
-_MAX_LENT = 64
+_MAX_LENT = 1024
 """The steps whose tensors a completion keeps for its part of them, before it copies that part."""
 _MAX_HELD = 8
 """Tokens held back until a character is complete. A character has at most four bytes, so of more tokens than these all

@@ -80,7 +80,7 @@ def test_captured_values_are_those_of_transformers(watched: Model, reference: An
         check(reference, watched, prompt, completion)
 
 
-@pytest.mark.parametrize("most_lent", [1, 3, 64])
+@pytest.mark.parametrize("most_lent", [1, 3, 1024])
 def test_outputs_have_each_value_once(
     watched: Model, reference: Any, most_lent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
