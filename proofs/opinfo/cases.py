@@ -133,11 +133,17 @@ def seed_all(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
+class NoSamplesError(Exception):
+    """Torch could not make the samples of an operator on this device."""
+
+
 def _samples(entry: Any, device: str, dtype: torch.dtype, requires_grad: bool, seed: int) -> list[_Sample]:
     seed_all(seed)
-    return [
-        _sorted(x) for x in entry.sample_inputs_func(entry, device, dtype, requires_grad)
-    ]  # the method seeds itself
+    try:
+        made = list(entry.sample_inputs_func(entry, device, dtype, requires_grad))  # the method seeds itself
+    except Exception as error:
+        raise NoSamplesError(f"torch cannot make its samples on this device: {error!r:.300}") from error
+    return [_sorted(x) for x in made]
 
 
 def _sorted(sample: Any) -> _Sample:

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import torch
 
-from weft.proofs.opinfo.cases import full_name
+from weft.proofs.opinfo.cases import NoSamplesError, full_name
 from weft.proofs.opinfo.outcome import Outcome, outcomes
 from weft.torchapi.operator_database import operator_database
 
@@ -177,7 +177,8 @@ def _serve(end: Connection, settings: Settings) -> None:
             found += outcomes(
                 database[task.index], settings.transforms, task.dtype, settings.device, settings.samples, settings.seed
             )
+        except NoSamplesError as error:
+            found.append(Outcome("torch", task.operator, "any", task.dtype, NO_SAMPLES, str(error)))
         except Exception as error:
-            fault = f"torch cannot make its samples on this device: {error!r:.300}"
-            found.append(Outcome("torch", task.operator, "any", task.dtype, NO_SAMPLES, fault))
+            found.append(Outcome("crash", task.operator, "any", task.dtype, -1, f"no outcome: {error!r:.300}"))
         end.send(found)

@@ -147,6 +147,7 @@ class Cache:
         self.captures = self.eager = 0
         self.count = Count()
         self._recaptures = Recaptures(self.graphable.name, self.graphable.roles.donated)
+        self._outside_change = ""
         self._inlines = Inlines(self.graphable.name)
 
     def info(self) -> CacheInfo:
@@ -206,6 +207,7 @@ class Cache:
             instead = "keep what the function reads from outside, or pass it in as an argument"
             raise CacheMissError(f"{self.graphable.name}(...)", f"a miss after freeze(): {change}", instead)
         del self.entries[key]
+        self._outside_change = change
         return None
 
     def _captured_classes(self, call: Call, ladder: Ladder[Any]) -> Ladder[Any]:
@@ -351,7 +353,8 @@ class Cache:
             _LOG.warning("captured %s, %s: %.3f s, %.2f MiB", title, decision.mode, graph.seconds, size)
         self.captures += 1
         self._insert(key, graph)
-        self._recaptures.note(key, call.leaf_names, self.count.replays)
+        self._recaptures.note(key, call.leaf_names, self.count.replays, self._outside_change)
+        self._outside_change = ""
         return graph
 
     def _insert(self, key: Key, graph: Graph) -> None:

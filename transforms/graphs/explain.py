@@ -62,22 +62,25 @@ class Changed:
         references: other arguments captured by reference, at another address.
         values: leaves that are numbers, with the new number.
         has_others: whether the keys differ in other fields too.
+        outside: what the function reads from outside its arguments, and has changed, in words.
     """
 
     donated: tuple[str, ...]
     references: tuple[str, ...]
     values: Mapping[str, Any]
     has_others: bool
+    outside: str = ""
 
     @property
     def fields(self) -> tuple[Any, ...]:
         """The names of the changed fields, without the values."""
-        return (self.donated, self.references, tuple(self.values))
+        return (self.donated, self.references, tuple(self.values), self.outside)
 
     def __str__(self) -> str:
         moved = [f"{name} (captured by reference, and other tensors at each call)" for name in self.references]
         moved += [f"{name} (donated, and in other storage at each call)" for name in self.donated]
-        return ", ".join([*moved, *(f"{name} (a Python value, which is part of the key)" for name in self.values)])
+        moved += [f"{name} (a Python value, which is part of the key)" for name in self.values]
+        return ", ".join([*moved, *([f"what it reads from outside ({self.outside})"] if self.outside else [])])
 
     def remedy(self) -> str:
         """The code to write instead, which avoids these differences."""
@@ -92,6 +95,7 @@ class Changed:
             for name in self.donated
         ]
         found += [f"pass {name} as a 0-dim tensor: torch.tensor({value})" for name, value in self.values.items()]
+        found += ["keep that as it is, or pass it in as an argument"] if self.outside else []
         return "; ".join(found)
 
 
@@ -228,12 +232,19 @@ class Recaptures:
     _streak: int = 0
     _warned: list[Any] = attrs.field(factory=list)
 
-    def note(self, key: Key, names: Callable[[], Sequence[str]], replays: int) -> None:
-        """Count a capture; `replays` is the number of replays of all graphs so far, and `names` makes the names of the
-        key's leaves."""
+    def note(self, key: Key, names: Callable[[], Sequence[str]], replays: int, outside: str = "") -> None:
+        """Count a capture.
+
+        Args:
+            names: makes the names of the key's leaves.
+            replays: the number of replays of all graphs so far.
+            outside: what had changed outside, if a graph of this key was dropped for that.
+        """
         last, quiet = self._last, replays <= self._replays + 1  # the call that captures a graph replays it once
         self._last, self._replays = key, replays
         changed = None if last is None or not quiet else changed_between(key, last, names(), self.donated)
+        if changed is not None and key == last:
+            changed = attrs.evolve(changed, outside=outside)
         if changed is None or changed.has_others:
             self._streak, self._fields = 1, ()
             return

@@ -7,9 +7,11 @@ compares the code of functions. What an object holds inside (an attribute, an en
 `graphify(..., verify=n)` finds such changes.
 """
 
+import dis
 import functools
+import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from operator import attrgetter, is_
 from typing import Any
 
@@ -165,9 +167,10 @@ def _held_by(cell: types.CellType) -> Any:
         return cell
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    """The names that a function and the functions inside it may look up among the globals."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
+@functools.lru_cache(1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names that a function and the functions inside it look up among the globals; not those of attributes."""
+    loads = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    own = [i.argval for i in dis.get_instructions(code) if i.opname in loads]
+    inner = (_global_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return (*own, *itertools.chain.from_iterable(inner))

@@ -262,7 +262,7 @@ def test_ctrl_c_is_quiet(run: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("weft.transforms.cli.generate.load", interrupt)
+    monkeypatch.setattr("weft.transforms.cli.ranks.load", interrupt)
     assert run(*generate("--prompt", "A")) == (130, "", "")
 
 

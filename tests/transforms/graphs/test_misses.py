@@ -267,3 +267,38 @@ def test_calls_inline_between_replays_or_inside_others_are_no_reason_to_warn() -
             torch.func.grad(lambda w: g(w, X).sum())(X)
             graphify(lambda x: g(x, x))(X)
     assert g.cache_info().eager == 2 * ENDLESS * (ENDLESS - 1)
+
+
+OUTSIDE, logits = torch.zeros(2), torch.zeros(2)
+
+
+def test_what_changes_outside_at_each_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that a global names anew at each call."""
+    g = graphify(lambda x: x + OUTSIDE)
+
+    def call(value: float) -> Tensor:
+        monkeypatch.setitem(globals(), "OUTSIDE", torch.full((2,), value))
+        return g(X)
+
+    assert all(torch.equal(call(value), X + value) for value in range(ENDLESS - 1))
+    with pytest.warns(RuntimeWarning, match="each of the last 8 calls captured a graph") as found:
+        call(9.0)
+    text = str(found[0].message)
+    assert "what it reads from outside (OUTSIDE, a global of <lambda>, is another object than at the capture)" in text
+    assert "Instead: keep that as it is, or pass it in as an argument" in text
+
+
+def test_an_attribute_of_the_name_of_a_global_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function reads an attribute; the global of its name is somebody else's."""
+    g = graphify(lambda x: Scored(x).logits)
+    for value in range(3):
+        monkeypatch.setitem(globals(), "logits", torch.full((2,), float(value)))
+        assert torch.equal(g(X), X * 2)
+    assert g.cache_info().captures == 1
+
+
+class Scored:
+    """What a model returns."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.logits = x * 2
