@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.laws.engine.faults import Tally, faults_end_their_own_request
-from weft.proofs.strategies.odd import OddLoad, odd_loads
+from weft.proofs.strategies.engine.odd import OddLoad, odd_loads
 
 _AT_ONCE = 40
 """Engines a seed."""

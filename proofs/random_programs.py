@@ -24,7 +24,7 @@ from weft.errors import DeviceError
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.environment import environment
 from weft.proofs.laws.captures import Tally, graph_is_eager_on_tensor_programs
-from weft.proofs.strategies.tensor_programs import TensorProgram, tensor_programs
+from weft.proofs.strategies.captures.tensor_programs import TensorProgram, tensor_programs
 
 _AT_ONCE = 50
 """Programs a seed."""

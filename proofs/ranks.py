@@ -25,7 +25,7 @@ from weft.proofs.checks.difference import assert_equal, visible
 from weft.proofs.environment import environment
 from weft.proofs.laws.engine.serving import spanned
 from weft.proofs.serving import serve
-from weft.proofs.strategies.traces import Trace, traces
+from weft.proofs.strategies.engine.traces import Trace, traces
 from weft.state import advance
 from weft.transforms.engine.executor import PipelineExecutor, StepExecutor
 from weft.transforms.graphs.graphified import Graphified

@@ -6,7 +6,7 @@ from typing import Protocol
 import attrs
 
 from weft.outputs import Output
-from weft.proofs.strategies.traces import Trace
+from weft.proofs.strategies.engine.traces import Trace
 from weft.transforms.engine.executor import FinishedWork
 from weft.transforms.engine.requests import HostState, RequestState
 from weft.transforms.engine.scheduler import add, finish, observe, schedule

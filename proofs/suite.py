@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from weft.errors import ArgumentError
 from weft.proofs import laws, strategies
 from weft.proofs.laws.engine.versions import HOW
-from weft.proofs.strategies.agreement import conversations
-from weft.proofs.strategies.drafts import Drafts, lookups, models
-from weft.proofs.strategies.engines import loads, small_model
-from weft.proofs.strategies.odd import odd_loads
-from weft.proofs.strategies.own_stages import own_stages, request_extras
+from weft.proofs.strategies.engine.agreement import conversations
+from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
+from weft.proofs.strategies.engine.engines import loads, small_model
+from weft.proofs.strategies.engine.odd import odd_loads
+from weft.proofs.strategies.engine.own_stages import own_stages, request_extras
 from weft.transforms.graphs.ladder import MODES
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from weft.donation import clone, donates
 from weft.errors import WeftError
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.strategies.hazards import Hazard
-from weft.proofs.strategies.tensor_programs import TensorProgram
+from weft.proofs.strategies.captures.hazards import Hazard
+from weft.proofs.strategies.captures.tensor_programs import TensorProgram
 from weft.torchapi.private import storage_id
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_leaves, tree_map

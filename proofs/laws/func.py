@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, func, nn
 
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.strategies.functions import Mapping
+from weft.proofs.strategies.captures.functions import Mapping
 from weft.transforms.graphs.graphify import graphify
 
 F = Callable[[Tensor, Tensor], Tensor]

@@ -10,8 +10,8 @@ from weft.donation import clone
 from weft.padding import pad, unpad
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.laws.compare import larger, whole
-from weft.proofs.strategies.calls import Call, called, worlds
-from weft.proofs.strategies.functions import Function, Rows
+from weft.proofs.strategies.captures.calls import Call, called, worlds
+from weft.proofs.strategies.captures.functions import Function, Rows
 from weft.proofs.strategies.images import ImageScenario, Resolution
 from weft.proofs.strategies.models import Scenario
 from weft.transforms.graphs.dispatch import dispatch

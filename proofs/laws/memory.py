@@ -7,7 +7,7 @@ import torch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.strategies.functions import Function, Rows
+from weft.proofs.strategies.captures.functions import Function, Rows
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map
 

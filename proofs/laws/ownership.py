@@ -13,7 +13,7 @@ from weft.donation import clone, declare_donated, donates
 from weft.errors import CaptureError, DonatedError
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.laws.compare import whole
-from weft.proofs.strategies.functions import Function
+from weft.proofs.strategies.captures.functions import Function
 from weft.proofs.strategies.models import Scenario
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map

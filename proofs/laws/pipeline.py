@@ -8,7 +8,7 @@ from torch import Tensor
 from weft.descriptor import BatchDescriptor
 from weft.proofs.checks.difference import assert_equal, visible
 from weft.proofs.laws.compare import whole
-from weft.proofs.strategies.functions import Function
+from weft.proofs.strategies.captures.functions import Function
 from weft.proofs.strategies.models import Scenario
 from weft.state import advance
 from weft.transforms.graphs.graphify import graphify

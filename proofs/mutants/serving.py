@@ -244,7 +244,7 @@ _FAULTS = find("L11", "faults")
 _PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18"), find("L19")
 _VERSIONS, _CHANGED = find("L23", "pages"), find("L23", "changed")
 _ON_ENGINE, _OUTPUTS = "weft.transforms.engine.engine", "weft.transforms.engine.outputs"
-_LOADS = "weft.proofs.strategies.engines"
+_LOADS = "weft.proofs.strategies.engine.engines"
 
 SERVING = (
     Mutant("a page is freed while another request holds it", _PAGED, replace(_REQUESTS, "Pages", _OwnersForgotten)),

@@ -27,9 +27,8 @@ They combine like any other strategies: `st.tuples(tensors(4, 4), batches())`, `
 True
 """
 
-from weft.proofs.strategies.calls import PLACES, STATICS, VALUES, Call, call_sequences, called, worlds
-from weft.proofs.strategies.classes import batches, descriptors, ladders, limits
-from weft.proofs.strategies.functions import (
+from weft.proofs.strategies.captures.calls import PLACES, STATICS, VALUES, Call, call_sequences, called, worlds
+from weft.proofs.strategies.captures.functions import (
     OPERATIONS,
     UPDATES,
     Function,
@@ -39,7 +38,10 @@ from weft.proofs.strategies.functions import (
     pure_functions,
     stage_lists,
 )
-from weft.proofs.strategies.hazards import HAZARDS, Hazard, hazards
+from weft.proofs.strategies.captures.hazards import HAZARDS, Hazard, hazards
+from weft.proofs.strategies.captures.tensor_programs import TensorProgram, tensor_programs
+from weft.proofs.strategies.classes import batches, descriptors, ladders, limits
+from weft.proofs.strategies.engine.traces import Trace, traces
 from weft.proofs.strategies.images import (
     FILTERS,
     Image,
@@ -61,9 +63,7 @@ from weft.proofs.strategies.programs import (
     programs,
 )
 from weft.proofs.strategies.sampling import sampling_params
-from weft.proofs.strategies.tensor_programs import TensorProgram, tensor_programs
 from weft.proofs.strategies.tensors import tensors
-from weft.proofs.strategies.traces import Trace, traces
 
 __all__ = [
     "ARCHITECTURES",

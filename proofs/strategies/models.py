@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.batch import LAST_TOKEN, Batch
-from weft.proofs.strategies.adapters import hold_adapters, slots
-from weft.proofs.strategies.embeds import images, with_mrope
+from weft.proofs.strategies.engine.adapters import hold_adapters, slots
+from weft.proofs.strategies.engine.embeds import images, with_mrope
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages import architectures

@@ -79,7 +79,7 @@ def test_what_code_looks_like() -> None:
     assert to_code(torch.full((2000, 3), 0.5)) == f"import torch\nvalue = {full}"
     rows = Rows(BatchDescriptor(1, 1), torch.tensor([2.0]))
     assert to_code(rows, "rows") == (
-        "import torch\nimport weft\nfrom weft.proofs.strategies.functions import Rows\n"
+        "import torch\nimport weft\nfrom weft.proofs.strategies.captures.functions import Rows\n"
         "rows = Rows(descriptor=weft.BatchDescriptor(num_tokens=1, num_reqs=1), x=torch.tensor([2.0]))"
     )
     x = torch.arange(6).view(2, 3).t()

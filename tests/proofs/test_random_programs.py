@@ -13,9 +13,9 @@ from weft.proofs import random_programs as module
 from weft.proofs.laws.captures import Tally, graph_is_eager_on_tensor_programs
 from weft.proofs.mutants import MUTANTS
 from weft.proofs.random_programs import Run, main, run
-from weft.proofs.strategies.hazards import HAZARDS, hazards
-from weft.proofs.strategies.operations import OPERATIONS
-from weft.proofs.strategies.tensor_programs import TensorProgram, tensor_programs
+from weft.proofs.strategies.captures.hazards import HAZARDS, hazards
+from weft.proofs.strategies.captures.operations import OPERATIONS
+from weft.proofs.strategies.captures.tensor_programs import TensorProgram, tensor_programs
 
 FIRST = settings(phases=[Phase.generate])
 """With these, `find` gives the first case that it draws, and does not make it smaller."""

@@ -49,7 +49,7 @@ def test_a_difference_on_one_rank_is_an_error_on_all() -> None:
         "import os\n"
         "import attrs\n"
         "from weft.proofs import ranks\n"
-        "from weft.proofs.strategies.traces import Trace\n"
+        "from weft.proofs.strategies.engine.traces import Trace\n"
         "plain = Trace.params\n"
         "if os.environ['RANK'] == '1':\n"
         "    Trace.params = lambda self, *args: plain(attrs.evolve(self, seed=self.seed + 1), *args)\n"

@@ -18,7 +18,7 @@ from weft.proofs.checks.difference import LawViolation
 from weft.proofs.checks.equivalence import Counterexample, assert_equivalent
 from weft.proofs.checks.search import search
 from weft.proofs.laws import run_ahead_is_none
-from weft.proofs.strategies.engines import Load, loads
+from weft.proofs.strategies.engine.engines import Load, loads
 from weft.proofs.strategies.tensors import tensors
 from weft.transforms.engine.engine import Engine
 

@@ -33,6 +33,8 @@ class RequestOutput:
         finish_reason: None: it goes on. `stop` (a token or a text that ends it), `length`, `abort`, or `error`.
         track: the whole completion so far: tokens, logprobs, text.
         error: with the reason `error`, what went wrong with this request alone.
+        captured_range: the places, in the request, of the tokens whose captures are new, from the first to the one
+            after the last.
     """
 
     id: str
@@ -42,20 +44,20 @@ class RequestOutput:
     finish_reason: str | None
     track: CompletionState = attrs.field(repr=False)
     error: WeftError | None = None
-    _captured: tuple[int, int] = attrs.field(default=(0, 0), repr=False)
+    captured_range: tuple[int, int] = attrs.field(default=(0, 0), repr=False)
 
     @property
     def captured(self) -> dict[str, Tensor]:
         """What the model's stages captured of the tokens that were read since the last output, those of the prompt
         first: [n, ...] by name (`weft.stages.sow`). The last token of a completion is not read."""
-        return self.track.captured(*self._captured)
+        return self.track.captured(*self.captured_range)
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Two consecutive outputs of one completion as one."""
     text = None if second.text is None else f"{first.text or ''}{second.text}"
-    captured = first._captured[0], second._captured[1]
-    return attrs.evolve(second, token_ids=[*first.token_ids, *second.token_ids], text=text, captured=captured)
+    captured = first.captured_range[0], second.captured_range[1]
+    return attrs.evolve(second, token_ids=[*first.token_ids, *second.token_ids], text=text, captured_range=captured)
 
 
 @attrs.define(eq=False)

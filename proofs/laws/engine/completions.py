@@ -7,7 +7,7 @@ import attrs
 from torch import Tensor
 
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.strategies.engines import Half, Load, small_adapters, small_model
+from weft.proofs.strategies.engine.engines import Half, Load, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine

@@ -12,8 +12,8 @@ import torch
 from weft.errors import RequestError, WeftError
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.laws.engine.completions import alone, check_ends, check_nothing_is_left
-from weft.proofs.strategies.engines import VOCABULARY
-from weft.proofs.strategies.odd import MUTE, OddCall, OddLoad, OddMask
+from weft.proofs.strategies.engine.engines import VOCABULARY
+from weft.proofs.strategies.engine.odd import MUTE, OddCall, OddLoad, OddMask
 from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.outputs import RequestOutput

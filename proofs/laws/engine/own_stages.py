@@ -9,8 +9,8 @@ from torch import Tensor
 
 from weft.proofs.checks.difference import ATOL, RTOL, LawViolation
 from weft.proofs.laws.engine.completions import check_nothing_is_left, run
-from weft.proofs.strategies.engines import Call, Load, small_model
-from weft.proofs.strategies.own_stages import Extras, OwnStages
+from weft.proofs.strategies.engine.engines import Call, Load, small_model
+from weft.proofs.strategies.engine.own_stages import Extras, OwnStages
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine

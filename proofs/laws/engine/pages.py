@@ -8,7 +8,7 @@ import attrs
 from weft.batch import LAST_TOKEN
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import happen, read_made_up
-from weft.proofs.strategies.traces import Trace
+from weft.proofs.strategies.engine.traces import Trace
 from weft.transforms.engine.requests import HostState
 from weft.transforms.engine.scheduler import outdate, schedule
 from weft.transforms.engine.step import Work

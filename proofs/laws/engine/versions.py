@@ -7,7 +7,7 @@ import torch
 
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.laws.engine.completions import alone, check_nothing_is_left, run
-from weft.proofs.strategies.engines import Call, Load, small_model
+from weft.proofs.strategies.engine.engines import Call, Load, small_model
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.requests import sample_seeds

@@ -16,8 +16,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import weft
 from weft.proofs import CompletionRequest, engine_machine
 from weft.proofs.checks.engine_machine import EngineMachine
-from weft.proofs.strategies.drafts import Drafts
-from weft.proofs.strategies.engines import VOCABULARY, Half
+from weft.proofs.strategies.engine.drafts import Drafts
+from weft.proofs.strategies.engine.engines import VOCABULARY, Half
 from weft.stages.adapters import Adapter
 from weft.stages.layer_fields import adaptable
 from weft.stages.model import Model

@@ -12,7 +12,7 @@ import torch
 from weft.batch import EMBEDDED
 from weft.errors import LogitsError, RequestError
 from weft.proofs.laws.engine.completions import alone
-from weft.proofs.strategies.engines import VOCABULARY, small_model
+from weft.proofs.strategies.engine.engines import VOCABULARY, small_model
 from weft.sampling import SamplingParams
 from weft.stages.head import head
 from weft.stages.model import Model

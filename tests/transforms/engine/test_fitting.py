@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from weft.proofs.strategies.engines import small_adapters, small_model
+from weft.proofs.strategies.engine.engines import small_adapters, small_model
 from weft.stages.model import DEMO, Model
 from weft.transforms.engine import options
 from weft.transforms.engine.engine import Engine

@@ -8,7 +8,7 @@ import pytest
 
 import weft
 from weft.errors import EngineError
-from weft.proofs.strategies.engines import small_model
+from weft.proofs.strategies.engine.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO
 from weft.transforms.engine.completion import CompletionState

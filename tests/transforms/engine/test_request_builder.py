@@ -6,7 +6,7 @@ import pytest
 
 import weft
 from weft.errors import RequestError
-from weft.proofs.strategies.engines import small_adapters, small_model
+from weft.proofs.strategies.engine.engines import small_adapters, small_model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 

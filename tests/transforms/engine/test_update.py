@@ -11,7 +11,7 @@ import torch
 
 import weft
 from weft.errors import EngineError, RequestError
-from weft.proofs.strategies.engines import small_adapters, small_model
+from weft.proofs.strategies.engine.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import DEMO, Model
 from weft.stages.params import DecoderParams

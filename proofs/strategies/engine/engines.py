@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from weft.ops.sampling.logits import pack_bits
-from weft.proofs.strategies.drafts import Drafts, lookups, models
+from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
 from weft.proofs.strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages.adapters import Adapter

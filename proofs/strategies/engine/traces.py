@@ -6,9 +6,9 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
-from weft.proofs.strategies.adapters import NUM_ADAPTERS, hold_adapters, slots
-from weft.proofs.strategies.drafts import Drafts
-from weft.proofs.strategies.embeds import images, with_mrope
+from weft.proofs.strategies.engine.adapters import NUM_ADAPTERS, hold_adapters, slots
+from weft.proofs.strategies.engine.drafts import Drafts
+from weft.proofs.strategies.engine.embeds import images, with_mrope
 from weft.proofs.strategies.models import configs
 from weft.proofs.strategies.sampling import sampling_params
 from weft.stages.config import ModelConfig

@@ -1,6 +1,6 @@
 """The kinds of hazards in what a function does: its reads, its errors, what it keeps, and what it reads outside."""
 
-from weft.proofs.strategies.hazards_of_calls import Kind
+from weft.proofs.strategies.captures.hazards_of_calls import Kind
 
 OF_FUNCTIONS: dict[str, Kind] = {
     "a swallowed refusal": Kind(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.proofs.strategies.operations import OPERATIONS, Operation
+from weft.proofs.strategies.captures.operations import OPERATIONS, Operation
 from weft.torchapi.private import storage_id
 
 _SHAPES = ((2, 3), (3, 3), (4,), (3, 2), (2, 3), (3, 3), (5, 3), (), (1, 3), (0, 3))
@@ -236,7 +236,7 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     """A random function of one to three tensors and a generator, and calls of it in random surroundings.
 
     The function's statements are views, writes in place, random numbers, derivatives, and surroundings of their own
-    (`weft.proofs.strategies.operations`). Arguments may be one tensor, or views of one; one may be donated. A
+    (`weft.proofs.strategies.captures.operations`). Arguments may be one tensor, or views of one; one may be donated. A
     closed-over tensor may change between calls.
 
     >>> from hypothesis import find

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from weft.batch import EMBEDDED
 from weft.ops.sampling.logits import pack_bits
-from weft.proofs.strategies.drafts import Drafts, lookups, models
-from weft.proofs.strategies.engines import VOCABULARY, small_adapters, small_model, small_speculation
+from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
+from weft.proofs.strategies.engine.engines import VOCABULARY, small_adapters, small_model, small_speculation
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.prompts import EmbedsPrompt

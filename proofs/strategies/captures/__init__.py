@@ -1,0 +1,1 @@
+"""Strategies for captured functions: random functions and programs on tensors, calls of them, and known hazards."""
