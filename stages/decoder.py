@@ -6,6 +6,7 @@ the biases, QK norms, routers or FP8 scales that a model lacks are None.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -35,7 +36,9 @@ from weft.stages.functions import (
     Normed,
     StageFunctions,
     Tables,
+    blamed_on,
     changed_layer,
+    check_added,
     check_functions,
     sowing,
 )
@@ -45,6 +48,8 @@ from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
 from weft.stages.rope import inverse_frequencies, mrope_positions, position_fault, rope_tables
 from weft.state import State, resolve
+
+_NOTHING = nullcontext()
 
 
 def decoder_stage(
@@ -104,7 +109,7 @@ def decoder_stage(
             hidden, pages = run_layers(
                 config, params, state.kv_pages, resolved, tables, hidden, functions, layout.start
             )
-        captured = sown.after(x, hidden.device)
+        captured = sown.after(x, hidden.device, layout.num_stages == 1)
         if pages is not state.kv_pages:
             state = attrs.evolve(state, kv_pages=pages)
         if not layout.last:
@@ -196,7 +201,7 @@ def run_layers(
         else:
             hidden = hidden if added is None else add_parts(added, hidden)
             given = layer, own, batch, tables, hidden
-            added, (hidden, pages) = None, changed_layer(start + index, change(whole), *given)
+            added, (hidden, pages) = None, changed_layer(start + index, change, whole, *given)
         in_place = in_place and pages is own
         written.append(pages)
     hidden = hidden if added is None else add_parts(added, hidden)
@@ -216,11 +221,21 @@ def _run_layer(
     """One layer, which first adds the last block's result, if there is one: its own last block's result, which is not
     added yet, the hidden states, and the pages."""
     normalize, eps = functions.norm or norm, config.rms_norm_eps
-    x, hidden = normalize(layer.input_layernorm, eps, added, hidden, quantized=layer.qkv_scale is not None)
-    added, pages = (functions.attention or attention)(config, layer, kv_pages, batch, tables, x)
+    with blamed_on("norm", batch.extras) if functions.norm else _NOTHING:
+        x, hidden = normalize(layer.input_layernorm, eps, added, hidden, quantized=layer.qkv_scale is not None)
+    if functions.attention is None:
+        added, pages = attention(config, layer, kv_pages, batch, tables, x)
+    else:
+        with blamed_on("attention", batch.extras):
+            added, pages = functions.attention(config, layer, kv_pages, batch, tables, x)
+        check_added("attention", added, hidden)
     quantized = layer.gate_up_scale is not None
-    x, hidden = normalize(layer.post_attention_layernorm, eps, added, hidden, quantized=quantized)
-    return (functions.feed_forward or feed_forward)(config, layer, batch, x), hidden, pages
+    with blamed_on("norm", batch.extras) if functions.norm else _NOTHING:
+        x, hidden = normalize(layer.post_attention_layernorm, eps, added, hidden, quantized=quantized)
+    if functions.feed_forward is None:
+        return feed_forward(config, layer, batch, x), hidden, pages
+    with blamed_on("feed_forward", batch.extras):
+        return check_added("feed_forward", functions.feed_forward(config, layer, batch, x), hidden), hidden, pages
 
 
 def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, quantized: bool) -> tuple[Normed, Tensor]:

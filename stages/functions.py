@@ -102,14 +102,19 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     check_values(call, rules, {**given, **others}, ProgramError)
 
 
-def changed_layer(index: int, layer: Layer, *args: Any) -> tuple[Tensor, Tensor]:
+def changed_layer(index: int, change: Callable[[Layer], Layer], layer: Layer, *args: Any) -> tuple[Tensor, Tensor]:
     """The result of a layer of one's own, checked.
 
     Raises:
         ProgramError: it is something else than a layer's.
     """
     hidden: Tensor = args[-1]
-    result: Any = layer(*args)
+    with blamed_on(f"layer {index}", args[2].extras):
+        made: Any = change(layer)
+        if not callable(made):
+            instead = "a function of the layer that returns a layer: layers={index: change}"
+            raise ProgramError(f"layers={{{index}: ...}}(layer)", f"it returned {kind_of(made)}", instead)
+        result: Any = made(*args)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
         if (result[0].shape, result[0].dtype) == (hidden.shape, hidden.dtype):
             return result
@@ -134,15 +139,19 @@ class Sown:
         captures: an example of each value, by name.
         num_tokens: of the batch, padding included.
         values: what was captured, [num_tokens, ...] by name.
+        refused: why nothing can be captured here; empty: it can.
     """
 
     captures: Mapping[str, Tensor]
     num_tokens: int
     values: dict[str, Tensor] = attrs.field(factory=dict)
+    refused: str = ""
 
     def add(self, name: str, value: Any) -> None:
         """Add a value; one of the same name replaces it."""
         call, example = f"weft.stages.sow({name!r}, value)", self.captures.get(name)
+        if self.refused:
+            raise ProgramError(call, self.refused, "sow in a layer, or in an attention, feed_forward or norm")
         if example is None:
             known = ", ".join(map(repr, self.captures)) or "none"
             instead = f"model.with_stages(..., captures={{{name!r}: torch.zeros(...)}}), an example for one token"
@@ -151,14 +160,24 @@ class Sown:
         if not isinstance(value, Tensor) or value.shape != shape:
             seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
             raise ProgramError(call, seen, f"a tensor {list(shape)}: {list(example.shape)} for each token of the batch")
-        self.values[name] = value.to(example.dtype)
+        self.values[name] = value.to(example.dtype, copy=True)  # it may be written to later
 
-    def after(self, x: IntermediateTensors | None, device: torch.device) -> dict[str, PerToken]:
-        """What was captured so far: here, or in the stages before."""
+    def after(self, x: IntermediateTensors | None, device: torch.device, alone: bool) -> dict[str, PerToken]:
+        """What was captured so far: here, or in the stages before.
+
+        Args:
+            alone: whether there are no other stages.
+
+        Raises:
+            ProgramError: the only stage has not captured all that it declares.
+        """
         found = {} if x is None else x.captured
         for name, example in self.captures.items():
             if name in self.values:
                 found = {**found, name: PerToken(self.values[name])}
+            elif alone:
+                seen = f"no function that calls weft.stages.sow({name!r}, value)"
+                raise ProgramError(f"with_stages(captures={{{name!r}: ...}})", seen, "leave it out, or sow it")
             elif name not in found:
                 shape = self.num_tokens, *example.shape
                 found = {**found, name: PerToken(torch.zeros(shape, dtype=example.dtype, device=device))}
@@ -177,10 +196,11 @@ def sow(name: str, value: Tensor) -> None:
     Args:
         name: one that `model.with_stages(..., captures={name: example})` declares.
         value: [num_tokens, ...], of the example's shape for each token; cast to its dtype. If a name is sown twice in a
-            step, the last value counts.
+            step, the last value counts. It is copied, so that you may write to yours later.
 
     Raises:
-        ProgramError: a name that is not declared, or a value of another shape.
+        ProgramError: a name that is not declared, a value of another shape, or a call from `logits` or from a transform
+            of a whole stage, where values are not of tokens.
     """
     if (own := _SOWN.get()) is not None:
         own.add(name, value)
@@ -194,6 +214,43 @@ def sowing(captures: Mapping[str, Tensor], num_tokens: int) -> Iterator[Sown]:
         yield own
     finally:
         _SOWN.reset(token)
+
+
+@contextmanager
+def sowing_nothing(where: str) -> Iterator[None]:
+    """A context in which `sow` raises."""
+    token = _SOWN.set(Sown({}, 0, refused=f"a call from {where}, whose values are not of tokens"))
+    try:
+        yield
+    finally:
+        _SOWN.reset(token)
+
+
+@contextmanager
+def blamed_on(function: str, extras: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which each error gets a note: which of the user's functions raised it, and what it could read."""
+    try:
+        yield
+    except Exception as error:
+        known = f"; batch.extras has {', '.join(extras)}" if extras else ""
+        error.add_note(f"in {function} of with_stages(...){known}")
+        raise
+
+
+def check_added(function: str, added: Any, hidden: Tensor) -> Tensor:
+    """What a block of one's own adds to the hidden states, checked.
+
+    Raises:
+        ProgramError: it is not of the hidden states' shape, or parts of it.
+    """
+    seen = f"it returned {_kinds(added)}"
+    if isinstance(added, Tensor):
+        fits = added.shape[-2:] == hidden.shape and added.dim() in (2, 3)
+        if fits and added.dtype in (hidden.dtype, torch.float32):
+            return added
+        seen = f"it returned {list(added.shape)}, {added.dtype}"
+    instead = f"{list(hidden.shape)}, {hidden.dtype}; or parts of it, [parts, *{list(hidden.shape)}], to be added up"
+    raise ProgramError(f"{function} of with_stages({function}=...)", seen, instead)
 
 
 def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) -> DecoderStage:
@@ -214,11 +271,13 @@ def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) 
     def run(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
-        before, result = tree_structure(state), inner(params, state, batch, x)
+        before = tree_structure(state)
+        with sowing_nothing("a transform of a stage"):
+            result: Any = inner(params, state, batch, x)
         kind, seen = Output if layout.last else IntermediateTensors, f"it returned {_kinds(result)}"
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], kind):
             if tree_structure(result[0]) == before:
-                return result
+                return result[0], result[1]
             seen = "it returned a state of another structure than the given one"
         raise ProgramError(f"{call}(params, state, batch, x)", seen, f"(state, {kind.__name__}), as the stage does")
 

@@ -10,20 +10,22 @@ communication and drafter-invariant speculative decoding", arXiv 2408.07978). A 
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.arguments.checks import kind_of
 from weft.batch import DRAFT, Batch, ResolvedBatch, find_owners
-from weft.errors import RequestError
+from weft.errors import ProgramError, RequestError
 from weft.ops.norm import rms_norm
 from weft.ops.sampling.sample import sample_rows
 from weft.outputs import Output
 from weft.sampling_table import SamplingTable
 from weft.stages.config import ModelConfig
-from weft.stages.functions import ChangeLogits
+from weft.stages.functions import ChangeLogits, blamed_on, sowing_nothing
 from weft.stages.params import DecoderParams
 from weft.state import State
 
@@ -82,10 +84,20 @@ def changed_logits(
     Args:
         logits: [n, vocab_size].
         requests: [n] int64, the place in the batch of the request that each belongs to; None: one of each, in order.
+
+    Raises:
+        ProgramError: the function returns something else than logits of that shape.
     """
-    if requests is None:
-        return change(logits, batch.rows, batch.extras)
-    return change(logits, batch.rows[requests], {name: own[requests] for name, own in batch.extras.items()})
+    rows, extras = batch.rows, batch.extras
+    if requests is not None:
+        rows, extras = rows[requests], {name: own[requests] for name, own in extras.items()}
+    with blamed_on("logits", extras), sowing_nothing("logits"):
+        found: Any = change(logits, rows, extras)
+    if isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point():
+        return found
+    seen = f"{list(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else kind_of(found)
+    instead = f"logits of all tokens, {list(logits.shape)}, as the given ones"
+    raise ProgramError("logits of with_stages(logits=...)", f"it returned {seen}", instead)
 
 
 def _changed_prompt(change: ChangeLogits, batch: ResolvedBatch, logits: Tensor, start: int) -> Tensor:

@@ -159,11 +159,12 @@ class Model:
         given: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, "norm": norm, "logits": logits}
         new = StageFunctions(**given, layers=layers or {}, extras=extras or {}, captures=captures or {})
         check_functions(call, new, self.config.num_layers)
+        defaults = {name: x.detach().clone() for name, x in new.extras.items()}  # the user may change theirs
         merged = {index: _after(self.functions.layers.get(index), change) for index, change in new.layers.items()}
         functions = attrs.evolve(
             self.functions,
             layers={**self.functions.layers, **merged},
-            extras={**self.functions.extras, **new.extras},
+            extras={**self.functions.extras, **defaults},
             captures={**self.functions.captures, **new.captures},
             **{name: f for name, f in given.items() if f is not None},
         )

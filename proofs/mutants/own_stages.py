@@ -83,9 +83,9 @@ def _of_the_token_before(self: Sown, *args: Any) -> dict[str, PerToken]:
 _AFTER = Sown.after
 
 
-def _only_here(self: Sown, x: Any, device: torch.device) -> dict[str, PerToken]:
+def _only_here(self: Sown, x: Any, *args: Any) -> dict[str, PerToken]:
     """What the stages before have captured is dropped."""
-    return _AFTER(self, None, device)
+    return _AFTER(self, None, *args)
 
 
 _OWN, _DECODER = find("L21"), "weft.stages.decoder"

@@ -14,11 +14,13 @@ from weft.errors import ProgramError
 from weft.sampling import SamplingParams
 from weft.stages import StageFunctions
 from weft.stages.decoder import attention, feed_forward, norm
+from weft.stages.functions import sow
 from weft.stages.model import DEMO, Model, load
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import Speculation
 from weft.transforms.graphs.ladder import MODES
+from weft.trees import tree_leaves
 
 PROMPTS = ["The function returns", "A list is", "In Python, "]
 STEERED = 1
@@ -194,6 +196,48 @@ def said_by(model: Model) -> list[list[int]]:
     return [c.token_ids for c in generate(model, PROMPTS, max_tokens=2)]
 
 
+def sowing(model: Model) -> Model:
+    return model.with_stages(logits=sowing_logits, captures={"a": torch.zeros(())})
+
+
+def sowing_logits(logits: Tensor, rows: Tensor, extras: dict[str, Tensor]) -> Tensor:
+    sow("a", logits[:, 0])
+    return logits
+
+
+def test_an_error_says_in_which_function_it_was_raised(model: Model) -> None:
+    def change(layer: Any) -> Any:
+        return lambda params, pages, batch, *rest: layer(params, pages, batch, *rest) + batch.extras["vctor"]
+
+    own = model.with_stages(layers={1: change}, extras={"vector": torch.zeros(2)})
+    with pytest.raises(KeyError, match="vctor") as found:
+        said_by(own)
+    assert "in layer 1 of with_stages(...); batch.extras has vector" in found.value.__notes__
+
+
+def test_tensors_that_require_grad_may_be_read(model: Model) -> None:
+    """Nothing of the steps is recorded, and captured values need no detach()."""
+    probe = torch.nn.Linear(model.config.hidden_size, 1)
+
+    def change(layer: Any) -> Any:
+        def run(*args: Any) -> Any:
+            hidden, pages = layer(*args)
+            sow("probe", probe(hidden)[:, 0])
+            return hidden + 0.01 * probe(hidden), pages
+
+        return run
+
+    own = model.with_stages(layers={1: change}, captures={"probe": torch.zeros(())})
+    for way in ({"graph": "none"}, {"graph": "full"}, {"pipeline": 2}):
+        engine = Engine(own, **way)  # type: ignore[arg-type]
+        engine.add(PROMPTS[0], max_tokens=4)
+        outputs = [*engine]
+        assert engine.stats().modes["none" if way.get("graph") == "none" else "full"] or "pipeline" in way
+        assert not any(output.captured["probe"].requires_grad for output in outputs)
+        assert not any(leaf.requires_grad for leaf in tree_leaves(engine._executor.state) if isinstance(leaf, Tensor))
+        assert all(not graph.cache_info().eager for graph in engine.graphs)
+
+
 WRONG: list[tuple[Callable[[Model], Any], str]] = [
     (lambda model: model.with_stages(3), "transform"),
     (lambda model: model.with_stages(attention=3), "attention"),
@@ -207,6 +251,12 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
         lambda model: said_by(model.with_stages(layers={1: lambda layer: lambda *args: args[-1]})),
         "layer 1 of with_stages",
     ),
+    (lambda model: said_by(model.with_stages(layers={1: lambda layer: None})), "layers={1: ...}.layer."),
+    (lambda model: said_by(model.with_stages(feed_forward=lambda *args: args[-1].plain[:1])), "feed_forward of with"),
+    (lambda model: said_by(model.with_stages(feed_forward=lambda *args: args[-1])), "it returned a Normed"),
+    (lambda model: said_by(model.with_stages(logits=lambda logits, rows, extras: logits[:, :10])), "logits of with"),
+    (lambda model: generate(sowing(model), PROMPTS, max_tokens=2, pipeline=2), "from logits"),
+    (lambda model: said_by(model.with_stages(captures={"a": torch.zeros(())})), "no function that calls"),
     (lambda model: said_by(model.with_stages(lambda stage: 3)), "a stage: a function"),
     (
         lambda model: said_by(model.with_stages(lambda stage: lambda *args: args[1])),

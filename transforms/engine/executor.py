@@ -88,6 +88,7 @@ class BatchCache:
         return DeviceWork(batch, work.edits)
 
 
+@torch.no_grad()
 def capture_all(examples: Sequence[Example]) -> None:
     """Compile the kernels of these functions, and capture their ladders."""
     for graph, example in examples:
@@ -95,6 +96,7 @@ def capture_all(examples: Sequence[Example]) -> None:
         graph.capture(*example)
 
 
+@torch.no_grad()
 def estimate_all(examples: Sequence[Example]) -> list[MemoryEstimate]:
     """Compile the kernels of these functions, and estimate the memory of their graphs."""
     estimates = []
@@ -130,7 +132,8 @@ class StepExecutor:
         finished = []
         for work in works:
             state = tuple(apply_edits(state, work.edits) for state in self.state) if work.edits else self.state
-            self.state, out = self.step(self.params, state, self._batches(work).batch)
+            with torch.no_grad():  # functions of the user's own in a stage may read tensors that require grad
+                self.state, out = self.step(self.params, state, self._batches(work).batch)
             finished.append((work, out))
         return finished
 

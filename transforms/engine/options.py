@@ -129,10 +129,15 @@ class Speculation:
         if self.config is None:
             return
         vocab, place = model.config.vocab_size, (model.device, 1)
+        extras = self.model.functions.extras.keys() if isinstance(self.model, Model) else ()
         rules: dict[str, Rule] = {
             "the draft model's vocab_size": (
                 lambda own: own == vocab,
                 f"a draft model of {vocab} tokens, as the model's",
+            ),
+            "the draft model's extras": (
+                lambda own: set(own) <= model.functions.extras.keys(),
+                "a draft model whose extras the model has too: the requests' values are the model's",
             ),
             "the draft model": (
                 lambda own: not first or (isinstance(own, Model) and (own.device, own.layout.num_stages) == place),
@@ -140,7 +145,13 @@ class Speculation:
             ),
         }
         check_values(
-            call, rules, {"the draft model's vocab_size": self.config.vocab_size, "the draft model": self.model}
+            call,
+            rules,
+            {
+                "the draft model's vocab_size": self.config.vocab_size,
+                "the draft model's extras": extras,
+                "the draft model": self.model,
+            },
         )
 
     def stages(self, stages: Sequence[Any]) -> list[Any]:

@@ -254,13 +254,14 @@ def stack_masks(masks: Sequence[bytes | None]) -> Tensor:
 
 
 def with_edits(stage: Stage) -> Stage:
-    """Turn a stage over batches into a stage over `DeviceWork`, which edits the tables first. The edits are outside of
-    the stage's graph."""
+    """Turn a stage over batches into a stage over `DeviceWork`, which edits the tables first, and records nothing for
+    autograd. The edits are outside of the stage's graph."""
 
     @donates("state")
     @functools.wraps(stage)
     def run(params: Any, state: Any, work: DeviceWork, x: Any) -> tuple[Any, Any]:
-        return stage(params, apply_edits(state, work.edits), work.batch, x)
+        with torch.no_grad():
+            return stage(params, apply_edits(state, work.edits), work.batch, x)
 
     return run
 

@@ -1,7 +1,7 @@
 """`Cache`: the graphs of one graphified function, captured on demand, found by key and evicted.
 
-An entry has a graph and the plans by which calls of different signatures replay it. Only the entry holds them: the
-other tables, which find a plan without making its key, hold weak references, so that an evicted entry is gone at once.
+An entry has a graph and the plans by which calls of different signatures replay it. It alone holds them: other tables,
+which find a plan without its key, hold weak references. So an evicted entry is gone at once.
 """
 
 import functools
@@ -194,19 +194,19 @@ class Cache:
         return key_of(call, decision.mode, decision.descriptor, signature)
 
     def find(self, key: Key) -> Graph | None:
-        """Find a graph; None if there is none. One that reads from outside what is no longer there is dropped.
+        """Find a graph; None if there is none, or if it reads from outside what is no longer there.
 
         Raises:
-            CacheMissError: it was dropped, and the function is frozen.
+            CacheMissError: it does so, and the function is frozen.
         """
         entry = self.entries.get(key)
         if entry is None or (holds := entry.graph.outside.holds) is None or holds():
             return None if entry is None else entry.graph
-        change = entry.graph.outside.change()
+        if not (change := entry.graph.outside.change()):
+            return entry.graph
         if self.frozen:
             instead = "keep what the function reads from outside, or pass it in as an argument"
             raise CacheMissError(f"{self.graphable.name}(...)", f"a miss after freeze(): {change}", instead)
-        del self.entries[key]
         self._outside_change = change
         return None
 
@@ -359,6 +359,7 @@ class Cache:
 
     def _insert(self, key: Key, graph: Graph) -> None:
         graph.last_use = self.count.replays
+        self.entries = {k: entry for k, entry in self.entries.items() if not entry.graph.outside.has_changed()}
         while self.graphable.max_captures is not None and len(self.entries) >= self.graphable.max_captures:
             del self.entries[min(self.entries, key=lambda k: self.entries[k].graph.last_use)]
         drop = functools.partial(_drop, weakref.ref(self), key)

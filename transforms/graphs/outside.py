@@ -2,14 +2,15 @@
 
 A graph reads a closed-over tensor at the address that it had at the capture, and knows nothing of names. So each call
 compares these addresses, at some 0.06 µs each; and at some 0.04 µs each the objects that the function's globals and
-nonlocals name, and those of the parameters and buffers of closed-over modules that the graph reads. On the CPU it also
-compares the code of functions. What an object holds inside (an attribute, an entry of a dict) is not compared;
-`graphify(..., verify=n)` finds such changes.
+nonlocals name, and those of the parameters and buffers of closed-over modules that the graph reads. A name that the
+function itself binds anew, such as a counter, is not compared, and an equal number or string is no change. On the CPU
+it also compares the code and the defaults of functions. What an object holds inside (an attribute, an entry of a dict)
+is not compared; `graphify(..., verify=n)` finds such changes.
 """
 
 import dis
 import functools
-import itertools
+import inspect
 import types
 from collections.abc import Callable, Sequence, Set
 from operator import attrgetter, is_
@@ -19,10 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from weft.torchapi.private import storage_id
+from weft.value_keys import value_key
 
 _FOREIGN = ("torch", "numpy", "weft", "functools", "contextlib", "builtins")
 """Packages whose functions are not read for the names that they use."""
-_cell_contents, _code = attrgetter("cell_contents"), attrgetter("__code__")
+_cell_contents = attrgetter("cell_contents")
+_OF_FUNCTIONS = tuple(map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__")))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Classes whose equal values are no change."""
 
 
 class Outside:
@@ -44,8 +49,8 @@ class Outside:
         self._labels = (*found.labels, *found.cell_labels)
         self._mappings, self._keys, self._values = found.mappings, found.keys, found.values
         self._cells, self._contents = found.cells, found.contents
-        self._functions = tuple(found.functions) if thorough else ()
-        self._codes = tuple(map(_code, self._functions))
+        self._functions = found.functions if thorough else []
+        self._parts = [list(map(part, self._functions)) for part in _OF_FUNCTIONS]
         self.holds = self._comparison()
         """Returns whether all is as it was at the capture; None: there is nothing to compare."""
 
@@ -55,8 +60,9 @@ class Outside:
             (bool(self._tensors), self._same_addresses()),
             (bool(self._mappings), _same(dict.get, self._mappings, self._keys, now=self._values)),
             (bool(self._cells), _same(_cell_contents, self._cells, now=self._contents)),
-            (bool(self._functions), _same(_code, self._functions, now=self._codes)),
         ]
+        pairs = zip(_OF_FUNCTIONS, self._parts, strict=True)
+        parts += [(bool(self._functions), _same(part, self._functions, now=now)) for part, now in pairs]
         needed = [holds for is_needed, holds in parts if is_needed]
         if len(needed) < 2:
             return needed[0] if needed else None
@@ -67,25 +73,45 @@ class Outside:
         return lambda: tuple(map(Tensor.data_ptr, tensors)) == addresses
 
     def change(self) -> str:
-        """What is not as it was, in words; empty if all is."""
-        now = [*map(dict.get, self._mappings, self._keys), *map(_cell_contents, self._cells)]
-        for label, value, captured in zip(self._labels, now, (*self._values, *self._contents), strict=True):
-            if value is not captured:
+        """What is not as it was, in words; empty if all is. An equal plain value takes the place of the old one."""
+        named = zip(self._labels, self._now(), strict=True)
+        for index, (label, value) in enumerate(named):
+            held, place = (
+                (self._values, index) if index < len(self._values) else (self._contents, index - len(self._values))
+            )
+            if not _is_equal(value, held[place]):
                 return f"{label} is another object than at the capture"
-        for function, code in zip(self._functions, self._codes, strict=True):
-            if function.__code__ is not code:
-                return f"{function.__name__} has other code than at the capture"
+            held[place] = value
+        for part, captured, name in zip(_OF_FUNCTIONS, self._parts, ("code", "defaults", "defaults"), strict=True):
+            for function, own in zip(self._functions, captured, strict=True):
+                if part(function) is not own:
+                    return f"{function.__name__} has other {name} than at the capture"
         for tensor, address in zip(self._tensors, self._addresses, strict=True):
             if tensor.data_ptr() != address:
                 return f"a tensor of shape {tuple(tensor.shape)} that it reads from outside has other storage"
         return ""
 
+    def has_changed(self) -> bool:
+        """Whether something is not as it was."""
+        return self.holds is not None and not self.holds() and bool(self.change())
+
+    def _now(self) -> list[Any]:
+        """What the names stand for now."""
+        return [*map(dict.get, self._mappings, self._keys), *map(_cell_contents, self._cells)]
+
+
+def _is_equal(value: Any, captured: Any) -> bool:
+    """Whether a name still stands for the same object, or for an equal plain value."""
+    if value is captured:
+        return True
+    return type(value) is type(captured) and isinstance(value, _PLAIN) and value_key(value) == value_key(captured)
+
 
 def _same(get: Callable[..., Any], *places: Sequence[Any], now: Sequence[Any]) -> Callable[[], bool]:
     """A function that returns whether `get` finds these objects in these places."""
     if len(now) == 1:  # in a third of the time
-        place, value = [one[0] for one in places], now[0]
-        return lambda: get(*place) is value
+        place = [one[0] for one in places]
+        return lambda: get(*place) is now[0]
     return lambda: all(map(is_, map(get, *places), now))
 
 
@@ -111,7 +137,8 @@ class _Names:
         self._seen.add(id(value))
         if isinstance(value, nn.Module):
             self._modules[label or type(value).__name__] = value
-            self.read(type(value).forward, label)
+            for part in value.modules():
+                self.read(inspect.getattr_static(type(part), "forward", None), label)
         elif isinstance(value, functools.partial):
             self.read(value.func, label)
         elif isinstance(value, types.MethodType):
@@ -119,22 +146,27 @@ class _Names:
             self.read(value.__func__, label)
         elif isinstance(value, types.FunctionType):
             self._read_function(value)
+        elif isinstance(inner := getattr(value, "__dict__", {}).get("__wrapped__"), types.FunctionType | nn.Module):
+            self.read(inner, label)  # such as a graphified function
+        elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
+            self.read(call, label)
 
     def _read_function(self, function: types.FunctionType) -> None:
         own = _is_foreign(function)
         if not own:
             self.functions.append(function)
+        read, bound = _names_in(function.__code__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if (held := _held_by(cell)) is not cell:
-                if not own:
+                if not own and name not in bound:
                     self.cell_labels.append(f"{name}, a nonlocal of {function.__name__},")
                     self.cells.append(cell)
                     self.contents.append(held)
                 self.read(held, name)
-        for name in () if own else dict.fromkeys(_global_names(function.__code__)):
+        for name in () if own else read - bound:
             held = function.__globals__.get(name)
-            if held is not None and not isinstance(held, types.ModuleType | type | types.BuiltinFunctionType):
-                self._note(f"{name}, a global of {function.__name__},", function.__globals__, name)
+            self._note(f"{name}, a global of {function.__name__},", function.__globals__, name)
+            if not isinstance(held, types.ModuleType | type | types.BuiltinFunctionType):
                 self.read(held, name)
 
     def read_modules(self, storages: Set[int]) -> None:
@@ -142,6 +174,8 @@ class _Names:
         for label, module in self._modules.items():
             for path, part in module.named_modules():
                 for names in (part._parameters, part._buffers):
+                    if not isinstance(names, dict):  # a module of TorchScript, which cannot be given other tensors
+                        continue
                     for name, value in names.items():
                         if value is not None and storage_id(value) not in storages:
                             continue
@@ -168,9 +202,17 @@ def _held_by(cell: types.CellType) -> Any:
 
 
 @functools.lru_cache(1024)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that a function and the functions inside it look up among the globals; not those of attributes."""
-    loads = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-    own = [i.argval for i in dis.get_instructions(code) if i.opname in loads]
-    inner = (_global_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return (*own, *itertools.chain.from_iterable(inner))
+def _names_in(code: types.CodeType) -> tuple[Set[str], Set[str]]:
+    """The names that a function and the functions inside it look up among the globals, which are not those of
+    attributes; and the globals and nonlocals that they bind."""
+    read, bound, local = set[str](), set[str](), set[str]()
+    for instruction in dis.get_instructions(code):
+        kind, name = instruction.opname, instruction.argval
+        if kind in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
+            read.add(name)
+        elif kind in ("STORE_GLOBAL", "DELETE_GLOBAL") or (kind == "STORE_DEREF" and name in code.co_freevars):
+            bound.add(name)
+        elif kind == "STORE_NAME":  # in the body of a class
+            local.add(name)
+    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return (read - local).union(*(one for one, _ in inner)), bound.union(*(one for _, one in inner))

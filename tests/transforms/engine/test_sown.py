@@ -135,3 +135,30 @@ def test_a_wrong_value_is_named(model: Model) -> None:
     short = model.with_stages(layers={0: sowing("layer 0")}, captures={"layer 0": torch.zeros(3)})
     with pytest.raises(ProgramError, match=r"a tensor \[\d+, 3\]"):
         generate(short, PROMPTS[:1], max_tokens=1)
+
+
+def test_a_value_is_copied_when_it_is_sown(model: Model) -> None:
+    def change(layer: Any) -> Any:
+        def run(*args: Any) -> Any:
+            hidden, pages = layer(*args)
+            sow("hidden", hidden)
+            return hidden, pages
+
+        return run
+
+    def writing(layer: Any) -> Any:
+        def run(*args: Any) -> Any:
+            hidden, pages = layer(*args)
+            kept = hidden.clone()
+            sow("hidden", hidden)
+            hidden.add_(100)
+            return kept, pages
+
+        return run
+
+    captures = {"hidden": torch.zeros(model.config.hidden_size)}
+    found = [
+        generate(model.with_stages(layers={0: own}, captures=captures), PROMPTS[:1], max_tokens=3)[0].captured["hidden"]
+        for own in (change, writing)
+    ]
+    assert torch.equal(*found)

@@ -116,6 +116,15 @@ def reads_shapes(func: Any) -> bool:
     return func is _aten.bernoulli.p or name.endswith("_like") or name.startswith("new_")
 
 
+def unread(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors of which an operator reads the shape alone. functorch passes memory that nothing has written where a
+    convolution's derivative does not need the input, or the weight."""
+    if func is not _aten.convolution_backward.default:
+        return ()
+    _, input, weight, *_, needed = args
+    return tuple(x for x, is_read in ((weight, needed[0]), (input, needed[1])) if not is_read)
+
+
 @functools.cache
 def consults_switches(operator: str) -> bool:
     """Whether an operator of this name chooses its kernel by `weft.torchapi.private.backend_switches`."""

@@ -34,6 +34,7 @@ from weft.transforms.graphs.backends.operators import (
     reads_shapes,
     sparse_parts,
     tensors_in,
+    unread,
     written,
 )
 from weft.transforms.graphs.backends.randomness import UnknownGenerator
@@ -119,7 +120,7 @@ class _Recorder(OperatorWatch):
             if func.namespace != "aten":  # others may write to more than they declare
                 self.unwritten.written(inputs)
             if not reads_shapes(func):
-                self.unwritten.check_read(inputs)
+                self.unwritten.check_read(inputs - {storage_id(x) for x in unread(func, args)})
             taped, named = map_tensors(self._tape_argument, args), map_tensors(self._tape_argument, kwargs)
             self.tape.append(Operation(func, taped, named, tuple(computed), tuple(sparse), torch.is_grad_enabled()))
         return result

@@ -1,0 +1,180 @@
+"""Names that a function reads: another object leads to a new capture, an equal value or a counter to none."""
+
+import gc
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from weft.transforms.graphs.graphify import graphify
+
+X = torch.linspace(-1.0, 1.0, 4)
+act, bias, gain, scale, counted = torch.relu, None, 2.0, 0.1, 0
+
+
+class Act:
+    """A class that a notebook's cell defines."""
+
+    @staticmethod
+    def go(x: Tensor) -> Tensor:
+        return x * 2
+
+
+class OtherAct:
+    """The same, after the cell ran again."""
+
+    @staticmethod
+    def go(x: Tensor) -> Tensor:
+        return x * 3
+
+
+class Sub(nn.Module):
+    """A module whose forward reads a global."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * gain
+
+
+class Top(nn.Module):
+    """A module that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sub = Sub()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sub(x)  # type: ignore[no-any-return]
+
+
+class Called:
+    """An object that is called as a function."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * gain
+
+
+TOP, CALLED = Top(), Called()
+INNER = graphify(lambda x: x * gain)
+CHANGED: dict[str, tuple[Callable[..., Tensor], str, Any]] = {
+    "a function of torch": (lambda x: act(x), "act", torch.tanh),
+    "None": (lambda x: x if bias is None else x + bias, "bias", torch.ones(4)),
+    "a class": (lambda x: Act.go(x), "Act", OtherAct),
+    "a module": (lambda x: math.floor(x), "math", types.SimpleNamespace(floor=torch.ceil)),
+    "a builtin": (lambda x: abs(x), "abs", torch.sin),
+    "a name read by a submodule": (lambda x: TOP(x), "gain", 5.0),
+    "a name read by an object that is called": (lambda x: CALLED(x), "gain", 5.0),
+    "a name read by a graphified function": (lambda x: INNER(x), "gain", 5.0),
+    "a number": (lambda x: x * scale, "scale", 0.2),
+}
+math: Any = types.SimpleNamespace(floor=torch.floor)
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_name_that_stands_for_something_else_is_captured_anew(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, name, value = CHANGED[case]
+    graph = graphify(fn)
+    assert torch.equal(graph(X), fn(X))
+    monkeypatch.setitem(globals(), name, value)
+    for _ in range(3):
+        assert torch.equal(graph(X), fn(X))
+    assert graph.cache_info().captures == 2
+
+
+def counting(x: Tensor) -> Tensor:
+    global counted
+    counted += 1
+    return x + 1
+
+
+def nonlocal_counting() -> Callable[[Tensor], Tensor]:
+    count = 0
+
+    def count_up(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x + 1
+
+    return count_up
+
+
+@pytest.mark.parametrize("fn", [counting, nonlocal_counting()])
+def test_a_counter_of_the_functions_own_captures_nothing_anew(fn: Callable[[Tensor], Tensor]) -> None:
+    graph = graphify(fn)
+    for _ in range(4):
+        for size in (2, 3):
+            graph(torch.ones(size))
+    assert graph.cache_info().captures == 2
+
+
+def test_an_equal_value_captures_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graphify(lambda x: x * scale)
+    for _ in range(4):
+        monkeypatch.setitem(globals(), "scale", float("0.1"))
+        assert torch.equal(graph(X), X * 0.1)
+    assert graph.cache_info().captures == 1
+
+
+def test_names_of_a_class_body_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: Tensor) -> Tensor:
+        class Local:
+            gain = 2.0
+            twice = 2 * gain
+
+        return x * Local.twice
+
+    graph = graphify(f)
+    for value in range(3):
+        monkeypatch.setitem(globals(), "gain", value)
+        assert torch.equal(graph(X), X * 4)
+    assert graph.cache_info().captures == 1
+
+
+def test_defaults_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled(x: Tensor, by: float = 2.0) -> Tensor:
+        return x * by
+
+    graph = graphify(lambda x: scaled(x))
+    assert torch.equal(graph(X), X * 2)
+    monkeypatch.setattr(scaled, "__defaults__", (3.0,))
+    assert torch.equal(graph(X), X * 3)
+
+
+def test_models_of_earlier_captures_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, models = graphify(lambda x: TOP(x)), list[weakref.ref[Top]]()
+    for size in range(1, 6):
+        model = Top()
+        models.append(weakref.ref(model))
+        monkeypatch.setitem(globals(), "TOP", model)
+        graph(torch.ones(size))
+        del model
+    monkeypatch.undo()
+    graph(torch.ones(1))
+    gc.collect()
+    assert [model for model in models if model() is not None] == []
+
+
+def test_per_sample_gradients_of_a_convolution() -> None:
+    """functorch passes memory that nothing has written to the derivative, which reads its shape."""
+
+    def gradients(kernels: Tensor, images: Tensor) -> Tensor:
+        return vmap(grad(lambda k, x: F.conv2d(x[None], k).square().sum()), (None, 0))(kernels, images)
+
+    graph, kernels = graphify(gradients), torch.randn(2, 1, 3, 3)
+    for _ in range(2):
+        images = torch.randn(4, 1, 6, 6)
+        assert torch.equal(graph(kernels, images), gradients(kernels, images))
+    assert graph.cache_info().captures == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_closed_over_module_of_torchscript() -> None:
+    script = torch.jit.script(nn.Linear(4, 4).requires_grad_(False))
+    graph = graphify(lambda x: script(x))
+    for value in range(2):
+        assert torch.equal(graph(X + value), script(X + value))
