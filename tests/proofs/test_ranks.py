@@ -27,7 +27,7 @@ def test_ranks_by_gloo_are_one_process(num_ranks: int, traces: int, tmp_path: Pa
     assert done.returncode == 0, done.stderr[-3000:]
     record = json.loads((tmp_path / f"ranks-{num_ranks}-gloo.json").read_text())
     assert [row["variant"] for row in record["rows"]] == list(VARIANTS)
-    assert all(row["traces"] == traces and row["tokens"] > 10 for row in record["rows"])
+    assert all(row["traces"] == traces and row["tokens"] > 0 for row in record["rows"])
     assert all(row["captures"] > 0 for row in record["rows"] if row["variant"] != "none")
 
 
