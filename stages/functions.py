@@ -133,7 +133,7 @@ def _are_tensors(found: Any) -> bool:
 
 @attrs.define
 class Sown:
-    """What functions of one's own capture while a stage runs.
+    """The values that functions of one's own capture while a stage runs.
 
     Args:
         captures: an example of each value, by name.
@@ -163,7 +163,7 @@ class Sown:
         self.values[name] = value.to(example.dtype, copy=True)  # it may be written to later
 
     def after(self, x: IntermediateTensors | None, device: torch.device, alone: bool) -> dict[str, PerToken]:
-        """What was captured so far: here, or in the stages before.
+        """The captures of this stage and of those before it.
 
         Args:
             alone: whether there are no other stages.
@@ -238,7 +238,7 @@ def blamed_on(function: str, extras: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def check_added(function: str, added: Any, hidden: Tensor) -> Tensor:
-    """What a block of one's own adds to the hidden states, checked.
+    """The result of a block of one's own, which is added to the hidden states, checked.
 
     Raises:
         ProgramError: it is not of the hidden states' shape, or parts of it.

@@ -56,11 +56,11 @@ def finish(
 
     Each request gets a token after its last one, or after each of those at `where` [num_reqs, n].
     """
-    requests = None if where is None else _requests_of(where)
-    index, rows = (resolved.last_index, batch.rows) if where is None else (where.flatten(), batch.rows[requests])
+    index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
     logits = head(config, params, hidden[index])
     if change is not None:
-        logits = changed_logits(change, logits, resolved, requests)
+        requests = torch.arange(len(batch.rows), device=rows.device)
+        logits = changed_logits(change, logits, resolved, None if where is None else _of_tokens(requests, where)[1])
     ids, logprobs = sample_rows(logits, table, rows, resolved.positions[index], batch.token_mask)
     top = top_logprobs(logits, ids, logprobs, num_logprobs) if num_logprobs else (None, None)
     prompt: tuple[Tensor | None, ...] = (None, None, None)
@@ -106,9 +106,9 @@ def _changed_prompt(change: ChangeLogits, batch: ResolvedBatch, logits: Tensor, 
     return changed_logits(change, logits, batch, owners[start : start + len(logits)])
 
 
-def _requests_of(where: Tensor) -> Tensor:
-    """The place in the batch of the request of each of the tokens at `where` [num_reqs, n]: [num_reqs * n]."""
-    return torch.arange(len(where), device=where.device).repeat_interleave(where.shape[1])
+def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens at `where`, and the rows of their requests, both [num_reqs * n]."""
+    return where.flatten(), rows.repeat_interleave(where.shape[1])
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -59,8 +59,9 @@ def _hear_scripts() -> None:
 
         return heard
 
-    for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
-        setattr(kind, "__call__", hearing(kind))  # noqa: B010  # an assignment would be an error for mypy
+    kinds: tuple[Any, ...] = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
+    for kind in kinds:
+        kind.__call__ = hearing(kind)
 
 
 def _read_by(script: Any) -> str | None:

@@ -68,7 +68,7 @@ def _finds_it_anyway(pages: Any, req: Any) -> Any:
 
 
 def _again(self: CompletionState, values: Any, first: int, count: int, start: int | None) -> None:
-    """What comes a second time, such as the tokens of a preempted request, is appended again."""
+    """Tokens that are computed a second time, such as those of a preempted request, are appended again."""
     _APPEND(self, values, first, count, None)
 
 
@@ -84,7 +84,7 @@ _AFTER = Sown.after
 
 
 def _only_here(self: Sown, x: Any, *args: Any) -> dict[str, PerToken]:
-    """What the stages before have captured is dropped."""
+    """The captures of earlier stages are dropped."""
     return _AFTER(self, None, *args)
 
 

@@ -153,7 +153,7 @@ class CompletionState:
         self._num_lent = 0
 
     def captured(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
-        """What was captured of those of the tokens `start:stop` that were read, which are all but the last: [n, ...] by
+        """The captures of those of the tokens `start:stop` that were read, which are all but the last: [n, ...] by
         name."""
         most = min(self.num_captured, len(self.request.prompt) + len(self.token_ids) - 1)
         stop = most if stop is None else min(stop, most)

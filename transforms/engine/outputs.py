@@ -48,7 +48,7 @@ class RequestOutput:
 
     @property
     def captured(self) -> dict[str, Tensor]:
-        """What the model's stages captured of the tokens that were read since the last output, those of the prompt
+        """The captures of the tokens that were read since the last output, those of the prompt
         first: [n, ...] by name (`weft.stages.sow`). The last token of a completion is not read."""
         return self.track.captured(*self.captured_range)
 

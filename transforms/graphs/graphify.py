@@ -94,6 +94,9 @@ def graphify(
         CacheMissError: a miss after `freeze()`.
         VerificationError: a replay differs from the function itself (`verify`); it names the first operator that does.
 
+    The alignment of a copied argument to 16 bytes is part of its signature, because kernels choose by it and the last
+    bits depend on that: rows of a matrix may have up to four graphs; those of a clone have one.
+
     If the device's memory is full at a capture, a warning says so. That call and later ones then use the graphs that
     exist, or run the function itself.
 

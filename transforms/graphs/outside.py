@@ -73,12 +73,12 @@ class Outside:
         return lambda: tuple(map(Tensor.data_ptr, tensors)) == addresses
 
     def change(self) -> str:
-        """What is not as it was, in words; empty if all is. An equal plain value takes the place of the old one."""
-        named = zip(self._labels, self._now(), strict=True)
-        for index, (label, value) in enumerate(named):
-            held, place = (
-                (self._values, index) if index < len(self._values) else (self._contents, index - len(self._values))
-            )
+        """The first change since the capture, in words; empty if there is none. An equal plain value is none, and takes
+        the place of the old one."""
+        now = [*map(dict.get, self._mappings, self._keys), *map(_cell_contents, self._cells)]
+        places = [*((self._values, i) for i in range(len(self._values)))]
+        places += [(self._contents, i) for i in range(len(self._contents))]
+        for label, value, (held, place) in zip(self._labels, now, places, strict=True):
             if not _is_equal(value, held[place]):
                 return f"{label} is another object than at the capture"
             held[place] = value
@@ -94,10 +94,6 @@ class Outside:
     def has_changed(self) -> bool:
         """Whether something is not as it was."""
         return self.holds is not None and not self.holds() and bool(self.change())
-
-    def _now(self) -> list[Any]:
-        """What the names stand for now."""
-        return [*map(dict.get, self._mappings, self._keys), *map(_cell_contents, self._cells)]
 
 
 def _is_equal(value: Any, captured: Any) -> bool:

@@ -340,7 +340,8 @@ class CheckedPrograms:
     Args:
         programs: of all ranks.
         buffers: results that a stage holds before it overwrites the oldest; None: it overwrites none.
-        read_sources: returns the digest of each stage's source, and of `advance`'s (`source_digest`).
+        read_sources: returns the digest of each stage's source, and of `advance`'s (`source_digest`). It takes a while,
+            and only processes compare them.
         spans: for each rank the effects `start:stop` that this run performs; earlier runs have performed those before,
             and later runs perform those after. None: all effects.
     """
@@ -354,15 +355,10 @@ class CheckedPrograms:
         check(self.programs, buffers=self.buffers)
 
     @functools.cached_property
-    def sources(self) -> tuple[str, ...]:
-        """The digests, which take a while to read, and which nothing compares in one process."""
-        return self.read_sources()
-
-    @functools.cached_property
     def text(self) -> str:
         """The lines that all ranks compare: versions, sources, programs."""
         versions = f"weft {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-        return "\n".join([versions, *self.sources, listing(self.programs)])
+        return "\n".join([versions, *self.read_sources(), listing(self.programs)])
 
     @functools.cached_property
     def digest(self) -> str:

@@ -107,7 +107,7 @@ def own_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
 
 @st.composite
 def request_extras(draw: st.DrawFn, model: Model) -> Extras | None:
-    """What one request gives for the changes of `OwnStages`: some of the extras, or nothing."""
+    """The extras that one request gives for the changes of `OwnStages`: some of them, or none."""
     sizes = {"vector": (model.config.hidden_size,), "strength": (), "bias": (model.config.vocab_size,)}
     names, seed = draw(st.lists(st.sampled_from([*sizes]), unique=True)), draw(st.integers(0, 2))
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What functions of one's own capture of each token: transformers' values, once for each token, in every way to run."""
+"""Captures of functions of one's own: transformers' values, once for each token, in every way to run."""
 
 from pathlib import Path
 from typing import Any

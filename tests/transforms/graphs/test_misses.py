@@ -298,7 +298,7 @@ def test_an_attribute_of_the_name_of_a_global_is_none(monkeypatch: pytest.Monkey
 
 
 class Scored:
-    """What a model returns."""
+    """The output of a model."""
 
     def __init__(self, x: Tensor) -> None:
         self.logits = x * 2

@@ -287,7 +287,8 @@ class ProcessLink:
         pipeline."""
         assert self.checked is not None, "a run has begun"
         classes = self.checked.programs[source].classes
-        text = f"{isinstance(effect, Broadcast)} {classes[effect.microbatch] if classes else ''} {self.checked.sources}"
+        described, sources = classes[effect.microbatch] if classes else "", self.checked.read_sources()
+        text = f"{isinstance(effect, Broadcast)} {described} {sources}"
         return f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def _layout(self, effect: Send | Broadcast, key: str, layout: MessageLayout) -> MessageLayout:
