@@ -1,7 +1,7 @@
 """`Batch`: the host's input of a step. `ResolvedBatch`: the batch with all that a step derives from the state."""
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import attrs
@@ -12,6 +12,7 @@ from weft.arguments.checks import kind_of
 from weft.descriptor import BatchDescriptor
 from weft.display.summary import Summarized
 from weft.errors import DescriptorError
+from weft.splitting import cut_sized, find_bounds, read_starts
 from weft.torchapi.private import to_device
 from weft.trees import axes, descriptor_field, pytree
 
@@ -157,6 +158,21 @@ class Batch(Summarized):
     def owners(self) -> tuple[Tensor, Tensor]:
         """The request of each of the batch's tokens, and the token's place in it, as `find_owners` returns them."""
         return find_owners(self.query_start_loc, len(self.input_ids))
+
+    def split(self, parts: int) -> tuple[Self, ...]:
+        """The batch in at most `parts` batches of whole requests. A ragged batch is cut by its `query_start_loc`, which
+        is read on the host."""
+        whole = self.descriptor
+        bounds = find_bounds(whole.num_reqs, parts)
+        if whole.query_len is not None:  # known without a host read
+            starts = [bound * whole.query_len for bound in bounds]
+        else:
+            found = read_starts(f"split(<'{whole}'>, {parts})", self.query_start_loc)
+            starts = [*(found[bound] for bound in bounds[:-1]), whole.num_tokens]
+        spans = zip(pairwise(bounds), pairwise(starts), strict=True)
+        return tuple(
+            cut_sized(self, {"num_reqs": reqs, "num_tokens": tokens}, "query_start_loc") for reqs, tokens in spans
+        )
 
     def after_first(self) -> Self:
         """The batch for the stages after the first one."""

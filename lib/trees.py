@@ -244,19 +244,19 @@ def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
     return (*own, *(found for child in children_of(structure) for found in keys_in(child)))
 
 
-def leaves_with_names(tree: Any) -> list[tuple[str, Any]]:
+def leaves_with_names(tree: Any, is_leaf: IsLeaf = _is_size) -> list[tuple[str, Any]]:
     """The leaves with their paths as text (`.kv_pages`, `[0]['w']`), in flattening order. Children without names
     are numbered."""
     pairs, _ = _pytree.tree_flatten_with_path(
-        tree, is_leaf=lambda node: _is_size(node) or unnamed_children(node) is not None
+        tree, is_leaf=lambda node: _is_size(node) or is_leaf(node) or unnamed_children(node) is not None
     )
     found: list[tuple[str, Any]] = []
     for path, part in pairs:
-        if (children := unnamed_children(part)) is None:
+        if is_leaf(part) or (children := unnamed_children(part)) is None:
             found.append((keystr(path), part))
             continue
         for index, child in enumerate(children):
-            found += [(f"{keystr(path)}[{index}]{name}", leaf) for name, leaf in leaves_with_names(child)]
+            found += [(f"{keystr(path)}[{index}]{name}", leaf) for name, leaf in leaves_with_names(child, is_leaf)]
     return found
 
 

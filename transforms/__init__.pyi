@@ -27,7 +27,8 @@ from .graphs.memory import (
 from .pipelines.checker import check as check
 from .pipelines.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow, plan_cohorts as plan_cohorts
 from .pipelines.events import Event as Event
-from .pipelines.microbatch import join as join, microbatch as microbatch, scan as scan, split as split
+from .pipelines.microbatch import microbatch as microbatch, scan as scan
+from .pipelines.parts import join as join, split as split
 from .pipelines.pipeline import Pipelined as Pipelined, compose as compose, pipeline as pipeline
 from .pipelines.prediction import Machine as Machine, Prediction as Prediction, predict_decode as predict_decode
 from .pipelines.schedule import (

@@ -23,7 +23,7 @@ from weft.state import State, _find_adapters, advance, resolve
 from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.ladder import Ladder, as_ladder
-from weft.transforms.pipelines.microbatch import join, split
+from weft.transforms.pipelines.parts import join, split
 from weft.transforms.pipelines.worker import Link, Worker
 
 _GRAPHS = "weft.transforms.graphs.cache"
@@ -96,12 +96,12 @@ def _split_backwards(batch: Any, parts: int) -> tuple[Any, ...]:
     return split(batch, parts)[::-1]
 
 
-def _join_backwards(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
-    return join(outputs[::-1], parts[::-1])
+def _join_backwards(outputs: Sequence[Any], parts: Sequence[Any], batch: Any) -> Any:
+    return join(outputs[::-1], parts[::-1], batch)
 
 
-def _join_backwards_in_graphs(outputs: Sequence[Any], parts: Sequence[Any]) -> Any:
-    return _join_backwards(outputs, parts) if _in_capture() else join(outputs, parts)
+def _join_backwards_in_graphs(outputs: Sequence[Any], parts: Sequence[Any], batch: Any) -> Any:
+    return (_join_backwards if _in_capture() else join)(outputs, parts, batch)
 
 
 def _with_seeds(table: SamplingTable, seeds: Any) -> SamplingTable:

@@ -22,7 +22,8 @@ from weft.state import advance
 from weft.transforms.engine.setup import Runner, make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
-from weft.transforms.pipelines.microbatch import microbatch, split
+from weft.transforms.pipelines.microbatch import microbatch
+from weft.transforms.pipelines.parts import split
 from weft.transforms.pipelines.pipeline import compose
 
 FAST = settings(deadline=None, max_examples=30)

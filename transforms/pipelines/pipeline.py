@@ -29,7 +29,8 @@ from weft.transforms.pipelines.argument_checks import (
     refuse_transform,
 )
 from weft.transforms.pipelines.checker import CheckedPrograms
-from weft.transforms.pipelines.microbatch import after_first, class_text, join, lends_state, split
+from weft.transforms.pipelines.microbatch import after_first, class_text, lends_state
+from weft.transforms.pipelines.parts import join, split
 from weft.transforms.pipelines.schedule import Job, decode_jobs, jobs_for, make_programs
 from weft.transforms.pipelines.session import Session, Spans
 from weft.transforms.pipelines.transports import Transport
@@ -149,7 +150,7 @@ class Pipelined:
         workers = self._workers(params, state)
         batches = split(batch, self.microbatches)
         states, outputs = self._run(workers, batches, [Job(feeds=self._returns)] * len(batches))
-        return states, join(outputs, batches)
+        return states, join(outputs, batches, batch)
 
     def stream(
         self, params: Sequence[Any], state: Sequence[Any], batches: Sequence[Any], jobs: Sequence[Job] | None = None
@@ -189,7 +190,7 @@ class Pipelined:
             jobs = [Job(feeds=self._returns)] * len(jobs)
         states, outputs = self._run(workers, cohorts * length, jobs)
         starts = range(0, len(outputs), len(cohorts))
-        return states, [join(outputs[i : i + len(cohorts)], cohorts) for i in starts]
+        return states, [join(outputs[i : i + len(cohorts)], cohorts, batch) for i in starts]
 
     def _jobs(self, batches: Sequence[Any]) -> Sequence[Job]:
         if not all(isinstance(batch, Batch) for batch in batches):
@@ -258,10 +259,11 @@ def pipeline(
     Args:
         stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y of the one before. A
             graphified stage is a stage.
-        microbatches: the most parts that the batch is cut into (a batch of fewer requests: one per request). With more
-            than one, the stages must be separable by rows: what they return for a request depends only on that request,
-            the params and its own part of the state, and every output holds one entry per request or token. Only sizes
-            are checked: a `batch.sum(0)` with as many columns as a part has rows is joined, and wrong.
+        microbatches: the most parts that the batch is cut into (a batch of fewer requests: one per request), as
+            `weft.transforms.split` does; batches of your own classes too. With more than one, the stages must be
+            separable by rows: what they return for a request depends only on that request, the params and its own part
+            of the state, and every output holds one entry per request or token. Only sizes are checked: a
+            `batch.sum(0)` with as many columns as a part has rows is joined, and wrong.
         advance: `(state, batch, out) -> state`; if given, the last stage's output returns to every rank, and each rank
             advances its state with it.
         schema: of what travels between two stages; if given, every value is compared with it.

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from own_batches import OWN_BATCHES, WHOLE_BATCHES, Data
 from torch import Tensor
 
 from weft.batch import Batch
@@ -15,6 +16,7 @@ from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed
+from weft.trees import tree_map
 
 
 def scale(p: Tensor, s: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -154,9 +156,45 @@ def requests(num_ranks: int, transport: Transport) -> Any:
     return state, outs
 
 
+def own_batches(num_ranks: int, transport: Transport) -> Any:
+    """Batches of classes of users, in one to three micro-batches; a class that nobody knows in two sizes."""
+    params, state = _values(num_ranks, transport)
+    outs = []
+    for own, most in ((OWN_BATCHES, 3), (WHOLE_BATCHES, 1)):
+        for batch, first in own.values():
+            for parts in range(1, most + 1):
+                step = pipeline(_stages_from(first, num_ranks), microbatches=parts, transport=transport)
+                state, out = step(params, state, batch)
+                outs.append(out)
+    step = pipeline(_stages_from(lambda batch: batch.x + batch.y, num_ranks), transport=transport)
+    for size in (3, 5):
+        state, out = step(params, state, Data(torch.ones(size), torch.ones(size)))
+        outs.append(out)
+    return state, outs
+
+
+def _stages_from(first: Callable[[Any], Any], num_ranks: int) -> list[Any]:
+    def stage(p: Tensor, s: Tensor, batch: Any, x: Any) -> tuple[Tensor, Any]:
+        return s + p, tree_map(lambda leaf: leaf * 2, first(batch) if x is None else x)
+
+    return [stage] * num_ranks
+
+
 SCENARIOS: dict[str, Scenario] = {
     f.__name__: f
-    for f in (calls, microbatches, stream, scanned, graphified, lending, sessions, lent_sessions, trees, requests)
+    for f in (
+        calls,
+        microbatches,
+        stream,
+        scanned,
+        graphified,
+        lending,
+        sessions,
+        lent_sessions,
+        trees,
+        requests,
+        own_batches,
+    )
 }
 
 

@@ -1,0 +1,89 @@
+"""Splitting a sized value: the part of it along the axes that its fields name."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from weft.errors import CaptureError
+from weft.torchapi.private import in_dispatch_mode
+from weft.trees import Axes, find_descriptors, map_sized
+
+Spans = Mapping[str, tuple[int, int]]
+"""The start and the end of a part, by axis."""
+
+
+def find_bounds(count: int, parts: int) -> list[int]:
+    """The start of each part of `count` entries, and the end of the last; at most one part per entry.
+
+    >>> find_bounds(5, 2), find_bounds(2, 3), find_bounds(0, 3)
+    ([0, 2, 5], [0, 1, 2], [0, 0])
+    """
+    parts = min(parts, count) or 1
+    return [count * i // parts for i in range(parts + 1)]
+
+
+def read_starts(call: str, starts: Tensor) -> list[int]:
+    """A tensor of starts as numbers on the host. Raises CaptureError inside a captured function."""
+    if in_dispatch_mode():
+        instead = "capture the parts: pipeline(map(graphify, stages))"
+        raise CaptureError(f"{call} inside a captured function", "parts whose sizes only its tensors say", instead)
+    return [int(start) for start in starts.tolist()]
+
+
+def cut_sized(batch: Any, spans: Spans, starts: str | None = None) -> Any:
+    """The part of a sized value: each field cut along the axes that it names, and the descriptor with the part's sizes.
+
+    Args:
+        batch: a value whose fields name axes.
+        spans: the part. An axis "a+1" ends one entry later than the axis "a".
+        starts: a field of starts in another axis; the first start of the part becomes 0.
+    """
+
+    def cut(value: Tensor, spec: Axes) -> Tensor:
+        return value[tuple(_span(spans, name) for name in spec.dims)]
+
+    part = map_sized(cut, batch, resized(batch, {axis: end - start for axis, (start, end) in spans.items()}))
+    if starts is None:
+        return part
+    found = getattr(part, starts)
+    return attrs.evolve(part, **{starts: found - found[:1]})
+
+
+def _span(spans: Spans, name: str | None) -> slice:
+    base, plus, constant = (name or "").partition("+")
+    if not base:
+        return slice(None)
+    start, end = spans[base]
+    return slice(start, end + (int(constant) if plus else 0))
+
+
+def resized(batch: Any, sizes: Mapping[str, int]) -> Any:
+    """The descriptor of a batch with other sizes; None if it has none."""
+    descriptor = next(iter(find_descriptors(batch)), None)
+    if descriptor is None:
+        return None
+    if attrs.has(type(descriptor)):
+        return attrs.evolve(descriptor, **sizes)
+    return descriptor._replace(**sizes) if hasattr(descriptor, "_replace") else replace(descriptor, **sizes)
+
+
+def sized_tensors(batch: Any) -> list[tuple[Tensor, Axes]]:
+    """The sized fields of a batch that hold tensors, with their axes."""
+    found = list[tuple[Tensor, Axes]]()
+    map_sized(lambda value, spec: found.append((value, spec)), batch)
+    return found
+
+
+def axis_sizes(batch: Any) -> dict[str, int]:
+    """The size of each axis that the fields of a batch name, as its descriptor says, or else the first tensor."""
+    descriptor, found = next(iter(find_descriptors(batch)), None), dict[str, int]()
+    for value, spec in sized_tensors(batch):
+        for dim, name in enumerate(spec.dims):
+            base, _, more = (name or "").partition("+")
+            if base and base not in found:
+                size = value.shape[dim] if descriptor is None else spec.extent(dim, descriptor)
+                found[base] = (size or 0) - int(more or 0)
+    return found

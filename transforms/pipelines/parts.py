@@ -1,0 +1,275 @@
+"""The parts of a batch: `split` cuts it into whole requests or rows, and `join` joins what a step returned for each."""
+
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from weft.arguments.checks import COUNT, is_int, kind_of
+from weft.containers import map_tensors, opened
+from weft.errors import DescriptorError, WeftError
+from weft.splitting import axis_sizes, cut_sized, find_bounds, read_starts, resized, sized_tensors
+from weft.transforms.pipelines.argument_checks import Mistake
+from weft.trees import (
+    Axes,
+    TreeSpec,
+    find_descriptors,
+    leaf_axes,
+    leaves_with_names,
+    map_sized,
+    sized_fields,
+    tree_flatten,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+)
+
+
+@runtime_checkable
+class Splits(Protocol):
+    """A batch whose class says how it is split. It may also have a method `join(outputs)`, which is called on the whole
+    batch with the outputs of its parts and returns the output of the whole."""
+
+    def split(self, parts: int, /) -> tuple[Self, ...]:
+        """At least one and at most `parts` batches, in order."""
+
+
+def split(batch: Any, parts: int) -> tuple[Any, ...]:
+    """Cut a batch into at most `parts` parts, whose numbers of requests (or rows) differ by at most one.
+
+    1. If `parts` is 1, the batch is the only part, whatever it is.
+    2. A class with a method `split(parts)`, such as `weft.Batch`, cuts itself.
+    3. A class whose fields name one axis (`weft.axes`) is cut along it. If they name two, one integer field with
+       `axes("first+1")` must hold the start of each entry in the second axis, and the end of the last.
+    4. In all other trees, also in attrs classes, dataclasses and mappings, tensors are cut along their first
+       dimensions, which must agree.
+
+    A field that names no axis, in a class where others do, goes to every part; so do Python values. The steps that run
+    on the parts must be separable by what is cut (see `microbatch`).
+
+    Args:
+        batch: the batch.
+        parts: at least 1. A batch of fewer requests is cut into one part per request.
+
+    Raises:
+        DescriptorError: a batch that cannot be cut, or a method `split` that returns something else.
+        CaptureError: inside a captured function, a batch whose tensors say where it is cut, as those of a ragged
+            `Batch`. Cut only uniform batches there, or capture the parts (`pipeline(map(graphify, stages))`).
+
+    >>> from weft.batch import Batch
+    >>> [str(b.descriptor) for b in split(Batch.decode([5, 6, 7]), 2)]
+    ['uniform x1, 1 reqs', 'uniform x1, 2 reqs']
+    >>> split({"x": torch.arange(3), "name": "a"}, 2)
+    ({'x': tensor([0]), 'name': 'a'}, {'x': tensor([1, 2]), 'name': 'a'})
+    """
+    if not is_int(parts, 1):
+        raise DescriptorError(f"split(batch, {parts!r})", f"parts={parts!r}", COUNT[1])
+    if parts == 1:
+        return (batch,)
+    if splits(batch):
+        return _checked(batch.split(parts), type(batch).__name__, parts)
+    call = f"split(<{type(batch).__name__}>, {parts})"
+    try:
+        return tuple((_split_named if sized_fields(batch) else _split_rows)(call, batch, parts))
+    except WeftError:
+        raise
+    except Exception as error:  # of a class that refuses the values of a part
+        raise DescriptorError(call, f"{type(error).__name__}: {error}", _own_methods(batch)) from error
+
+
+def splits(batch: Any) -> bool:
+    """Whether the class of a batch has a method `split` for it. Those of tensors and texts do something else."""
+    return isinstance(batch, Splits) and not isinstance(batch, type | Tensor | str | bytes)
+
+
+def _checked(found: Any, kind: str, parts: int) -> tuple[Any, ...]:
+    if isinstance(found, tuple | list) and 1 <= len(found) <= parts:
+        return tuple(found)
+    seen = f"it returned {len(found)} parts" if isinstance(found, tuple | list) else f"it returned {kind_of(found)}"
+    raise DescriptorError(f"{kind}.split({parts})", seen, f"return a tuple of 1 to {parts} batches")
+
+
+def _own_methods(batch: Any) -> str:
+    """The remedy that always works."""
+    kind = "a class of your own" if type(batch).__module__ == "builtins" else f"class {type(batch).__name__}"
+    return f"in {kind} a method split(parts) that returns a tuple of batches, and join(outputs) if they need one"
+
+
+def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
+    """The parts of a batch whose fields name axes."""
+    sizes, starts = _check_sizes(call, batch), _field_of_starts(batch)
+    if len(sizes) == 1:
+        [(axis, size)] = sizes.items()
+        yield from (cut_sized(batch, {axis: span}) for span in pairwise(find_bounds(size, parts)))
+    elif starts is None:
+        seen = f"axes {', '.join(sizes)}, and no field that says how they go together"
+        hint = f'an integer field with axes("{next(iter(sizes))}+1"), starts in the other axis; or ' * (len(sizes) == 2)
+        raise DescriptorError(call, seen, hint + _own_methods(batch))
+    else:
+        field, first, second = starts
+        bounds, found = find_bounds(sizes[first], parts), read_starts(call, getattr(batch, field))
+        if found[0] != 0 or sorted(found) != found or found[-1] > sizes[second]:
+            seen = f"{field} = {found!s:.60}, which are not starts in {second}={sizes[second]}"
+            raise DescriptorError(call, seen, f"starts from 0 on; or {_own_methods(batch)}")
+        ends = [*(found[bound] for bound in bounds[:-1]), sizes[second]]
+        for entries, span in zip(pairwise(bounds), pairwise(ends), strict=True):
+            yield cut_sized(batch, {first: entries, second: span}, field)
+
+
+def _check_sizes(call: str, batch: Any) -> dict[str, int]:
+    """The sizes of a batch's axes. Raises DescriptorError if it has two descriptors, or a tensor has another size."""
+    if len(find_descriptors(batch)) > 1:
+        raise DescriptorError(call, "two descriptors in one batch", "one descriptor for all of its fields")
+    sizes = axis_sizes(batch)
+    for value, spec in sized_tensors(batch):
+        for dim, name in enumerate(spec.dims):
+            base, _, more = (name or "").partition("+")
+            if base and value.shape[dim] != sizes[base] + int(more or 0):
+                seen = f"a tensor of shape {tuple(value.shape)} where {base} is {sizes[base]}"
+                raise DescriptorError(call, seen, "give the batch the descriptor of its tensors")
+    for descriptor in find_descriptors(batch):
+        names = getattr(type(descriptor), "__match_args__", ())
+        if others := [name for name in names if name not in sizes and is_int(getattr(descriptor, name))]:
+            seen = f"'{descriptor}', whose {' and '.join(others)} no field names as an axis: unknown in a part"
+            raise DescriptorError(call, seen, _own_methods(batch))
+    return sizes
+
+
+def _field_of_starts(batch: Any) -> tuple[str, str, str] | None:
+    """The one integer field that follows one of two axes, and one more: its name, that axis and the other one."""
+    held = {name: (getattr(batch, name), spec.dims) for name, spec in sized_fields(batch).items()}
+    found = [
+        (name, dims[0].removesuffix("+1"))
+        for name, (value, dims) in held.items()
+        if isinstance(value, Tensor) and value.dim() == len(dims) == 1 and not value.is_floating_point()
+        if dims[0] is not None and dims[0].endswith("+1")
+    ]
+    axes = axis_sizes(batch)
+    if len(axes) != 2 or len(found) != 1:
+        return None
+    [(field, first)] = found
+    return field, first, next(axis for axis in axes if axis != first)
+
+
+def _split_rows(call: str, batch: Any, parts: int) -> Iterator[Any]:
+    """The parts of a tree of tensors, cut along their first dimensions."""
+    if find_descriptors(batch):
+        seen = f"{kind_of(batch)} around a batch with a descriptor of its own"
+        raise DescriptorError(call, seen, "that batch, with the rest in its fields (weft.axes)")
+    count = _common_length(call, batch)
+    _check_values(call, batch, count)
+    for start, end in pairwise(find_bounds(count, parts)):
+        yield map_tensors(operator.itemgetter(slice(start, end)), batch)
+
+
+def _common_length(call: str, tree: Any) -> int:
+    """The number of rows of a tree of tensors."""
+    shapes = {name: tuple(x.shape) for name, x in leaves_with_names(opened(tree)) if isinstance(x, Tensor)}
+    lengths = {shape[0] if shape else None for shape in shapes.values()}
+    if len(lengths) == 1 and None not in lengths:
+        return int(lengths.pop() or 0)
+    seen = f"tensors whose first dimensions do not agree: {shapes}"
+    if not shapes:
+        seen = f"no tensor in {tree!r:.60}" + ("" if tree is None else f", {kind_of(tree)}")
+    raise DescriptorError(
+        call, seen, f"tensors with a row for each entry, and the rest in params; or {_own_methods(tree)}"
+    )
+
+
+def _check_values(call: str, batch: Any, count: int) -> None:
+    """Raise DescriptorError for leaves that are not tensors and look like rows: every part would get all of them."""
+    for name, leaf in leaves_with_names(opened(batch), is_leaf=_is_list_of_values):
+        seen, instead = "", "a tensor; or a tuple, if every part takes all of it"
+        if isinstance(leaf, list) and len(leaf) == count:
+            seen = f"{name or 'it'} is a list of {count} Python values, as many as there are rows"
+        elif getattr(leaf, "shape", None) and not isinstance(leaf, Tensor):
+            seen, instead = f"{name or 'it'} is {kind_of(leaf)}, not a tensor", "torch.as_tensor(...) of it"
+        if seen:
+            raise DescriptorError(call, seen, instead)
+
+
+def _is_list_of_values(node: Any) -> bool:
+    return isinstance(node, list) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node))
+
+
+def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any:
+    """Join the outputs of the parts of a batch, by the batch's own `join(outputs)`; without one, sized fields along
+    their named dimension, and other tensors along the first.
+
+    Every tensor must hold one entry per request (for plain tensors, per row) or per token of its part; for a class of
+    your own, per entry of an axis that it names. Only sizes are checked: a sum over 2 rows of 2 columns has the size of
+    a result for 2 rows, and is joined as one.
+
+    Args:
+        outputs: the step's output for each part.
+        parts: the parts.
+        batch: the batch that was split. Only a class with a method `join` needs it.
+
+    Raises:
+        DescriptorError: the outputs have different structures, hold another descriptor than their part's, or hold a
+            leaf whose size is not the part's number of requests or tokens: a loss, a parameter, a Python value.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    call = f"join of {len(outputs)} micro-batches"
+    if splits(parts[0]) and callable(getattr(parts[0], "join", None)):
+        if not splits(batch):
+            raise DescriptorError(
+                call, f"{type(parts[0]).__name__} has a join of its own", "join(outputs, parts, batch)"
+            )
+        return batch.join(list(outputs))
+    whole = _whole(call, parts, batch)
+    found = [map_sized(lambda value, _: value, out, whole) for out in outputs]
+    leaves, structure = tree_flatten(found[0])
+    dims = [_batch_dim(axes) for axes in leaf_axes(found[0])]
+    for out, own, part in zip(outputs, found, parts, strict=True):
+        if (mistake := _mistake_in_output(out, own, part, structure, dims)) is not None:
+            raise DescriptorError(call, *mistake)
+    columns = zip(dims, leaves, *(tree_leaves(own) for own in found[1:]), strict=True)
+    joined = [None if first is None else torch.cat([first, *rest], dim) for dim, first, *rest in columns]
+    return tree_unflatten(joined, structure)
+
+
+def _mistake_in_output(out: Any, own: Any, part: Any, structure: TreeSpec, dims: Sequence[int]) -> Mistake | None:
+    """The mistake in the output of a part that cannot be joined.
+
+    Args:
+        out: the output.
+        own: the same with the descriptor of the whole batch.
+        part: the part.
+        structure: of the first part's output.
+        dims: for each leaf, the dimension that grows with the batch.
+    """
+    known = find_descriptors(part)
+    if strange := [d for d in find_descriptors(out) if d not in known]:
+        return f"an output of descriptor '{strange[0]}', not its part's", "return it without one"
+    if tree_structure(own) != structure:
+        return "outputs of different structures", "return the same structure for every batch"
+    sizes = {(size,) for size in axis_sizes(part).values()} or {(_common_length("join", part),)}
+    for (name, leaf), dim in zip(leaves_with_names(own), dims, strict=True):
+        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.shape[dim : dim + 1] in sizes):
+            shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"{leaf!r:.60}"
+            seen = f"output {name or '(the whole)'} is {shape}, not one entry a request or a token of its part"
+            return seen, "return such tensors, and reduce them outside"
+    return None
+
+
+def _whole(call: str, parts: Sequence[Any], batch: Any) -> Any:
+    """The descriptor of the batch that was cut into `parts`; None if they have none."""
+    if not all(find_descriptors(part) for part in parts):
+        return None
+    sizes = [axis_sizes(part) for part in parts]
+    whole = resized(parts[0], {name: sum(own[name] for own in sizes) for name in sizes[0]})
+    if batch is not None and whole not in find_descriptors(batch):
+        kind, was = type(batch).__name__, next(iter(find_descriptors(batch)), None)
+        seen = f"parts that together are '{whole}', where the {kind} is '{was}'"
+        raise DescriptorError(call, seen, f"in class {kind} a method join(outputs) beside its split")
+    return whole
+
+
+def _batch_dim(axes: Axes | None) -> int:
+    """The first dimension that has a name, and so grows with the batch."""
+    return 0 if axes is None else next((d for d in range(len(axes.dims)) if axes.name(d)), 0)
